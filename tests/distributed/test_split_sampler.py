@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,39 +14,8 @@ from drawn_ids import NOTHING, ids_of, knobs_of, sample
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.sampling import SplitSampler, truncated
 from pipeinfer.kernels import host
+from rank_threads import ThreadCollectives, ThreadGroup
 from sampling_rows import SamplingRows
-
-
-class Threads:
-    """Ranks as threads of this process; counts the values that were exchanged."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.exchanged = size, 0
-        self._parts: list[torch.Tensor] = [torch.empty(0)] * size
-        self._barrier = threading.Barrier(size, timeout=30)
-        self._rank = threading.local()
-
-    def run(self, work):
-        """[work(rank) for each rank], at the same time."""
-
-        def one(rank: int):
-            self._rank.value = rank
-            return work(rank)
-
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(one, range(self.size)))
-
-    def collect(self, partial: torch.Tensor) -> torch.Tensor:
-        self._parts[self._rank.value] = partial
-        self._barrier.wait()
-        everybody = torch.stack(self._parts)
-        self._barrier.wait()
-        if self._rank.value == 0:
-            self.exchanged += partial.numel()
-        return everybody
-
-    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
-        return torch.cat(list(self.collect(partial)), dim=-1)
 
 
 def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows:
@@ -64,17 +31,18 @@ def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows
     return SamplingRows(values, rng.integers(0, 2**40, count))
 
 
-def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):
+def split(logits: np.ndarray, params: SamplingRows, size: int, group: ThreadGroup):
     vocab = logits.shape[1]
     share = -(-vocab // size)
     padded = np.zeros((len(logits), share * size), dtype=np.float32)
     padded[:, :vocab] = logits
 
-    def one(rank: int) -> list[int]:
+    def one(ranks: ThreadCollectives) -> list[int]:
+        rank = ranks.rank
         start = min(rank * share, vocab)
         held = SimpleNamespace(start=start, stop=min(start + share, vocab), vocab_size=vocab)
         model = SimpleNamespace(vocabulary=held, local_logits=None)
-        sampler = SplitSampler(model, group, host)
+        sampler = SplitSampler(model, ranks, host)
         part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
         last_token = torch.full((len(part),), -5)
         drawn = sampler.sample(part, knobs_of(params), last_token, truncated(params.fields))
@@ -94,7 +62,7 @@ def test_parts_sample_what_the_whole_samples(seed, vocab, size, kinds):
     logits = (rng.standard_normal((len(kinds), vocab)) * 3).astype(np.float32)
     params = rows(len(kinds), rng, kinds)
     expected = sample(torch.from_numpy(logits), params).tolist()
-    for ids in split(logits, params, size, Threads(size)):
+    for ids in split(logits, params, size, ThreadGroup(size)):
         assert ids == expected
 
 
@@ -102,12 +70,12 @@ def test_the_lowest_of_equal_ids_wins_across_ranks():
     logits = np.zeros((1, 40), dtype=np.float32)
     logits[0, [9, 25, 33]] = 2.0
     params = rows(1, np.random.default_rng(0), [0])
-    assert split(logits, params, 4, Threads(4)) == [[9]] * 4
+    assert split(logits, params, 4, ThreadGroup(4)) == [[9]] * 4
 
 
 def test_plain_rows_cost_three_numbers_a_rank_whatever_the_vocabulary():
     rng = np.random.default_rng(1)
-    group = Threads(2)
+    group = ThreadGroup(2)
     split(rng.standard_normal((5, 999)).astype(np.float32), rows(5, rng, [0, 1, 0, 1, 1]), 2, group)
     assert group.exchanged == 5 * 3
 
@@ -125,4 +93,4 @@ def test_a_row_that_is_bad_on_one_rank_is_bad_on_all_and_leaves_the_others_alone
     else:
         logits[1, 130] = logits[4, 3] = value
     expected[1] = expected[4] = NOTHING
-    assert split(logits, params, 4, Threads(4)) == [expected] * 4
+    assert split(logits, params, 4, ThreadGroup(4)) == [expected] * 4

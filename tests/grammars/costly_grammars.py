@@ -23,6 +23,13 @@ def growing(name: str) -> str:
 # What costs little where it begins: free text, until a letter that the walk of a trial may miss.
 LATE = "start: /[^Z]*/ (/Z/ r+)?\n" + AMBIGUOUS.partition("\n")[2]
 
+
+def late_growing(name: str) -> str:
+    """As `growing`, behind free text and that letter."""
+    start, _, rest = growing(name).partition("\n")
+    return f"start: /[^Z]*/ (/Z/ {start.removeprefix('start: ')})?\n{rest}"
+
+
 _random = Random(5)
 WORDS = ["".join(_random.choices("abcdefghijklmnopqrstuvwxyz", k=9)) for _ in range(5000)]
 

@@ -45,7 +45,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.events import Tried, Try
+from pipeinfer.tokenizer.events import EncodeNext, Tried, Try
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
@@ -202,7 +202,7 @@ class Process:
     core: object
     incarnation: int
     fence: Fence = field(default_factory=Fence)
-    later: list[Try | Compile] = field(default_factory=list)
+    later: list[Try | EncodeNext | Compile] = field(default_factory=list)
     shown: object = None  # the state that its latest heartbeat told
 
 
@@ -388,7 +388,7 @@ class Simulation:
 
     def _local(self, process: Process, message: Message) -> None:
         name = getattr(message, "request_id", "")
-        if isinstance(message, Try | Compile):
+        if isinstance(message, Try | EncodeNext | Compile):
             process.later.append(message)
         elif isinstance(message, Delta):
             self.clients[name].take(message)
@@ -435,6 +435,9 @@ class Simulation:
         asked = process.later.pop(self.random.randrange(len(process.later)))
         if isinstance(asked, Compile):
             self.feed(stage, process.core.compiled(asked))  # type: ignore[attr-defined]
+            return
+        if isinstance(asked, EncodeNext):
+            self.feed(stage, asked)
             return
         submit = process.core.untried(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
         if submit is not None:

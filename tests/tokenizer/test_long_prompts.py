@@ -38,8 +38,9 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.apart import encoded
-from pipeinfer.tokenizer.core import AT_ONCE, TokenizerCore
-from pipeinfer.tokenizer.events import Encode, Encoded
+from pipeinfer.tokenizer.core import AT_ONCE, HERE, TokenizerCore
+from pipeinfer.tokenizer.driver import TokenizerDriver
+from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.lanes import BOOK, CHAPTER, Lanes
 from pipeinfer.tokenizer.prompts import PromptEncoder
@@ -84,7 +85,7 @@ def asked(core: TokenizerCore, event: Submit) -> Encode:
 def test_a_long_prompt_is_passed_on_as_a_short_one_would_be(prompt: dict[str, Any]) -> None:
     core, event = make(), submit(**prompt)
     message = asked(core, event)
-    assert message.weight > AT_ONCE
+    assert message.weight > HERE
     assert core.stats()["encoding"] == 1 and not core.idle()
     assert core.encoding("r", 1) is event
     out = core.handle(encoded(encoder(), event), 0.0)
@@ -104,6 +105,63 @@ def test_short_prompts_and_token_ids_are_encoded_at_once() -> None:
     ):
         sends = core.handle(submit(name, **prompt), 0.0)
         assert [send.channel for send in sends] == ["text", "work"]
+
+
+class Quiet:
+    """In place of trials."""
+
+    async def start(self, feed: Callable[[Message], None]) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def works(sends: list[Send]) -> list[str]:
+    return [send.message.request_id for send in sends if isinstance(send.message, Work)]
+
+
+TURN = [Send(LOCAL, "", EncodeNext())]
+
+
+def test_a_short_prompt_waits_for_one_prompt_of_another_clients_thousand_at_most() -> None:
+    core, text = make(), "the end of it " * (HERE // 15)
+    for n in range(1000):
+        assert core.handle(submit(f"a{n}", text=text, client="a"), 0.0) == TURN
+    assert works(core.handle(EncodeNext(), 0.0)) == ["a0"]
+    assert works(core.handle(submit("tiny", text=SHORT, client="b"), 0.0)) == ["tiny"]
+    assert core.handle(submit("b0", text=text[: 2 * AT_ONCE], client="b"), 0.0) == TURN
+    turns = [core.handle(EncodeNext(), 0.0) for _ in range(2)]
+    assert "b0" in works([send for sends in turns for send in sends])
+    order = [name for sends in turns for name in works(sends)]
+    while core.stats()["encoding"]:
+        order += works(core.handle(EncodeNext(), 0.0))
+    assert [name for name in order if name != "b0"] == [f"a{n}" for n in range(1, 1000)]
+
+
+def test_a_turn_of_whoever_has_left_is_not_lost_on_him() -> None:
+    core, text = make(), "the end of it " * (2 * AT_ONCE // 14)
+    for name in "abc":
+        core.handle(submit(name, text=text, client=name), 0.0)
+    core.handle(Abort("a", 1), 0.0)
+    core.handle(Abort("b", 1), 0.0)
+    assert works(core.handle(EncodeNext(), 0.0)) == ["c"] and core.idle()
+    assert core.handle(EncodeNext(), 0.0) == core.handle(EncodeNext(), 0.0) == []
+    assert core.handle(submit("d", text=text), 0.0) == TURN
+    core.handle(Leave(), 0.0)
+    assert core.handle(EncodeNext(), 0.0) == []
+
+
+async def test_other_messages_come_between_prompts_that_wait() -> None:
+    """The driver gives one turn back each time the loop has looked at its sockets."""
+    seen: list[str] = []
+    driver = TokenizerDriver(Lanes(Path(), Settings(), lambda *_: None), Quiet())
+    await driver.start(lambda _: seen.append("prompt"))
+    for _ in range(3):
+        driver.deliver(EncodeNext())
+    for _ in range(4):
+        asyncio.get_running_loop().call_soon(seen.append, "message")
+        await asyncio.sleep(0)
+    await driver.stop()
+    assert seen == ["prompt", "message"] * 3 + ["message"]
 
 
 def test_what_cannot_fit_is_refused_by_its_length_alone() -> None:

@@ -17,8 +17,8 @@ from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
 from pipeinfer.tokenizer import verdicts
-from pipeinfer.tokenizer.core import AT_ONCE, TOGETHER, TokenizerCore
-from pipeinfer.tokenizer.events import Encode, Tried, Try
+from pipeinfer.tokenizer.core import AT_ONCE, HERE, TokenizerCore
+from pipeinfer.tokenizer.events import Encode, EncodeNext, Tried, Try
 from pipeinfer.tokenizer.stage import make_core
 from pipeinfer.tokenizer.trials import QUICK, Trials
 from pipeinfer.tokenizer.verdicts import LONGEST, digest
@@ -92,7 +92,7 @@ def test_a_trial_that_could_not_be_made_says_nothing_of_the_grammar(core) -> Non
 
 
 def test_a_long_prompt_is_encoded_when_its_grammar_has_passed(core) -> None:
-    long = "x" * (AT_ONCE + 1)
+    long = "x" * (HERE + 1)
     assert sent(core, asking("one", text=long, client="c")) == [Try("one", 1, "c")]
     [encode] = sent(core, tried("one"))
     assert isinstance(encode, Encode) and (encode.request_id, encode.client) == ("one", "c")
@@ -122,15 +122,17 @@ def test_one_verdict_is_for_all_that_wait_for_it_and_their_turns_are_dropped(cor
 def test_many_prompts_that_waited_for_one_grammar_hold_the_stage_up_no_longer_than_a_few(
     core,
 ) -> None:
-    text = "x " * (AT_ONCE // 20)
-    many = 3 * TOGETHER // len(text)
+    text = "x " * (AT_ONCE // 3)
+    many = 3 * HERE // len(text)
     for n in range(many):
         sent(core, asking(f"{n}", text=text))
     passed = sent(core, tried("0"))
     here = [m for m in passed if isinstance(m, Work)]
-    elsewhere = [m for m in passed if isinstance(m, Encode)]
-    assert len(here) + len(elsewhere) == many
-    assert 1 < len(here) <= TOGETHER // len(text)
+    assert 1 < len(here) <= HERE // len(text)
+    assert passed.count(EncodeNext()) == many - len(here)
+    for _ in range(many - len(here)):
+        here += [m for m in sent(core, EncodeNext()) if isinstance(m, Work)]
+    assert [m.request_id for m in here] == [f"{n}" for n in range(many)]
 
 
 def test_a_thousand_new_grammars_push_no_verdict_out(core) -> None:

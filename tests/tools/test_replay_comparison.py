@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
+import msgspec
 import pytest
 
 from pipeinfer import events, messages
@@ -33,6 +34,15 @@ def test_difference_is_named_down_to_the_token():
     other = Tokens((TokenRow("a", 0, pack([1, 2])), TokenRow("b", 4, pack([7, 0, 9]))))
     assert first_mismatch(one, other) == ("rows[1].ids[1]", 8, 0)
     assert first_mismatch(one, one) is None
+
+
+def test_what_masks_cost_may_differ_in_a_replay_and_what_fails_may_not():
+    """A slow machine counts earlier, and rows that share a lexer pay in the order of threads."""
+    one = StepDone(1, 2, pack([1]), pack([9]), 0.5)
+    costly = msgspec.structs.replace(one, mask_units={0: 5_000}, seconds=0.1)
+    assert first_mismatch(one, costly, left_out) is None
+    failed = msgspec.structs.replace(one, refused={0: "the grammar allows no token"})
+    assert first_mismatch(one, failed, left_out) is not None
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,11 @@ class TorchCollectives:
         _gather_into(parts, flat)
         return parts.view(self.size, *partial.shape)
 
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, which become those of rank 0 in place."""
+        dist.broadcast(values, 0)
+        return values
+
     def smallest(self, value: int) -> int:
         """The smallest `value` of all ranks."""
         mine = torch.tensor([value], dtype=torch.int64, device=self._device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from llguidance import LLExecutor
 
-from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.bounds import COSTLY, GrammarError
 from pipeinfer.grammars.compiling import Grammar
 from pipeinfer.grammars.masks import (
     FreeSource,
@@ -33,7 +33,6 @@ from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
-COSTLY = 1_000  # units of a mask, from which on it is told, and until it was told that it is less
 
 # Of a step of an epoch that is over: nobody wants to know what it gives.
 GONE = RowSource(NoSource("its request is gone"), 0)
@@ -50,15 +49,15 @@ class _Cost:
 
 
 class Masks:
-    """Of one rank; its grammars come from `store`."""
+    """Of rank 0; its grammars come from `store`. Other ranks have ReceivedMasks.
 
-    def __init__(self, store: GrammarStore, threads: int, alone: bool = True) -> None:
-        """alone: there are no other ranks, which would have to get new lanes at the same time: a
-        limit that trips depends on who shares a lexer."""
+    store: keeps and compiles the grammars. threads: that fill masks, at most MOST_THREADS.
+    """
+
+    def __init__(self, store: GrammarStore, threads: int) -> None:
         self._store = store
-        threads = max(min(threads, MOST_THREADS), 1)
-        self._executor = LLExecutor(threads)
-        self._lanes = threads if alone else 1
+        self._threads = max(min(threads, MOST_THREADS), 1)
+        self._executor = LLExecutor(self._threads)
         self._sources: dict[int, RowSource] = {}
         self._grammars: dict[int, Grammar] = {}
         self._costs: dict[int, _Cost] = {}
@@ -68,8 +67,8 @@ class Masks:
         self,
         spec: StructuredOutputs,
         then: Callable[[str], None],
-        slow: bool = False,
-        released: Sequence[int] = (),
+        slow: bool,
+        released: Sequence[int],
     ) -> None:
         """See GrammarStore; in `released` slots there are no requests any more."""
         self._release(released)
@@ -176,11 +175,44 @@ class Masks:
         self._grammars[new.slot] = grammar
         grammar.users += 1
         if grammar.users > 1:
-            self._store.widen(grammar, self._lanes)
+            self._store.widen(grammar, self._threads)
         source = source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
         matcher = source.matcher
         self._costs[new.slot] = _Cost(work_of(grammar.matcher() if matcher is None else matcher))
         return source
+
+
+class ReceivedMasks:
+    """Of a rank above 0: each step brings it the masks of rank 0 (Sampler.masks).
+
+    A lexer's limits trip depending on what was kept in memory, on which row came first and on when
+    a grammar was compiled anew. Ranks that filled masks by themselves would sometimes disagree on
+    whether a row fails, and the row would sample from a part of the vocabulary.
+    """
+
+    def prepare(
+        self,
+        spec: StructuredOutputs,
+        then: Callable[[str], None],
+        slow: bool,
+        released: Sequence[int],
+    ) -> None:
+        """This rank needs no grammar, so any of them is ready."""
+        then("")
+
+    def wait(self) -> None:
+        """There is no vocabulary to wait for."""
+
+    def fill(self, step: Step, words: np.ndarray) -> dict[int, str]:
+        """Leaves `words` as they are. Rank 0 alone says which rows fail; here they give none."""
+        return {}
+
+    def take(self, step: Step, sampled: Sampled) -> Sampled:
+        """Rank 0 alone says what grammars force."""
+        return sampled
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, int, list[int]]]:

@@ -268,7 +268,7 @@ class Runner:
         rows = masked.rows if packed.entries is None else packed.entries[masked.rows]
         where = logits.device
         at = tensor_of(rows).to(where, non_blocking=True)
-        there = words.to(where, non_blocking=True)
+        there = self._sampler.masks(words.to(where, non_blocking=True))
         self._kernels.mask(logits, at, there, self._sampler.first_id)
         self._sample(packed, logits, scores, launched)
 

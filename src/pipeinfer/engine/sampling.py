@@ -38,6 +38,11 @@ class Sampler(Protocol):
         """[S, vocab]; all ranks must call it."""
         ...
 
+    def masks(self, words: torch.Tensor, /) -> torch.Tensor:
+        """int32 [N, W], on the device: rank 0's `words`, whatever those of other ranks hold; all
+        ranks must call it."""
+        ...
+
     def sample(
         self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray, /
     ) -> torch.Tensor:
@@ -66,6 +71,9 @@ class WholeSampler:
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
+    def masks(self, words: torch.Tensor) -> torch.Tensor:
+        return words
+
     def sample(
         self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
     ) -> torch.Tensor:
@@ -86,6 +94,10 @@ class Ranks(Protocol):
         """[..., n] of every rank, side by side: [..., n * size]."""
         ...
 
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, which become those of rank 0 in place."""
+        ...
+
 
 class SplitSampler:
     """For a rank whose model gives the logits of a run of the vocabulary.
@@ -104,6 +116,9 @@ class SplitSampler:
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_gather(logits)[:, : self.vocab]
+
+    def masks(self, words: torch.Tensor) -> torch.Tensor:
+        return self._ranks.broadcast(words)
 
     def sample(
         self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
-    from pipeinfer.engine.masks import Masks
+    from pipeinfer.engine.masks import Masks, ReceivedMasks
     from pipeinfer.engine.profile import StepProfile
     from pipeinfer.memory.prefix_cache import PrefixCache
     from pipeinfer.settings import Settings
@@ -47,7 +47,7 @@ def build(context: StageContext) -> Stage:
     with start.phase("imports"):
         libraries = preload_torch(None if settings.device == "cpu" else ordinal)
         try:
-            masks = _masks(settings, folder)
+            masks = _masks(settings, folder, context.identity.rank)
         finally:
             libraries.join()
 
@@ -165,22 +165,28 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 
-def _masks(settings: Settings, folder: Path) -> Masks | None:
-    """For requests with a grammar. The vocabulary is built while torch's libraries are loaded: it
-    holds the interpreter, which little else at the start leaves free."""
+def _masks(settings: Settings, folder: Path, rank: int) -> Masks | ReceivedMasks | None:
+    """For requests with a grammar. Rank 0's vocabulary is built while torch's libraries are loaded:
+    it holds the interpreter, which little else at the start leaves free."""
     if settings.grammar_backend == "none":
         return None
-    from pipeinfer.engine.masks import Masks
+    from pipeinfer.engine.masks import Masks, ReceivedMasks
+
+    if rank > 0:
+        return ReceivedMasks()
     from pipeinfer.grammars.store import GrammarStore
     from pipeinfer.text.ends import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)
     store = GrammarStore(setup, settings.grammar_cache_mib << 20)
-    return Masks(store, os.cpu_count() or 1, alone=settings.tp == 1)
+    return Masks(store, os.cpu_count() or 1)
 
 
 def _driver(
-    loaded: LoadedEngine, watch: StepProfile | None, masks: Masks | None, start: Start
+    loaded: LoadedEngine,
+    watch: StepProfile | None,
+    masks: Masks | ReceivedMasks | None,
+    start: Start,
 ) -> DeviceDriver:
     from pipeinfer.engine.driver import DeviceDriver, nothing_to_prepare
     from pipeinfer.engine.executor import Executor

@@ -6,7 +6,6 @@ Knows keys, limits and requests as HTTP sees them; what is asked is not its busi
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import re
 import time
@@ -25,6 +24,7 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.responses import GONE, Handler
 from pipeinfer.gateway.tallies import Tally
+from pipeinfer.topology.addresses import is_loopback
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
 GUARDED = (
@@ -240,14 +240,6 @@ def _on_this_host(request: web.Request) -> bool:
     """Whether its client is, as far as it can be known."""
     forwarded = any(name in request.headers for name in FORWARDED)
     return not forwarded and is_loopback(request.remote or "")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether it is one, written as an IP address or as `localhost`."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address.lower() == "localhost"
 
 
 def _token(request: web.Request) -> str:

@@ -14,7 +14,7 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
-from pipeinfer.gateway.admission import Admission, guarded, is_loopback
+from pipeinfer.gateway.admission import Admission, guarded
 from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
@@ -38,6 +38,7 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
+from pipeinfer.topology.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 

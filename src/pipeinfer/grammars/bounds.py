@@ -20,6 +20,9 @@ MOST_BYTES = 64 * 1024
 MOST_DEPTH = 128
 MOST_GBNF = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
 FORMS = ("json", "regex", "choice", "grammar")
+# Units of work (work.py), each about a microsecond, from which on a mask is costly: engines report
+# it, and schedulers count it.
+COSTLY = 1_000
 
 # What a JSON schema within a grammar would tell the compiler, which would let white space go on
 # without end. Of schemas by themselves it is replaced.

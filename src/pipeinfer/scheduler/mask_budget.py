@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 
+from pipeinfer.grammars.bounds import COSTLY
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.scheduler.request import Request
 
-# Units of work (grammars/work.py), about a microsecond each. Masks that cost less are not counted.
-COSTLY = 1_000
-# What costly masks may cost in each step on average, where others run, and where nobody else does.
+# What costly masks may cost in each step on average, where others run, and where nobody else does;
+# in units of work (grammars/work.py), about a microsecond each.
 SHARE = 6_000
 ALONE = 60_000
 REMEMBERED = 128  # grammars with costly masks

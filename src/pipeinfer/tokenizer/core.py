@@ -17,6 +17,7 @@ from pipeinfer.beats import GIVE_UP
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.fair_queue import FairQueue
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -39,7 +40,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import unpack
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, without
-from pipeinfer.tokenizer.events import Encode, Encoded, Tried, Try
+from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext, Tried, Try
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
@@ -47,10 +48,11 @@ from pipeinfer.tokenizer.routing import Report, Router
 from pipeinfer.tokenizer.verdicts import Verdict, digest
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
-# Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
-# length and 8 ms for the worst (one-letter words); everything else waits meanwhile.
-AT_ONCE = 8 * 1024
-TOGETHER = 8 * AT_ONCE  # and so many of all prompts that waited for one grammar
+# Bytes of text up to which a prompt is encoded when it comes.
+AT_ONCE = 1024
+# Bytes up to which it is encoded here, when it is its client's turn. That takes 2 to 3 ms for most
+# texts of this length and 8 ms for the worst (one-letter words). So long everything else waits.
+HERE = 8 * 1024
 GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
 
 
@@ -80,6 +82,7 @@ class TokenizerCore:
         self._eos_ids = eos_ids
         self._ledger = Ledger(watch.groups)
         self._encoding = Encoding()
+        self._here: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
         self._left = False
@@ -148,8 +151,26 @@ class TokenizerCore:
                 return self._refuse_all(event, 400, verdict.refusal, GRAMMAR)
         if weight > AT_ONCE:
             self._encoding.put(LongPrompt(event, alone))
-            return [_elsewhere(first_choice(event), event, weight)]
+            return self._in_turn(event, weight)
         return self._encode(event, alone)
+
+    def _in_turn(self, event: Submit, weight: int) -> list[Send]:
+        """Its prompt is encoded when it is its client's turn, here or in another process."""
+        name = first_choice(event)
+        if weight > HERE:
+            return [Send(LOCAL, "", Encode(name, event.attempt, weight, event.client))]
+        self._here.put(event.client, max(weight, 1), (name, event.attempt))
+        return [Send(LOCAL, "", EncodeNext())]
+
+    def _on_encode_next(self, _event: EncodeNext, _now: float) -> list[Send]:
+        """One prompt that somebody wants still."""
+        while len(self._here):
+            name, attempt = self._here.take()
+            waiting = self._encoding.get(name, attempt)
+            if waiting is not None:
+                self._encoding.encoded(name)
+                return self._encode(waiting.submit, waiting.alone)
+        return []
 
     def _encode(self, event: Submit, alone: bool) -> list[Send]:
         try:
@@ -176,8 +197,8 @@ class TokenizerCore:
             submit = waiting.submit
             weight = 0 if event.status else self._encoder.weigh(submit)  # which it has passed
             here += weight
-            if weight > (AT_ONCE if here <= TOGETHER else 0):
-                out.append(_elsewhere(name, submit, weight))
+            if weight > AT_ONCE or here > HERE:
+                out += self._in_turn(submit, weight)
                 continue
             self._encoding.encoded(name)
             if event.status:
@@ -482,6 +503,7 @@ class TokenizerCore:
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Submit: _on_submit,
         Encoded: _on_encoded,
+        EncodeNext: _on_encode_next,
         Tried: _on_tried,
         Abort: _on_abort,
         Done: _on_done,
@@ -498,10 +520,6 @@ class TokenizerCore:
         Leave: _on_leave,
         Unsent: _on_unsent,
     }
-
-
-def _elsewhere(name: str, submit: Submit, weight: int) -> Send:
-    return Send(LOCAL, "", Encode(name, submit.attempt, weight, submit.client))
 
 
 def _names(event: Submit) -> list[str]:

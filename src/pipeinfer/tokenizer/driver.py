@@ -5,10 +5,11 @@ Knows which is which, and nothing of either.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from pipeinfer.messages import Message
-from pipeinfer.tokenizer.events import Encode, Try
+from pipeinfer.tokenizer.events import Encode, EncodeNext, Try
 from pipeinfer.tokenizer.lanes import Lanes
 from pipeinfer.tokenizer.trials import Trials
 
@@ -19,9 +20,12 @@ class TokenizerDriver:
     def __init__(self, lanes: Lanes, trials: Trials) -> None:
         self._lanes = lanes
         self._trials = trials
+        self._feed: Callable[[Message], None] | None = None
+        self._turns = 0  # EncodeNext that the core has not got back
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """See Driver, here and below."""
+        self._feed = feed
         await self._lanes.start(feed)
         await self._trials.start(feed)
 
@@ -29,12 +33,26 @@ class TokenizerDriver:
         match message:
             case Encode():
                 self._lanes.deliver(message)
+            case EncodeNext():
+                self._turns += 1
+                if self._turns == 1:
+                    asyncio.get_running_loop().call_soon(self._encode_next)
             case Try():
                 self._trials.deliver(message)
             case _:
                 raise TypeError(f"a tokenizer's driver takes no {type(message).__name__}")
 
+    def _encode_next(self) -> None:
+        """In a turn of the loop of its own: sockets are read before the next one."""
+        if self._feed is None:
+            return
+        self._turns -= 1
+        if self._turns:
+            asyncio.get_running_loop().call_soon(self._encode_next)
+        self._feed(EncodeNext())
+
     async def stop(self) -> None:
+        self._feed = None
         await self._lanes.stop()
         await self._trials.stop()
 

@@ -33,6 +33,11 @@ class Encoded(Message, frozen=True):
     code: str | None = None
 
 
+class EncodeNext(Message, frozen=True):
+    """core -> driver, and back: encode one of the short prompts that wait in the core. The driver
+    gives these back one in each turn of its loop, so that other messages come between them."""
+
+
 class Try(Message, frozen=True):
     """core -> driver: try the grammar of this request, which the core still has. `client`: as in
     Submit."""

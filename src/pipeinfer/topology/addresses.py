@@ -97,7 +97,7 @@ def places(address: str, socket: str, bind: str = "") -> list[str]:
 
 def is_loopback(host: str) -> bool:
     """True for localhost and the loopback ranges of IPv4 and IPv6."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback

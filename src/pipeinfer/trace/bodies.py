@@ -22,7 +22,11 @@ from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
-    "tokenizer": ("pipeinfer.tokenizer.events:Encoded", "pipeinfer.tokenizer.events:Tried"),
+    "tokenizer": (
+        "pipeinfer.tokenizer.events:Encoded",
+        "pipeinfer.tokenizer.events:EncodeNext",
+        "pipeinfer.tokenizer.events:Tried",
+    ),
     "engine": (
         "pipeinfer.events:StepDone",
         "pipeinfer.events:Compiled",
@@ -36,7 +40,11 @@ LOCAL_OUT = {
         f"pipeinfer.gateway.events:{name}"
         for name in ("Started", "Delta", "Failed", "StatusChanged")
     ),
-    "tokenizer": ("pipeinfer.tokenizer.events:Encode", "pipeinfer.tokenizer.events:Try"),
+    "tokenizer": (
+        "pipeinfer.tokenizer.events:Encode",
+        "pipeinfer.tokenizer.events:EncodeNext",
+        "pipeinfer.tokenizer.events:Try",
+    ),
     "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
 }
 

@@ -61,7 +61,7 @@ AS_THEY_ARE = {
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
-    "Try",
+    "EncodeNext", "Try",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip

@@ -1,0 +1,55 @@
+"""Ranks of a tensor-parallel group that are threads of one process, for tests."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+PATIENCE = 60.0  # seconds that a rank waits for the others
+
+
+class ThreadGroup:
+    """exchanged: values that rank 0 has sent in gathers."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.exchanged = size, 0
+        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+
+    def run(self, work) -> list:
+        """[work(collectives) for each rank], at the same time."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(work, [ThreadCollectives(self, r) for r in range(self.size)]))
+
+
+class ThreadCollectives:
+    """Those of one rank, whichever thread calls them; see distributed/collectives.py."""
+
+    fusion = None
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+
+    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+        group = self._group
+        group.parts[self.rank] = partial
+        group.barrier.wait()
+        everybody = torch.stack(group.parts)
+        group.barrier.wait()
+        if self.rank == 0:
+            group.exchanged += partial.numel()
+        return everybody
+
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.collect(partial)), dim=-1)
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return self.collect(partial).sum(0)
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        return values.copy_(self.collect(values)[0])
+
+    def smallest(self, value: int) -> int:
+        return int(self.collect(torch.tensor(value)).min())
