@@ -16,10 +16,10 @@ import pytest
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import (
     ANY_MODEL,
-    REASONING_PARSERS,
     TOOL_PARSERS,
     Reading,
 )
+from pipeinfer.params import ThoughtState
 
 FOLDER = Path(__file__).with_name("spoken")
 TEXT = {"type": "string"}
@@ -49,7 +49,9 @@ SCHEMAS = {
         },
     },
 }
-PARSERS = {**dict.fromkeys(TOOL_PARSERS), **dict.fromkeys(REASONING_PARSERS), "json_list": None}
+# Of thoughts, where the prompts of these answers leave them.
+LEFT: dict[str, ThoughtState] = {"qwen3": "before", "deepseek_r1": "open"}
+PARSERS = {**dict.fromkeys(TOOL_PARSERS), **LEFT, "json_list": None}
 
 
 @dataclass
@@ -69,11 +71,10 @@ def answers(parser: str) -> list[dict]:
 def reader(parser: str) -> Reader:
     if parser == "json_list":
         return ANY_MODEL.make(SCHEMAS)
-    thinks = parser in REASONING_PARSERS
-    reading = Reading(reasoning=parser) if thinks else Reading(tools=parser)
-    make = reading.reader(None if thinks else SCHEMAS)
+    reading = Reading(reasoning=parser) if parser in LEFT else Reading(tools=parser)
+    make = reading.reader(None if parser in LEFT else SCHEMAS)
     assert make is not None
-    return make()
+    return make(LEFT.get(parser, "before"))
 
 
 def heard(parser: str, pieces: Iterable[str]) -> Heard:

@@ -5,7 +5,7 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -19,9 +19,8 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.forms import form
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
-from pipeinfer.gateway.pieces import Reader
+from pipeinfer.gateway.pieces import MakeReader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
-from pipeinfer.gateway.reading.thinking import amid_thoughts
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -40,7 +39,7 @@ from pipeinfer.gateway.tools import (
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
-from pipeinfer.params import CLOSING, InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
 
 PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
     "temperature",
@@ -99,7 +98,7 @@ class Job(msgspec.Struct, frozen=True):
     shown: Shown
     prompts: int = 1
     best: int = 0
-    reader: Callable[[], Reader] | None = None
+    reader: MakeReader | None = None
     calling: Calling = Calling()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
@@ -131,12 +130,10 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.add_generation_prompt,
     )
     reading = terms.reading
-    if request.continue_final_message and chat:
-        said = str(chat[-1].get("content"))
-        reading = reading.going_on(said)
-        if params.thinking_token_budget is not None and amid_thoughts(said):
-            message = "thinking_token_budget: the last message's own thoughts would not be counted"
-            raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
+    goes_on = request.continue_final_message and params.thinking_token_budget is not None
+    if goes_on and reading.left(str(chat[-1].get("content"))) == "open":
+        message = "thinking_token_budget: the last message's own thoughts would not be counted"
+        raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     schemas = tool_schemas(request, reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
@@ -145,9 +142,8 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
             params = replace(params, structured_outputs=calls)
         if reading.special or calls is not None:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and reading.reasoning:
-        behind = replace(params.structured_outputs, after=CLOSING)
-        params = replace(params, structured_outputs=behind)
+    if reading.special_thoughts:
+        params = replace(params, skip_special_tokens=False)
     call = replace(
         _common(request, params, terms, trace),
         request_id=base,

@@ -6,9 +6,9 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from pipeinfer.gateway.pieces import Piece, Plain, Reader
+from pipeinfer.gateway.pieces import MakeReader, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
@@ -22,10 +22,12 @@ from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
 from pipeinfer.gateway.reading.mistral import Mistral
 from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
-from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
+from pipeinfer.gateway.reading.thinking import Thinking
 from pipeinfer.json_values import JsonObject
+from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
+from pipeinfer.text.thoughts import REASONING_PARSERS, Tags, left, parser_of
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
@@ -48,8 +50,6 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 }
 # Of models that have no form of their own, and say what a grammar makes them say.
 ANY_MODEL = ToolParser(lambda _: JsonList(), json_list)
-# By name, whether the prompt opens the thoughts.
-REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,38 @@ class Reading:
         """Of calls that the model is made to say."""
         return TOOL_PARSERS[self.tools] if self.tools else ANY_MODEL
 
-    def going_on(self, said: str) -> Reading:
-        """Of answers that go on from what was `said` of them: behind thoughts, or amid those that
-        are open there."""
-        if not self.reasoning:
-            return self
-        return replace(self, reasoning="deepseek_r1" if amid_thoughts(said) else "")
+    @property
+    def tags(self) -> Tags | None:
+        """Around the thoughts."""
+        return REASONING_PARSERS.get(self.reasoning)
+
+    @property
+    def special_thoughts(self) -> bool:
+        """Whether thoughts are told by special tokens."""
+        tokens = [self.added[tag] for tag in self.tags or () if tag in self.added]
+        return any(token.special for token in tokens)
+
+    def left(self, said: str) -> ThoughtState:
+        """Where what was `said` of an answer leaves its thoughts."""
+        return "over" if self.tags is None else left(said, self.tags)
 
     def reader(
         self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True
-    ) -> Callable[[], Reader] | None:
+    ) -> MakeReader | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
         not looked for. `one_call`: further ones are left out. `thoughts`: they are shown."""
         calls = self.tool_parser.make if schemas is not None else None
-        begun = REASONING_PARSERS.get(self.reasoning)
-        if calls is None and begun is None:
+        tags = self.tags
+        if calls is None and tags is None:
             return None
 
-        def make() -> Reader:
+        def make(state: ThoughtState = "before") -> Reader:
             reader: Reader = Plain() if calls is None else calls(schemas or {})
             if one_call:
                 reader = FirstCall(reader)
-            return InParts(reader if begun is None else Thinking(reader, begun, thoughts))
+            if tags is None or state == "over":
+                return InParts(reader)
+            return InParts(Thinking(reader, tags, state == "open", thoughts))
 
         return make
 
@@ -146,9 +156,7 @@ def reading(
     """For settings that name parsers, "auto" or "none", and the text of a chat template.
     Raises ConfigurationError for a name that is unknown."""
     tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
-    reasoning = _named(
-        "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
-    )
+    reasoning = _named("reasoning-parser", reasoning_parser, REASONING_PARSERS, parser_of(template))
     return Reading(tools, reasoning, "tools" in template, added or {})
 
 
@@ -171,11 +179,3 @@ def _tools_of(template: str) -> str:
     if "<|python_tag|>" in template:
         return "llama3_json"
     return ""
-
-
-def _reasoning_of(template: str) -> str:
-    if "<think>" not in template:
-        return ""
-    opening = template.rpartition("add_generation_prompt")[2]
-    open_ended = "<think>" in opening and "</think>" not in opening
-    return "deepseek_r1" if open_ended else "qwen3"

@@ -1,4 +1,4 @@
-"""Thoughts between <think> and </think>, before the answer; the rest is for the next reader.
+"""Thoughts between a model's tags, before the answer; the rest is for the next reader.
 
 Knows no calls.
 """
@@ -10,20 +10,16 @@ from typing import Literal
 
 from pipeinfer.gateway.pieces import SPACE, Piece, Reader
 from pipeinfer.gateway.reading.held import find
-from pipeinfer.params import CLOSING, OPENING
-
-
-def amid_thoughts(said: str) -> bool:
-    """Whether what was said of an answer leaves its thoughts open."""
-    return said.rfind(OPENING) > said.rfind(CLOSING)
+from pipeinfer.text.thoughts import Tags
 
 
 class Thinking:
     """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
     space at either end."""
 
-    def __init__(self, behind: Reader, begun: bool, shown: bool = True) -> None:
+    def __init__(self, behind: Reader, tags: Tags, begun: bool, shown: bool = True) -> None:
         self._behind = behind
+        self._tags = tags
         self._begun = begun
         self._shown = shown
         self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
@@ -55,12 +51,12 @@ class Thinking:
         return (*pieces, *self._behind.end())
 
     def _begin(self, _pieces: list[Piece]) -> bool:
-        bare = self._text.lstrip(SPACE)
+        bare, opening = self._text.lstrip(SPACE), self._tags.opening
         self._before.append(self._text[: len(self._text) - len(bare)])
         self._text = bare
-        if bare.startswith(OPENING):
-            self._text, self._state = bare[len(OPENING) :], "thoughts"
-        elif OPENING.startswith(bare):
+        if bare.startswith(opening):
+            self._text, self._state = bare[len(opening) :], "thoughts"
+        elif opening.startswith(bare):
             return False
         elif self._begun:
             self._state = "thoughts"
@@ -69,7 +65,7 @@ class Thinking:
         return True
 
     def _thoughts(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, (CLOSING,))
+        found = find(self._text, (self._tags.closing,))
         self._think(found.before, pieces)
         self._text = found.rest
         if found.marker is None:
