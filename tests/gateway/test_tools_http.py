@@ -211,15 +211,6 @@ async def test_thoughts_of_the_last_message_have_no_budget(calling: Gateway) -> 
     assert refusal.value.param == "thinking_token_budget"
 
 
-async def test_special_tokens_are_kept_where_thoughts_are_told_by_them(
-    start_gateway: StartGateway, tmp_path: Path
-) -> None:
-    gateway = await with_template(start_gateway, tmp_path, "[THINK]{{ messages }}[/THINK]")
-    message = (await ask(gateway, "[THINK] so [/THINK] Yes.")).message
-    assert (message.content, message.model_extra["reasoning_content"]) == ("Yes. ", "so")
-    assert gateway.pipeline.submits[-1].params.skip_special_tokens, "they are no tokens here"
-
-
 async def test_settings_can_turn_reading_off(start_gateway: StartGateway, tmp_path: Path) -> None:
     more: Any = {"tool_parser": "none", "reasoning_parser": "none"}
     gateway = await with_template(start_gateway, tmp_path, TEMPLATE, **more)

@@ -155,7 +155,9 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.parallel_tool_calls is False,
         request.include_reasoning is not False,
     )
-    reader = reading.reader(schemas, one_call, thoughts)
+    spec = params.structured_outputs
+    padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
+    reader = reading.reader(schemas, one_call, thoughts, padded)
     job = _job(request, [call], params.n, shown)
     calling = Calling(reading.tools == "mistral", bool(named_function(request)))
     return replace(job, reader=reader, params=params, calling=calling)

@@ -93,10 +93,15 @@ class Reading:
         return "over" if self.tags is None else left(said, self.tags)
 
     def reader(
-        self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True
+        self,
+        schemas: Schemas | None,
+        one_call: bool = False,
+        thoughts: bool = True,
+        padded: bool = False,
     ) -> MakeReader | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
-        not looked for. `one_call`: further ones are left out. `thoughts`: they are shown."""
+        not looked for. `one_call`: further ones are left out. `thoughts`: they are shown.
+        `padded`: as for Thinking."""
         calls = self.tool_parser.make if schemas is not None else None
         tags = self.tags
         if calls is None and tags is None:
@@ -108,7 +113,7 @@ class Reading:
                 reader = FirstCall(reader)
             if tags is None or state == "over":
                 return InParts(reader)
-            return InParts(Thinking(reader, tags, state == "open", thoughts))
+            return InParts(Thinking(reader, tags, state == "open", thoughts, padded))
 
         return make
 

@@ -15,13 +15,16 @@ from pipeinfer.text.thoughts import Tags
 
 class Thinking:
     """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
-    space at either end."""
+    space at either end. `padded`: white space before the answer is not part of it."""
 
-    def __init__(self, behind: Reader, tags: Tags, begun: bool, shown: bool = True) -> None:
+    def __init__(
+        self, behind: Reader, tags: Tags, begun: bool, shown: bool = True, padded: bool = False
+    ) -> None:
         self._behind = behind
         self._tags = tags
         self._begun = begun
         self._shown = shown
+        self._padded = padded
         self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
         self._text: str = ""
         self._before: list[str] = []  # white space before anything else
@@ -46,7 +49,7 @@ class Thinking:
         if self._state == "thoughts" or (self._state == "begin" and self._begun):
             self._think(self._text, pieces)
         elif self._state == "begin":
-            pieces += self._behind.read("".join((*self._before, self._text)))
+            pieces += self._behind.read(self._whole(self._text))
         self._text = ""
         return (*pieces, *self._behind.end())
 
@@ -61,8 +64,12 @@ class Thinking:
         elif self._begun:
             self._state = "thoughts"
         else:
-            self._text, self._state = "".join((*self._before, bare)), "answer"
+            self._text, self._state = self._whole(bare), "answer"
         return True
+
+    def _whole(self, bare: str) -> str:
+        """An answer without thoughts, which begins with `bare` text."""
+        return bare if self._padded else "".join((*self._before, bare))
 
     def _thoughts(self, pieces: list[Piece]) -> bool:
         found = find(self._text, (self._tags.closing,))
