@@ -134,8 +134,9 @@ GROUPS: dict[str, dict[str, Told]] = {
         "reasoning_parser": Told(
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",
-            more="Parsers: `qwen3`, `deepseek_r1`. `none` leaves thoughts in the text. `auto` "
-            "chooses by the chat template.",
+            more="Parsers by vLLM's names, such as `qwen3`, `seed_oss` or `mistral`; they differ "
+            "in tags alone, see [api.md](api.md). `none` leaves thoughts in the text. `auto` chooses "
+            "by the chat template.",
         ),
         "dtype": Told(
             "",

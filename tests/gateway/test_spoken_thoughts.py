@@ -22,7 +22,7 @@ PARSERS = sorted({tags: name for name, tags in REASONING_PARSERS.items()}.values
 
 
 class Answer(NamedTuple):
-    """`text`: with "(" and ")" in place of the tags."""
+    """`text`: with "(" and ")" in place of the tags, "«" and "»" in place of those of answers."""
 
     left: ThoughtState
     text: str
@@ -55,16 +55,30 @@ ANSWERS = [
     Answer("open", f"hm {CALL} )", f"hm {CALL}", ""),
 ]
 
+ENCLOSED = [
+    Answer("before", "(\nhm\n)\n«\nIt is.\n\nSo.\n»", "hm", "It is.\n\nSo."),
+    Answer("open", "hm)«It is.»\n", "hm", "It is."),
+    Answer("open", "hm)« It is. » So.", "hm", "It is.So."),
+    Answer("open", "hm)It is. «Yes»", "hm", "It is. «Yes»"),
+    Answer("open", "hm)«It is, cut ", "hm", "It is, cut "),
+    Answer("before", "«»", "", ""),
+    Answer("before", " «It is.»", "", "It is."),
+    Answer("over", "«It is. « »", "", "It is. «"),
+    Answer("over", "It is. »", "", "It is. »"),
+]
+
 
 def spelled(text: str, tags: Tags) -> str:
-    return text.translate({ord("("): tags.opening, ord(")"): tags.closing})
+    first, last = tags.answer
+    table = {"(": tags.opening, ")": tags.closing, "«": first or "«", "»": last or "»"}
+    return text.translate(str.maketrans(table))
 
 
 def cuts(text: str, tags: Tags) -> Iterator[list[str]]:
     """Whole, letter by letter, in tokens, amid each marker, and anywhere."""
     yield [text]
     yield list(text)
-    markers = [*map(re.escape, tags), "</?tool_call>"]
+    markers = [*map(re.escape, filter(None, (*tags.pair, *tags.answer))), "</?tool_call>"]
     yield re.findall("|".join((*markers, r" ?\w+", r"\s+", ".")), text)
     within = {m.start() + len(m[0]) // 2 for m in re.finditer("|".join(markers), text)}
     yield _at(text, within)
@@ -91,7 +105,7 @@ def test_thoughts_and_content_are_the_same_however_an_answer_is_cut(parser: str)
     made = Reading("hermes", parser, True).reader({"now": {}})
     assert made is not None and len(ANSWERS) >= 17
     tags = REASONING_PARSERS[parser]
-    for answer in ANSWERS:
+    for answer in (*ANSWERS, *(ENCLOSED if tags.answer[0] else ())):
         text = spelled(answer.text, tags)
         meant = spelled(answer.reasoning, tags), spelled(answer.content, tags), answer.calls
         for pieces in cuts(text, tags):

@@ -38,7 +38,7 @@ FORM = StructuredOutputs(regex="a+")
 
 def tokenizer(tags: Tags | None = THINK, special: bool = False) -> Tokenizer:
     made = Tokenizer.from_str(byte_level().to_str())
-    made.add_tokens([AddedToken(tag, special=special) for tag in tags or ()])
+    made.add_tokens([AddedToken(tag, special=special) for tag in (tags.pair if tags else ())])
     return made
 
 
@@ -67,7 +67,7 @@ def test_what_the_template_wrote_last_decides_for_each_request(shape: str, tags:
     for chat in ([USER], [USER, before, USER]):
         for off, left in zip(({}, {"enable_thinking": False}), LEFT[shape], strict=True):
             prompt = made.prompt(asked(chat, arguments=off, params={"structured_outputs": FORM}))
-            assert (prompt.left, prompt.thoughts) == (left, Thoughts(*tags, left))
+            assert (prompt.left, prompt.thoughts) == (left, Thoughts(*tags.pair, left))
             assert made.prompt(asked(chat, arguments=off)).thoughts is None, "nobody asks"
 
 
@@ -122,7 +122,7 @@ def test_a_completion_is_its_form_unless_its_prompt_has_begun_to_think() -> None
         for text, left in (("So:", None), ("<think>\n", "open"), ("<think> So", None),
                            ("a <think>", "open"), ("<think></think>\n", None)):  # fmt: skip
             prompt = made.prompt(asked(text=text, params={"structured_outputs": FORM}))
-            assert prompt.thoughts == (left and Thoughts(*THINK, left)), (name, text)
+            assert prompt.thoughts == (left and Thoughts(*THINK.pair, left)), (name, text)
             ids = made.prompt(asked(prompt_ids=pack(prompt.ids.tolist()),
                                     params={"structured_outputs": FORM}))  # fmt: skip
             assert ids.thoughts == prompt.thoughts
@@ -135,13 +135,15 @@ def test_a_budget_counts_from_where_the_prompt_of_a_completion_leaves_off() -> N
         for text, left in (("So:", "before"), ("<think> So" + " far" * 50, "open"),
                            ("<think>hm</think>", "over")):  # fmt: skip
             params = {"thinking_token_budget": 3}
-            assert made.prompt(asked(text=text, params=params)).thoughts == Thoughts(*THINK, left)
+            assert made.prompt(asked(text=text, params=params)).thoughts == Thoughts(
+                *THINK.pair, left
+            )
 
 
 def test_a_budget_needs_thoughts_to_count() -> None:
     params = {"thinking_token_budget": 3}
     counted = encoder("", tokenizer(), None).prompt(asked([USER], params=params)).thoughts
-    assert counted == Thoughts(*THINK, "before"), "by its tokens, though none are told apart"
+    assert counted == Thoughts(*THINK.pair, "before"), "by its tokens, though none are told apart"
     for tags, counts in ((None, True), (THINK, False)):
         made = encoder("", tokenizer(None), tags)
         made.counts = counts
@@ -161,7 +163,7 @@ def test_a_form_waits_for_what_its_client_names(after: str) -> None:
     assert ended.thoughts == Thoughts("", after, "over")
     chat = encoder("").prompt(asked([USER], params=spec)).thoughts
     thinks = after == THINK.closing
-    assert chat == (Thoughts(*THINK, "before") if thinks else Thoughts("", after, "open"))
+    assert chat == (Thoughts(*THINK.pair, "before") if thinks else Thoughts("", after, "open"))
 
 
 def test_long_prompts_are_told_apart_as_short_ones() -> None:
@@ -179,7 +181,7 @@ def test_a_request_that_moves_thinks_on_where_it_was(checkpoint: Callable[..., P
     accepted, *works = (send.message for send in core.handle(submit, 0.0))
     assert isinstance(accepted, Accepted) and accepted.thoughts == "open"
     thoughts = [work.thoughts for work in works if isinstance(work, Work)]
-    assert thoughts == [Thoughts(*THINK, "open")] * 2
+    assert thoughts == [Thoughts(*THINK.pair, "open")] * 2
     again = [send.message for send in core.handle(Delivered("r", 2, pack([7])), 1.0)]
     [moved] = (message for message in again if isinstance(message, Work))
     assert (moved.attempt, moved.thoughts) == (2, thoughts[0])

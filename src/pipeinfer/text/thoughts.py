@@ -14,29 +14,39 @@ SPACE = " \t\r\n"
 
 
 class Tags(NamedTuple):
-    """Texts around the thoughts."""
+    """Texts around the thoughts. `answer`: those around what the model says behind them, which is
+    content without them; none if it has no such tags."""
 
     opening: str
     closing: str
+    answer: tuple[str, str] = ("", "")
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Around the thoughts."""
+        return self.opening, self.closing
 
 
 THINK = Tags("<think>", "</think>")
-# By the names that vLLM has for them. Of those with the same tags the first is the one that a
-# template shows.
+COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
+# By the names that vLLM has for them. A template shows the first one of which it has all tags of
+# answers, and a tag of thoughts.
 REASONING_PARSERS: dict[str, Tags] = {
+    "hunyuan_a13b": Tags(*THINK.pair, ("<answer>", "</answer>")),
+    "ernie45": Tags(*THINK.pair, ("<response>", "</response>")),
     **dict.fromkeys(
         (
-            "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45", "glm45", "glm47",
-            "granite_thinking_parser", "holo2", "hunyuan_a13b", "kimi_k2", "ling3", "mimo",
-            "minicpmv", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5",
-            "step5",
+            "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47",
+            "granite_thinking_parser", "holo2", "kimi_k2", "ling3", "mimo", "minicpmv",
+            "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3", "step3p5", "step5",
         ),
         THINK,
     ),
     "seed_oss": Tags("<seed:think>", "</seed:think>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "minimax_m3": Tags("<mm:think>", "</mm:think>"),
-    "cohere_command3": Tags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "cohere_command3": Tags(*COHERE, ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    "cohere_command4": Tags(*COHERE, ("<|START_TEXT|>", "<|END_TEXT|>")),
     "plamo3": Tags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     "granite": Tags("Here is my thought process:", "Here is my response:"),
 }  # fmt: skip
@@ -45,7 +55,8 @@ REASONING_PARSERS: dict[str, Tags] = {
 def parser_of(template: str) -> str:
     """The name of the tags that a chat template shows; none if it shows none."""
     for name, tags in REASONING_PARSERS.items():
-        if tags.opening in template or tags.closing in template:
+        answers = all(tag in template for tag in tags.answer)
+        if answers and any(tag in template for tag in tags.pair):
             return name
     return ""
 

@@ -69,7 +69,7 @@ class Chats:
         source, arguments = self._source(arguments), arguments.copy()
         arguments.pop("chat_template", None)
         templates = self._templates if source is None else self._templates.other(source)
-        if any(tag in text for text, _ in strings(chat, arguments) for tag in tags):
+        if any(tag in text for text, _ in strings(chat, arguments) for tag in tags.pair):
             chat, arguments = rewritten(chat, arguments, partial(_untagged, tags=tags))
             prompt = templates.render(chat, arguments)
             state = left(prompt, tags)
@@ -108,7 +108,7 @@ class Chats:
 
 def _untagged(text: str, _kind: Kind, tags: Tags) -> str:
     """Without the tags, but as long and as full as it was."""
-    for tag in tags:
+    for tag in tags.pair:
         text = text.replace(tag, f"{tag[:1]}\ue000{tag[1:]}")
     return text
 

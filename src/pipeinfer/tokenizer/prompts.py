@@ -147,12 +147,12 @@ class PromptEncoder:
             # All of a completion's text is its form, unless the prompt has begun the thoughts.
             at_end = self._said(ids[-LAST:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
-        return Prompt(ids, state, Thoughts(*tags, state) if waits else None)
+        return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
     def _state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
         """Where a prompt that no template has made leaves the thoughts."""
         assert self._tokenizer is not None
-        opening, closing = map(self._tokenizer.token_to_id, tags)
+        opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
             return left(self._said(ids[-FAR:]), tags)
         places = np.flatnonzero((ids == opening) | (ids == closing))
@@ -324,7 +324,7 @@ class PromptEncoder:
 def _tags_of(tokenizer: Tokenizer | None) -> Tags | None:
     """Those that are tokens of it."""
     for tags in REASONING_PARSERS.values():
-        if tokenizer is not None and None not in map(tokenizer.token_to_id, tags):
+        if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
             return tags
     return None
 

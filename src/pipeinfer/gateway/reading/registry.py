@@ -17,6 +17,7 @@ from pipeinfer.gateway.reading.call_grammars import (
     mistral,
     qwen3_coder,
 )
+from pipeinfer.gateway.reading.enclosed import Enclosed
 from pipeinfer.gateway.reading.hermes import Hermes
 from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
@@ -83,9 +84,13 @@ class Reading:
         return REASONING_PARSERS.get(self.reasoning)
 
     @property
+    def _told_by(self) -> tuple[str, ...]:
+        return () if self.tags is None else (*self.tags.pair, *self.tags.answer)
+
+    @property
     def special_thoughts(self) -> bool:
         """Whether thoughts are told by special tokens."""
-        tokens = [self.added[tag] for tag in self.tags or () if tag in self.added]
+        tokens = [self.added[tag] for tag in self._told_by if tag in self.added]
         return any(token.special for token in tokens)
 
     def left(self, said: str) -> ThoughtState:
@@ -111,6 +116,8 @@ class Reading:
             reader: Reader = Plain() if calls is None else calls(schemas or {})
             if one_call:
                 reader = FirstCall(reader)
+            if tags is not None and tags.answer[0]:
+                reader = Enclosed(reader, *tags.answer)
             if tags is None or state == "over":
                 return InParts(reader)
             return InParts(Thinking(reader, tags, state == "open", thoughts, padded))
