@@ -13,7 +13,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from pipeinfer.json_values import JsonObject
-from pipeinfer.params import MOST_CHOICES, MOST_INT, Number, SamplingParams, StructuredOutputs
+from pipeinfer.params import (
+    MOST_CHOICES,
+    MOST_INT,
+    Number,
+    SamplingParams,
+    StructuredOutputs,
+    Thoughts,
+    ThoughtState,
+)
 from pipeinfer.step_cost import StepCost
 
 PROTOCOL = 11
@@ -104,7 +112,8 @@ class Work(Message, frozen=True):
     `leader`: of requests that belong together, the first one's id, there as well; they have one
     prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
     must not have, as `params.bad_words` are spelled. `client`: as in Submit. `slow_grammar`: the
-    grammar takes long to compile."""
+    grammar takes long to compile. `thoughts`: where its grammar or its budget of thoughts needs to
+    know of them."""
 
     request_id: str
     attempt: int
@@ -122,6 +131,7 @@ class Work(Message, frozen=True):
     banned: tuple[tuple[Number, ...], ...] = ()
     client: str = ""
     slow_grammar: bool = False
+    thoughts: Thoughts | None = None
 
 
 class HandOver(Message, frozen=True):
@@ -164,7 +174,8 @@ class Admit(Message, frozen=True):
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
     are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs.
     `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
-    right before it is computed; -1: of none, or they are known. `banned`, `trace`: as Work's."""
+    right before it is computed; -1: of none, or they are known. `banned`, `trace`, `thoughts`: as
+    Work's."""
 
     slot: Number
     request_id: str
@@ -178,6 +189,7 @@ class Admit(Message, frozen=True):
     score_from: Annotated[int, msgspec.Meta(ge=-1, le=MOST_INT)] = -1
     banned: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
+    thoughts: Thoughts | None = None
 
 
 class Extend(Message, frozen=True):
@@ -419,7 +431,8 @@ class StopHit(Message, frozen=True):
 
 class Accepted(Message, frozen=True):
     """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
-    be encoded); its ids and its text if asked for. `choices`: which of the request's are meant."""
+    be encoded); its ids and its text if asked for. `choices`: which of the request's are meant.
+    `thoughts`: where the prompt of a chat leaves them."""
 
     request_id: str
     attempt: int
@@ -428,6 +441,7 @@ class Accepted(Message, frozen=True):
     prompt_ids: Int32s = b""
     prompt_text: str = ""
     choices: Choices = (0,)
+    thoughts: ThoughtState = "before"
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):

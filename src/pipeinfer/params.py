@@ -15,7 +15,6 @@ from pipeinfer.json_values import JsonValue
 
 T = TypeVar("T")
 
-OPENING, CLOSING = "<think>", "</think>"  # around what a model thinks
 MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
 # Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
 # far larger is infinite in float32.
@@ -40,6 +39,9 @@ MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 # How much is kept of each token follows from it, so no frame may say more.
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+# Where the thoughts of an answer are. before: they may begin, by the opening tag; open: what comes
+# next is thought; over: they have ended, or there are none.
+ThoughtState = Literal["before", "open", "over"]
 # An id, or a number of something: what the device's int32 can say.
 Number = Annotated[int, msgspec.Meta(ge=0, le=MOST_INT)]
 
@@ -47,13 +49,23 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=MOST_INT)]
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the whole output must be; exactly one is given. json: a JSON schema, as text. regex: a
     regular expression. choice: one of these texts. grammar: in llguidance's Lark, or GBNF.
-    after: what comes up to this text, one token of the model, is free; it is not output yet."""
+    after: what comes up to this text is free; it is not output yet."""
 
     json: str | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     after: str = ""
+
+
+class Thoughts(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer's form waits for, and what a budget of thoughts counts: thoughts between the
+    texts `opening` and `closing`. state: where the prompt leaves them. No `opening`: they can only
+    be open already."""
+
+    opening: str
+    closing: str
+    state: ThoughtState
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -73,7 +85,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
     same of the prompt's tokens, all but the first.
     n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
-    thinking_token_budget: so many tokens between <think> and </think>; then the thoughts are ended.
+    thinking_token_budget: so many tokens of thoughts, between <think> and </think> or the model's
+    own tags; then they are ended.
     structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
     bad_words.
     allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all.

@@ -136,7 +136,8 @@ GROUPS: dict[str, dict[str, Told]] = {
         "reasoning_parser": Told(
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",
-            more="Parsers: `qwen3`, `deepseek_r1`, `openai_gptoss`. `none` leaves thoughts in "
+            more="Parsers by vLLM's names, such as `qwen3`, `seed_oss` or `mistral`, which differ "
+            "in tags alone, and `openai_gptoss`; see [api.md](api.md). `none` leaves thoughts in "
             "the text. `auto` chooses by the chat template.",
         ),
         "dtype": Told(

@@ -10,19 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLExecutor
-from msgspec.structs import replace
 
 import pipeinfer.demo
 from grammars.costly_grammars import LATE
 from parity.cores import Cores
 from pipeinfer.engine.masks import Masks
-from pipeinfer.grammars import masks as grammar_masks
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import fill_all, source_of
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores
 from pipeinfer.messages import Result
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.mask_budget import SHARE
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
@@ -104,7 +102,7 @@ def test_greedy_rows_take_the_likeliest_token_that_is_allowed(loaded, masks):
         grammar, ids = Grammar(VOCABULARY, spec), made.outputs[name]
         for n, token in enumerate(ids):
             words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
-            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], ())], words) == [""]
+            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], None)], words) == [""]
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: SETUP.width] > 0
             logits = made.logits.get((name, len(PROMPT) + len(name) + n))
             if logits is None:  # nobody had to sample it
@@ -255,8 +253,8 @@ def test_a_row_that_may_sample_nothing_fails_alone(loaded, masks):
 
 
 @pytest.mark.parametrize("amid", [False, True])
-@pytest.mark.parametrize("spec", [None, StructuredOutputs(regex="[0-9]{4}", after=".")])
-def test_thoughts_have_a_budget(loaded, masks, spec, amid, monkeypatch):
+@pytest.mark.parametrize("spec", [None, StructuredOutputs(regex="[0-9]{4}")])
+def test_thoughts_have_a_budget(loaded, masks, spec, amid):
     """Between a letter that this model says at once, or the prompt has said, and a full stop."""
     free = cores(loaded, masks)
     prompt = list(b"Tell me what you think about thi")
@@ -264,15 +262,13 @@ def test_thoughts_have_a_budget(loaded, masks, spec, amid, monkeypatch):
     free.run()
     said = text(free, "r")
     opening = said[0] if not amid else chr(prompt[-1])
-    monkeypatch.setattr(grammar_masks, "OPENING", opening)
-    monkeypatch.setattr(grammar_masks, "CLOSING", "`")
+    thoughts = Thoughts(opening, "`", "open" if amid else "before")
     made = cores(loaded, masks)
-    spec = spec and replace(spec, after="`")
     for budget in (0, 3, 200):
         given = SamplingParams(
             temperature=0.0, max_tokens=60, thinking_token_budget=budget, structured_outputs=spec
         )
-        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.ends)
+        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.ends, thoughts=thoughts)
     made.run()
     for budget in (0, 3):
         before, mark, after = text(made, f"r{budget}").partition("`")
@@ -285,10 +281,11 @@ def test_thoughts_have_a_budget(loaded, masks, spec, amid, monkeypatch):
 def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
     """Here one letter, which is one token of this vocabulary."""
     made = cores(loaded, masks)
-    spec = StructuredOutputs(regex="[0-9]{4}", after=".")
+    spec = StructuredOutputs(regex="[0-9]{4}")
     given = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=spec)
-    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.ends)
-    made.submit("at once", PROMPT, given, eos_ids=SETUP.ends)
+    open_, over = Thoughts("", ".", "open"), Thoughts("", ".", "over")
+    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.ends, thoughts=open_)
+    made.submit("at once", PROMPT, given, eos_ids=SETUP.ends, thoughts=over)
     made.run()
     before, _, after = text(made, "later").partition(".")
     assert before and len(after) == 4 and after.isdigit()

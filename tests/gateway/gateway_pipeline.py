@@ -32,6 +32,7 @@ from pipeinfer.messages import (
     TextRow,
 )
 from pipeinfer.packing import pack, unpack
+from pipeinfer.params import ThoughtState
 
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
 
@@ -82,6 +83,7 @@ class Pipeline:
         self.gone: set[str] = set()
         self.resets = [0]  # groups that say that their caches are reset
         self.cut = words_of  # a request's answer, as the pieces in which it comes
+        self.left: ThoughtState = "before"  # where prompts leave the thoughts
         self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
     def feed(self, event: Message) -> None:
@@ -124,7 +126,8 @@ class Pipeline:
             )
             return
         count = len(unpack(submit.prompt_ids or b"")) or len(words)
-        self.feed(Accepted(submit.request_id, submit.attempt, 0, count))
+        accepted = Accepted(submit.request_id, submit.attempt, 0, count, thoughts=self.left)
+        self.feed(accepted)
         if words[0] != "hang ":
             self._say(submit, words, 0)
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import template_families
-from pipeinfer.gateway.reading.elements import Tags
+from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.tokenizer.sandbox import make_environment
@@ -147,7 +147,7 @@ def readable(family: str, arguments: dict[str, Any]) -> bool:
     """Elements cannot hold what ends them."""
     parser = TOOL_PARSERS[PARSERS[family]].make
     tags = getattr(parser, "args", (None,))[0]
-    if not isinstance(tags, Tags):
+    if not isinstance(tags, ElementTags):
         return True
     return not any(end in str(arguments.get("city")) for end in tags.ends_of_value)
 

@@ -17,6 +17,7 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
 from pipeinfer.gateway.nested_fields import MOST_OBJECTS
+from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.requests import Terms, chat_job, completion_job
 from pipeinfer.gateway.schema import (
     Body,
@@ -32,6 +33,7 @@ from pipeinfer.messages import Submit
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.added import Added
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -639,3 +641,12 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ConfigurationError, match="generation_config"):
         sampling_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_special_tokens_are_kept_where_thoughts_are_told_by_them(special: bool) -> None:
+    tags = {"[THINK]": Added(5, special), "[/THINK]": Added(6, special)}
+    terms = Terms(DEFAULTS, reading=Reading(reasoning="mistral", added=tags))
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    [call] = chat_job(read(body, ChatRequest), "id", terms, "").calls
+    assert call.params.skip_special_tokens == (not special)

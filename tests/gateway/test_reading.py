@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeinfer.gateway.pieces import Plain
 from pipeinfer.gateway.reading.registry import PART, TOOL_PARSERS, InParts, Reading, reading
 from pipeinfer.gateway.shapes import Said
+from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
 
@@ -154,10 +155,15 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
 ]  # fmt: skip
 
 
-def read(settings: Reading, pieces: list[str], one_call: bool = False) -> Said:
+def read(
+    settings: Reading,
+    pieces: list[str],
+    one_call: bool = False,
+    left: ThoughtState = "before",
+) -> Said:
     made = settings.reader(SCHEMAS if settings.tools else None, one_call)
     assert made is not None
-    reader, said = made(), Said()
+    reader, said = made(left), Said()
     for piece in pieces:
         said.add(reader.read(piece))
     said.add(reader.end())
@@ -316,16 +322,18 @@ PARTS = st.sampled_from(
 @settings(suppress_health_check=[HealthCheck.too_slow])  # of a machine that others use
 @given(
     st.sampled_from(sorted(TOOL_PARSERS)),
-    st.sampled_from(["", "qwen3", "deepseek_r1"]),
+    st.sampled_from(["", "qwen3"]),
+    st.sampled_from(["before", "open", "over"]),
     st.lists(PARTS, max_size=12).map("".join),
     st.data(),
 )
-def test_any_text_is_read_the_same_however_it_is_cut(parser, reasoning, text, data):
+def test_any_text_is_read_the_same_however_it_is_cut(parser, reasoning, left, text, data):
     settings = Reading(tools=parser, reasoning=reasoning)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
     ends = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
-    assert _joined(read(settings, pieces)) == _joined(read(settings, [text]))
+    whole = read(settings, [text], left=left)
+    assert _joined(read(settings, pieces, left=left)) == _joined(whole)
 
 
 CALL = '{"name": "f", "arguments": {}}'
@@ -356,15 +364,16 @@ def test_what_a_reader_looks_at_again_stays_short_however_long_an_answer_is(pars
         inner = [getattr(reader, name, None) for name in ("_reader", "_behind")]
         return len(getattr(reader, "_text", "")) + sum(map(unread, filter(None, inner)))
 
-    for reasoning in ("", "qwen3", "deepseek_r1"):
+    lefts: list[ThoughtState] = ["before", "open", "over"]
+    for left in lefts:
         for begun, again in ENDLESS:
-            make = Reading(tools=parser, reasoning=reasoning).reader({"f": {}}, False, True)
+            make = Reading(tools=parser, reasoning="qwen3").reader({"f": {}}, False, True)
             assert make is not None
-            reader = make()
+            reader = make(left)
             reader.read(begun)
             for _ in range(600):
                 reader.read(again)
-                assert unread(reader) < 300, (reasoning, begun, again)
+                assert unread(reader) < 300, (left, begun, again)
 
 
 def test_a_text_that_comes_at_once_is_read_in_parts():
@@ -380,26 +389,31 @@ def test_a_text_that_comes_at_once_is_read_in_parts():
     assert "".join(piece.text for piece in InParts(seen).read(text)) == text
     assert seen.most == PART
     make = Reading(tools="hermes").reader({"f": {}}, True, True)
-    assert make is not None and isinstance(make(), InParts)
+    assert make is not None and isinstance(make("before"), InParts)
 
 
 THOUGHTS = [
-    ("qwen3", "<think>\nhm, 1 < 2\n</think>\n\nYes.", "hm, 1 < 2", "Yes."),
-    ("qwen3", "<think>\n\n</think>\n\nYes.", "", "Yes."),
-    ("qwen3", "Yes. <think>", "", "Yes. <think>"),
-    ("qwen3", "<think>hm", "hm", ""),
-    ("qwen3", "<thi", "", "<thi"),
-    ("deepseek_r1", "hm\n\nhm\n</think>\nYes. ", "hm\n\nhm", "Yes. "),
-    ("deepseek_r1", "<think>\nhm</think>Yes.", "hm", "Yes."),
-    ("deepseek_r1", "hm </thin", "hm </thin", ""),
+    ("before", "<think>\nhm, 1 < 2\n</think>\n\nYes.", "hm, 1 < 2", "Yes."),
+    ("before", "<think>\n\n</think>\n\nYes.", "", "Yes."),
+    ("before", "Yes. <think>", "", "Yes. <think>"),
+    ("before", "<think>hm", "hm", ""),
+    ("before", "<thi", "", "<thi"),
+    ("open", "hm\n\nhm\n</think>\nYes. ", "hm\n\nhm", "Yes. "),
+    ("open", "<think>\nhm</think>Yes.", "hm", "Yes."),
+    ("open", "hm </thin", "hm </thin", ""),
+    ("over", "Yes. <think>", "", "Yes. <think>"),
+    ("over", " <think>hm</think>", "", " <think>hm</think>"),
 ]
 
 
-@pytest.mark.parametrize(("parser", "text", "reasoning", "content"), THOUGHTS)
-def test_thoughts_are_told_apart(parser, text, reasoning, content):
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(("left", "text", "reasoning", "content"), THOUGHTS)
+def test_where_the_prompt_leaves_thoughts_decides_and_no_name(
+    parser, left, text, reasoning, content
+):
     settings = Reading(reasoning=parser)
     for pieces in ([text], list(text)):
-        said = read(settings, pieces)
+        said = read(settings, pieces, left=left)
         assert ("".join(said.reasoning), "".join(said.content)) == (reasoning, content)
 
 
@@ -449,7 +463,10 @@ TEMPLATES = [
     ("{{ tools }}<|tool_call>call:f{}<tool_call|>", "", ""),
     ("{{ tools }}<|tool_call_begin|>", "", ""),
     ("{{ messages }}", "", ""),
-    ("</think>{% if add_generation_prompt %}A<think>\n{% endif %}", "", "deepseek_r1"),
+    ("</think>{% if add_generation_prompt %}A<think>\n{% endif %}", "", "qwen3"),
+    ("{{ m.content.split('</think>')[-1] }}", "", "qwen3"),
+    ("<seed:think>{{ thoughts }}</seed:think>", "", "seed_oss"),
+    ("{{ tools }}[TOOL_CALLS][THINK]{{ thoughts }}[/THINK]", "mistral", "mistral"),
     ("{{ tools }}" + JSON + "</think>{% if add_generation_prompt %}A{% if not enable_thinking %}"
      "<think>\n\n</think>{% endif %}{% endif %}", "hermes", "qwen3"),
 ]  # fmt: skip
@@ -458,10 +475,7 @@ TEMPLATES = [
 @pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES)
 def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
     found = reading("auto", "auto", template)
-    assert (found.tools, found.reasoning) == (
-        tools,
-        reasoning or ("qwen3" if "<think>" in template else ""),
-    )
+    assert (found.tools, found.reasoning) == (tools, reasoning)
     assert found.takes_tools == ("tools" in template)
     assert reading("none", "none", template).reader(None, False) is None
     assert [name for name, one in TOOL_PARSERS.items() if one.told_by(template)] == [tools] * bool(

@@ -22,10 +22,10 @@ from pipeinfer.demo import __file__ as demo
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import (
     ANY_MODEL,
-    REASONING_PARSERS,
     TOOL_PARSERS,
     Reading,
 )
+from pipeinfer.params import ThoughtState
 
 FOLDER = Path(__file__).with_name("spoken")
 TEXT = {"type": "string"}
@@ -55,8 +55,9 @@ SCHEMAS = {
         },
     },
 }
-PARSERS = {**dict.fromkeys(TOOL_PARSERS), **dict.fromkeys(REASONING_PARSERS), "json_list": None}
-del PARSERS["openai_gptoss"]  # which is one reader with "openai"
+# Of thoughts, where the prompts of these answers leave them.
+LEFT: dict[str, ThoughtState] = {"qwen3": "before", "deepseek_r1": "open"}
+PARSERS = {**dict.fromkeys(TOOL_PARSERS), **LEFT, "json_list": None}
 
 
 @dataclass
@@ -84,11 +85,10 @@ def reader(parser: str) -> Reader:
         both = Reading(tools=parser, reasoning="openai_gptoss").reader(SCHEMAS)
         assert both is not None
         return both()
-    thinks = parser in REASONING_PARSERS
-    reading = Reading(reasoning=parser) if thinks else Reading(tools=parser)
-    make = reading.reader(None if thinks else SCHEMAS)
+    reading = Reading(reasoning=parser) if parser in LEFT else Reading(tools=parser)
+    make = reading.reader(None if parser in LEFT else SCHEMAS)
     assert make is not None
-    return make()
+    return make(LEFT.get(parser, "before"))
 
 
 def heard(parser: str, pieces: Iterable[str]) -> Heard:

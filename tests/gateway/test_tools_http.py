@@ -10,6 +10,8 @@ import openai
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
+from pipeinfer.params import ThoughtState
+
 TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{"name": "f"}{% endif %}
 {%- for message in messages %}{{ message.content }}{% endfor %}
 {%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
@@ -173,37 +175,39 @@ async def test_thoughts_can_be_left_out(calling: Gateway) -> None:
     assert (await streamed(calling, text, **more))["reasoning"] == ""
 
 
-@pytest.mark.parametrize("opened", [True, False])
-async def test_what_goes_on_is_read_from_where_the_last_message_ends(
-    start_gateway: StartGateway, tmp_path: Path, opened: bool
+async def test_an_answer_is_read_from_where_its_prompt_leaves_the_thoughts(
+    calling: Gateway,
 ) -> None:
-    opening = "<think>" if opened else "{% if enable_thinking %}<think>{% endif %}"
-    template = "{{ messages }}{% if add_generation_prompt %}" + opening
-    gateway = await with_template(start_gateway, tmp_path, template + "{% endif %}")
-    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
-    form = {"guided_regex": "a+"}
-
-    async def going_on(text: str, **more: Any) -> Any:
-        last: Any = [*user("hello"), {"role": "assistant", "content": text}]
-        body = {**goes_on, **more}
-        client = gateway.client()
-        made = await client.chat.completions.create(model="test", messages=last, extra_body=body)
-        return made.choices[0].message
-
-    message = await going_on("So it is.")  # the pipeline says it again
-    assert message.content == "So it is. "
-    assert "reasoning_content" not in message.model_extra
-    await going_on("So it is.", **form)
-    params = gateway.pipeline.submits[-1].params
+    """As the tokenizer says of each prompt; whole and streamed."""
+    form = {"extra_body": {"guided_regex": "a+"}}
+    read: list[tuple[ThoughtState, str, str | None, str]] = [
+        ("before", "hm </think> Yes.", None, "hm </think> Yes. "),
+        ("before", "<think> hm </think> Yes.", "hm", "Yes. "),
+        ("open", "hm </think> Yes.", "hm", "Yes. "),
+        ("over", "<think> Yes.", None, "<think> Yes. "),
+    ]
+    for left, text, reasoning, content in read:
+        calling.pipeline.left = left
+        message = (await ask(calling, text, **form)).message
+        assert message.content == content
+        assert message.model_extra.get("reasoning_content") == reasoning
+        found = await streamed(calling, text)
+        assert (found["reasoning"], found["content"]) == (reasoning or "", content)
+    params = calling.pipeline.submits[-2].params
     assert params.structured_outputs is not None and not params.structured_outputs.after
-    message = await going_on("<think> hm", **form)
-    assert message.model_extra["reasoning_content"] == "hm"
-    params = gateway.pipeline.submits[-1].params
-    assert params.structured_outputs is not None
-    assert params.structured_outputs.after == "</think>"
-    await going_on("<think> hm </think> So", thinking_token_budget=9)
+
+
+async def test_thoughts_of_the_last_message_have_no_budget(calling: Gateway) -> None:
+    async def going_on(text: str) -> Any:
+        last: Any = [*user("hello"), {"role": "assistant", "content": text}]
+        body = {"continue_final_message": True, "add_generation_prompt": False}
+        body |= {"thinking_token_budget": 9}
+        client = calling.client()
+        return await client.chat.completions.create(model="test", messages=last, extra_body=body)
+
+    await going_on("<think> hm </think> So")
     with pytest.raises(openai.BadRequestError) as refusal:
-        await going_on("<think> hm", thinking_token_budget=9)
+        await going_on("<think> hm")
     assert refusal.value.param == "thinking_token_budget"
 
 

@@ -73,7 +73,7 @@ def test_greedy_rows_take_the_likeliest_token_that_is_allowed(folder, masks, dep
         grammar = Grammar(vocabulary, SPECS[index % 4])
         for n, token in enumerate(ids):
             words = np.zeros((1, vocabulary.words), dtype=np.int32)
-            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], ())], words) == [""]
+            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], None)], words) == [""]
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[:WIDTH] > 0
             logits = made.logits.get((name, len(prompt) + n))
             if logits is None:  # it was forced, and nobody had to sample it

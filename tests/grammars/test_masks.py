@@ -14,7 +14,7 @@ from vocabulary import ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, ids_of, source
 from pipeinfer.grammars import compiling, masks
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.masks import GrammarSource, RowSource, ThinkingSource, fill_all
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import StructuredOutputs, Thoughts
 
 ALONE = LLExecutor(1)
 PERSON = json.dumps(
@@ -214,17 +214,14 @@ def test_walks_at_random_give_what_the_schema_says(schema, chance):
 @given(st.lists(st.sampled_from("({ab.)}"), max_size=12), st.integers(0, 12), st.integers(0, 4))
 @settings(deadline=None)
 def test_a_budget_of_thoughts_is_a_function_of_the_ids(letters, cut, budget):
-    """However many of them were there before; `(` opens, `)` closes, the first time."""
+    """However many of them were there before; `(` opens at the beginning, `)` closes."""
     ids = [ord(letter) for letter in letters]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "OPENING", "(")
-        patch.setattr(masks, "CLOSING", ")")
-        told = masks.ThinkingSource(VOCABULARY, masks.FreeSource(VOCABULARY), budget, (), ids[:cut])
-        for token in ids[cut:]:
-            assert told.feed([token]) == ""
+    thoughts, behind = Thoughts("(", ")", "before"), masks.FreeSource(VOCABULARY)
+    told = ThinkingSource(VOCABULARY, behind, budget, thoughts, ids[:cut])
+    for token in ids[cut:]:
+        assert told.feed([token]) == ""
     text = "".join(letters)
-    opened, _, amid = text.partition("(")
-    forced = "(" in text and ")" not in opened + amid and len(amid) >= budget
+    forced = text.startswith("(") and ")" not in text and len(text) - 1 >= budget
     assert allowed(told) == ([ord(")")] if forced else sorted(KNOWN))
 
 
@@ -303,11 +300,9 @@ def test_a_long_forced_text_comes_in_parts():
     assert TOKENIZER.decode([i for part in parts for i in part]) == "x" * 3000
 
 
-def test_nothing_is_forced_amid_thoughts(monkeypatch):
-    monkeypatch.setattr(masks, "OPENING", "<")
-    monkeypatch.setattr(masks, "CLOSING", ">")
+def test_nothing_is_forced_amid_thoughts():
     behind = source(regex="<[ab]>abcdef")
-    row = ThinkingSource(VOCABULARY, behind, 5)
+    row = ThinkingSource(VOCABULARY, behind, 5, Thoughts("<", ">", "before"))
     row.feed(ids_of("<"))
     assert row.force() == []
     row.feed(ids_of("a>"))

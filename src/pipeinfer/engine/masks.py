@@ -163,10 +163,10 @@ class Masks:
 
     def _source(self, new: Constrained) -> MaskSource:
         source = self._by_grammar(new)
-        if new.budget is None:
+        if new.budget is None or new.thoughts is None:
             return source
-        vocabulary, tail, output = self._store.vocabulary(), new.tail, new.output
-        return ThinkingSource(vocabulary, source, new.budget, tail.tolist(), output.tolist())
+        vocabulary, output = self._store.vocabulary(), new.output.tolist()
+        return ThinkingSource(vocabulary, source, new.budget, new.thoughts, output)
 
     def _by_grammar(self, new: Constrained) -> MaskSource:
         if new.spec is None:
@@ -176,7 +176,7 @@ class Masks:
         grammar.users += 1
         if grammar.users > 1:
             self._store.widen(grammar, self._threads)
-        source = source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
+        source = source_of(grammar, new.output.tolist(), new.thoughts, new.slot)
         matcher = source.matcher
         self._costs[new.slot] = _Cost(work_of(grammar.matcher() if matcher is None else matcher))
         return source

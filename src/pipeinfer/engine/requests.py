@@ -34,7 +34,6 @@ from pipeinfer.steps.step import (
 MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NOT_ASKED = -1  # in place of a number of alternatives
-TAIL = 4  # of a prompt's ids, in which templates end what a model thinks where it is not to think
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -164,12 +163,11 @@ def constrained(admit: Admit) -> Constrained:
     """What holds for a request that enters its slot. It jumps only where a forced id means nothing
     but that it is the next one: where nobody wants its log-prob, nor counts it, nor bans it."""
     ids, params = unpack(admit.token_ids), admit.params
-    tail = ids[max(admit.prompt_len - TAIL, 0) : admit.prompt_len]
     spec, budget = params.structured_outputs, params.thinking_token_budget
     output = ids[admit.prompt_len :]
     jumps = params.logprobs is None and _penalties(params) == NO_PENALTIES
     jumps = jumps and not (admit.suppress or admit.banned or params.allowed_token_ids is not None)
-    return Constrained(admit.slot, spec, budget, output, tail, admit.prompt_len, jumps)
+    return Constrained(admit.slot, spec, budget, output, admit.thoughts, admit.prompt_len, jumps)
 
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason, LogprobTexts, Message
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, ThoughtState
 
 Status = Literal["starting", "ready", "degraded", "draining"]
 
@@ -59,6 +59,7 @@ class Started(Message, frozen=True):
 
     Comes once, before the first Delta. `prompt_ids`: int32 bytes; it and `prompt_text` are empty
     unless asked for. `prompt_tokens` is 0 for all choices but the first: a prompt counts once.
+    `thoughts`: where the prompt of a chat leaves them.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Started(Message, frozen=True):
     prompt_tokens: int
     prompt_ids: bytes = b""
     prompt_text: str = ""
+    thoughts: ThoughtState = "before"
 
 
 class Delta(Message, frozen=True):

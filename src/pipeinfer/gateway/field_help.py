@@ -154,8 +154,8 @@ GENERATION: dict[str, Told] = {
     ),
     "n": Told("Choices of each prompt, at most 128; of a body at most `--max-prompts`.", "1"),
     "thinking_token_budget": Told(
-        "The most tokens between `<think>` and `</think>`. Then the model is made to go on with "
-        "its answer. For models that have both as tokens. Not with `allowed_token_ids` or "
+        "The most tokens of thoughts, between `<think>` and `</think>` or the model's own tags. "
+        "Then the model is made to go on with its answer. Not with `allowed_token_ids` or "
         "`bad_words`, and not where `continue_final_message` goes on amid thoughts.",
         "without limit",
     ),

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from pipeinfer.gateway.pieces import Piece
+from pipeinfer.gateway.pieces import Piece, Reader
 from pipeinfer.gateway.shapes import NULL, Answer, Choice, Said
 from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
@@ -39,6 +39,7 @@ class Gathered:
         "_completion",
         "_echo",
         "_ids",
+        "_make_reader",
         "_prompt",
         "_reader",
         "_said",
@@ -57,7 +58,8 @@ class Gathered:
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
         self._echo = shown.echo
         self._texts: list[str] = []
-        self._reader = None if answer.reader is None else answer.reader()
+        self._make_reader = answer.reader
+        self._reader: Reader | None = None
         self._said = Said()
         self._ids: list[int] | None = [] if shown.token_ids else None
         self.prompt_text = ""
@@ -66,6 +68,8 @@ class Gathered:
     def started(self, started: Started) -> None:
         """Comes first."""
         self.prompt_text = started.prompt_text
+        if self._make_reader is not None:
+            self._reader = self._make_reader(started.thoughts)
         if self._ids is not None:
             self.prompt_ids = unpack(started.prompt_ids).tolist()
 

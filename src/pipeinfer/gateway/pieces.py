@@ -5,8 +5,10 @@ A reader tells them apart while the text comes; which one depends on the model. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
+
+from pipeinfer.params import ThoughtState
 
 SPACE = " \t\r\n"  # what sets pieces apart
 
@@ -36,6 +38,10 @@ class Reader(Protocol):
     def end(self) -> Sequence[Piece]:
         """What was held back; nothing more comes."""
         ...
+
+
+# Makes one, of an answer whose prompt leaves the thoughts so.
+MakeReader = Callable[[ThoughtState], Reader]
 
 
 class Plain:

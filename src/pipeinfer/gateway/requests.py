@@ -5,7 +5,7 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, cast
@@ -20,9 +20,8 @@ from pipeinfer.gateway.forms import form, form_field
 from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
-from pipeinfer.gateway.pieces import Reader
+from pipeinfer.gateway.pieces import MakeReader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
-from pipeinfer.gateway.reading.thinking import amid_thoughts
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -44,7 +43,8 @@ from pipeinfer.gateway.tools import (
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
-from pipeinfer.params import CLOSING, InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.text.thoughts import spoken
 
 PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
     "temperature",
@@ -103,7 +103,7 @@ class Job(msgspec.Struct, frozen=True):
     shown: Shown
     prompts: int = 1
     best: int = 0
-    reader: Callable[[], Reader] | None = None
+    reader: MakeReader | None = None
     calling: Calling = Calling()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
@@ -132,22 +132,15 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     reading = terms.reading
     chat, arguments, schemas = chat_prompt(request, reading)
     check_calls(request, reading)
-    if reading.harmony:
-        if request.continue_final_message and chat[-1].get("tool_calls"):
-            message = "continue_final_message: a message that calls tools does not go on"
-            raise ApiError(400, message, "continue_final_message", "invalid_value")
-        if params.thinking_token_budget is not None:
-            message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
-            raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if request.continue_final_message and chat:
-        said = spoken(chat[-1].get("content"))
-        reading = reading.going_on(said)
-        if params.thinking_token_budget is not None and amid_thoughts(said):
-            message = "thinking_token_budget: the last message's own thoughts would not be counted"
-            raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
+        _check_going_on(reading, chat[-1], params)
+        reading = reading.going_on()
+    if reading.harmony and params.thinking_token_budget is not None:
+        message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
+        raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if schemas is not None:
         calls = call_grammar(request, schemas, reading, params.structured_outputs)
-        if calls is not None and reading.goes_on:
+        if calls is not None and reading.harmony and reading.goes_on:
             message = "continue_final_message: amid a message of this model no calls can be held"
             raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
         if calls is not None:
@@ -159,9 +152,8 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         if form is not None and schemas is None and not reading.goes_on:
             form = held_final(form, reading, form_field(request))
         params = replace(params, skip_special_tokens=False, structured_outputs=form)
-    elif params.structured_outputs is not None and reading.reasoning:
-        behind = replace(params.structured_outputs, after=CLOSING)
-        params = replace(params, structured_outputs=behind)
+    if reading.special_thoughts:
+        params = replace(params, skip_special_tokens=False)
     call = replace(
         _common(request, params, terms, trace),
         request_id=base,
@@ -173,13 +165,26 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.parallel_tool_calls is False,
         request.include_reasoning is not False,
     )
-    reader = reading.reader(schemas, one_call, thoughts)
+    spec = params.structured_outputs
+    padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
+    reader = reading.reader(schemas, one_call, thoughts, padded)
     job = _job(request, [call], params.n, shown)
     made = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
     calling = Calling(reading.tool_parser.ids, made, bool(named_function(request)))
     return replace(job, reader=reader, params=params, calling=calling)
+
+
+def _check_going_on(reading: Reading, last: JsonObject, params: SamplingParams) -> None:
+    """ApiError 400 where the answer cannot go on from the last message as it is asked to."""
+    if reading.harmony and last.get("tool_calls"):
+        message = "continue_final_message: a message that calls tools does not go on"
+        raise ApiError(400, message, "continue_final_message", "invalid_value")
+    open_thoughts = reading.left(spoken(last.get("content"))) == "open"
+    if params.thinking_token_budget is not None and open_thoughts:
+        message = "thinking_token_budget: the last message's own thoughts would not be counted"
+        raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -441,10 +446,3 @@ def _text_part(i: int, j: int, part: ContentPart) -> JsonObject:
         param = f"{where}.{part.type}"
         raise ApiError(400, f"{param} must be given", param, "invalid_value")
     return {"type": "text", "text": text}
-
-
-def spoken(content: JsonValue) -> str:
-    """The text of a message's content, whose parts go on from each other."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""

@@ -6,14 +6,14 @@ What is the same in all chunks of a stream is encoded once. Knows no HTTP and no
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Started
-from pipeinfer.gateway.pieces import CallIds, Piece, Reader
+from pipeinfer.gateway.pieces import CallIds, MakeReader, Piece
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack
@@ -64,14 +64,14 @@ class Calling(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
 
-    `reader`: makes what reads one choice, None where all is content."""
+    `reader`: makes what reads one choice; None where all is content."""
 
     chat: bool
     id: str
     created: int
     model: str
     shown: Shown = Shown()
-    reader: Callable[[], Reader] | None = None
+    reader: MakeReader | None = None
     calling: Calling = Calling()
 
     def call_id(self, index: int, call: int, name: str) -> str:

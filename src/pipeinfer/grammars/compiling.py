@@ -73,18 +73,34 @@ class Vocabulary:
         self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
         self.sampled = self.mask(known)
         self.no_end = self.mask([i for i in known if i not in self.ends])
+        self._texts = [self.tokens.decode_bytes([i]) for i in range(width)]
+        self.spaces = self.mask([i for i in known if i < width and self._texts[i].isspace()])
+        self._beyond: dict[tuple[bytes, int], np.ndarray | None] = {}
 
     @property
     def words(self) -> int:
         """int32 words of a mask."""
         return (self.width + 31) // 32
 
-    def token(self, text: str) -> int:
-        """The id of the token that is `text`. GrammarError if there is none."""
-        found = self.tokens.tokenize_str(text)
-        if len(found) != 1:
-            raise GrammarError(f"the model has no token {text}, behind which the grammar begins")
-        return found[0]
+    def text(self, token: int) -> bytes:
+        """What the token says, also where it is special."""
+        return self._texts[token]
+
+    def spelled(self, text: str) -> list[int]:
+        """Tokens that say `text`: one, where there is one."""
+        return self.tokens.tokenize_str(text)
+
+    def beyond(self, text: bytes, begun: int) -> np.ndarray | None:
+        """The tokens, as a mask, that complete `text`, of which the first `begun` bytes were said,
+        and say more than white space behind it. None if there are none."""
+        if (text, begun) not in self._beyond:
+            found = [
+                token
+                for token, said in enumerate(self._texts)
+                if text[-1:] in said and (text[:begun] + said).partition(text)[2].strip()
+            ]
+            self._beyond[text, begun] = self.mask(found) if found else None
+        return self._beyond[text, begun]
 
     def known(self, ids: Sequence[int]) -> int:
         """How many of them, the first ones, may be sampled and do not end a request."""
@@ -100,8 +116,8 @@ class Vocabulary:
 
 
 class Grammar:
-    """A compiled grammar, to copy matchers from. `after`: the id behind which it begins, if that
-    is not at once. `seconds`: what it took to compile. `users`: rows that have it.
+    """A compiled grammar, to copy matchers from. `padded`: white space before its texts says
+    nothing. `seconds`: what it took to compile. `users`: rows that have it.
 
     Matchers that are copied from one original share its lexer, and wait for each other when they
     fill masks: where many fill them at the same time there may be several originals, `lanes`.
@@ -112,7 +128,7 @@ class Grammar:
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
         """Raises GrammarError with what the compiler says."""
         self.vocabulary = vocabulary
-        self.after = vocabulary.token(spec.after) if spec.after else None
+        self.padded = spec.json is not None
         self._text = _definition(spec)
         begun = time.perf_counter()
         self._originals = [self._compiled()]

@@ -8,18 +8,20 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from pipeinfer.grammars.compiling import Grammar, Vocabulary, complaint
-from pipeinfer.params import CLOSING, OPENING
+from pipeinfer.grammars.thoughts import ThoughtReader
+from pipeinfer.params import Thoughts
 
 # Ids that are read again where a row moves to another lane: a millisecond for eight rows.
 MOST_READ = 64
 MOST_FORCED = 1024  # ids at a time: what is left is forced again
+MOST_SPACES = 4  # tokens before a form: a model that says them without end would not come to it
 
 
 class MaskSource(Protocol):
@@ -76,6 +78,10 @@ class GrammarSource:
         self._move()
         return self.error
 
+    def takes(self, token: int) -> bool:
+        """Whether the grammar allows it next."""
+        return not self.error and self._matcher.validate_tokens([token]) == 1
+
     def _move(self) -> None:
         """To its own lane, once all are there, unless it has read too much; and to that of a
         renewed grammar."""
@@ -108,35 +114,72 @@ class GrammarSource:
 
 
 class LaterSource:
-    """By a grammar that begins behind a token. All else is free before it, except an end, which
-    would leave the grammar's text out."""
+    """By a grammar that begins behind thoughts, amid which all is free except an end, which would
+    leave the grammar's text out. Before them only the opening tag, where it is one token, and a
+    little white space are free: anything else is the grammar's first token."""
 
-    def __init__(self, grammar: Grammar, ids: Sequence[int] = (), place: int = 0) -> None:
-        self._free: np.ndarray = grammar.vocabulary.no_end
-        self._after = grammar.after
+    def __init__(
+        self, grammar: Grammar, thoughts: Thoughts, ids: Sequence[int] = (), place: int = 0
+    ) -> None:
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
+        self._place = place
+        self._thoughts = ThoughtReader(self._vocabulary, thoughts)
+        opening = self._vocabulary.spelled(thoughts.opening)
+        self._opening = self._vocabulary.mask(opening) if len(opening) == 1 else None
         self._source = GrammarSource(grammar, place=place)
-        self._begun = False
+        self._spaces = MOST_SPACES if grammar.padded else 0  # that may still come before it
         self.feed(ids)
 
     @property
     def matcher(self) -> LLMatcher | None:
-        return self._source.matcher if self._begun else None
+        return None if self._thoughts.where == "open" else self._source.matcher
 
     def feed(self, ids: Sequence[int]) -> str:
         for at, token in enumerate(ids):
-            if self._begun:
+            if self._thoughts.where == "over":
                 return self._source.feed(ids[at:])
-            self._begun = token == self._after
+            if error := self._read(token):
+                return error
         return ""
+
+    def _read(self, token: int) -> str:
+        """The next one of an answer whose thoughts are not over."""
+        thoughts, before = self._thoughts, self._thoughts.where
+        thoughts.read(token)
+        if before == "before" and thoughts.where == "open":  # what came before was not the form
+            self._source = GrammarSource(self._grammar, place=self._place)
+        elif before == "before" and not self._pads(token):
+            self._spaces = 0
+            return self._source.feed([token])
+        if thoughts.where == "over" and (rest := thoughts.rest.lstrip()):
+            return self._source.feed(self._vocabulary.tokens.tokenize_bytes(rest))
+        return ""
+
+    def _pads(self, token: int) -> bool:
+        """Whether it is white space that the grammar has not got."""
+        padding = self._spaces > 0 and self._thoughts.blank and not self._source.takes(token)
+        self._spaces -= padding
+        return padding
 
     def force(self) -> list[int]:
-        return self._source.force() if self._begun else []
+        return self._source.force() if self._thoughts.where == "over" else []
 
     def check(self, words: np.ndarray) -> str:
-        if self._begun:
-            return self._source.check(words)
-        words[:] = self._free
-        return ""
+        where = self._thoughts.where
+        if where == "open":
+            words[:] = self._vocabulary.no_end
+            unfit = self._thoughts.unfit()
+            if unfit is not None:
+                words &= ~unfit
+            return ""
+        error = self._source.check(words)
+        if not error and self._thoughts.blank:
+            if self._opening is not None:
+                words |= self._opening
+            if self._spaces > 0:
+                words |= self._vocabulary.spaces
+        return error
 
 
 class FreeSource:
@@ -159,26 +202,22 @@ class FreeSource:
 
 
 class ThinkingSource:
-    """As the one `behind` it, but after `budget` tokens between OPENING and CLOSING the latter
-    comes, whatever the model thinks. A prompt that ends with the ids `tail` may have opened the
-    thoughts; `output` was read by the one behind. GrammarError where the model has no such tokens.
-    """
+    """As the one `behind` it, but after `budget` tokens of thoughts their closing tag comes,
+    whatever the model thinks. `output` was read by the one behind."""
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         behind: MaskSource,
         budget: int,
-        tail: Sequence[int] = (),
+        thoughts: Thoughts,
         output: Sequence[int] = (),
     ) -> None:
-        self._vocabulary = vocabulary
-        self._opening, self._closing = map(vocabulary.token, (OPENING, CLOSING))
+        self._closing = vocabulary.spelled(thoughts.closing)
         self._behind = behind
-        self._where: Literal["before", "amid", "after"] = "before"
-        self._left = 0
-        self._count(tail)
+        self._thoughts = ThoughtReader(vocabulary, thoughts)
         self._left = budget
+        self._said = 0  # of the closing tag, since the budget is spent
         self._count(output)
 
     @property
@@ -187,31 +226,29 @@ class ThinkingSource:
 
     @property
     def _spent(self) -> bool:
-        return self._where == "amid" and self._left <= 0
+        return self._thoughts.where == "open" and self._left <= 0
 
     def feed(self, ids: Sequence[int]) -> str:
         self._count(ids)
         return self._behind.feed(ids)
 
     def force(self) -> list[int]:
-        ids = [] if self._where == "amid" else self._behind.force()
+        ids = [] if self._thoughts.where == "open" else self._behind.force()
         self._count(ids)
         return ids
 
     def check(self, words: np.ndarray) -> str:
         if not self._spent:
             return self._behind.check(words)
-        _only(self._closing, words)
+        _only(self._closing[self._said % len(self._closing)], words)
         return ""
 
     def _count(self, ids: Sequence[int]) -> None:
         for token in ids:
-            if token == self._closing:
-                self._where = "after"
-            elif self._where == "amid":
-                self._left -= 1
-            elif token == self._opening and self._where == "before":
-                self._where = "amid"
+            self._said += self._spent
+            amid = self._thoughts.where == "open"
+            self._thoughts.read(token)
+            self._left -= amid and self._thoughts.where == "open"
 
 
 class NoSource:
@@ -287,13 +324,13 @@ def _only(token: int, words: np.ndarray) -> None:
 
 
 def source_of(
-    grammar: Grammar, output: Sequence[int], tail: Sequence[int], place: int = 0
+    grammar: Grammar, output: Sequence[int], thoughts: Thoughts | None, place: int = 0
 ) -> MaskSource:
-    """Of a request with so much `output`, ids, whose prompt ends with the ids `tail`: where that
-    has the token behind which the grammar begins, the grammar begins at once."""
-    if grammar.after is None or grammar.after in tail:
+    """Of a request with so much `output`, ids: a grammar begins behind the thoughts, if there may
+    be any."""
+    if thoughts is None or thoughts.state == "over":
         return GrammarSource(grammar, output, place)
-    return LaterSource(grammar, output, place)
+    return LaterSource(grammar, thoughts, output, place)
 
 
 def fill_all(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:

@@ -155,4 +155,5 @@ class Slots:
             score_from=request.score_from,
             banned=work.banned,
             trace=work.trace,
+            thoughts=work.thoughts,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import StructuredOutputs, Thoughts
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
 
@@ -56,15 +56,15 @@ class LogprobRows:
 @dataclass(frozen=True)
 class Constrained:
     """The request in `slot` samples only what `spec` allows behind its output so far, ids int32
-    [n], and thinks no longer than `budget` tokens; either may be None. `tail`: the prompt's last
-    ids. `begin`: the position at which the output begins. `jumps`: ids that are forced may be said
-    all at once."""
+    [n], and thinks no longer than `budget` tokens; either may be None. `thoughts`: what it waits
+    for and counts; None: nothing. `begin`: the position at which the output begins. `jumps`: ids
+    that are forced may be said all at once."""
 
     slot: int
     spec: StructuredOutputs | None
     budget: int | None
     output: np.ndarray
-    tail: np.ndarray
+    thoughts: Thoughts | None
     begin: int = 0
     jumps: bool = False
 

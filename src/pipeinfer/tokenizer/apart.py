@@ -30,7 +30,9 @@ def encoded(encoder: PromptEncoder, submit: Submit) -> Encoded:
     """What the stage is told of a request."""
     name, attempt = submit.request_id, submit.attempt
     try:
-        return Encoded(name, attempt, encoder.encode(submit).tobytes())
+        prompt = encoder.prompt(submit)
+        ids, left, thoughts = prompt.ids.tobytes(), prompt.left, prompt.thoughts
+        return Encoded(name, attempt, ids, left=left, thoughts=thoughts)
     except Rejected as error:
         return Encoded(
             request_id=name,

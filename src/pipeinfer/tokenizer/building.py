@@ -15,7 +15,8 @@ from pipeinfer.grammars.trial import Setup
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text.ends import end_ids, vocabulary_setup
 from pipeinfer.text.loading import load_tokenizer
-from pipeinfer.text.template_sources import read_tokenizer_config
+from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
+from pipeinfer.text.thoughts import tags_of
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.templates import load_templates
 
@@ -36,6 +37,7 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
     eos_ids = end_ids(folder, tokenizer, config)
+    shown = "\n".join(template_sources(folder, config, settings.chat_template).values())
     encoder = PromptEncoder(
         tokenizer,
         load_templates(
@@ -50,11 +52,12 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
         eos_ids,
         settings.control_tokens_in_messages,
         alone,
+        tags_of(settings.reasoning_parser, shown),
     )
     if alone:  # it encodes, and nothing else
         return Built(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
-        encoder.thinks = False  # engines without masks count nothing
+        encoder.counts = False  # engines without masks count nothing
         return Built(encoder, eos_ids, None, "this server was started without grammars")
     try:
         vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)

@@ -11,8 +11,10 @@ from contextlib import suppress
 from functools import partial
 
 from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import ThoughtState
+from pipeinfer.text.thoughts import SPACE, Tags, left, spoken
 from pipeinfer.tokenizer.call_arguments import argument_forms
-from pipeinfer.tokenizer.client_strings import strings, weight
+from pipeinfer.tokenizer.client_strings import Kind, rewritten, strings, weight
 from pipeinfer.tokenizer.control_texts import ControlTexts, Marked, Rendered
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
@@ -60,6 +62,32 @@ class Chats:
                     return render(other, arguments)
             raise
 
+    def left(
+        self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: Tags
+    ) -> ThoughtState:
+        """Where the `prompt` that `render` made of them leaves the thoughts of its answer. Tags
+        that a client spells do not count, but for those in an answer that goes on. Raises
+        TemplateFailed."""
+        if arguments.get("continue_final_message"):
+            said = spoken(chat[-1].get("content"))
+            return "open" if left(said, tags) == "open" else "over"  # the answer has begun
+        state = left(prompt, tags)
+        if state == "before":
+            return state
+        source, arguments = self._source(arguments), arguments.copy()
+        arguments.pop("chat_template", None)
+        templates = self._templates if source is None else self._templates.other(source)
+        if any(tag in text for text, _ in strings(chat, arguments) for tag in tags.pair):
+            chat, arguments = rewritten(chat, arguments, partial(_untagged, tags=tags))
+            prompt = templates.render(chat, arguments)
+            state = left(prompt, tags)
+        if state == "open" and prompt.rpartition(tags.opening)[2].strip(SPACE):
+            # It may stand in what the template tells the model of its form.
+            asked = templates.render(chat, {**arguments, "add_generation_prompt": False})
+            if asked != prompt and prompt.startswith(asked):
+                state = left(prompt[len(asked) :], tags)
+        return state
+
     def _source(self, arguments: JsonObject) -> str | None:
         """Of the request's own template."""
         source = arguments.get("chat_template")
@@ -84,6 +112,13 @@ class Chats:
             del self._others[next(iter(self._others))]
         self._others[source] = found
         return found
+
+
+def _untagged(text: str, _kind: Kind, tags: Tags) -> str:
+    """Without the tags, but as long and as full as it was."""
+    for tag in tags.pair:
+        text = text.replace(tag, f"{tag[:1]}\ue000{tag[1:]}")
+    return text
 
 
 def _continued(chosen: ControlTexts, chat: list[JsonObject], arguments: JsonObject) -> Rendered:

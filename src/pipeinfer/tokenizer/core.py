@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import msgspec
-import numpy as np
 
 from pipeinfer.beats import GIVE_UP
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
@@ -43,7 +42,7 @@ from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, wit
 from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext, Tried, Try
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
-from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
+from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Report, Router
 from pipeinfer.tokenizer.verdicts import Verdict, digest
 
@@ -174,10 +173,10 @@ class TokenizerCore:
 
     def _encode(self, event: Submit, alone: bool) -> list[Send]:
         try:
-            ids = self._encoder.encode(event)
+            prompt = self._encoder.prompt(event)
         except Rejected as error:
             return self._reject(event, error)
-        return self._pass_on(event, ids, alone)
+        return self._pass_on(event, prompt, alone)
 
     def _reject(self, event: Submit, error: Rejected) -> list[Send]:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
@@ -224,7 +223,8 @@ class TokenizerCore:
         if event.status:
             why = (event.status, event.message, event.param, event.code)
             return self._refuse_all(waiting.submit, *why)
-        return self._pass_on(waiting.submit, unpack(event.prompt_ids), waiting.alone)
+        prompt = Prompt(unpack(event.prompt_ids), event.left, event.thoughts)
+        return self._pass_on(waiting.submit, prompt, waiting.alone)
 
     def _refuse_all(
         self,
@@ -258,16 +258,15 @@ class TokenizerCore:
         )
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
-    def _pass_on(self, event: Submit, ids: np.ndarray, alone: bool) -> list[Send]:
-        """To a group, all choices to one, with the prompt's `ids` int32 [n]. `alone`: as for
-        LongPrompt."""
-        names = _names(event)
+    def _pass_on(self, event: Submit, prompt: Prompt, alone: bool) -> list[Send]:
+        """To a group, all choices to one. `alone`: as for LongPrompt."""
+        names, ids = _names(event), prompt.ids
         for name in names:
             self._encoding.forget(name)  # an attempt before this one
         self._counts["prompt_tokens"] += len(ids)
         if event.only_encode:
             self._counts["encoded"] += len(names)
-            return [self._accepted(event, ids, -1)]
+            return [self._accepted(event, prompt, -1)]
         routed = event.group in self._watch.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
@@ -276,13 +275,14 @@ class TokenizerCore:
         for name in names[1:]:
             self._router.follows(name, group, event.params.max_tokens)
         self._counts["accepted"] += len(names)
-        works = self._works(event, ids.tobytes())
+        works = self._works(event, prompt)
         for work in works:
             self._ledger.put(Entry(work, group, routed or alone, alone))
-        accepted = self._accepted(event, ids, group)
+        accepted = self._accepted(event, prompt, group)
         return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
-    def _accepted(self, event: Submit, ids: np.ndarray, group: int) -> Send:
+    def _accepted(self, event: Submit, prompt: Prompt, group: int) -> Send:
+        ids = prompt.ids
         texted = event.return_prompt_text and event.text is None
         accepted = Accepted(
             request_id=event.request_id,
@@ -292,12 +292,13 @@ class TokenizerCore:
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
             prompt_text=self._encoder.text(ids, event.params) if texted else "",
             choices=event.choices,
+            thoughts=prompt.left,
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
 
-    def _works(self, event: Submit, prompt_ids: bytes) -> list[Work]:
+    def _works(self, event: Submit, prompt: Prompt) -> list[Work]:
         """One for each choice. They share the bytes of their prompt here."""
-        first = self._work(event, prompt_ids)
+        first = self._work(event, prompt)
         if event.choices == (0,):
             return [first]
         return [
@@ -310,7 +311,7 @@ class TokenizerCore:
             for number in event.choices
         ]
 
-    def _work(self, event: Submit, prompt_ids: bytes) -> Work:
+    def _work(self, event: Submit, prompt: Prompt) -> Work:
         spec = event.params.structured_outputs
         verdict = None if spec is None else self._encoding.verdicts.get(digest(spec))
         return Work(
@@ -318,7 +319,7 @@ class TokenizerCore:
             attempt=event.attempt,
             gateway=event.gateway,
             detokenizer=DETOKENIZER,
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.ids.tobytes(),
             params=event.params,
             seed=event.seed,
             eos_ids=() if event.params.ignore_eos else self._eos_ids,
@@ -329,6 +330,7 @@ class TokenizerCore:
             banned=self._encoder.banned(event.params),
             client=event.client,
             slow_grammar=verdict is not None and verdict.slow,
+            thoughts=prompt.thoughts,
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:

@@ -7,6 +7,7 @@ They never travel on the bus. Knows neither how prompts are encoded nor where.
 from __future__ import annotations
 
 from pipeinfer.messages import Message
+from pipeinfer.params import Thoughts, ThoughtState
 
 
 class Encode(Message, frozen=True):
@@ -22,7 +23,8 @@ class Encode(Message, frozen=True):
 
 
 class Encoded(Message, frozen=True):
-    """driver -> core: its ids (int32 bytes), or if `status` is not 0 why it is refused."""
+    """driver -> core: its ids (int32 bytes), or if `status` is not 0 why it is refused. `left`,
+    `thoughts`: as for Prompt."""
 
     request_id: str
     attempt: int
@@ -31,6 +33,8 @@ class Encoded(Message, frozen=True):
     message: str = ""
     param: str | None = None
     code: str | None = None
+    left: ThoughtState = "before"
+    thoughts: Thoughts | None = None
 
 
 class EncodeNext(Message, frozen=True):

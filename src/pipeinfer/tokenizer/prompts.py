@@ -6,18 +6,25 @@ answer. Knows no stage and no channel.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from tokenizers import Tokenizer
 
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
-from pipeinfer.params import CLOSING, LONGEST_BAD, MOST_BAD_IDS, OPENING, SamplingParams
+from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
+from pipeinfer.text.thoughts import REASONING_PARSERS, SPACE, Tags, left
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.chats import Chats
 from pipeinfer.tokenizer.client_strings import weight
 from pipeinfer.tokenizer.control_texts import NoMarks, Rendered
 from pipeinfer.tokenizer.standins import CannotTell, StandIns, folds
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+
+# Ids at the end of a prompt that are read again: for a text that it may end with; and for tags that
+# are several tokens, which a longer prompt costs too much to be searched for.
+LAST, FAR = 32, 4096
 
 
 class Rejected(ValueError):
@@ -30,9 +37,17 @@ class Rejected(ValueError):
         self.code = code
 
 
+class Prompt(NamedTuple):
+    """`ids`: int32 [n], 0 < n < max_model_len. `left`: where a chat leaves the thoughts of its
+    answer. `thoughts`: as for Work."""
+
+    ids: np.ndarray
+    left: ThoughtState = "before"
+    thoughts: Thoughts | None = None
+
+
 class PromptEncoder:
-    """Encodes prompts for one model. `thinks`: what it thinks can be told apart from its answer, by
-    tokens of their own."""
+    """Encodes prompts for one model. `counts`: its engines end thoughts that exceed a budget."""
 
     def __init__(
         self,
@@ -43,21 +58,24 @@ class PromptEncoder:
         eos_ids: tuple[int, ...] = (),
         control_tokens: bool = False,
         alone: bool = False,
+        tags: Tags | None = None,
     ) -> None:
         """`tokenizer` None: only token ids are accepted. `max_model_len`: prompt plus output.
 
         `eos_ids`: ids that end a request by themselves. `control_tokens`: messages may spell them.
         `alone`: the process has nothing else to do, so the library may start threads.
+        `tags`: around the thoughts in answers to chats, if those are told apart.
         """
         self._tokenizer = tokenizer
+        self._tags = tags
+        # A budget counts thoughts also where nobody tells them apart.
+        self._counted = tags or _tags_of(tokenizer)
+        self.counts = True
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._alone = alone
         self._spelled: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # the last
-        self.thinks = tokenizer is not None and None not in map(
-            tokenizer.token_to_id, (OPENING, CLOSING)
-        )
         self._cover = None if tokenizer is None else cover(tokenizer)
         self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
         texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
@@ -82,11 +100,15 @@ class PromptEncoder:
         return weight(submit.text)
 
     def encode(self, submit: Submit) -> np.ndarray:
-        """The prompt's ids, int32 [n], 0 < n < max_model_len. Raises Rejected."""
-        param = "prompt" if submit.chat is None else "messages"
+        """The ids of `prompt`."""
+        return self.prompt(submit).ids
+
+    def prompt(self, submit: Submit) -> Prompt:
+        """Raises Rejected."""
+        param, state = "prompt" if submit.chat is None else "messages", None
         self._check_named(submit.params)
         if submit.chat is not None:
-            ids = self._chat(submit)
+            ids, state = self._chat(submit)
         elif submit.text is not None:
             if not submit.params.truncate_prompt_tokens:
                 self._check_bytes(submit.text, param)
@@ -98,9 +120,49 @@ class PromptEncoder:
         if not len(ids):
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
-        ids = self._truncated(ids, submit.params)
-        self._check_length(len(ids), submit.params, param)
-        return ids
+        kept = self._truncated(ids, submit.params)
+        if len(kept) < len(ids) and submit.params.truncation_side == "right":
+            state = None  # what the template wrote last is gone
+        self._check_length(len(kept), submit.params, param)
+        return self._left(submit, kept, state)
+
+    def _left(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
+        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: the ids
+        themselves tell."""
+        params, chat, tags = submit.params, submit.chat is not None, self._tags
+        spec, budget = params.structured_outputs, params.thinking_token_budget is not None
+        if budget:
+            tags = self._counted
+        if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
+            # The client says what its form waits for, whatever that is.
+            over = self._said(ids[-LAST:]).rstrip(SPACE).endswith(spec.after)
+            thoughts = Thoughts("", spec.after, "over" if over else "open")
+            return Prompt(ids, state or "before", thoughts)
+        if tags is None or not (chat or budget or spec is not None):
+            return Prompt(ids)
+        if state is None:
+            state = self._state(ids, tags)
+        waits = budget or spec is not None
+        if spec is not None and not chat and not spec.after:
+            # All of a completion's text is its form, unless the prompt has begun the thoughts.
+            at_end = self._said(ids[-LAST:]).rstrip(SPACE).endswith(tags.opening)
+            waits = state == "open" and (budget or at_end)
+        return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
+
+    def _state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
+        """Where a prompt that no template has made leaves the thoughts."""
+        assert self._tokenizer is not None
+        opening, closing = map(self._tokenizer.token_to_id, tags.pair)
+        if opening is None or closing is None:
+            return left(self._said(ids[-FAR:]), tags)
+        places = np.flatnonzero((ids == opening) | (ids == closing))
+        return left(self._said(ids[places[-1] :][:LAST]), tags) if len(places) else "before"
+
+    def _said(self, ids: np.ndarray) -> str:
+        """Their text, with special tokens."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def banned(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """How the bad words are spelled, each at the beginning of a text and behind a space. A
@@ -138,16 +200,21 @@ class PromptEncoder:
 
     # ------------------------------------------------------------------------------------- encoding
 
-    def _chat(self, submit: Submit) -> np.ndarray:
+    def _chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
+        """Its ids, and where its template leaves the thoughts, if they can be told."""
         assert submit.chat is not None
+        tags, state = self._tags or self._counted, None
         try:
             rendered = self._chats.render(submit.chat, submit.template_arguments)
+            if tags is not None:
+                text = rendered.text
+                state = self._chats.left(submit.chat, submit.template_arguments, text, tags)
             if not submit.params.truncate_prompt_tokens:
                 self._check_bytes(rendered.text, "messages")
             if rendered.marked is None or self._stand_ins is None:
                 # The template has written the special tokens already.
-                return self._tokenize(rendered.text, False, "messages")
-            return self._apart(rendered, self._stand_ins)
+                return self._tokenize(rendered.text, False, "messages"), state
+            return self._apart(rendered, self._stand_ins), state
         except TemplateFailed as error:
             raise Rejected(str(error), error.param) from None
         except (NoMarks, CannotTell) as error:
@@ -201,8 +268,8 @@ class PromptEncoder:
             raise self._unknown_token(int(wrong[0]), param)
 
     def _check_named(self, params: SamplingParams) -> None:
-        if params.thinking_token_budget is not None and not self.thinks:
-            message = f"this model, or this server, has no {OPENING} and {CLOSING} to count between"
+        if params.thinking_token_budget is not None and not (self.counts and self._counted):
+            message = "this model, or this server, has no thoughts that could be counted"
             raise Rejected(message, "thinking_token_budget")
         for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, param) or ():
@@ -252,6 +319,14 @@ class PromptEncoder:
                 "max_tokens",
                 "context_length_exceeded",
             )
+
+
+def _tags_of(tokenizer: Tokenizer | None) -> Tags | None:
+    """Those that are tokens of it."""
+    for tags in REASONING_PARSERS.values():
+        if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
+            return tags
+    return None
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:

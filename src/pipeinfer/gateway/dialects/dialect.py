@@ -14,7 +14,7 @@ from pipeinfer.gateway.dialects.blocks import Blocks, Step
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import chat_token
-from pipeinfer.gateway.pieces import Plain
+from pipeinfer.gateway.pieces import Plain, Reader
 from pipeinfer.gateway.requests import Job, Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.shapes import Answer, Usage
@@ -68,7 +68,8 @@ class SpeechOutlet:
     """An outlet of one choice whose pieces a dialect shows, by events if it `streams`."""
 
     def __init__(self, answer: Answer, speech: Speech, streams: bool) -> None:
-        self._reader = Plain() if answer.reader is None else answer.reader()
+        self._make_reader = answer.reader
+        self._reader: Reader = Plain()
         self._speech = speech
         self._streams = streams
         self._blocks = Blocks()
@@ -83,6 +84,8 @@ class SpeechOutlet:
 
     def started(self, index: int, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
+        if self._make_reader is not None:
+            self._reader = self._make_reader(started.thoughts)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if not delta.text and not delta.ids and delta.finish is None:

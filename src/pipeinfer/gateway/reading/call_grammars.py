@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pipeinfer.gateway.reading.elements import Tags
+from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
@@ -76,7 +76,7 @@ def hermes(wanted: Wanted) -> str:
     return _tagged(wanted, HERMES.opening, bodies, "", '"\\n"')
 
 
-def in_elements(tags: Tags) -> CallGrammar:
+def in_elements(tags: ElementTags) -> CallGrammar:
     """Parameters as elements, in the order of the schema."""
 
     def grammar(wanted: Wanted) -> str:
@@ -292,7 +292,7 @@ def _sequence(*parts: str) -> str:
 class _Elements:
     """Functions as elements with parameters. `rules`: that they need."""
 
-    def __init__(self, tags: Tags, wanted: Wanted) -> None:
+    def __init__(self, tags: ElementTags, wanted: Wanted) -> None:
         self._tags = tags
         self._wanted = wanted
         self._apart = _apart(tags.apart)

@@ -3,8 +3,8 @@
     <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
     <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
 
-What a value is in JSON, the tool's schema says. `Tags` says how a form writes the elements; knows
-no model.
+What a value is in JSON, the tool's schema says. `ElementTags` says how a form writes the elements.
+Knows no model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands betw
 
 
 @dataclass(frozen=True)
-class Tags:
+class ElementTags:
     """How a form writes elements. Empty tags are not there.
 
     `call`: around calls. `function`: around one of them, up to its name, which `name_end` ends;
@@ -69,24 +69,24 @@ class Tags:
                                    self.function[0])))  # fmt: skip
 
 
-QWEN3_CODER = Tags(
+QWEN3_CODER = ElementTags(
     ("<tool_call>", "</tool_call>"),
     "<parameter=", ">", "</parameter>",
     ("<function=", "</function>"), ">",
     lines=True,
 )  # fmt: skip
-SEED_OSS = Tags(
+SEED_OSS = ElementTags(
     ("<seed:tool_call>", "</seed:tool_call>"),
     "<parameter=", ">", "</parameter>",
     ("<function=", "</function>"), ">",
 )  # fmt: skip
-MINIMAX_M2 = Tags(
+MINIMAX_M2 = ElementTags(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     '<parameter name="', '">', "</parameter>",
     ('<invoke name="', "</invoke>"), '">',
     together=True,
 )  # fmt: skip
-GLM45 = Tags(
+GLM45 = ElementTags(
     ("<tool_call>", "</tool_call>"),
     "<arg_key>", "</arg_key>", "</arg_value>",
     value="<arg_value>", forgets=False,
@@ -100,7 +100,7 @@ class Elements:
     """`schemas`: of the tools' parameters, by name. Models forget the tag around calls, too: what
     is called without it must be one of the tools, for answers may speak of <function=...>."""
 
-    def __init__(self, tags: Tags, schemas: Mapping[str, JsonObject]) -> None:
+    def __init__(self, tags: ElementTags, schemas: Mapping[str, JsonObject]) -> None:
         self._tags = tags
         self._schemas = schemas
         self._tagged = False  # between the tags around calls

@@ -6,12 +6,12 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from pipeinfer.gateway.pieces import CallIds, Piece, Plain, Reader
+from pipeinfer.gateway.pieces import CallIds, MakeReader, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
@@ -29,8 +29,9 @@ from pipeinfer.gateway.reading.elements import (
     QWEN3_CODER,
     SEED_OSS,
     Elements,
-    Tags,
+    ElementTags,
 )
+from pipeinfer.gateway.reading.enclosed import Enclosed
 from pipeinfer.gateway.reading.harmony import Harmony
 from pipeinfer.gateway.reading.harmony_grammar import harmony
 from pipeinfer.gateway.reading.llama3 import Llama3
@@ -49,11 +50,13 @@ from pipeinfer.gateway.reading.marked import (
     Marked,
     Marks,
 )
-from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
+from pipeinfer.gateway.reading.thinking import Thinking
 from pipeinfer.json_values import JsonObject
+from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
 from pipeinfer.text.harmony import CHANNEL, MESSAGE, START
+from pipeinfer.text.thoughts import REASONING_PARSERS, Tags, left, parser_of
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
@@ -96,7 +99,7 @@ def _marked(marks: Marks, grammar: CallGrammar, *shown: str, **more: Unpack[_Mor
     return ToolParser(lambda _: Marked(marks), grammar, shown, markers=marks.markers, **more)
 
 
-def _elements(tags: Tags, *shown: str, **more: Unpack[_More]) -> ToolParser:
+def _elements(tags: ElementTags, *shown: str, **more: Unpack[_More]) -> ToolParser:
     """Of calls that are elements."""
     made, grammar = partial(Elements, tags), in_elements(tags)
     return ToolParser(made, grammar, shown, markers=tags.markers, **more)
@@ -156,8 +159,6 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 }  # fmt: skip
 # Of models that have no form of their own, and say what a grammar makes them say.
 ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
-# By name, whether the prompt opens the thoughts.
-REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, "openai_gptoss": False}
 # Parts of one reader, by vLLM's names.
 HARMONY = ("openai", "openai_gptoss")
 
@@ -206,39 +207,60 @@ class Reading:
             return TOOL_PARSERS[HARMONY[0]]
         return TOOL_PARSERS[self.tools] if self.tools else ANY_MODEL
 
-    def going_on(self, said: str) -> Reading:
-        """Of answers that go on from what was `said` of them: behind thoughts, or amid those that
-        are open there."""
-        if self.harmony:
-            return replace(self, goes_on=True)
-        if not self.reasoning:
-            return self
-        return replace(self, reasoning="deepseek_r1" if amid_thoughts(said) else "")
+    def going_on(self) -> Reading:
+        """Of answers that go on from the last message."""
+        return replace(self, goes_on=True)
+
+    @property
+    def tags(self) -> Tags | None:
+        """Around the thoughts."""
+        return REASONING_PARSERS.get(self.reasoning)
+
+    @property
+    def _told_by(self) -> tuple[str, ...]:
+        return () if self.tags is None else (*self.tags.pair, *self.tags.answer)
+
+    @property
+    def special_thoughts(self) -> bool:
+        """Whether thoughts are told by special tokens."""
+        tokens = [self.added[tag] for tag in self._told_by if tag in self.added]
+        return any(token.special for token in tokens)
+
+    def left(self, said: str) -> ThoughtState:
+        """Where what was `said` of an answer leaves its thoughts."""
+        return "over" if self.tags is None else left(said, self.tags)
 
     def reader(
-        self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True
-    ) -> Callable[[], Reader] | None:
+        self,
+        schemas: Schemas | None,
+        one_call: bool = False,
+        thoughts: bool = True,
+        padded: bool = False,
+    ) -> MakeReader | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
-        not looked for. `one_call`: further ones are left out. `thoughts`: they are shown."""
+        not looked for. `one_call`: further ones are left out. `thoughts`: they are shown.
+        `padded`: as for Thinking."""
         if self.harmony:
             return self._harmony(schemas, one_call, thoughts)
         calls = self.tool_parser.make if schemas is not None else None
-        begun = REASONING_PARSERS.get(self.reasoning)
-        if calls is None and begun is None:
+        tags = self.tags
+        if calls is None and tags is None:
             return None
 
-        def make() -> Reader:
+        def make(state: ThoughtState = "before") -> Reader:
             reader: Reader = Plain() if calls is None else calls(schemas or {})
             if one_call:
                 reader = FirstCall(reader)
-            return InParts(reader if begun is None else Thinking(reader, begun, thoughts))
+            if tags is not None and tags.answer[0]:
+                reader = Enclosed(reader, *tags.answer)
+            if tags is None or state == "over":
+                return InParts(reader)
+            return InParts(Thinking(reader, tags, state == "open", thoughts, padded))
 
         return make
 
-    def _harmony(
-        self, schemas: Schemas | None, one_call: bool, thoughts: bool
-    ) -> Callable[[], Reader]:
-        def make() -> Reader:
+    def _harmony(self, schemas: Schemas | None, one_call: bool, thoughts: bool) -> MakeReader:
+        def make(_state: ThoughtState = "before") -> Reader:
             reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts)
             return InParts(FirstCall(reader) if one_call else reader)
 
@@ -292,9 +314,8 @@ def reading(
     """For settings that name parsers, "auto" or "none", and the text of a chat template.
     Raises ConfigurationError for a name that is unknown."""
     tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
-    reasoning = _named(
-        "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
-    )
+    known = (*REASONING_PARSERS, HARMONY[1])
+    reasoning = _named("reasoning-parser", reasoning_parser, known, parser_of(template))
     if tools == HARMONY[0] and reasoning_parser == "auto":
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
@@ -302,7 +323,7 @@ def reading(
     return Reading(tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none")
 
 
-def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str:
+def _named(flag: str, name: str, known: Collection[str], found: str) -> str:
     if name == "auto":
         return found
     if name == "none":
@@ -315,13 +336,3 @@ def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str
 
 def _tools_of(template: str) -> str:
     return next((name for name, one in TOOL_PARSERS.items() if one.told_by(template)), "")
-
-
-def _reasoning_of(template: str) -> str:
-    if TOOL_PARSERS[HARMONY[0]].told_by(template):
-        return HARMONY[1]
-    if "<think>" not in template:
-        return ""
-    opening = template.rpartition("add_generation_prompt")[2]
-    open_ended = "<think>" in opening and "</think>" not in opening
-    return "deepseek_r1" if open_ended else "qwen3"

@@ -1,4 +1,4 @@
-"""Thoughts between <think> and </think>, before the answer; the rest is for the next reader.
+"""Thoughts between a model's tags, before the answer; the rest is for the next reader.
 
 Knows no calls.
 """
@@ -10,22 +10,21 @@ from typing import Literal
 
 from pipeinfer.gateway.pieces import SPACE, Piece, Reader
 from pipeinfer.gateway.reading.held import find
-from pipeinfer.params import CLOSING, OPENING
-
-
-def amid_thoughts(said: str) -> bool:
-    """Whether what was said of an answer leaves its thoughts open."""
-    return said.rfind(OPENING) > said.rfind(CLOSING)
+from pipeinfer.text.thoughts import Tags
 
 
 class Thinking:
     """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
-    space at either end."""
+    space at either end. `padded`: white space before the answer is not part of it."""
 
-    def __init__(self, behind: Reader, begun: bool, shown: bool = True) -> None:
+    def __init__(
+        self, behind: Reader, tags: Tags, begun: bool, shown: bool = True, padded: bool = False
+    ) -> None:
         self._behind = behind
+        self._tags = tags
         self._begun = begun
         self._shown = shown
+        self._padded = padded
         self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
         self._text: str = ""
         self._before: list[str] = []  # white space before anything else
@@ -50,26 +49,30 @@ class Thinking:
         if self._state == "thoughts" or (self._state == "begin" and self._begun):
             self._think(self._text, pieces)
         elif self._state == "begin":
-            pieces += self._behind.read("".join((*self._before, self._text)))
+            pieces += self._behind.read(self._whole(self._text))
         self._text = ""
         return (*pieces, *self._behind.end())
 
     def _begin(self, _pieces: list[Piece]) -> bool:
-        bare = self._text.lstrip(SPACE)
+        bare, opening = self._text.lstrip(SPACE), self._tags.opening
         self._before.append(self._text[: len(self._text) - len(bare)])
         self._text = bare
-        if bare.startswith(OPENING):
-            self._text, self._state = bare[len(OPENING) :], "thoughts"
-        elif OPENING.startswith(bare):
+        if bare.startswith(opening):
+            self._text, self._state = bare[len(opening) :], "thoughts"
+        elif opening.startswith(bare):
             return False
         elif self._begun:
             self._state = "thoughts"
         else:
-            self._text, self._state = "".join((*self._before, bare)), "answer"
+            self._text, self._state = self._whole(bare), "answer"
         return True
 
+    def _whole(self, bare: str) -> str:
+        """An answer without thoughts, which begins with `bare` text."""
+        return bare if self._padded else "".join((*self._before, bare))
+
     def _thoughts(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, (CLOSING,))
+        found = find(self._text, (self._tags.closing,))
         self._think(found.before, pieces)
         self._text = found.rest
         if found.marker is None:
