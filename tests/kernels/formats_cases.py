@@ -28,7 +28,7 @@ def test_rows_are_rounded_by_their_largest(part):
 
 
 def almost(got, expected):
-    """Sums in another order move a scale by a place, and few values, each to its neighbour in e4m3."""
+    """Sums in another order move a scale by a place, and few values to their neighbour in e4m3."""
     (values, scale), (others, scales) = got, expected
     assert values.dtype == torch.float8_e4m3fn and torch.allclose(scale, scales, rtol=1e-5)
     steps = (place(values) - place(others)).abs()

@@ -106,6 +106,7 @@ def _terms(settings: Settings, folder: Path) -> Terms:
             "\n".join(templates.values()),
             added_tokens(folder, config),
         ),
+        not settings.allow_additional_properties,
     )
 
 
