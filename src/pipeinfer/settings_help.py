@@ -134,7 +134,8 @@ GROUPS: dict[str, dict[str, Told]] = {
         "allow_additional_properties": Told(
             "",
             "objects may have properties that their schema does not name",
-            more="Of forms and of tools, where a schema says nothing of `additionalProperties`: "
+            "objects have only those",
+            "Of forms and of tools, where a schema says nothing of `additionalProperties`: "
             "JSON Schema allows any then, of which a model may invent more until `max_tokens`. So "
             "objects that name some properties are closed, unless this is given.",
         ),
