@@ -67,7 +67,7 @@ def build(context: StageContext) -> Stage:
         Port(metrics),
         metrics,
         settings.model_name,
-        _terms(settings, folder),
+        terms(settings, folder),
         admission,
         _web_pages(settings, admission),
         settings.max_body_mib * 2**20,
@@ -91,8 +91,9 @@ def build(context: StageContext) -> Stage:
     )
 
 
-def _terms(settings: Settings, folder: Path) -> Terms:
-    """More prompts than may wait could never be taken together."""
+def terms(settings: Settings, folder: Path) -> Terms:
+    """What the server grants with the checkpoint in `folder`. Raises ConfigurationError."""
+    # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
     config = read_tokenizer_config(folder)
     templates = template_sources(folder, config, settings.chat_template)
