@@ -22,22 +22,22 @@ def without_lookaround(pattern: str) -> tuple[list[str], bool]:
     allow more). At least one pattern."""
     if not _LOOKS.search(pattern):
         return [pattern], True
-    found, whole, rest = list[str](), True, pattern
-    anchored = rest.startswith("^")
-    rest = rest.removeprefix("^")
-    while anchored and rest.startswith(("(?=", "(?!")):
-        end = _closing(rest, 0)
+    found, whole, anchored = list[str](), True, pattern.startswith("^")
+    at = int(anchored)
+    while anchored and pattern.startswith(("(?=", "(?!"), at):
+        end = _closing(pattern, at)
         if end < 0:
             break
-        negative, body, rest = rest[2] == "!", rest[3:end], rest[end + 1 :]
+        negative, body = pattern[at + 2] == "!", pattern[at + 3 : end]
         said = _never(body) if negative else f"^(?:{body.removeprefix('^')})"
         if said is None or _LOOKS.search(said):
             whole = False
         else:
             found.append(said)
-    bare = _bare(rest)
-    whole = whole and bare == rest
-    return [("^" if anchored else "") + bare, *found], whole
+        at = end + 1
+    bare = _bare(pattern, at)
+    whole = whole and len(bare) == len(pattern) - at
+    return ["^" * anchored + bare, *found], whole
 
 
 def _never(body: str) -> str | None:
@@ -65,14 +65,16 @@ def _other(one: str) -> str:
     return f"[^{one}]"
 
 
-def _bare(pattern: str) -> str:
-    """Without what looks around, which allows more."""
-    while found := _LOOKS.search(pattern):
+def _bare(pattern: str, at: int) -> str:
+    """From there on, without what looks around, which allows more."""
+    parts: list[str] = []
+    while found := _LOOKS.search(pattern, at):
         end = _closing(pattern, found.start())
         if end < 0:
             return ""
-        pattern = pattern[: found.start()] + pattern[end + 1 :]
-    return pattern
+        parts.append(pattern[at : found.start()])
+        at = end + 1
+    return "".join((*parts, pattern[at:]))
 
 
 def _closing(pattern: str, at: int) -> int:
