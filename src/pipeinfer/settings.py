@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reasoning_parser: str = "auto"
     grammar_backend: Literal["llguidance", "none"] = "llguidance"
     grammar_cache_mib: Positive = 512  # of each engine
+    allow_additional_properties: bool = False  # of objects whose schema says nothing of them
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -133,6 +133,14 @@ GROUPS: dict[str, dict[str, Told]] = {
             "memory for compiled grammars of each engine, in MiB",
             more="An estimate. Where grammars in use take all of it, others are refused.",
         ),
+        "allow_additional_properties": Told(
+            "",
+            "objects may have properties that their schema does not name",
+            "objects have only those",
+            "Of forms and of tools, where a schema says nothing of `additionalProperties`: "
+            "JSON Schema allows any then, of which a model may invent more until `max_tokens`. So "
+            "objects that name some properties are closed, unless this is given.",
+        ),
         "reasoning_parser": Told(
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",

@@ -57,6 +57,41 @@ def test_what_is_in_the_way_is_said_in_the_words_of_serve(capsys, asked):
     assert f"error: {bad[0].split(maxsplit=2)[2]}\n" in done.stderr
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 133466304\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer.json", "{}", "cannot read .*tokenizer.json"),
+        ("generation_config.json", '{"temperature": -1}', "generation_config.json: temperature"),
+        ("model.safetensors", POINTER, "model.safetensors is a Git LFS pointer"),
+        ("config.json", POINTER, "config.json is a Git LFS pointer"),
+    ],
+)
+def test_files_that_serve_could_not_read_are_in_the_way(capsys, tmp_path, file, text, said):
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    (tmp_path / file).write_text(text)
+    assert main(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"]) == 1
+    assert re.search(rf"^bad .*{said}", capsys.readouterr().out, re.M)
+
+
+def test_an_adapter_alone_is_no_model(capsys, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert main(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"]) == 1
+    assert "is an adapter of org/base, not a model" in capsys.readouterr().out
+
+
+def test_a_working_directory_that_is_gone_is_said(capsys, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["doctor", "--port", "0", "--device", "cpu"]) == 2
+    assert "the working directory does not exist any more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

@@ -120,7 +120,7 @@ def test_completions_have_forms_too(api):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"guided_regex": "(a"}, "structured_outputs", "unclosed group"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_regex": "a", "regex": "b"}, "regex", "one form"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "and"),
@@ -128,10 +128,10 @@ def test_completions_have_forms_too(api):
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "must be an object"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-        ({"guided_json": {"type": "array", "uniqueItems": True}}, "structured_outputs", "unique"),
+        ({"guided_json": {"type": "nobody"}}, "guided_json", "Invalid type"),
         ({"guided_regex": "a" * 70_000}, "guided_regex", "70000 bytes"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
-        ({"guided_json": MANY_KEYS}, "structured_outputs", "items"),
+        ({"guided_json": MANY_KEYS}, "guided_json", "items"),
         ({"regex": "a", "min_tokens": 3}, "min_tokens", "not allowed"),
         ({"format": "yaml"}, "format", "must be"),
         ({"thinking_token_budget": 5}, "thinking_token_budget", "<think>"),
@@ -142,6 +142,59 @@ def test_what_is_no_form_is_the_clients_error(api, body, param, says):
     with pytest.raises(openai.BadRequestError, match=says) as caught:
         chat(api, extra_body=body)
     assert param is None or caught.value.param == param
+
+
+SETS = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 2}, "uniqueItems": True,
+                 "maxItems": 2},
+        "colors": {"type": "array", "items": {"enum": ["red", "blue"]}, "uniqueItems": True},
+    },
+    "required": ["tags", "colors"],
+}  # fmt: skip
+
+
+def raw(api, **more):
+    usual = {"max_tokens": 120, "temperature": 1.0, "seed": 5}
+    create = api.chat.completions.with_raw_response.create
+    return create(model=MODEL, messages=QUESTION, **(usual | more))
+
+
+def test_what_no_grammar_holds_is_left_out_and_said_in_a_header_unless_it_is_strict(api):
+    """Objects have no other properties than those that are named, though the schema allows any."""
+    asked = {"type": "json_schema", "json_schema": {"name": "sets", "schema": SETS}}
+    answer = raw(api, response_format=asked)
+    assert answer.headers["x-schema-left-out"] == "uniqueItems at properties.tags"
+    made = json.loads(answer.parse().choices[0].message.content)
+    assert set(made) == {"tags", "colors"} and len(set(made["colors"])) == len(made["colors"])
+    assert "x-schema-left-out" not in raw(api, response_format=FORMAT).headers
+    asked["json_schema"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match=r"uniqueItems at properties\.tags") as refused:
+        raw(api, response_format=asked)
+    assert refused.value.param == "response_format"
+
+
+def test_tools_that_are_not_strict_are_called_whatever_their_schema_asks_for(api):
+    schema = {**SETS, "properties": {**SETS["properties"], "id": {"const": 2**53 + 1}}}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
+    answer = raw(api, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    left_out = answer.headers["x-schema-left-out"]
+    assert left_out == "uniqueItems at properties.tags of paint; const at properties.id of paint"
+    [call] = answer.parse().choices[0].message.tool_calls
+    assert set(json.loads(call.function.arguments)) <= {"tags", "colors", "id"}
+    tool["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="paint: strict: true") as refused:
+        raw(api, tools=[tool], tool_choice="required")
+    assert refused.value.param == "tools"
+
+
+def test_errors_show_no_grammar_that_the_client_did_not_write(api):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/none"}}}
+    with pytest.raises(openai.BadRequestError, match="none") as refused:
+        raw(api, tools=[tool], tool_choice="required")
+    assert "start:" not in str(refused.value) and "x-guidance" not in str(refused.value)
+    assert refused.value.param == "tools"
 
 
 def test_nobody_waits_for_grammars_that_take_long(server, api):

@@ -86,6 +86,14 @@ def read_json(checkpoint: Path, name: str) -> Fields:
     return Fields(checkpoint if is_gguf(checkpoint) else checkpoint / name, raw)
 
 
+POINTER = "version https://git-lfs"  # what stands in place of a file that Git LFS keeps
+
+
+def is_pointer(path: Path) -> str:
+    """What is wrong with a checkout without the files of Git LFS."""
+    return f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
+
+
 def read_object(checkpoint: Path, name: str) -> JsonObject | None:
     """The JSON object in file `name` of a folder, or what a GGUF file says in its place; None if
     there is no such file. Raises ConfigurationError if it is broken, or not an object."""
@@ -93,7 +101,10 @@ def read_object(checkpoint: Path, name: str) -> JsonObject | None:
         return document(checkpoint, name) or {}
     path = checkpoint / name
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(POINTER):
+            raise ConfigurationError(is_pointer(path))
+        raw = json.loads(text)
     except FileNotFoundError:
         return None
     except RecursionError:

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.checkpoint.fields import read_json
+from pipeinfer.checkpoint.fields import POINTER, is_pointer, read_json
 from pipeinfer.settings import ConfigurationError
 
 INDEX = "model.safetensors.index.json"
@@ -93,6 +93,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
+        if prefix == POINTER[:8].encode():
+            raise ConfigurationError(is_pointer(file))
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if len(prefix) < 8 or (length <= LONGEST_HEADER and 8 + length > size):
             raise ConfigurationError(f"{file} is truncated: {size} bytes, header not complete")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeinfer.checkpoint.fields import read_object
 from pipeinfer.demo import demo_path
 from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.settings import DEMO, ConfigurationError
@@ -29,6 +30,7 @@ def resolve_model(
         return demo_path()
     folder = Path(name).expanduser()
     if folder.is_dir():
+        _check_whole(folder)
         return folder.resolve()
     if folder.exists() and is_gguf(folder):
         return folder.resolve()
@@ -39,6 +41,16 @@ def resolve_model(
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_gguf(folder):
         raise ConfigurationError(f"model {name!r}: there is no such folder or file")
     return _download(name, revision, progress)
+
+
+def _check_whole(folder: Path) -> None:
+    """ConfigurationError for a folder that has an adapter alone."""
+    adapter = read_object(folder, "adapter_config.json")
+    if adapter is not None and not (folder / "config.json").exists():
+        base = adapter.get("base_model_name_or_path") or "its base model"
+        raise ConfigurationError(
+            f"model {str(folder)!r} is an adapter of {base}, not a model: merge it into that first"
+        )
 
 
 def _download(name: str, revision: str, progress: Callable[[str], None] | None) -> Path:

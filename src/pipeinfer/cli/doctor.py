@@ -76,6 +76,7 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
         yield "bad", "settings", str(error)
         return
     yield _model(settings)
+    yield _texts(settings)
     yield from _gpu_count(settings, gpus)
     yield _sockets(settings)
     yield from _front(settings)
@@ -139,6 +140,23 @@ def _model(settings: Settings) -> Finding:
         f"{chosen.device}, attention {chosen.attention}, pages of {chosen.page_size} tokens, "
         f"requests of up to {chosen.max_model_len:,}",
     )
+
+
+def _texts(settings: Settings) -> Finding:
+    """What the tokenizer and the gateway read of the checkpoint."""
+    from pipeinfer.gateway.stage import terms
+    from pipeinfer.tokenizer.building import make_encoder
+
+    folder = Path(settings.model)
+    try:
+        built, granted = make_encoder(folder, settings), terms(settings, folder)
+    except ConfigurationError as error:
+        return "bad", "texts", str(error)
+    if built.without and settings.grammar_backend != "none":
+        return "note", "texts", built.without
+    reading = granted.reading
+    parsers = f"tools by {reading.tools or 'none'}, thoughts by {reading.reasoning or 'none'}"
+    return "ok", "texts", f"end tokens {', '.join(map(str, built.eos_ids)) or 'none'}; {parsers}"
 
 
 def _gpu_count(settings: Settings, gpus: int) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
@@ -42,9 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments[:1])
     module, _ = COMMANDS[options.command]
     try:
+        _check_here()
         return importlib.import_module(module).run(arguments[1:])
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 1
+
+
+def _check_here() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        message = "the working directory does not exist any more: change to one that does"
+        raise ConfigurationError(message) from None

@@ -5,15 +5,18 @@ All endpoints share it. Knows no endpoint and no form of an answer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
+from urllib.parse import quote
 
 from aiohttp import web
 from msgspec.structs import replace
 
+from pipeinfer.gateway.access import name_of
 from pipeinfer.gateway.admission import VISIT
 from pipeinfer.gateway.bodies import Bodies
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Started
 from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.outlets import Outlet
@@ -24,6 +27,12 @@ from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, Turn, WholeAnswer, api_error
 from pipeinfer.gateway.tokenizing import Encoded
 from pipeinfer.gateway.tracing import carried
+
+LEFT_OUT = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
+MOST_LEFT_OUT = 1_000  # letters
+LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # that a header has as they are
+
+log = logging.getLogger(__name__)
 
 
 class Answering:
@@ -49,14 +58,23 @@ class Answering:
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""
         self.check_room(job.choices)
+        if job.left_out:
+            # Names of properties are the client's: no log has them, a header takes ASCII only.
+            request[LEFT_OUT] = quote("; ".join(job.left_out), LETTERS)[:MOST_LEFT_OUT]
+            keywords = sorted({each.partition(" ")[0] for each in job.left_out})
+            log.info("%s: its answer is not held to %s", name_of(request), ", ".join(keywords))
         sink = EventStream(outlet, self._turn) if job.stream else WholeAnswer(outlet)
         admission = self.service.admission
         admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
         calls = self._owned(request, job.calls)
-        async with self.service.port.opened(calls, admission.metered(request, sink)):
-            return await sink.respond(request)
+        try:
+            async with self.service.port.opened(calls, admission.metered(request, sink)):
+                return await sink.respond(request)
+        except ApiError as error:
+            # Nobody behind the gateway knows which field has asked for the form.
+            raise renamed(error, {"structured_outputs": job.form} if job.form else {}) from None
 
     async def encoded(self, request: web.Request, call: Call) -> Started:
         """What the tokenizer says of a prompt that is only to be encoded."""

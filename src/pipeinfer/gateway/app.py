@@ -17,7 +17,7 @@ from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway import docs_page, openapi
 from pipeinfer.gateway.access import REQUEST_ID, name_of
-from pipeinfer.gateway.answering import Answering, trace
+from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError
@@ -280,6 +280,8 @@ async def _name_response(request: web.Request, response: web.StreamResponse) -> 
     response.headers[REQUEST_ID] = name
     if MESSAGES.fullmatch(request.path):
         response.headers["request-id"] = name  # as Anthropic's clients know it
+    if LEFT_OUT in request:
+        response.headers["x-schema-left-out"] = request[LEFT_OUT]
     del response.headers["Server"]  # what software answers is nobody's business
 
 

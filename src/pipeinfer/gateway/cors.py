@@ -19,7 +19,7 @@ NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers; more than any clie
 METHODS = "GET, POST"
 EXPOSED = (
     "x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
-    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens"
+    "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-schema-left-out"
 )
 KEEP = "600"  # seconds for which a browser need not ask again
 

@@ -1,18 +1,22 @@
 """What an answer must be, in all the ways in which requests say it, as one StructuredOutputs.
 
 OpenAI's response_format, vLLM's structured_outputs and guided_*, SGLang's regex, ebnf and
-json_schema, llama.cpp's grammar, Ollama's format. Compiles nothing.
+json_schema, llama.cpp's grammar, Ollama's format. Schemas are put into the words of the grammars'
+compiler. Compiles nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.schema import Generation, ResponseFormat, Structured
-from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.grammars.bounds import GrammarError, check, schema_of
+from pipeinfer.grammars.json_schema import held
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
@@ -21,27 +25,51 @@ ANY_OBJECT = '{"type":"object"}'
 Found = tuple[str, StructuredOutputs]  # by which field
 
 
-def form(request: Generation) -> StructuredOutputs | None:
-    """None if all texts will do. ApiError 400 for more than one form, and for one that is too large
-    or that is none."""
+@dataclass(frozen=True)
+class Form:
+    """`spec`: None if all texts will do. `left_out`: keywords of its schema that an answer is not
+    held to, see grammars/json_schema.py. `field`: of the request, that asked for it."""
+
+    spec: StructuredOutputs | None = None
+    left_out: tuple[str, ...] = ()
+    field: str = ""
+
+
+def form(request: Generation, closed: bool = True) -> Form:
+    """What the request asks for. `closed`: objects have only the properties that their schema
+    names, unless it says otherwise. ApiError 400 for more than one form, for one that is too large
+    or that is none, and for a strict schema that an answer cannot be held to."""
     found = list(_asked(request))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         message = f"an answer has one form, but {names} are given"
         raise ApiError(400, message, found[1][0], "invalid_value")
     if not found:
-        return None
+        return Form()
     name, spec = found[0]
+    strict = _strict(request.response_format)
     try:
+        check(spec)
+        if spec.json is None:
+            return Form(spec, field=name)
+        schema = held(schema_of(spec.json), closed, narrow=strict)
+        text = msgspec.json.encode(schema.schema).decode()
+        spec = replace(spec, json=text)
         check(spec)
     except GrammarError as error:
         raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
-    return spec
+    if strict and schema.left_out:
+        raise ApiError(400, f"{name}: {unheld(schema.left_out)}", name, "invalid_value")
+    return Form(spec, schema.left_out, name)
 
 
-def form_field(request: Generation) -> str:
-    """Which field says the form of an answer that has one."""
-    return next((name for name, _ in _asked(request)), "")
+def unheld(left_out: tuple[str, ...]) -> str:
+    """Why a strict schema is refused."""
+    return f"strict: true, but an answer cannot be held to {', '.join(left_out[:5])}"
+
+
+def _strict(given: ResponseFormat | None) -> bool:
+    return given is not None and given.json_schema is not None and given.json_schema.strict is True
 
 
 def _asked(request: Generation) -> Iterator[Found]:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.forms import form, form_field
+from pipeinfer.gateway.forms import Form, form
 from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
@@ -80,12 +80,14 @@ MOST_PROMPTS = 1024
 class Terms:
     """What the server grants: `sampling` of requests that leave it open, the most prompts of a
     request, each counted as often as it has choices, the `timeout` (seconds, 0 is never) of one
-    that names none, and how its model's answers are read."""
+    that names none, and how its model's answers are read. `closed`: objects that answers are held
+    to have only the properties that their schema names, unless it says otherwise."""
 
     sampling: SamplingParams
     most_prompts: int = MOST_PROMPTS
     timeout: float = 0.0
     reading: Reading = NOTHING
+    closed: bool = True
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -93,7 +95,8 @@ class Job(msgspec.Struct, frozen=True):
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
     makes what reads one choice; None: all of it is content. `calling`: how calls are told.
-    `params`: as a chat is sampled."""
+    `params`: as a chat is sampled. `left_out`: keywords of schemas that answers are not held to.
+    `form`: the field that asked for a form."""
 
     calls: Iterable[Call]
     choices: int
@@ -106,6 +109,8 @@ class Job(msgspec.Struct, frozen=True):
     reader: MakeReader | None = None
     calling: Calling = Calling()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    left_out: tuple[str, ...] = ()
+    form: str = ""
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -127,7 +132,8 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     ids = bool(request.return_token_ids)
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
-    params = _params(request, terms.sampling, limit, shown, names)
+    asked = form(request, terms.closed)
+    params = _params(request, terms.sampling, limit, shown, names, asked)
     _check_count(1, "n", params.n, terms)
     reading = terms.reading
     chat, arguments, schemas = chat_prompt(request, reading)
@@ -139,19 +145,19 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if schemas is not None:
-        calls = call_grammar(request, schemas, reading, params.structured_outputs)
-        if calls is not None and reading.harmony and reading.goes_on:
+        calls = call_grammar(request, schemas, reading, asked, terms.closed)
+        made, asked = calls.spec is not asked.spec, calls
+        if made and reading.harmony and reading.goes_on:
             message = "continue_final_message: amid a message of this model no calls can be held"
             raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
-        if calls is not None:
-            params = replace(params, structured_outputs=calls)
-        if reading.special or calls is not None:  # its tags may be special tokens
+        if reading.special or made:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
     if reading.harmony:
-        form = params.structured_outputs
-        if form is not None and schemas is None and not reading.goes_on:
-            form = held_final(form, reading, form_field(request))
-        params = replace(params, skip_special_tokens=False, structured_outputs=form)
+        if asked.spec is not None and schemas is None and not reading.goes_on:
+            final = held_final(asked.spec, reading, asked.field)
+            asked = Form(final, asked.left_out, asked.field)
+        params = replace(params, skip_special_tokens=False)
+    params = replace(params, structured_outputs=asked.spec)
     if reading.special_thoughts:
         params = replace(params, skip_special_tokens=False)
     call = replace(
@@ -169,10 +175,11 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
     reader = reading.reader(schemas, one_call, thoughts, padded)
     job = _job(request, [call], params.n, shown)
-    made = sum(
+    before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
-    calling = Calling(reading.tool_parser.ids, made, bool(named_function(request)))
+    calling = Calling(reading.tool_parser.ids, before, bool(named_function(request)))
+    job = replace(job, left_out=asked.left_out, form=asked.field)
     return replace(job, reader=reader, params=params, calling=calling)
 
 
@@ -197,7 +204,8 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
     assert limit is not None
     shown = _completion_shown(request, limit)
     limit += shown.nothing_new  # the model has no step that samples nothing
-    params = _params(request, terms.sampling, limit, shown, {"max_tokens": field})
+    asked = form(request, terms.closed)
+    params = _params(request, terms.sampling, limit, shown, {"max_tokens": field}, asked)
     if shown.echo and shown.logprobs is not None and limit == 1:
         # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
         # A stop token has none; so nothing stops here.
@@ -219,7 +227,7 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
     job = _job(request, calls(), len(prompts) * made, shown)
-    return replace(job, prompts=len(prompts), best=best)
+    return replace(job, prompts=len(prompts), best=best, left_out=asked.left_out, form=asked.field)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
@@ -333,12 +341,13 @@ def _params(
     max_tokens: int | None,
     shown: Shown,
     names: dict[str, str],
+    asked: Form,
 ) -> SamplingParams:
     """names: of fields that are called otherwise in SamplingParams."""
     given = {name: getattr(request, name) for name in PLAIN}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
-    known["structured_outputs"] = form(request)
+    known["structured_outputs"] = asked.spec
     try:
         params = normalized(replace(defaults, **known))
     except InvalidParameter as error:

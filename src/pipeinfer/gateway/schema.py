@@ -61,7 +61,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """A named schema. `strict` changes nothing: an answer always is what its schema says."""
+    """A named schema. `strict`: it is refused where an answer cannot be held to all of it."""
 
     schema: JsonObject | bool | None = None
     name: str | None = None

@@ -68,7 +68,7 @@ def build(context: StageContext) -> Stage:
         Port(metrics),
         metrics,
         settings.model_name,
-        _terms(settings, folder),
+        terms(settings, folder),
         admission,
         _web_pages(settings, admission),
         settings.max_body_mib * 2**20,
@@ -92,8 +92,9 @@ def build(context: StageContext) -> Stage:
     )
 
 
-def _terms(settings: Settings, folder: Path) -> Terms:
-    """More prompts than may wait could never be taken together."""
+def terms(settings: Settings, folder: Path) -> Terms:
+    """What the server grants with the checkpoint in `folder`. Raises ConfigurationError."""
+    # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
     config = read_tokenizer_config(folder)
     templates = template_sources(folder, config, settings.chat_template)
@@ -105,7 +106,8 @@ def _terms(settings: Settings, folder: Path) -> Terms:
     )
     if read.no_calls == UNKNOWN_FORM:
         log.warning("tools are refused unless tool_choice demands a call: %s", UNKNOWN_FORM)
-    return Terms(sampling_defaults(folder), most, settings.request_timeout, read)
+    closed = not settings.allow_additional_properties
+    return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 
 
 def _limits(settings: Settings) -> Limits:

@@ -5,17 +5,20 @@ Knows the schema of requests; no model and no text of an answer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.forms import Form, unheld
 from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
 from pipeinfer.gateway.reading.harmony_grammar import final_form
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.survey import CHAT, TooMuch, survey
 from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.grammars.json_schema import held
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
@@ -64,34 +67,64 @@ def call_grammar(
     request: ChatRequest,
     schemas: Mapping[str, JsonObject],
     reading: Reading,
-    form: StructuredOutputs | None,
-) -> StructuredOutputs | None:
+    form: Form,
+    closed: bool,
+) -> Form:
     """What holds an answer to calls that must be made, to the schemas of `strict` functions, or to
-    calls or its `form`; `schemas` are tool_schemas's. None: the model is free. ApiError 400."""
+    calls or its `form`; `schemas` are tool_schemas's. `closed`: see forms.form. ApiError 400."""
     choice = request.tool_choice
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
     forced = choice not in (None, "auto")
-    if not forced and not strict and form is None:
-        return None
-    held: dict[str, JsonObject | None] = dict(schemas)
+    if not forced and not strict and form.spec is None:
+        return form
+    wanted_schemas: dict[str, JsonObject | None] = dict(schemas)
     many, param = request.parallel_tool_calls is not False, "tools"
     if name := named_function(request):
         many, param = False, "tool_choice"
         if name not in schemas:
             message = f"tool_choice: there is no tool {name[:100]!r}"
             raise ApiError(400, message, "tool_choice", "invalid_value")
-        held = {name: schemas[name]}
+        wanted_schemas = {name: schemas[name]}
     elif not forced:
-        held = {name: schema if name in strict else None for name, schema in schemas.items()}
-    free, thinks = not forced and form is None, bool(reading.reasoning)
-    content = None if forced else form
-    wanted = Wanted(held, many, free, reading.added, thinks, content)
+        wanted_schemas = {
+            name: schema if name in strict else None for name, schema in schemas.items()
+        }
+    free, thinks = not forced and form.spec is None, bool(reading.reasoning)
+    content = None if forced else form.spec
+    wanted = Wanted({}, many, free, reading.added, thinks, content)
+    grammar, left_out = reading.tool_parser.grammar, list(form.left_out)
     try:
-        spec = StructuredOutputs(grammar=reading.tool_parser.grammar(wanted))
+        for name, schema in wanted_schemas.items():
+            found, places = _held(name, schema, name in strict, closed)
+            try:
+                grammar(dataclasses.replace(wanted, schemas={name: found}))
+            except Inexpressible as error:
+                if name in strict or found is None:
+                    raise
+                found, places = None, (f"parameters of {name}: {error}",)
+            wanted_schemas[name] = found
+            left_out += places
+        spec = StructuredOutputs(
+            grammar=grammar(dataclasses.replace(wanted, schemas=wanted_schemas))
+        )
         check(spec)
     except (Inexpressible, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    return spec
+    return Form(spec, tuple(left_out), param)
+
+
+def _held(
+    name: str, schema: JsonObject | None, strict: bool, closed: bool
+) -> tuple[JsonObject | None, tuple[str, ...]]:
+    """The schema of a function's parameters in the words of grammars, and what they leave out.
+    Raises GrammarError where a strict one is not held."""
+    if not schema:
+        return schema, ()
+    found = held(schema, closed, narrow=strict)
+    if strict and found.left_out:
+        raise GrammarError(f"{name}: {unheld(found.left_out)}")
+    places = tuple(f"{each} of {name}" for each in found.left_out)
+    return found.schema if isinstance(found.schema, dict) else {}, places
 
 
 def held_final(form: StructuredOutputs, reading: Reading, field: str) -> StructuredOutputs:

@@ -15,6 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
+from pipeinfer.grammars.json_schema import held
 from pipeinfer.grammars.lark import as_lark, with_options
 from pipeinfer.grammars.work import work_of
 from pipeinfer.json_values import JsonObject
@@ -44,6 +45,10 @@ TEXT_BYTES = 100
 COMPILED_BYTES = 32
 GROWN_BYTES = 10
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in a regex
+
+# Lines of a grammar's text with their numbers, and what points at them.
+_SHOWN = re.compile(r"(?m)^ *\d+ \| .*\n?|^ {7,}\^+ *\n?")
+_PLACE = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
 
 
 def limits() -> LLParserLimits:
@@ -183,8 +188,10 @@ class Grammar:
 
 
 def complaint(matcher: LLMatcher) -> str:
-    """What is wrong with it, without the state, which follows."""
-    return matcher.get_error().partition("\n<state>")[0].strip() or "the grammar failed"
+    """What is wrong with it, without the state, which follows, and without the text of a grammar
+    that the client may not have written."""
+    said = _SHOWN.sub("", matcher.get_error().partition("\n<state>")[0])
+    return _PLACE.sub("", said).strip() or "the grammar failed"
 
 
 def _definition(spec: StructuredOutputs) -> str:
@@ -202,7 +209,11 @@ def _definition(spec: StructuredOutputs) -> str:
 
 
 def _of_schema(text: str) -> str:
-    said = schema_of(text)
+    """GrammarError for what a schema asks for and no grammar can hold an answer to."""
+    found = held(schema_of(text), closed=False, narrow=True)
+    if found.left_out:
+        raise GrammarError(f"an answer cannot be held to {', '.join(found.left_out[:5])}")
+    said = found.schema
     schema: JsonObject = {} if said is True else {"not": {}} if said is False else said
     own = {**schema, "x-guidance": JSON_OPTIONS}
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(own).decode())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from pipeinfer.gateway.dialects.blocks import Blocks, Step
 from pipeinfer.gateway.errors import ApiError, renamed
@@ -140,6 +141,7 @@ def dialect_job(
 ) -> Job:
     """chat_job, whose errors name the fields as the dialect calls them: `names` by chat's."""
     try:
-        return chat_job(request, base, terms, trace)
+        job = chat_job(request, base, terms, trace)
+        return replace(job, form=names.get(job.form, job.form))
     except ApiError as error:
         raise renamed(error, names) from None

@@ -1,0 +1,469 @@
+"""JSON schemas in the words that the compiler of grammars knows.
+
+What it has no word for is said in others that allow the same or less: sets, conditions,
+dependencies, negations, unions of which one alone may fit. What cannot be said is left out and
+named. Knows JSON Schema 2020-12 and drafts 4 to 7; compiles nothing.
+Source: https://json-schema.org/draft/2020-12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, islice, permutations
+from typing import cast
+
+from pipeinfer.grammars.lookaround import without_lookaround
+from pipeinfer.grammars.schema_facts import (
+    DEFINITIONS,
+    MOST_STEPS,
+    REMARKS,
+    Facts,
+    Schema,
+    different,
+    exactly,
+    fits,
+    listed,
+    named,
+    split,
+    type_of,
+    types,
+    values,
+)
+from pipeinfer.json_values import JsonObject, JsonValue
+
+# Formats of strings that the compiler knows. JSON Schema lets others be ignored.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+     "unknown")
+)  # fmt: skip
+MOST_ARRAYS = 400  # of a set, written out
+MOST_ALTERNATIVES = 64  # that are compared, each with each
+MOST_BRANCHES = 8  # of dependencies, and items that an array must contain
+EXACT = 2**53  # whole numbers up to here are themselves in the compiler's float64
+LEAST_INT64, LARGEST_INT64 = -(2**63), 2**63 - 1
+LEAST_HELD = LEAST_INT64 + 1024  # the next float64: the compiler cannot count to LEAST_INT64
+
+# What the compiler holds, and where references point to. All else is dealt with here.
+_HELD = frozenset(
+    ("anyOf", "oneOf", "allOf", "$ref", "const", "enum", "type", "items", "additionalItems",
+     "prefixItems", "minItems", "maxItems", "properties", "additionalProperties",
+     "patternProperties", "required", "minProperties", "maxProperties", "minLength", "maxLength",
+     "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+     "multipleOf", "$anchor", "$defs", "definitions", "$schema", "$id", "id")
+)  # fmt: skip
+# What is left out where nothing here has found other words for it.
+_UNKNOWN = (
+    "not", "uniqueItems", "contains", "propertyNames", "dependentRequired", "unevaluatedProperties",
+    "unevaluatedItems", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_TYPES = {"null", "boolean", "object", "array", "number", "string"}
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_CONDITION = ("if", "then", "else")
+
+
+@dataclass(frozen=True)
+class Held:
+    """`schema`: to be compiled. `left_out`: keywords that it does not hold an answer to, each with
+    its place, such as "uniqueItems at properties.tags"."""
+
+    schema: JsonObject | bool
+    left_out: tuple[str, ...] = ()
+
+
+def held(schema: JsonObject | bool, closed: bool = True, narrow: bool = False) -> Held:
+    """`schema` in the compiler's words. `closed`: objects have no properties but those that are
+    named, unless `additionalProperties` or its like is given. `narrow`: rather less is allowed than
+    left out. Raises GrammarError if it is too large."""
+    if isinstance(schema, bool):
+        return Held(schema)
+    rewriting = _Rewriting(schema, closed, narrow)
+    made = cast(JsonObject, rewriting.schema(schema, ""))
+    return Held(made, tuple(rewriting.left_out))
+
+
+class _Rewriting:
+    """Of one schema, part by part. Each part is a copy that is changed."""
+
+    def __init__(self, root: JsonObject, closed: bool, narrow: bool) -> None:
+        self._facts = Facts(root)
+        self._closed = closed
+        self._narrow = narrow
+        self.left_out: dict[str, None] = {}
+
+    def schema(self, given: Schema, at: str, within: bool = False) -> Schema:
+        """`within`: it is about the same value as the schema around it, which closes the object."""
+        if not isinstance(given, dict):
+            return given
+        self._facts.look()
+        made, more = dict(given), list[Schema]()  # what holds beside it
+        if self._closed and not within and "additionalProperties" not in made:
+            self._close(made, self._facts.names(made))
+        self._literals(made, at)
+        self._numbers(made, at)
+        self._text(made, more, at)
+        self._negation(made)
+        self._one_of(made, more, at, within)
+        self._conditions(made, at)
+        self._set(made)
+        self._contains(made, at)
+        self._property_names(made)
+        self._count(made, more, at)
+        self._dependencies(made, more, at)
+        self._unevaluated(made)
+        for key in _UNKNOWN:
+            if key in made:
+                self._leave(key, at)
+        made = {key: value for key, value in made.items() if key in _HELD}
+        if more:
+            made["allOf"] = [*listed(made, "allOf"), *more]
+        self._inner(made, at, within)
+        return made
+
+    def _inner(self, made: JsonObject, at: str, within: bool) -> None:
+        """The schemas within it."""
+        for key in ("properties", "patternProperties", *DEFINITIONS):
+            if key in made:
+                made[key] = {
+                    name: self.schema(part, _at(at, key, name))
+                    for name, part in named(made, key).items()
+                }
+        for key in ("items", "additionalItems", "additionalProperties"):
+            if key in made and not isinstance(made[key], list):
+                made[key] = self.schema(made[key], _at(at, key))
+        for key in ("items", "prefixItems", "anyOf", "allOf"):
+            same = key == "allOf" or (key == "anyOf" and (within or "properties" in made))
+            if isinstance(made.get(key), list):
+                made[key] = [
+                    self.schema(part, _at(at, key, str(i)), same)
+                    for i, part in enumerate(listed(made, key))
+                ]
+
+    def _leave(self, key: str, at: str) -> None:
+        self.left_out[f"{key} at {at}" if at else key] = None
+
+    # ------------------------------------------------------------------------------------- scalars
+
+    def _literals(self, made: JsonObject, at: str) -> None:
+        """Constants with whole numbers that the compiler would round."""
+        for key in ("const", "enum"):
+            some = values({key: made[key]}) if key in made else None
+            if some is not None and any(map(_rounded, some)):
+                made.setdefault("type", cast(JsonValue, sorted(set(map(type_of, some)))))
+                del made[key]
+                self._leave(key, at)
+
+    def _numbers(self, made: JsonObject, at: str) -> None:
+        """Limits that are no float64, or beyond what the compiler counts to."""
+        whole = made.get("type") == "integer"
+        for key in _NUMBERS:
+            limit = made.get(key)
+            if not isinstance(limit, int | float) or isinstance(limit, bool):
+                continue
+            if whole and key == "maximum" and limit == LARGEST_INT64:
+                continue
+            if whole and key == "minimum" and limit == LEAST_INT64 and self._narrow:
+                made[key] = LEAST_HELD
+            elif abs(limit) > (LARGEST_INT64 if whole else EXACT) or _rounded(limit):
+                del made[key]
+                self._leave(key, at)
+
+    def _text(self, made: JsonObject, more: list[Schema], at: str) -> None:
+        """Formats that are unknown say nothing; what looks ahead is said by several patterns."""
+        if made.get("format") not in FORMATS:
+            made.pop("format", None)
+        pattern = made.get("pattern")
+        if isinstance(pattern, str):
+            patterns, whole = without_lookaround(pattern)
+            made["pattern"] = patterns[0]
+            for other in patterns[1:]:
+                more.append({"pattern": other})
+            if not whole:
+                self._leave("pattern", at)
+        plain = JsonObject()
+        for name, part in named(made, "patternProperties").items():
+            patterns, whole = without_lookaround(name)
+            plain[patterns[0]] = part
+            if len(patterns) > 1 or not whole:
+                self._leave("patternProperties", at)
+        if plain:
+            made["patternProperties"] = plain
+
+    def _negation(self, made: JsonObject) -> None:
+        """Of types, of values that are listed, and of a property."""
+        no = self._facts.resolved(made.get("not"))
+        options = values(made)
+        if no is False:
+            del made["not"]
+        elif no is True or no == {}:
+            del made["not"]
+            made["enum"] = []
+        elif not isinstance(no, dict):
+            return
+        elif set(no) - REMARKS == {"type"}:
+            kinds, mine = types(no), types(made) or _TYPES
+            if options is not None:
+                _list(made, [one for one in options if not fits(one, kinds)])
+                del made["not"]
+            elif "integer" not in kinds or "number" not in mine:
+                gone = kinds | {"integer"} if "number" in kinds else kinds
+                made["type"] = cast(JsonValue, sorted(mine - gone))
+                del made["not"]
+        elif options is not None and (never := exactly(no)) is not None:
+            _list(made, split(options, never)[1])
+            del made["not"]
+        elif set(no) <= {"required", "type"} and types(made) == {"object"}:
+            names = listed(no, "required")
+            if len(names) == 1:
+                made["properties"] = {**named(made, "properties"), str(names[0]): False}
+                del made["not"]
+
+    # ------------------------------------------------------------------------------------ branches
+
+    def _one_of(self, made: JsonObject, more: list[Schema], at: str, within: bool) -> None:
+        """As anyOf, if no value fits two branches; where that is so if a property that tells them
+        apart is there, it must be there."""
+        branches: list[Schema] = listed(made, "oneOf")
+        if "oneOf" not in made:
+            return
+        closed = self._closed and not within and "properties" not in made
+        if name := self._facts.tag(branches):
+            must: Schema = {"required": [name]}
+            branches = [
+                branch if name in self._facts.required(branch) else _both(branch, must)
+                for branch in branches
+            ]
+        elif len(branches) > MOST_ALTERNATIVES or not all(
+            self._facts.apart(one, other, closed) for one, other in combinations(branches, 2)
+        ):
+            self._leave("oneOf", at)
+        del made["oneOf"]
+        if "anyOf" in made:
+            more.append({"anyOf": branches})
+        else:
+            made["anyOf"] = branches
+
+    def _conditions(self, made: JsonObject, at: str) -> None:
+        """Of the schema and of those that hold beside it, as branches by a property's value."""
+        parts = listed(made, "allOf")
+        if "if" in made:
+            parts = [*parts, {key: made[key] for key in _CONDITION if key in made}]
+        kept: list[Schema] = []
+        for part in parts:
+            if not isinstance(part, dict) or "if" not in part:
+                kept.append(part)
+                continue
+            rest = {key: value for key, value in part.items() if key not in _CONDITION}
+            branches = self._branches(made, part)
+            if branches is None:
+                self._leave("if", at)
+            elif branches:
+                rest["allOf"] = [*listed(rest, "allOf"), {"anyOf": branches}]
+            if rest:
+                kept.append(rest)
+        if kept:
+            made["allOf"] = kept
+        else:
+            made.pop("allOf", None)
+
+    def _branches(self, made: JsonObject, part: JsonObject) -> list[Schema] | None:
+        """None if they cannot be told apart; none where the condition asks for nothing."""
+        then, other = part.get("then", True), part.get("else", True)
+        if then is True and other is True:
+            return []
+        condition = self._facts.resolved(part["if"])
+        if isinstance(condition, bool):
+            return [then if condition else other]
+        if not isinstance(condition, dict) or types(made) != {"object"}:
+            return None
+        asked, required = named(condition, "properties"), listed(condition, "required")
+        strange = set(condition) - {"properties", "required", "type"} - REMARKS
+        if strange or len(asked) != 1 or required not in ([], list(asked)):
+            return None
+        ((name, wanted),) = asked.items()
+        every = self._facts.values_of(self._facts.properties(made).get(name, []))
+        some = exactly(self._facts.resolved(wanted))
+        if every is None or some is None:
+            return None
+        fit, rest = split(every, some)
+        must: JsonObject = {"required": [name]}
+        yes: JsonObject = {"properties": {name: {"enum": fit}}, **(must if required else {})}
+        no: JsonObject = {"properties": {name: {"enum": rest}}, **({} if required else must)}
+        return [_both(yes, then), _both(no, other)]
+
+    # -------------------------------------------------------------------------------------- arrays
+
+    def _set(self, made: JsonObject) -> None:
+        """Arrays of different values, written out where there are few."""
+        if made.get("uniqueItems") is not True:
+            made.pop("uniqueItems", None)
+            return
+        most, least = made.get("maxItems"), made.get("minItems", 0)
+        some = exactly(self._facts.resolved(made.get("items")))
+        if isinstance(most, int) and most <= 1:
+            del made["uniqueItems"]
+            return
+        if some is None or types(made) != {"array"} or not isinstance(least, int):
+            return
+        if any(map(_rounded, some)) or "prefixItems" in made or "contains" in made:
+            return
+        arrays = _arrays(some, least, most if isinstance(most, int) else len(some))
+        if arrays is not None:
+            for key in ("uniqueItems", "items", "minItems", "maxItems"):
+                made.pop(key, None)
+            _list(made, arrays)
+
+    def _contains(self, made: JsonObject, at: str) -> None:
+        """The first items are those that must be there."""
+        part, least = made.get("contains"), made.get("minContains", 1)
+        if part is None:
+            return
+        if "maxContains" in made:
+            self._leave("maxContains", at)
+        if least == 0:
+            del made["contains"]
+        elif isinstance(least, int) and 0 < least <= MOST_BRANCHES and types(made) == {"array"}:
+            items, given = made.get("items", True), made.get("minItems", 0)
+            if "prefixItems" not in made and not isinstance(items, list):
+                del made["contains"]
+                made["prefixItems"] = [_both(part, items)] * least
+                made["minItems"] = max(given if isinstance(given, int) else 0, least)
+
+    # ------------------------------------------------------------------------------------- objects
+
+    def _property_names(self, made: JsonObject) -> None:
+        """Names that are listed, or that match a pattern."""
+        names = self._facts.resolved(made.get("propertyNames"))
+        if names is True or (isinstance(names, dict) and set(names) <= {"type"} | REMARKS):
+            del made["propertyNames"]
+            return
+        if not isinstance(names, dict) or made.get("properties") or made.get("patternProperties"):
+            return
+        value = made.get("additionalProperties", True)
+        options = exactly(names)
+        keys = set(names) - REMARKS - {"type"}
+        if options is not None:
+            made["properties"] = {one: value for one in options if isinstance(one, str)}
+        elif keys == {"pattern"}:
+            made["patternProperties"] = {str(names["pattern"]): value}
+        elif keys <= {"minLength", "maxLength"}:
+            least, most = names.get("minLength", 0), names.get("maxLength", "")
+            made["patternProperties"] = {f"^[\\s\\S]{{{least},{most}}}$": value}
+        else:
+            return
+        made["additionalProperties"] = False
+        del made["propertyNames"]
+
+    def _count(self, made: JsonObject, more: list[Schema], at: str) -> None:
+        """How many properties there are: the compiler counts only where all that are named must be
+        there."""
+        known, required = named(made, "properties"), set(listed(made, "required"))
+        if not known or set(known) <= required:
+            return
+        shut = made.get("additionalProperties") is False and "patternProperties" not in made
+        least, most = made.get("minProperties", 0), made.get("maxProperties")
+        made.pop("minProperties", None)
+        made.pop("maxProperties", None)
+        if isinstance(least, int) and least > len(required):
+            if least == 1 and shut:
+                more.append({"anyOf": [{"required": [name]} for name in known]})
+            else:
+                self._leave("minProperties", at)
+        if isinstance(most, int) and not (shut and most >= len(known)):
+            self._leave("maxProperties", at)
+
+    def _dependencies(self, made: JsonObject, more: list[Schema], at: str) -> None:
+        """What a property asks for is there, or the property is not."""
+        asked: list[tuple[str, Schema]] = []
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, part in named(made, key).items():
+                asked.append((name, {"required": part} if isinstance(part, list) else part))
+            made.pop(key, None)
+        if len(asked) > MOST_BRANCHES:
+            self._leave("dependentRequired", at)
+            return
+        for name, part in asked:
+            there: Schema = {"required": [name], "allOf": [part]}
+            more.append({"allOf": [{"anyOf": [there, {"properties": {name: False}}]}]})
+
+    def _unevaluated(self, made: JsonObject) -> None:
+        """Of properties and items that no other schema is about, as additional ones."""
+        beside = any(key in made for key in ("allOf", "anyOf", "$ref"))
+        for key, plain in (
+            ("unevaluatedProperties", "additionalProperties"),
+            ("unevaluatedItems", "items"),
+        ):
+            if key not in made:
+                continue
+            part = made[key]
+            names = self._facts.names({k: v for k, v in made.items() if k != key})
+            if part is True:
+                del made[key]
+            elif not beside:
+                made.setdefault(plain, made.pop(key))
+            elif part is False and plain == "additionalProperties" and names:
+                del made[key]
+                self._close(made, names)
+
+    def _close(self, made: JsonObject, names: list[str] | None) -> None:
+        """No properties but `names`, which are those of all schemas that are about the object."""
+        if not names:
+            return
+        own = named(made, "properties")
+        made["properties"] = {**own, **{name: True for name in names if name not in own}}
+        made["additionalProperties"] = False
+        parts = [*listed(made, "allOf"), *([{"$ref": made.pop("$ref")}] if "$ref" in made else [])]
+        if parts:
+            made["allOf"] = [self._written_out(part) for part in parts]
+        for key in ("anyOf", "oneOf"):
+            if key in made:
+                made[key] = [self._written_out(part) for part in listed(made, key)]
+
+    def _written_out(self, part: Schema, level: int = 0) -> Schema:
+        """Without references: a definition by itself is closed to what stands beside it."""
+        target = self._facts.resolved(part)
+        if not isinstance(target, dict) or target is part or level > MOST_STEPS:
+            return part
+        made = {key: value for key, value in target.items() if key not in DEFINITIONS}
+        for key in ("allOf", "anyOf", "oneOf"):
+            if key in made:
+                made[key] = [self._written_out(one, level + 1) for one in listed(made, key)]
+        return made
+
+
+def _at(at: str, *steps: str) -> str:
+    return ".".join((at, *steps)) if at else ".".join(steps)
+
+
+def _both(one: Schema, other: Schema) -> Schema:
+    return {"allOf": [one, other]}
+
+
+def _list(made: JsonObject, some: list[JsonValue]) -> None:
+    """Makes it one of `some`."""
+    made.pop("const", None)
+    made.pop("type", None)
+    made["enum"] = some
+
+
+def _rounded(value: JsonValue) -> bool:
+    """Whether it has a whole number that is another one as a float64."""
+    if isinstance(value, list):
+        return any(map(_rounded, value))
+    if isinstance(value, dict):
+        return any(map(_rounded, value.values()))
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) <= EXACT:
+        return False
+    return abs(value) > LARGEST_INT64 or int(float(value)) != value
+
+
+def _arrays(some: list[JsonValue], least: int, most: int) -> list[JsonValue] | None:
+    """All arrays of different values; of more than MOST_ARRAYS those in the order of `some`; None
+    if these are too many as well."""
+    unique = different(some)
+    for ways in (permutations, combinations):
+        many = range(least, min(most, len(unique)) + 1)
+        every = (list(array) for count in many for array in ways(unique, count))
+        found: list[JsonValue] = list(islice(every, MOST_ARRAYS + 1))
+        if len(found) <= MOST_ARRAYS:
+            return found
+    return None

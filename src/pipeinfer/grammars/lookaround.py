@@ -1,0 +1,98 @@
+"""Regular expressions that look ahead, as several that do not and must all match.
+
+The compiler of grammars knows no look-around. Patterns of the wild have it at their beginning:
+pydantic's of decimal numbers, zod's of addresses, rules for passwords.
+"""
+
+from __future__ import annotations
+
+import re
+
+# One letter or class of letters, at the end of a look-ahead's body.
+_ONE = r"(?P<one>\[(?:\\.|[^\]\\])+\]|\\[dDsSwW]|\\[^A-Za-z0-9]|[^\\.*+?()\[\]{}|^$])"
+_ALL_OF = re.compile(rf"\^?{_ONE}[*+]\$")
+_SOMEWHERE = re.compile(rf"\.\*{_ONE}")
+_TWICE = re.compile(rf"\.\*{_ONE}(?P=one)")
+_FIRST = re.compile(_ONE)
+_LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")
+
+
+def without_lookaround(pattern: str) -> tuple[list[str], bool]:
+    """(patterns that must all match, whether together they say all that `pattern` says: else they
+    allow more). At least one pattern."""
+    if not _LOOKS.search(pattern):
+        return [pattern], True
+    found, whole, anchored = list[str](), True, pattern.startswith("^")
+    at = int(anchored)
+    while anchored and pattern.startswith(("(?=", "(?!"), at):
+        end = _closing(pattern, at)
+        if end < 0:
+            break
+        negative, body = pattern[at + 2] == "!", pattern[at + 3 : end]
+        said = _never(body) if negative else f"^(?:{body.removeprefix('^')})"
+        if said is None or _LOOKS.search(said):
+            whole = False
+        else:
+            found.append(said)
+        at = end + 1
+    bare = _bare(pattern, at)
+    whole = whole and len(bare) == len(pattern) - at
+    return ["^" * anchored + bare, *found], whole
+
+
+def _never(body: str) -> str | None:
+    """A pattern of the texts at whose beginning `body` does not match."""
+    if found := _ALL_OF.fullmatch(body):
+        # Of texts that have such letters alone; with + the empty one is none of them.
+        other = _other(found["one"])
+        return other if "*$" in body[-2:] else f"^$|{other}"
+    if found := _TWICE.fullmatch(body):
+        one, other = found["one"], _other(found["one"])
+        return f"^(?:{one}?{other})*{one}?$"
+    if found := _SOMEWHERE.fullmatch(body):
+        return f"^{_other(found['one'])}*$"
+    if found := _FIRST.fullmatch(body):
+        return f"^(?:$|{_other(found['one'])})"
+    return None
+
+
+def _other(one: str) -> str:
+    """A class of all letters but those of `one`."""
+    if one.startswith("[^"):
+        return f"[{one[2:]}"
+    if one.startswith("["):
+        return f"[^{one[1:]}"
+    return f"[^{one}]"
+
+
+def _bare(pattern: str, at: int) -> str:
+    """From there on, without what looks around, which allows more."""
+    parts: list[str] = []
+    while found := _LOOKS.search(pattern, at):
+        end = _closing(pattern, found.start())
+        if end < 0:
+            return ""
+        parts.append(pattern[at : found.start()])
+        at = end + 1
+    return "".join((*parts, pattern[at:]))
+
+
+def _closing(pattern: str, at: int) -> int:
+    """Where the group ends that begins `at`; -1 if it does not."""
+    level, inside, i = 0, False, at
+    while i < len(pattern):
+        letter = pattern[i]
+        if letter == "\\":
+            i += 1
+        elif inside:
+            inside = letter != "]"
+        elif letter == "[":
+            inside = True
+        elif letter == "(":
+            level += 1
+        elif letter == ")":
+            level -= 1
+            if not level:
+                return i
+        i += 1
+    return -1

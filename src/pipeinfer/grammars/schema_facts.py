@@ -1,0 +1,271 @@
+"""What a JSON schema says of the values that it allows, as far as that is plain to see.
+
+Knows JSON Schema's words; changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import cast
+
+from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.json_values import JsonObject, JsonValue
+
+# What says nothing about a value.
+REMARKS = frozenset(
+    ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
+     "writeOnly")
+)  # fmt: skip
+VALUES = REMARKS | {"const", "enum", "type"}
+DEFINITIONS = ("$defs", "definitions")
+ALTERNATIVES = ("anyOf", "oneOf")
+MOST_STEPS = 16  # from one reference to the next, and of schemas within schemas
+MOST_LOOKS = 20_000  # at a schema, each of 3 microseconds
+
+Schema = JsonValue
+
+
+def listed(schema: JsonObject, key: str) -> list[JsonValue]:
+    """The list that stands there; an empty one where there is none."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def named(schema: JsonObject, key: str) -> JsonObject:
+    """The object that stands there; an empty one where there is none."""
+    found = schema.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def type_of(value: JsonValue) -> str:
+    """JSON Schema's name of its type; whole numbers are integers."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def fits(value: JsonValue, types: set[str]) -> bool:
+    """Whether a value is of one of the types."""
+    kind = type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def types(schema: Schema) -> set[str]:
+    """Those that a schema names by itself, or that its listed values have; else none."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    found = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
+    return found or {type_of(value) for value in values(schema) or ()}
+
+
+def values(schema: Schema) -> list[JsonValue] | None:
+    """All that a schema allows, where it lists them."""
+    if not isinstance(schema, dict):
+        return None
+    options = schema.get("enum")
+    if isinstance(options, list):
+        return options
+    if "const" in schema:
+        return [schema["const"]]
+    by_type: dict[JsonValue, list[JsonValue]] = {"boolean": [True, False], "null": [None]}
+    kind = schema.get("type")
+    return by_type.get(kind) if isinstance(kind, str) else None
+
+
+def exactly(schema: Schema) -> list[JsonValue] | None:
+    """The values that a schema allows, if it says nothing but which they are."""
+    for key in ALTERNATIVES:
+        if isinstance(schema, dict) and key in schema and set(schema) <= REMARKS | {key}:
+            each = [exactly(part) for part in listed(schema, key)]
+            return None if None in each else [value for some in each for value in some or ()]
+    some = values(schema)
+    if some is None or not isinstance(schema, dict) or not set(schema) <= VALUES:
+        return None
+    kinds = types(schema)
+    return [value for value in some if fits(value, kinds)]
+
+
+def split(
+    some: list[JsonValue], others: list[JsonValue]
+) -> tuple[list[JsonValue], list[JsonValue]]:
+    """Those of `some` that are among `others`, and the rest. JSON's equality: true is not 1, and
+    1.0 is."""
+    texts = set(map(_text, others))
+    inside: list[JsonValue] = []
+    outside: list[JsonValue] = []
+    for value in some:
+        (inside if _text(value) in texts else outside).append(value)
+    return inside, outside
+
+
+def different(some: list[JsonValue]) -> list[JsonValue]:
+    """Each value once."""
+    return list({_text(value): value for value in some}.values())
+
+
+def _text(value: JsonValue) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)}:{_text(value[key])}" for key in sorted(value))
+        return f"{{{','.join(pairs)}}}"
+    return json.dumps(value)
+
+
+class Facts:
+    """Of schemas within one, `root`, in which references are looked up."""
+
+    def __init__(self, root: JsonObject) -> None:
+        self._root = root
+        self._looks = 0
+
+    def look(self) -> None:
+        """Counts. Raises GrammarError where schemas within schemas are too many."""
+        self._looks += 1
+        if self._looks > MOST_LOOKS:
+            raise GrammarError("the schema has too many parts that are about the same values")
+
+    def resolved(self, schema: Schema) -> Schema:
+        """What a reference stands for, if nothing that matters stands beside it."""
+        for _ in range(MOST_STEPS):
+            self.look()
+            if not isinstance(schema, dict) or not isinstance(to := schema.get("$ref"), str):
+                break
+            if not to.startswith("#") or set(schema) - {"$ref"} - REMARKS:
+                break
+            found: JsonValue = self._root
+            for step in to.split("/")[1:]:
+                key = step.replace("~1", "/").replace("~0", "~")
+                found = found.get(key) if isinstance(found, dict) else None
+            if found is None:
+                break
+            schema = found
+        return schema
+
+    def together(self, schema: Schema, level: int = 0) -> Iterator[JsonObject]:
+        """The schema and those that a value must fit as well, by allOf and references."""
+        schema = self.resolved(schema)
+        if isinstance(schema, dict) and level < MOST_STEPS:
+            yield schema
+            for part in listed(schema, "allOf"):
+                yield from self.together(part, level + 1)
+            if "$ref" in schema:
+                yield from self.together({"$ref": schema["$ref"]}, level + 1)
+
+    def properties(self, schema: Schema) -> dict[str, list[JsonValue]]:
+        """The schemas that a value of each property must fit, by its name."""
+        found: dict[str, list[JsonValue]] = {}
+        for part in self.together(schema):
+            for name, one in named(part, "properties").items():
+                found.setdefault(name, []).append(one)
+        return found
+
+    def values_of(self, schemas: list[JsonValue]) -> list[JsonValue] | None:
+        """All that fit them, where one of them lists some."""
+        for one in schemas:
+            found = values(self.resolved(one))
+            if found is not None:
+                return found
+        return None
+
+    def required(self, schema: Schema) -> set[str]:
+        """Names of properties that must be there."""
+        each = (name for part in self.together(schema) for name in listed(part, "required"))
+        return {name for name in each if isinstance(name, str)}
+
+    def types(self, schema: Schema) -> set[str]:
+        """That a value must be one of; none where nothing is known."""
+        found: set[str] = set()
+        for part in self.together(schema):
+            more = types(part)
+            if more:
+                found = (_wide(found) & _wide(more)) if found else more
+        return found
+
+    def apart(self, one: Schema, other: Schema, closed: bool) -> bool:
+        """Whether certainly no value fits both. `closed`: objects that are open by themselves, and
+        not by a word for that, have no properties but those that are named."""
+        one, other = self.resolved(one), self.resolved(other)
+        if one is False or other is False:
+            return True
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        mine, theirs = values(one), values(other)
+        if mine is not None and theirs is not None:
+            return not split(mine, theirs)[0]
+        kinds, others = self.types(one), self.types(other)
+        if kinds and others and not _wide(kinds) & _wide(others):
+            return True
+        return kinds == others == {"object"} and self._objects_apart(one, other, closed)
+
+    def _objects_apart(self, one: JsonObject, other: JsonObject, closed: bool) -> bool:
+        first, second = self.properties(one), self.properties(other)
+        needs, wants = self.required(one), self.required(other)
+        for name in (needs | wants) & set(first) & set(second):
+            pairs = ((a, b) for a in first[name] for b in second[name])
+            if any(self.apart(a, b, closed) for a, b in pairs):
+                return True
+        lacking, missing = bool(needs - set(second)), bool(wants - set(first))
+        if lacking and other.get("additionalProperties") is False:
+            return True
+        if missing and one.get("additionalProperties") is False:
+            return True
+        shut = closed and None not in (self.names(one), self.names(other))
+        return shut and lacking and missing
+
+    def tag(self, branches: list[JsonValue]) -> str:
+        """A property whose values tell all the branches apart; "" if there is none."""
+        each = [self.properties(branch) for branch in branches]
+        for name in each[0] if each else ():
+            some = [self.values_of(one.get(name, [])) for one in each]
+            flat = [_text(value) for one in some for value in one or ()]
+            if None not in some and len(flat) == len(set(flat)):
+                return name
+        return ""
+
+    def names(self, schema: Schema) -> list[str] | None:
+        """Of the properties that an object may have, if it is closed where it says nothing; None if
+        it is open by a word for that, or if no object is meant."""
+        found = list(self._names(schema, 0))
+        if not found or None in found:
+            return None
+        return list(dict.fromkeys(cast(list[str], found)))
+
+    def _names(self, schema: Schema, level: int) -> Iterator[str | None]:
+        schema = self.resolved(schema) if level else schema
+        if not isinstance(schema, dict):
+            return
+        opening = any(key in schema for key in _OPENING)
+        opening = opening or schema.get("additionalProperties", False) is not False
+        if opening or level > MOST_STEPS or (level and "unevaluatedProperties" in schema):
+            yield None
+            return
+        own = named(schema, "properties")
+        yield from own
+        beside = bool(own) or "allOf" in schema
+        for key in ("allOf", *ALTERNATIVES) if level or beside else ():
+            for part in listed(schema, key):
+                yield from self._names(part, level + 1)
+        if "$ref" in schema and (level or beside):
+            yield from self._names({"$ref": schema["$ref"]}, level + 1)
+        for part in (schema.get("then"), schema.get("else")):
+            yield from self._names(part, level + 1)
+        for key in ("dependentSchemas", "dependencies"):
+            for part in named(schema, key).values():
+                yield from self._names(part, level + 1)
+
+
+_OPENING = ("patternProperties", "propertyNames")
+
+
+def _wide(kinds: set[str]) -> set[str]:
+    """A whole number is a number."""
+    return kinds | {"integer"} if "number" in kinds else kinds
