@@ -505,7 +505,7 @@ def test_the_parsers_of_harmony_come_together_unless_one_is_named_otherwise():
         assert _joined(read(found, [text]))[:2] == ("Yes.", "hm")
     calls_alone = reading("auto", "none", template)
     assert _joined(read(calls_alone, [text]))[:2] == ("hm\nYes.", "")
-    assert reading("none", "auto", template) == Reading("", "openai_gptoss", True)
+    assert reading("none", "auto", template) == Reading("", "openai_gptoss", True, off=True)
 
 
 @pytest.mark.parametrize("flag", ["tool", "reasoning"])

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.checkpoint.quantization import Int4
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.layers.placement import Source, whole
 from pipeinfer.layers.rope import inverse_frequencies
@@ -85,11 +84,12 @@ def _columns(name: str, stored: Mapping[str, Stored], config: ModelConfig, opene
     """Which group of columns each belongs to: one behind the other."""
     entry = stored[name]
     format = None if config.quantization is None else config.quantization.format
-    if not isinstance(format, Int4):
+    columns = getattr(format, "group", None)  # of formats in 4 bits alone
+    if columns is None:
         return
     if entry.dtype in INTEGERS and len(entry.shape) == 1:
         found = _read(name, entry, opened, torch.int64)
-        group = format.group or len(found)
+        group = columns or len(found)
         if torch.equal(found, torch.arange(len(found)) // max(group, 1)):
             return
     raise ConfigurationError(

@@ -315,7 +315,9 @@ def reading(
     Raises ConfigurationError for a name that is unknown."""
     tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
     known = (*REASONING_PARSERS, HARMONY[1])
-    reasoning = _named("reasoning-parser", reasoning_parser, known, parser_of(template))
+    channels = TOOL_PARSERS[HARMONY[0]].told_by(template)
+    thoughts = HARMONY[1] if channels else parser_of(template)
+    reasoning = _named("reasoning-parser", reasoning_parser, known, thoughts)
     if tools == HARMONY[0] and reasoning_parser == "auto":
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
