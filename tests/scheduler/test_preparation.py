@@ -8,6 +8,7 @@ import pytest
 from test_scheduler_core import Client, Pipeline, pipeline
 
 from pipeinfer.events import Tick
+from pipeinfer.grammars.bounds import FULL
 from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
@@ -117,8 +118,10 @@ def test_those_used_last_are_taken_to_be_there(monkeypatch):
     assert held == [False, True, False]
 
 
+@pytest.mark.parametrize(("why", "status"), [("too hard", 400), (FULL, 503)])
 @pytest.mark.parametrize("outputs", [0, 2])
-def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs):
+def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs, why, status):
+    """What they cannot have now, they may have later."""
     core, told = SchedulerCore(SchedulerOptions()), []
     p = pipeline()
     p.core = core
@@ -130,10 +133,10 @@ def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs):
     request = core._live.get("r")
     request.outputs.extend(p.clients["r"].expected[:outputs])
     p.clients["r"].outputs = p.clients["r"].expected[:outputs]
-    told = p.feed(Prepared(0, p.engine.incarnation, "r", "too hard"))
+    told = p.feed(Prepared(0, p.engine.incarnation, "r", why))
     refusals = [send.message for send in told if isinstance(send.message, Refused)]
     assert (len(refusals), p.clients["r"].finish) == ((1, None) if not outputs else (0, "error"))
-    assert [one.status for one in refusals] == [400] * len(refusals)
+    assert [one.status for one in refusals] == [status] * len(refusals)
     assert not core._live
 
 

@@ -19,6 +19,8 @@ MOST_BYTES = 64 * 1024
 # The compiler refuses objects that are nested 62 deep; each level of objects takes two here.
 MOST_DEPTH = 128
 MOST_GBNF = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
+# Why an engine does not take a grammar now, which another time it may.
+FULL = "the grammars in use leave no memory for another one; try again later"
 FORMS = ("json", "regex", "choice", "grammar")
 # Units of work (work.py), each about a microsecond, from which on a mask is costly: engines report
 # it, and schedulers count it.

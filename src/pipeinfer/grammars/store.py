@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.bounds import FULL, GrammarError
 from pipeinfer.grammars.compiling import STACK, Grammar, Vocabulary
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.params import StructuredOutputs
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 KEPT = 256  # grammars: twice as many as a scheduler counts on (scheduler/preparation.py)
 MOST_BYTES = 512 << 20  # of all of them
 PART = 8  # one that takes more than such a part of them is renewed
-FULL = "the grammars in use leave no memory for another one; try again later"
 
 # What takes longer to compile, in seconds, has one lane: others wait for the thread. And so many
 # lanes more than one, of all grammars together.

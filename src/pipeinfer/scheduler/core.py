@@ -16,6 +16,7 @@ import msgspec
 from pipeinfer.awake import AwakeClock
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.grammars.bounds import FULL
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -411,10 +412,7 @@ class SchedulerCore:
 
     def _on_prepared(self, told: Prepared, _now: float) -> None:
         for request in self._planner.prepared(told):
-            if request.outputs:  # its client has read some of it
-                self._fail(request, "error", told.error)
-            else:
-                self._refuse(request, 400, told.error, "structured_outputs")
+            self._without_grammar(request, told.error, 503 if told.error == FULL else 400)
 
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
         if not self._epochs.running or admitted.epoch != self._epochs.epoch:
@@ -453,8 +451,18 @@ class SchedulerCore:
         except (Impossible, ValueError) as error:
             self._end_epoch(str(error), now, blameless=True)
 
+    def _without_grammar(self, request: Request, why: str, status: int) -> None:
+        """Its client has read some of it, or is told what it might do."""
+        if request.outputs:
+            self._fail(request, "error", why)
+        else:
+            self._refuse(request, status, why, "structured_outputs")
+
     def _stumble(self, request: Request, trouble: str) -> None:
         """A step could give no token of it."""
+        if trouble == FULL:
+            self._without_grammar(request, trouble, 503)
+            return
         if trouble is BAD_LOGITS:
             request.spoiled = True
             self.counts["bad_logits"] += 1
