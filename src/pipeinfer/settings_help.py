@@ -135,8 +135,8 @@ GROUPS: dict[str, dict[str, Told]] = {
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",
             more="Parsers by vLLM's names, such as `qwen3`, `seed_oss` or `mistral`; they differ "
-            "in tags alone, see [api.md](api.md). `none` leaves thoughts in the text. `auto` chooses "
-            "by the chat template.",
+            "in tags alone, see [api.md](api.md). `none` leaves thoughts in the text. `auto` "
+            "chooses by the chat template.",
         ),
         "dtype": Told(
             "",
