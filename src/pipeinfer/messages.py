@@ -24,7 +24,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 11
+PROTOCOL = 12
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

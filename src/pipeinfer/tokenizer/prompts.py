@@ -269,7 +269,7 @@ class PromptEncoder:
 
     def _check_named(self, params: SamplingParams) -> None:
         if params.thinking_token_budget is not None and not (self.counts and self._counted):
-            message = "this model, or this server, has no thoughts that could be counted"
+            message = "this model, or this server, has no <think> and </think> to count between"
             raise Rejected(message, "thinking_token_budget")
         for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, param) or ():
