@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.checkpoint.quantization import Int4
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.layers.placement import Source, whole
 from pipeinfer.layers.rope import inverse_frequencies
@@ -82,15 +81,14 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, by: float) -> bool:
 
 
 def _columns(name: str, stored: Mapping[str, Stored], config: ModelConfig, opened: Opened) -> None:
-    """Which group of columns each belongs to: one behind the other."""
-    entry = stored[name]
-    format = None if config.quantization is None else config.quantization.format
-    if not isinstance(format, Int4):
+    """Which group of columns each belongs to: one behind the other, as many as there are scales."""
+    entry, scales = stored[name], stored.get(f"{name.removesuffix('g_idx')}scales")
+    if scales is None:
         return
-    if entry.dtype in INTEGERS and len(entry.shape) == 1:
+    if entry.dtype in INTEGERS and len(entry.shape) == 1 and scales.shape[:1] > (0,):
         found = _read(name, entry, opened, torch.int64)
-        group = format.group or len(found)
-        if torch.equal(found, torch.arange(len(found)) // max(group, 1)):
+        group = max(len(found) // scales.shape[0], 1)
+        if torch.equal(found, torch.arange(len(found)) // group):
             return
     raise ConfigurationError(
         f"{name} in {entry.file} has columns in another order, as desc_act gives it, which is not "
