@@ -81,16 +81,14 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, by: float) -> bool:
 
 
 def _columns(name: str, stored: Mapping[str, Stored], config: ModelConfig, opened: Opened) -> None:
-    """Which group of columns each belongs to: one behind the other."""
-    entry = stored[name]
-    format = None if config.quantization is None else config.quantization.format
-    columns = getattr(format, "group", None)  # of formats in 4 bits alone
-    if columns is None:
+    """Which group of columns each belongs to: one behind the other, as many as there are scales."""
+    entry, scales = stored[name], stored.get(f"{name.removesuffix('g_idx')}scales")
+    if scales is None:
         return
-    if entry.dtype in INTEGERS and len(entry.shape) == 1:
+    if entry.dtype in INTEGERS and len(entry.shape) == 1 and scales.shape[:1] > (0,):
         found = _read(name, entry, opened, torch.int64)
-        group = columns or len(found)
-        if torch.equal(found, torch.arange(len(found)) // max(group, 1)):
+        group = max(len(found) // scales.shape[0], 1)
+        if torch.equal(found, torch.arange(len(found)) // group):
             return
     raise ConfigurationError(
         f"{name} in {entry.file} has columns in another order, as desc_act gives it, which is not "
