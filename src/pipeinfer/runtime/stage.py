@@ -36,7 +36,7 @@ TAKES_NOT: dict[str, tuple[type[Message], ...]] = {
     "gateway": (Recovered, HandOver, Delivered),
     "tokenizer": (HandOver, Fenced),
     "scheduler": (Fenced,),
-    "detokenizer": (HandOver, Delivered),
+    "detokenizer": (Delivered,),
 }  # of these channels, what only others are told
 LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
 
