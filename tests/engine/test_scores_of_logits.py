@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rank_threads import RankThreads as Threads
 from pipeinfer.engine.logprobs import log_probs
 from pipeinfer.kernels import host
 from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
+from rank_threads import ThreadGroup
 
 
 def by_definition(logits: np.ndarray, token: int, most: int) -> Score:
@@ -56,7 +56,7 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
     logits = np.array(rows, dtype=np.float32)
     ids = [random.randrange(9) for _ in rows]
     share = -(-9 // ranks)
-    group = Threads(ranks)
+    group = ThreadGroup(ranks)
 
     def one(rank: int) -> bytes:
         first = min(rank * share, 9)
