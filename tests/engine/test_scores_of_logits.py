@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeinfer.engine.logprobs import log_probs
 from pipeinfer.kernels import host
 from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
-from rank_threads import ThreadGroup
+from rank_threads import ThreadCollectives, ThreadGroup
 
 
 def by_definition(logits: np.ndarray, token: int, most: int) -> Score:
@@ -58,13 +58,14 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
     share = -(-9 // ranks)
     group = ThreadGroup(ranks)
 
-    def one(rank: int) -> bytes:
+    def one(collectives: ThreadCollectives) -> bytes:
+        rank = collectives.rank
         first = min(rank * share, 9)
         mine = torch.from_numpy(logits[:, first : first + share].copy())
         if ranks == 1:
             return host.scores(mine, torch.tensor(ids), most).numpy().tobytes()
         return log_probs(
-            host, mine, torch.tensor(ids), most, first, group.collect
+            host, mine, torch.tensor(ids), most, first, collectives.collect
         ).numpy().tobytes()  # fmt: skip
 
     with patch.object(ON_HOST, "BLOCK", block):
