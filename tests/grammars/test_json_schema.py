@@ -10,22 +10,19 @@ from pathlib import Path
 from random import Random
 
 import jsonschema
-import numpy as np
 import pydantic_models
 import pytest
 import wild_schemas
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema.validators import validator_for
-from llguidance import LLExecutor, LLMatcher
-from vocabulary import ENDS, TOKENIZER, VOCABULARY, ids_of, source
+from llguidance import LLMatcher
+from vocabulary import ENDS, TOKENIZER, allowed, ids_of, source
 
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.json_schema import LEAST_HELD, held
 from pipeinfer.grammars.lookaround import without_lookaround
-from pipeinfer.grammars.masks import fill_all
 
-ALONE = LLExecutor(1)
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
 KINDS = {
     "Cat": {
@@ -58,13 +55,9 @@ def allows(schema, text, **options):
     row = compiled(schema, **options)
     if row.feed(ids_of(text)):
         return False
-    words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
-    assert fill_all(ALONE, [row], words) == [""]
-    return bool(set(bits(words)) & set(ENDS))
-
-
-def bits(words):
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    ends = set(allowed(row)) & set(ENDS)
+    assert row.error == ""
+    return bool(ends)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +209,10 @@ def walk(row, random, most=150):
     """A text that the grammar allows; None if it does not come to an end."""
     ids = []
     while len(ids) < most:
-        words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
-        assert fill_all(ALONE, [row], words) == [""]
-        allowed = bits(words)
-        ends = [token for token in allowed if token in ENDS]
-        token = random.choice(ends if ends and random.random() < 0.5 else allowed)
+        next_ones = allowed(row)
+        assert row.error == ""
+        ends = [token for token in next_ones if token in ENDS]
+        token = random.choice(ends if ends and random.random() < 0.5 else next_ones)
         if token in ENDS:
             return TOKENIZER.decode(ids)
         row.feed([token])

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLExecutor, LLParserLimits
-from vocabulary import ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, ids_of, source
+from vocabulary import ALONE, ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, allowed, ids_of, source
 
 from pipeinfer.grammars import compiling, masks
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.masks import GrammarSource, RowSource, ThinkingSource, fill_all
 from pipeinfer.params import StructuredOutputs, Thoughts
 
-ALONE = LLExecutor(1)
 PERSON = json.dumps(
     {
         "type": "object",
@@ -29,12 +28,6 @@ PERSON = json.dumps(
         "additionalProperties": False,
     }
 )
-
-
-def allowed(row):
-    words = np.zeros(VOCABULARY.words, dtype=np.int32)
-    assert fill_all(ALONE, [row], words[None]) == [getattr(row, "error", "")]
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def walk(row, choose, most=300):

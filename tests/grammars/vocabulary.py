@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
+from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 import pipeinfer.demo
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
-from pipeinfer.grammars.masks import GrammarSource
+from pipeinfer.grammars.masks import GrammarSource, fill_all
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.params import StructuredOutputs
 
@@ -17,9 +19,18 @@ KNOWN = tuple(sorted(TOKENIZER.get_vocab().values()))
 SETUP = Setup(TOKENIZER.to_str(), WIDTH, ENDS, KNOWN)
 VOCABULARY = Vocabulary(SETUP.tokenizer, WIDTH, ENDS, KNOWN)
 
+ALONE = LLExecutor(1)
+
 
 def ids_of(text):
     return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def allowed(row):
+    """Ids that a row may sample next."""
+    words = np.zeros(VOCABULARY.words, dtype=np.int32)
+    assert fill_all(ALONE, [row], words[None]) == [getattr(row, "error", "")]
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
 def source(ids=(), **spec):

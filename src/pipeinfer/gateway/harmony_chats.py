@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.json_values import JsonObject, JsonValue
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # where thoughts may stand
 EFFORTS = ("low", "medium", "high")
 
 
@@ -84,10 +83,10 @@ def _thought(message: JsonObject) -> JsonObject:
     """With what was said beside the call as the end of the thoughts: the template shows one of
     both, as analysis."""
     content = _text(message.get("content"))
-    named = next((name for name in REASONING_FIELDS if message.get(name)), "")
-    if not named or not content:
+    thoughts = _text(message.get("reasoning_content"))
+    if not thoughts or not content:
         return {**message, "content": content}
-    return {**message, named: f"{_text(message[named])}\n{content}", "content": ""}
+    return {**message, "reasoning_content": f"{thoughts}\n{content}", "content": ""}
 
 
 def _text(content: JsonValue) -> str:

@@ -6,13 +6,13 @@ Knows the schema of requests; no model and no text of an answer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.forms import Form, unheld
-from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
+from pipeinfer.gateway.reading.call_grammars import CallGrammar, Inexpressible, Wanted
 from pipeinfer.gateway.reading.harmony_grammar import final_form
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.schema import ChatRequest
@@ -91,26 +91,40 @@ def call_grammar(
         }
     free, thinks = not forced and form.spec is None, bool(reading.reasoning)
     content = None if forced else form.spec
-    wanted = Wanted({}, many, free, reading.added, thinks, content)
-    grammar, left_out = reading.tool_parser.grammar, list(form.left_out)
+    left_out: dict[str, tuple[str, ...]] = {}  # by function
     try:
         for name, schema in wanted_schemas.items():
-            found, places = _held(name, schema, name in strict, closed)
-            try:
-                grammar(dataclasses.replace(wanted, schemas={name: found}))
-            except Inexpressible as error:
-                if name in strict or found is None:
-                    raise
-                found, places = None, (f"parameters of {name}: {error}",)
-            wanted_schemas[name] = found
-            left_out += places
-        spec = StructuredOutputs(
-            grammar=grammar(dataclasses.replace(wanted, schemas=wanted_schemas))
-        )
+            wanted_schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
+        wanted = Wanted(wanted_schemas, many, free, reading.added, thinks, content)
+        grammar = _grammar(reading.tool_parser.grammar, wanted, strict, left_out)
+        spec = StructuredOutputs(grammar=grammar)
         check(spec)
     except (Inexpressible, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    return Form(spec, tuple(left_out), param)
+    places = (place for each in left_out.values() for place in each)
+    return Form(spec, (*form.left_out, *places), param)
+
+
+def _grammar(
+    grammar: CallGrammar,
+    wanted: Wanted,
+    strict: Container[str],
+    left_out: dict[str, tuple[str, ...]],
+) -> str:
+    """The grammar of calls. Functions that it cannot hold to their schema, and that are not strict,
+    get any object; `left_out` says so. Raises Inexpressible."""
+    try:
+        return grammar(wanted)
+    except Inexpressible:
+        schemas = dict(wanted.schemas)
+    for name, schema in wanted.schemas.items():
+        try:
+            grammar(dataclasses.replace(wanted, schemas={name: schema}))
+        except Inexpressible as error:
+            if name in strict or schema is None:
+                raise
+            schemas[name], left_out[name] = None, (f"parameters of {name}: {error}",)
+    return grammar(dataclasses.replace(wanted, schemas=schemas))
 
 
 def _held(

@@ -49,14 +49,15 @@ class Aboard:
         self.slots.report(result)
         self._agreement.result(result.digest)
 
-    def _check_pages(self, told: Admitted | Result) -> None:
+    def _check_pages(self, report: Admitted | Result) -> None:
         pages = self.slots.credits.pages
-        most = 2 * pages * (told.number + 1)  # a plan may empty the cache, and then the pool
-        there = told.free >= 0 and told.evictable >= 0 and told.free + told.evictable <= pages
-        if not there or not 0 <= told.evicted <= most:
+        free, evictable, evicted = report.free, report.evictable, report.evicted
+        most = 2 * pages * (report.number + 1)  # a plan may empty the cache, and then the pool
+        there = free >= 0 and evictable >= 0 and free + evictable <= pages
+        if not there or not 0 <= evicted <= most:
             raise Impossible(
-                f"of {pages} pages plan {told.number} left {told.free} free and {told.evictable} "
-                f"evictable, and {told.evicted} are evicted"
+                f"of {pages} pages plan {report.number} left {free} free and {evictable} "
+                f"evictable, and {evicted} are evicted"
             )
 
     def told(self, digests: Digests) -> None:

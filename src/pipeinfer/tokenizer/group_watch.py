@@ -55,7 +55,7 @@ class GroupWatch:
         """The group's report; None for a late word of a scheduler, or of an epoch, before. `now`:
         monotonic s."""
         known = self._groups.get(told.group)
-        if known is not None and _when(told) < _when(known.told):
+        if known is not None and _epoch(told) < _epoch(known.told):
             return None
         self._unheard.discard(told.group)
         known = self._groups[told.group] = _Known(told, self._awake.at(now))
@@ -113,5 +113,5 @@ class GroupWatch:
         self._unheard.clear()
 
 
-def _when(told: GroupStatus) -> tuple[int, int]:
-    return told.incarnation, told.epoch
+def _epoch(status: GroupStatus) -> tuple[int, int]:
+    return status.incarnation, status.epoch

@@ -28,14 +28,14 @@ NICENESS = 10  # of these: streams and first trials come first
 
 
 class Trier:
-    """A worker, see errands.py. `process`: the one that it asks. `last`: nobody else tries what
-    takes too long here."""
+    """A worker, see errands.py. `process`: the one that it asks. `slow`: it tries what was too
+    slow for others, and nobody else does so after it."""
 
-    def __init__(self, process: Trial, last: bool) -> None:
+    def __init__(self, process: Trial, slow: bool) -> None:
         self.process = process
         self.close = process.close
         self.kill = process.kill
-        self._last = last
+        self._slow = slow
 
     def start(self) -> None:
         """See Worker."""
@@ -50,12 +50,12 @@ class Trier:
         try:
             message = self.process.verdict(spec)
         except TooSlow as error:
-            if not self._last:
+            if not self._slow:
                 return Try(name, attempt, submit.client)
             message = str(error)
         except (RuntimeError, OSError) as error:
             return Tried(name, attempt, 500, f"the grammar was not tried: {error}")
-        return Tried(name, attempt, 400 if message else 0, message, digest(spec), self._last)
+        return Tried(name, attempt, 400 if message else 0, message, digest(spec), self._slow)
 
 
 class Trials:
@@ -96,9 +96,9 @@ class Trials:
         """Trials that were ended before there was a verdict."""
         return {"trials_ended_total": sum(trier.process.ended for trier in self._triers)}
 
-    def _trier(self, seconds: float, niceness: int, last: bool) -> Trier:
+    def _trier(self, seconds: float, niceness: int, slow: bool) -> Trier:
         assert self._setup is not None
-        self._triers.append(Trier(Trial(self._setup, seconds, niceness), last))
+        self._triers.append(Trier(Trial(self._setup, seconds, niceness), slow))
         return self._triers[-1]
 
     def _tell(self, said: Message) -> None:

@@ -7,7 +7,7 @@ request; compiles nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,6 +16,7 @@ from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
+from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added
@@ -31,7 +32,6 @@ _OF_OBJECT = _REMARKS | {
 }  # fmt: skip
 # Of a schema that stands within another one only definitions move along.
 _ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
-_DEFINITIONS = ("$defs", "definitions")
 _KEY = r"[^<>\s\"]{1,200}"
 
 
@@ -56,7 +56,7 @@ class Wanted:
     def tag(self, text: str) -> str:
         """As the special token that the model has for it, or as text."""
         found = (self.tokens or {}).get(text)
-        return f"<[{found.id}]>" if found is not None and found.special else _text(text)
+        return f"<[{found.id}]>" if found is not None and found.special else quoted(text)
 
     def special(self, text: str) -> bool:
         """Whether it is a special token, which no text can spell."""
@@ -87,7 +87,7 @@ def in_elements(tags: ElementTags) -> CallGrammar:
         if tags.together:
             calls = f'"\\n" {_repeated(wanted, "function", "")} {wanted.tag(closing)}'
             form = _tagged(replace(wanted, many=False), opening, [calls], never, "")
-            return "\n".join((form, _rule("function", bodies), *elements.rules))
+            return "\n".join((form, rule("function", bodies), *elements.rules))
         bodies = [f"{body} {wanted.tag(closing)}" for body in bodies]
         between = _apart(tags.apart)
         return "\n".join((_tagged(wanted, opening, bodies, never, between), *elements.rules))
@@ -100,7 +100,7 @@ def llama3(wanted: Wanted) -> str:
     calls = _repeated(wanted, "call", '"; "')
     # Where an answer may be another object, what opens a call must be lexed as that object is.
     call = _call if wanted.form is None else _object
-    rules = [_rule("call", [call(n, "parameters", s) for n, s in wanted.schemas.items()])]
+    rules = [rule("call", [call(n, "parameters", s) for n, s in wanted.schemas.items()])]
     if wanted.free:
         calls = f"{calls} | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
@@ -112,7 +112,7 @@ def mistral(wanted: Wanted) -> str:
     if "[ARGS]" not in (wanted.tokens or {}):
         return in_lists(MISTRAL)(wanted)
     args = wanted.tag("[ARGS]")
-    bodies = [f"{_text(n)} {args} {_json(s)}" for n, s in wanted.schemas.items()]
+    bodies = [f"{quoted(n)} {args} {json_arguments(s)}" for n, s in wanted.schemas.items()]
     return _tagged(wanted, MISTRAL.opening, bodies, "", "")
 
 
@@ -122,10 +122,10 @@ def in_lists(marks: Marks) -> CallGrammar:
     def grammar(wanted: Wanted) -> str:
         objects = [_call(name, "arguments", schema) for name, schema in wanted.schemas.items()]
         closing = f" {wanted.tag(marks.closing)}" if marks.closing else ""
-        listed = f'"[" {_repeated(wanted, "object", _text(", "))} "]"{closing}'
+        listed = f'"[" {_repeated(wanted, "object", quoted(", "))} "]"{closing}'
         once = replace(wanted, many=False)
         form = _tagged(once, marks.opening, [listed], "", "")
-        return "\n".join((form, _rule("object", objects)))
+        return "\n".join((form, rule("object", objects)))
 
     return grammar
 
@@ -141,7 +141,7 @@ def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> C
             _sequence(
                 wanted.tag(marks.opening),
                 *(wanted.tag(part.replace("{}", name)) for part in head),
-                _json(schema),
+                json_arguments(schema),
                 _apart(foot),
                 wanted.tag(marks.closing),
             )
@@ -149,21 +149,21 @@ def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> C
         ]
         listed = f"{_repeated(wanted, 'object', _apart(between))} {wanted.tag(end)}"
         form = _tagged(replace(wanted, many=False), begin, [listed], marks.opening, "")
-        return "\n".join((form, _rule("object", calls)))
+        return "\n".join((form, rule("object", calls)))
 
     return grammar
 
 
 def json_list(wanted: Wanted) -> str:
     """A list of objects and nothing else, for models that have no form of their own."""
-    listed = f'"[" {_repeated(wanted, "call", _text(", "))} "]"'
+    listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
     calls = [_call(name, "parameters", schema) for name, schema in wanted.schemas.items()]
-    return "\n".join((_start(wanted, listed), _rule("call", calls)))
+    return "\n".join((_start(wanted, listed), rule("call", calls)))
 
 
 def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between: str) -> str:
     """Calls that each begin with the tag `opening`. `never`: a text that content must not have."""
-    tag, body = wanted.tag(opening), _rule("body", bodies)
+    tag, body = wanted.tag(opening), rule("body", bodies)
     if not wanted.free:
         call = f"call: {tag} body"
         start = _start(wanted, _repeated(wanted, "call", between), opening)
@@ -199,7 +199,7 @@ def _instead(form: StructuredOutputs, opening: str) -> str:
     if form.json is not None:
         return f"form: %json {form_schema(form.json)}"
     if form.choice is not None:
-        return _rule("form", [_text(text) for text in form.choice])
+        return rule("form", [quoted(text) for text in form.choice])
     if form.regex is None:
         raise Inexpressible(f"a grammar cannot stand beside that of calls; {INSTEAD}")
     if not opening:
@@ -229,17 +229,18 @@ def without_guidance(schema: JsonObject) -> JsonObject:
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
-def _repeated(wanted: Wanted, rule: str, between: str) -> str:
-    return f"{rule} ({between} {rule})*" if wanted.many else rule
+def _repeated(wanted: Wanted, name: str, between: str) -> str:
+    return f"{name} ({between} {name})*" if wanted.many else name
 
 
-def _rule(name: str, alternatives: list[str]) -> str:
+def rule(name: str, alternatives: Iterable[str]) -> str:
+    """One of the alternatives."""
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
 def _call(name: str, key: str, schema: JsonObject | None) -> str:
-    head = f'{{"name": {_text(name)}, "{key}": '
-    return f'{_text(head)} {_json(schema)} "}}"'
+    head = f'{{"name": {quoted(name)}, "{key}": '
+    return f'{quoted(head)} {json_arguments(schema)} "}}"'
 
 
 def _object(name: str, key: str, schema: JsonObject | None) -> str:
@@ -252,12 +253,13 @@ def _object(name: str, key: str, schema: JsonObject | None) -> str:
         "properties": {"name": {"const": name}, key: arguments},
         "required": ["name", key],
         "additionalProperties": False,
-        **{each: arguments[each] for each in _DEFINITIONS if each in arguments},
+        **{each: arguments[each] for each in DEFINITIONS if each in arguments},
     }
     return f"%json {msgspec.json.encode(call).decode()}"
 
 
-def _json(schema: JsonObject | None) -> str:
+def json_arguments(schema: JsonObject | None) -> str:
+    """A function's arguments by the schema of its parameters; None: any object."""
     return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
 
 
@@ -266,13 +268,14 @@ def _arguments(schema: JsonObject | None) -> JsonObject:
     return {**without_guidance({} if schema is None else schema or NO_PARAMETERS), "type": "object"}
 
 
-def _text(text: str) -> str:
+def quoted(text: str) -> str:
+    """As it stands in a rule."""
     return msgspec.json.encode(text).decode()
 
 
 def _apart(text: str) -> str:
     """What sets others apart, or nothing."""
-    return _text(text) if text else ""
+    return quoted(text) if text else ""
 
 
 def _sequence(*parts: str) -> str:
@@ -312,7 +315,7 @@ class _Elements:
         opening, end = self._tags.function
         opening, closing = _apart(opening), self._wanted.tag(end) if end else ""
         before = self._apart if opening and not self._tags.together else ""
-        named = _text(name + self._tags.name_end + self._tags.apart)
+        named = quoted(name + self._tags.name_end + self._tags.apart)
         parameters = self._parameters(name, prefix, schema)
         behind = self._apart if closing else ""
         return _sequence(before, opening, named, parameters, closing, behind)
@@ -336,13 +339,13 @@ class _Elements:
         missing = [key for key in required if key not in properties]
         if missing:
             raise Inexpressible(f"{name}: {str(missing[0])[:100]!r} is required and has no schema")
-        shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        shared = {key: schema[key] for key in DEFINITIONS if key in schema}
         parts: list[str] = []
         for i, (key, value) in enumerate(properties.items()):
             if not re.fullmatch(_KEY, key):
                 raise Inexpressible(f"{name}: {key[:100]!r} cannot be the name of a parameter")
             said = self._value(name, value, shared)
-            self.rules.append(f"{prefix}_{i}: {self._key(_text(key))} {said}")
+            self.rules.append(f"{prefix}_{i}: {self._key(quoted(key))} {said}")
             parts.append(f"{prefix}_{i}" + "?" * (key not in required))
         return " ".join(parts)
 
@@ -362,4 +365,4 @@ class _Elements:
                 f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
                 "of texts"
             )
-        return f"({' | '.join(map(_text, texts))}) {self._closing}"
+        return f"({' | '.join(map(quoted, texts))}) {self._closing}"

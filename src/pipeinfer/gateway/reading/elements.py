@@ -75,11 +75,7 @@ QWEN3_CODER = ElementTags(
     ("<function=", "</function>"), ">",
     lines=True,
 )  # fmt: skip
-SEED_OSS = ElementTags(
-    ("<seed:tool_call>", "</seed:tool_call>"),
-    "<parameter=", ">", "</parameter>",
-    ("<function=", "</function>"), ">",
-)  # fmt: skip
+SEED_OSS = replace(QWEN3_CODER, call=("<seed:tool_call>", "</seed:tool_call>"), lines=False)
 MINIMAX_M2 = ElementTags(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     '<parameter name="', '">', "</parameter>",

@@ -18,7 +18,7 @@ import msgspec
 
 from pipeinfer.gateway.pieces import NEXT, SPACE, Piece
 from pipeinfer.gateway.reading.held import find
-from pipeinfer.gateway.reading.json_text import CallObject
+from pipeinfer.gateway.reading.json_text import CallObject, decodes
 from pipeinfer.json_values import JsonObject
 from pipeinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
@@ -255,7 +255,7 @@ class Arguments:
         if self._streams:
             return ()
         text = "".join(self._held).strip(SPACE) or "{}"
-        if not _decodes(text):
+        if not decodes(text):
             text = msgspec.json.encode(text).decode()
         return self._object.feed(text + "}")[0]
 
@@ -271,14 +271,3 @@ def _may_begin(text: str) -> bool:
     rest = bare.removeprefix(ASSISTANT).lstrip()
     begun = ASSISTANT.startswith(bare) or "to=".startswith(rest)
     return len(text) <= LONGEST_BARE and (begun or _TO_ALONE.fullmatch(rest) is not None)
-
-
-def _decodes(text: str) -> bool:
-    """Whether it is JSON, as far as a decoder goes into its depth."""
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError):
-        return False
-    except RecursionError:
-        return True
-    return True

@@ -6,17 +6,15 @@ form, which is all that the content then is. Knows no request; compiles nothing.
 
 from __future__ import annotations
 
-import msgspec
-
 from pipeinfer.gateway.reading.call_grammars import (
-    NO_PARAMETERS,
     Inexpressible,
     Wanted,
     form_schema,
+    json_arguments,
+    quoted,
+    rule,
     slashed,
-    without_guidance,
 )
-from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 
@@ -68,23 +66,17 @@ def _calls(wanted: Wanted) -> list[str]:
     channel, message = wanted.tag(CHANNEL), wanted.tag(MESSAGE)
     rules: list[str] = []
     for i, (name, schema) in enumerate(wanted.schemas.items()):
-        given = {} if schema is None else without_guidance(schema) or NO_PARAMETERS
-        arguments: JsonObject = {**given, "type": "object"}
-        rules.append(f"to{i}: {_text(f' to=functions.{name}')}")
+        rules.append(f"to{i}: {quoted(f' to=functions.{name}')}")
         head = f'({channel} "commentary" to{i} | to{i} {channel} "commentary") json? {message}'
-        rules.append(f"call{i}: {head} %json {msgspec.json.encode(arguments).decode()}")
-    return ["call: " + " | ".join(f"call{i}" for i in range(len(wanted.schemas))), *rules]
+        rules.append(f"call{i}: {head} {json_arguments(schema)}")
+    return [rule("call", [f"call{i}" for i in range(len(wanted.schemas))]), *rules]
 
 
 def _form(form: StructuredOutputs) -> str:
     if form.json is not None:
         return f"form: %json {form_schema(form.json)}"
     if form.choice is not None:
-        return "form: " + " | ".join(map(_text, form.choice))
+        return rule("form", map(quoted, form.choice))
     if form.regex is not None:
         return f"form: /{slashed(form.regex)}/"
     raise Inexpressible("a grammar cannot stand within the messages of this model")
-
-
-def _text(text: str) -> str:
-    return msgspec.json.encode(text).decode()

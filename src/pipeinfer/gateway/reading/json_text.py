@@ -249,15 +249,15 @@ def _arguments(raw: str) -> str:
     """Of arguments that are no object: an object that a text holds, none, or what they are."""
     text = "" if raw in NOTHING else _text(raw)
     if text is None:
-        return raw if raw[0] in '["' or _decodes(raw) else msgspec.json.encode(raw).decode()
+        return raw if raw[0] in '["' or decodes(raw) else msgspec.json.encode(raw).decode()
     bare = text.strip(SPACE)
     if not bare or bare in NOTHING:
         return "{}"
     end, said = ValueEnd().take(bare, 0)
-    return said if bare[0] == "{" and end == len(bare) and _decodes(said) else raw
+    return said if bare[0] == "{" and end == len(bare) and decodes(said) else raw
 
 
-def _decodes(text: str) -> bool:
+def decodes(text: str) -> bool:
     """Whether it is JSON, as far as a decoder goes into its depth."""
     try:
         msgspec.json.decode(text)
