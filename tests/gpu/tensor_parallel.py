@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LIMIT = 150.0  # seconds that one job may take
-PARTS = ("ar", "tokens", "loss", "14b", "32b", "dp")
+PARTS = ("ar", "tokens", "forms", "loss", "14b", "32b", "dp")
 
 
 @dataclass
@@ -58,6 +58,8 @@ def jobs(
             for n in (1, *degrees)
             for what in ("dense", "moe")
         ]
+    if "forms" in parts:
+        found += [Job(f"forms-{n}", n, ["forms", str(n)], shares=True) for n in (1, *degrees)]
     if "14b" in parts:
         ways = [(1, "auto"), *((n, way) for n in degrees for way in all_reduces)]
         found += [

@@ -244,6 +244,51 @@ def gaps(model: Path, prompts: list[list[int]], given: list[list[int]]) -> list[
     return found
 
 
+def forms(ranks: str) -> dict[str, Any]:
+    """Ids of the demo model where three of four requests have a form, one of them a costly one, so
+    that rank 0 hands its masks over late; every form is checked.
+
+    The greedy ids, and those by temperature, of one rank and of several are the same.
+    """
+    import re
+
+    from pipeinfer import LLM, SamplingParams
+    from pipeinfer.demo import demo_path
+    from pipeinfer.params import StructuredOutputs
+
+    names = range(40)
+    costly = "start: r+\nr: " + " | ".join(f"t{n}" for n in names) + "\n"
+    costly += "\n".join(f"t{n}: /[a-z]{{1,{n + 1}}}/ t{n * 7 % 40}?" for n in names)
+    specs = (
+        (StructuredOutputs(regex="[a-f]{3,30}-[0-9]{2,9}"), "[a-f]{3,30}-[0-9]{2,9}"),
+        (StructuredOutputs(choice=("apples", "apricots", "pears")), "apples|apricots|pears"),
+        (StructuredOutputs(grammar=costly), "[a-z]+"),
+        (None, "(?s:.*)"),
+    )
+    prompts = ["Once upon a time " + "there was " * n for n in range(24)]
+    found: dict[str, Any] = {}
+    with LLM(
+        str(demo_path()), device=DEVICE, tp=int(ranks), kv_pages=2000, max_running=16,
+        dtype="float32", attention="torch",
+    ) as llm:  # fmt: skip
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.5)):
+            params = [
+                SamplingParams(
+                    temperature=temperature, seed=n, max_tokens=48,
+                    structured_outputs=specs[n % 4][0], ignore_eos=n % 4 == 3,
+                )
+                for n in range(len(prompts))
+            ]  # fmt: skip
+            answers = llm.generate(prompts, params, use_tqdm=False)
+            found[name] = [list(answer.outputs[0].token_ids) for answer in answers]
+            for n, answer in enumerate(answers):
+                output = answer.outputs[0]
+                if output.finish_reason == "stop":
+                    assert re.fullmatch(specs[n % 4][1], output.text), (n, output.text)
+            found[f"{name}, reasons"] = [answer.outputs[0].finish_reason for answer in answers]
+    return found
+
+
 def generated(model: str, ranks: int, ids: int, **settings: Any) -> list[list[list[int]]]:
     """For each prompt the greedy ids, and those by temperature, every second one with top-p."""
     from pipeinfer import LLM, SamplingParams
@@ -337,6 +382,7 @@ def loss(what: str) -> dict[str, Any]:
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "ar": all_reduce,
     "tokens": tokens,
+    "forms": forms,
     "offline": offline,
     "loss": loss,
 }

@@ -21,6 +21,7 @@ def show(results: dict[str, Any]) -> None:
         if name.startswith("ar-") and "us" in result:
             show_all_reduce(result)
     show_tokens({n: r for n, r in good.items() if n.startswith("tokens-")})
+    show_forms({n: r for n, r in good.items() if n.startswith("forms-")})
     show_offline(good)
     for name in sorted(name for name in good if name.startswith("loss-")):
         print(f"\nlost ranks, {name}:")
@@ -54,6 +55,15 @@ def show_tokens(results: dict[str, Any]) -> None:
             if usual in alone:
                 gaps = alone["gaps"].get(usual)
                 print(f"{name} {model}: {differences(result[model], alone[usual], gaps)}")
+
+
+def show_forms(results: dict[str, Any]) -> None:
+    """Requests with forms: how many end as those of one rank do."""
+    alone = results.pop("forms-1", None)
+    for name, result in results.items() if alone else ():
+        for way in ("greedy", "sampled"):
+            pairs = list(zip(result[way], alone[way], strict=True))
+            print(f"{name}, {way}: {sum(a == b for a, b in pairs)} of {len(pairs)} equal")
 
 
 def differences(ids: Any, usual_ids: Any, gaps: Any) -> str:
