@@ -27,6 +27,9 @@ WHERE = re.compile(
 )
 
 
+_NESTED = re.compile(r"\.(function|custom)(?=\.|$)")  # what chats alone put a tool's fields within
+
+
 class ApiError(Exception):
     """Ends one HTTP request. `param` names the offending field; `retry_after` is in seconds."""
 
@@ -88,7 +91,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     known = max((name for name in names if _begins(param, name)), key=len, default="")
     if not known:
         return error
-    name = names[known] + param[len(known) :].replace(".function", "")
+    name = names[known] + _NESTED.sub("", param[len(known) :])
     pattern = rf"(?<![\w.]){re.escape(param)}(?!\w)"
     message = re.sub(pattern, lambda _: name, error.message, count=1)
     return ApiError(error.status, message, name, error.code, error.retry_after)
