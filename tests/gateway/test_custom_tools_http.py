@@ -16,7 +16,7 @@ TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{"name": "f"}{% end
 {%- for message in messages %}{{ message.content }}{% endfor %}
 {%- if add_generation_prompt %}answer:{% endif %}"""
 # The pipeline of these tests says again what it is asked.
-TEXT = 'SELECT "a",\n\t\'é\' -- \\ \U0001f600'
+TEXT = "SELECT \"a\",\n\t'é' -- \\ \U0001f600"
 CALL = f"<tool_call> {json.dumps({'name': 'query', 'arguments': {'input': TEXT}})} </tool_call>"
 OTHER = '<tool_call> {"name": "now", "arguments": {"a": 1}} </tool_call>'
 BOTH = f"I look. {CALL} {OTHER} {CALL}"
@@ -42,9 +42,7 @@ def user(content: str) -> Any:
 
 
 async def ask(gateway: Gateway, text: str, **more: Any) -> Any:
-    return await gateway.client().chat.completions.create(
-        model="test", messages=user(text), **more
-    )
+    return await gateway.client().chat.completions.create(model="test", messages=user(text), **more)
 
 
 def with_grammar(syntax: str, definition: str) -> Any:
@@ -114,7 +112,11 @@ async def test_templates_see_a_custom_tool_as_a_function_of_one_text(calling: Ga
         "type": "object", "properties": {"input": {"type": "string", "description": told}},
         "required": ["input"], "additionalProperties": False}}}  # fmt: skip
     assert chat.chat is not None and chat.chat[1]["tool_calls"] == [
-        {"id": "c1", "type": "function", "function": {"name": "query", "arguments": {"input": TEXT}}}
+        {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "query", "arguments": {"input": TEXT}},
+        }
     ]
     items: Any = [
         {"role": "user", "content": "hi"},

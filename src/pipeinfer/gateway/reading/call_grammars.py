@@ -35,6 +35,8 @@ _OF_OBJECT = _REMARKS | {
 # Of a schema that stands within another one only definitions move along.
 _ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
 _BEFORE_TEXT = f'{{"{INPUT}": "'
+_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
+_CLASSES = {"d": r"\p{Nd}", "D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
 _KEY = r"[^<>\s\"]{1,200}"
 
 
@@ -286,7 +288,12 @@ def _schema(wanted: Wanted, name: str, regex: str | None) -> JsonObject | None:
     """None: any object. `regex`: of a custom tool's text."""
     if regex is None:
         return wanted.schemas[name]
-    return input_schema({"pattern": f"^(?:{regex})$"})
+    return input_schema({"pattern": f"^(?:{_in_schema(regex)})$"})
+
+
+def _in_schema(regex: str) -> str:
+    """For a schema, in which some classes have fewer letters than in an expression by itself."""
+    return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
 def input_schema(told: JsonObject) -> JsonObject:

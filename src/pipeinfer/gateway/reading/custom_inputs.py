@@ -125,13 +125,12 @@ def _said(text: str) -> str:
         given: JsonValue = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
-    if isinstance(given, dict):
-        if INPUT not in given:
-            return "" if not given else text
-        given = given[INPUT]
     if isinstance(given, str):
         return given
-    return msgspec.json.encode(given).decode()
+    if not isinstance(given, dict) or INPUT not in given:
+        return "" if given == {} else text
+    said = given[INPUT]
+    return said if isinstance(said, str) else msgspec.json.encode(said).decode()
 
 
 def _hex(digits: str) -> bool:

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+MOST_DEFINITION = 64 * 1024  # letters
 MOST_LETTERS = 32 * 1024  # of an expression: rules that are put in each other's places may multiply
+MOST_WORK = 16 * MOST_LETTERS  # letters that are put together on the way
 MOST_LEVELS = 64  # of rules and brackets within each other
 # A JSON string has these as escapes alone.
 ESCAPED = '"\\' + "".join(map(chr, range(32)))
@@ -25,7 +27,7 @@ _TOKEN = re.compile(
       | %import\s+common\s*\.\s*(?P<common>\w+)(?:\s*->\s*(?P<alias>\w+))?
       | %import\s+common\s*\((?P<several>[\w\s,]*)\)
       | (?P<ignore>%ignore)
-      | (?:[?!])?(?P<head>\b[A-Za-z_]\w*)(?:\.-?\d+)?\s*:
+      | (?:[?!])?(?P<head>\b[A-Za-z_]\w*)\s*:
       | (?P<times>\{\s*\d*\s*,?\s*\d*\s*\}|~\s*\d+(?:\s*\.\.\s*\d+)?|[?*+])
       | (?P<name>[A-Za-z_]\w*)
       | (?P<named>->\s*\w+)
@@ -101,7 +103,10 @@ class _Grammar:
         self._rules: dict[str, list[_Token]] = {}
         self._ignored: list[list[_Token]] = []
         self._known: dict[str, str] = {}
+        self._made = 0  # letters, in all
         self._within: list[str] = []  # rules that are being put together
+        if len(definition) > MOST_DEFINITION:
+            raise Unfit(f"it has {len(definition)} letters, at most {MOST_DEFINITION} are read")
         self._read(definition)
         self._apart = ""
 
@@ -184,13 +189,17 @@ class _Grammar:
                 apart = self._apart if within and token.text.isupper() else ""
                 choices[-1].append(apart + self._rule(token.text))
             at += 1
-            if sum(map(len, choices[-1])) > MOST_LETTERS:
-                raise Unfit("it is too large: its rules multiply")
+            self._count(len(choices[-1][-1]) if choices[-1] else 1)
         parts = ["".join(choice) for choice in choices]
         said = parts[0] if len(parts) == 1 and level == 0 else f"(?:{'|'.join(parts)})"
-        if len(said) > MOST_LETTERS:
-            raise Unfit("it is too large: its rules multiply")
+        self._count(len(said))
         return said, at
+
+    def _count(self, letters: int) -> None:
+        """That were put together anew."""
+        self._made += letters
+        if letters > MOST_LETTERS or self._made > MOST_WORK:
+            raise Unfit("it is too large when its rules are put together")
 
 
 def _expression(found: re.Match[str]) -> str | None:
