@@ -129,6 +129,7 @@ def test_the_text_of_a_custom_tool_is_held_in_every_form(family: str) -> None:
     cases = [
         (StructuredOutputs(grammar=PATCH), EDIT, EDIT.replace("@@", "!!")),
         (line, 'SELECT "é"\n\tx;', 'SELECT "é"\n\tx'),
+        (StructuredOutputs(regex="^(?P<m>Jan|Feb)$"), "Feb", "Febr"),
         (StructuredOutputs(regex=r"\W\d[\w-]+"), "-\u0663é-", "é1a"),
         (line, 'SELECT "a"\n<b>;', 'say SELECT "a"\n<b>;'),
     ]
@@ -169,7 +170,7 @@ def test_between_special_tokens_any_grammar_is_held() -> None:
 
 
 def test_beside_a_form_a_grammar_is_held_or_refused() -> None:
-    form = StructuredOutputs(json='{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    form = StructuredOutputs(json='{"type": "object", "additionalProperties": false}')
     grammar = held("llama3_json", StructuredOutputs(grammar=PATCH), form=form)
     call = WRITTEN["llama3_json"].write(("edit", {"input": EDIT}))
     assert allows(grammar, call) and not allows(grammar, call.replace("@@", "!!"))

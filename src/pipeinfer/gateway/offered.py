@@ -6,7 +6,6 @@ Knows the schema of requests; no model and no text of an answer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -129,11 +128,8 @@ def _text(tool: CustomTool) -> StructuredOutputs | None:
     grammar = None if tool.format is None else tool.format.grammar
     if grammar is None or tool.format is None or tool.format.type == "text":
         return None
-    if grammar.syntax == "regex":  # of all of the text, so that its ends need no signs
-        bare = re.sub(
-            r"^((?:\\.|[^\\])*)\$$", r"\1", grammar.definition.removeprefix("^"), flags=re.S
-        )
-        return StructuredOutputs(regex=bare)
+    if grammar.syntax == "regex":
+        return StructuredOutputs(regex=grammar.definition)
     return StructuredOutputs(grammar=grammar.definition)
 
 
