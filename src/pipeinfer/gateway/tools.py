@@ -70,6 +70,9 @@ def call_grammar(
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
     except (Inexpressible, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
+    texts = tools.texts.keys() & schemas.keys()
+    if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom):
+        param = tools.places[texts.pop()]  # nothing else can be wrong with the grammar
     places = (place for each in left_out.values() for place in each)
     return Form(spec, (*form.left_out, *places), param)
 
