@@ -21,7 +21,6 @@ from pipeinfer.gateway.schema import (
     Function,
     NamedTool,
     Tool,
-    ToolChoice,
 )
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
@@ -75,6 +74,7 @@ def offered(request: ChatRequest) -> Offered | None:
     }
     texts = {tool.name: text for tool in customs.values() if (text := _text(tool)) is not None}
     allowed, forced = _allowed(choice, kinds)
+    named = not (choice is None or isinstance(choice, str) or choice.type == "allowed_tools")
     return Offered(
         [{"type": "function", "function": msgspec.to_builtins(each)} for each in functions],
         schemas,
@@ -84,27 +84,24 @@ def offered(request: ChatRequest) -> Offered | None:
         {tool.name: where for where, tool in customs.items()},
         allowed,
         forced,
-        isinstance(choice, ToolChoice) and choice.type != "allowed_tools",
+        named,
     )
 
 
 def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
     """The tool as a function; its kind is noted in `kinds`, by its name."""
-    given = _one_of(tool, where)
-    where = f"{where}.{tool.type}"
-    if given.name in kinds:
-        message = f"{where}.name: there are two tools {given.name!r}"
-        raise ApiError(400, message, f"{where}.name", "invalid_value")
-    kinds[given.name] = tool.type
-    if isinstance(given, Function):
-        return given
-    return Function(given.name, given.description, input_schema(_told(given, where)))
-
-
-def _one_of(tool: Tool, where: str) -> Function | CustomTool:
     check_kind(tool.type, f"{where}.type")
-    given = tool.function if tool.type == "function" else tool.custom
-    return _given(given, f"{where}.{tool.type}")
+    where = f"{where}.{tool.type}"
+    if tool.type == "function":
+        function = _given(tool.function, where)
+    else:
+        custom = _given(tool.custom, where)
+        function = Function(custom.name, custom.description, input_schema(_told(custom, where)))
+    if function.name in kinds:
+        message = f"{where}.name: there are two tools {function.name!r}"
+        raise ApiError(400, message, f"{where}.name", "invalid_value")
+    kinds[function.name] = tool.type
+    return function
 
 
 def check_kind(kind: str, where: str, *more: str) -> None:
@@ -135,7 +132,7 @@ def _text(tool: CustomTool) -> StructuredOutputs | None:
 
 def _allowed(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset[str], bool]:
     """The tools that may be called, and whether one of them must be. `kinds`: of all, by name."""
-    if not isinstance(choice, ToolChoice):
+    if choice is None or isinstance(choice, str):
         return frozenset(kinds), choice == "required"
     check_kind(choice.type, "tool_choice.type", "allowed_tools")
     if choice.type != "allowed_tools":
