@@ -355,7 +355,9 @@ def test_kinds_of_errors(status: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "any", "tool", "none"])
 @pytest.mark.parametrize("alone", [False, True])
-async def test_a_choice_of_tools_is_kept(calling: Gateway, kind: str, alone: bool) -> None:
+async def test_a_choice_of_tools_is_kept(
+    calling: Gateway, clients: Clients, kind: str, alone: bool
+) -> None:
     now = {"name": "now", "type": "custom", "input_schema": {"type": "object"}}
     choice: Any = {"type": kind} if kind == "none" else {
         "type": kind, "disable_parallel_tool_use": alone}  # fmt: skip
