@@ -353,6 +353,30 @@ def test_kinds_of_errors(status: int, kind: str) -> None:
     assert error_object(ApiError(status, "x"))["error"] == {"type": kind, "message": "x"}
 
 
+@pytest.mark.parametrize("kind", ["auto", "any", "tool", "none"])
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_choice_of_tools_is_kept(
+    calling: Gateway, clients: Clients, kind: str, alone: bool
+) -> None:
+    now = {"name": "now", "type": "custom", "input_schema": {"type": "object"}}
+    choice: Any = {"type": kind} if kind == "none" else {
+        "type": kind, "disable_parallel_tool_use": alone}  # fmt: skip
+    if kind == "tool":
+        choice["name"] = "get_weather"
+    tools: Any = [WEATHER, now]
+    made = await clients(calling).messages.create(**said(ALL, tools=tools, tool_choice=choice))
+    calls = [block for block in made.content if block.type == "tool_use"]
+    assert len(calls) == {"none": 0}.get(kind, 1 if alone else 2)
+    submit = calling.pipeline.submits[-1]
+    assert ("tools" in submit.template_arguments) is (kind != "none")
+    held = submit.params.structured_outputs
+    if kind in ("auto", "none"):
+        assert held is None
+    else:
+        assert held is not None and held.grammar is not None
+        assert ("now" in held.grammar, "get_weather" in held.grammar) == (kind == "any", True)
+
+
 USER = {"role": "user", "content": "x"}
 
 
@@ -373,7 +397,10 @@ USER = {"role": "user", "content": "x"}
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
          "messages[0].content[0].tool_use_id"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: 'bash_20250124'"),
+        ({"tools": [WEATHER, {"type": "mcp_toolset", "mcp_server_name": "x"}]},
+         "tools[1].type: 'mcp_toolset'"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"a": "x" * 2**20}}}},

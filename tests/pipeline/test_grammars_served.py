@@ -271,3 +271,56 @@ def test_calls_that_must_be_made_are_made(api, choice, finish):
     parts = [one for chunk in chunks for one in chunk.delta.tool_calls or ()]
     assert "".join(one.function.arguments for one in parts) == call.function.arguments
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [finish]
+
+
+SHOW = {"type": "function", "function": {"name": "show", "parameters": {"type": "object"}}}
+EDIT = 'start: "say " NAME ("\\n" NAME)~0..2\nNAME: /[a-c"]{2,4}/'
+
+
+def custom(syntax, definition):
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {"name": "edit", "format": grammar}}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"), [("lark", EDIT), ("regex", r'say [a-c"]{2,4}(\n[a-c"]{2,4}){0,2}')]
+)
+def test_the_input_of_a_custom_tool_is_held_to_its_grammar(api, syntax, definition):
+    allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "edit"}}]}
+    more = {"tools": [SHOW, custom(syntax, definition)], "parallel_tool_calls": False,
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}  # fmt: skip
+    whole = chat(api, **more).choices[0]
+    [call] = whole.message.tool_calls
+    assert (call.type, call.custom.name, whole.finish_reason) == ("custom", "edit", "tool_calls")
+    assert re.fullmatch(r'say [a-c"]{2,4}(\n[a-c"]{2,4}){0,2}', call.custom.input)
+    chunks = [c.choices[0] for c in chat(api, stream=True, **more) if c.choices]
+    parts = [one.custom["input"] for chunk in chunks for one in chunk.delta.tool_calls or ()]
+    assert "".join(parts) == call.custom.input and len(parts) > 2
+    grammar = more["tools"][1]["custom"]["format"]["grammar"]
+    made = api.responses.create(
+        model=MODEL, input=QUESTION, extra_body={"seed": 5}, tool_choice="required",
+        tools=[{"type": "custom", "name": "edit", "format": {"type": "grammar", **grammar}}],
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    [item] = [one for one in made.output if one.type == "custom_tool_call"]
+    assert re.fullmatch(r'say [a-c"]{2,4}(\n[a-c"]{2,4}){0,2}', item.input)
+
+
+def test_allowed_tools_alone_are_called(api):
+    for name in ("show", "weather"):
+        allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        calls = chat(api, tools=[SHOW, WEATHER], tool_choice=choice).choices[0].message.tool_calls
+        assert {call.function.name for call in calls} == {name}
+
+
+def test_a_grammar_that_does_not_compile_is_named_where_it_stands(api):
+    tool = custom("regex", "(")
+    with pytest.raises(openai.BadRequestError, match="regex parse error") as refused:
+        chat(api, tools=[SHOW, tool], tool_choice={"type": "custom", "custom": {"name": "edit"}})
+    assert refused.value.param == "tools[1].custom.format"
+    flat = {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "regex",
+                                                         "definition": "("}}  # fmt: skip
+    with pytest.raises(openai.BadRequestError, match="regex parse error") as refused:
+        api.responses.create(model=MODEL, input="x", tools=[flat], tool_choice="required")
+    assert refused.value.param == "tools[0].format" and "start:" not in str(refused.value)

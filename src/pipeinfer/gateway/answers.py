@@ -68,12 +68,20 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
+class CalledCustom(msgspec.Struct):
+    """`input`: a text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct):
     """A call of a tool."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct):
@@ -151,7 +159,7 @@ class OutputItem(msgspec.Struct):
     """An item of a response: a message, thoughts or a call."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | UnsetType = UNSET
     content: list[JsonObject] | UnsetType = UNSET
@@ -159,6 +167,7 @@ class OutputItem(msgspec.Struct):
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
 
 
 class Response(msgspec.Struct):

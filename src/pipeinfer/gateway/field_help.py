@@ -196,14 +196,19 @@ CHAT: dict[str, Told] = {
     "max_completion_tokens": Told("The most output tokens. Goes before `max_tokens`."),
     "add_generation_prompt": Told("Whether the template opens the assistant's turn.", "true"),
     "tools": Told(
-        "Up to 128 functions that the model may call: "
-        '`{"type": "function", "function": {"name", "description", "parameters"}}`.',
+        "Up to 128 tools that the model may call. Functions: "
+        '`{"type": "function", "function": {"name", "description", "parameters"}}`. Custom tools, '
+        'which take a text: `{"type": "custom", "custom": {"name", "description", "format"}}`, '
+        'with a format `{"type": "text"}` or `{"type": "grammar", "grammar": {"syntax", '
+        '"definition"}}` of the syntax `lark` or `regex`. Other types are refused.',
         "none",
     ),
     "tool_choice": Told(
         "`auto`: the model is free. `none`: the model is not shown any. `required`: it calls "
-        'at least one. `{"type": "function", "function": {"name": "..."}}`: it calls that one, '
-        "once.",
+        'at least one. `{"type": "function", "function": {"name": "..."}}`, or the same with '
+        '`custom`: it calls that one, once. `{"type": "allowed_tools", "allowed_tools": {"mode": '
+        '"auto" or "required", "tools": [{"type": "function", "function": {"name": "..."}}]}}`: it '
+        "is shown all tools and calls those alone.",
         "`auto` with `tools`",
     ),
     "parallel_tool_calls": Told("With false, only the first call is told.", "true"),
@@ -283,8 +288,8 @@ RESPONSES: dict[str, Told] = {
     "include_reasoning": CHAT["include_reasoning"],
     "input": Told(
         "A text, or a list of items: messages with a text or parts `input_text`, `output_text` and "
-        "`refusal`; `function_call`, `function_call_output`, `reasoning`. The `output` of an "
-        "answer may be put there as it is.",
+        "`refusal`; `function_call`, `custom_tool_call` and the same with `_output`; `reasoning`. "
+        "The `output` of an answer may be put there as it is.",
         "required",
     ),
     "instructions": Told(
@@ -293,12 +298,15 @@ RESPONSES: dict[str, Told] = {
     ),
     "max_output_tokens": Told("The most output tokens, thoughts included.", "as many as fit"),
     "tools": Told(
-        'Functions: `{"type": "function", "name", "description", "parameters"}`. Built-in tools '
-        "are refused.",
+        'Functions: `{"type": "function", "name", "description", "parameters"}`. Custom tools: '
+        '`{"type": "custom", "name", "description", "format"}` with a format `{"type": "text"}` or '
+        '`{"type": "grammar", "syntax", "definition"}`. Built-in tools are refused.',
         "none",
     ),
     "tool_choice": Told(
-        'As for chats. A function that must be called is `{"type": "function", "name": "..."}`.',
+        'As for chats. A tool that must be called is `{"type": "function", "name": "..."}`, or the '
+        'same with `custom`. `{"type": "allowed_tools", "mode", "tools": [{"type": "function", '
+        '"name": "..."}]}`: those alone are called.',
         "`auto`",
     ),
     "parallel_tool_calls": CHAT["parallel_tool_calls"],

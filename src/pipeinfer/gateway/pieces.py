@@ -14,14 +14,16 @@ SPACE = " \t\r\n"  # what sets pieces apart
 
 # Of calls: ours, nine letters and digits, or the function's name and the call's number.
 CallIds = Literal["", "short", "numbered"]
-Kind = Literal["content", "reasoning", "call", "arguments"]
+Kind = Literal["content", "reasoning", "call", "arguments", "custom", "input"]
+INPUT = "input"  # the parameter that a custom tool's text is to the model
 NEXT = -2  # in place of a call's number: content or thoughts begin anew here
 
 
 class Piece(NamedTuple):
     """A piece of an answer. `text`: of content or thoughts; a call begins with the name of its
-    tool, pieces of its arguments (JSON) follow. `call`: the number of the call, from 0; or NEXT,
-    where `text` is what sets the next message apart from one of the same kind before it."""
+    tool, pieces of its arguments (JSON) follow. The call of a custom tool begins as "custom", and
+    pieces of its input follow. `call`: the number of the call, from 0; or NEXT, where `text` is
+    what sets the next message apart from one of the same kind before it."""
 
     kind: Kind
     text: str

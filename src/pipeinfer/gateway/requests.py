@@ -18,6 +18,7 @@ from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.forms import Form, form
 from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
+from pipeinfer.gateway.offered import Offered, offered
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
 from pipeinfer.gateway.pieces import MakeReader
@@ -38,8 +39,6 @@ from pipeinfer.gateway.tools import (
     check_calls,
     for_template,
     held_final,
-    named_function,
-    tool_schemas,
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
@@ -136,16 +135,17 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     params = _params(request, terms.sampling, limit, shown, names, asked)
     _check_count(1, "n", params.n, terms)
     reading = terms.reading
-    chat, arguments, schemas = chat_prompt(request, reading)
-    check_calls(request, reading)
+    chat, arguments, tools = chat_prompt(request, reading)
+    check_calls(tools, reading)
     if request.continue_final_message and chat:
         _check_going_on(reading, chat[-1], params)
         reading = reading.going_on()
     if reading.harmony and params.thinking_token_budget is not None:
         message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
-    if schemas is not None:
-        calls = call_grammar(request, schemas, reading, asked, terms.closed)
+    if tools is not None:
+        parallel = request.parallel_tool_calls is not False
+        calls = call_grammar(tools, parallel, reading, asked, terms.closed)
         made, asked = calls.spec is not asked.spec, calls
         if made and reading.harmony and reading.goes_on:
             message = "continue_final_message: amid a message of this model no calls can be held"
@@ -153,7 +153,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         if reading.special or made:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
     if reading.harmony:
-        if asked.spec is not None and schemas is None and not reading.goes_on:
+        if asked.spec is not None and tools is None and not reading.goes_on:
             final = held_final(asked.spec, reading, asked.field)
             asked = Form(final, asked.left_out, asked.field)
         params = replace(params, skip_special_tokens=False)
@@ -173,12 +173,14 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     )
     spec = params.structured_outputs
     padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
-    reader = reading.reader(schemas, one_call, thoughts, padded)
+    schemas = None if tools is None else tools.schemas
+    custom = () if tools is None else tools.custom
+    reader = reading.reader(schemas, one_call, thoughts, padded, custom)
     job = _job(request, [call], params.n, shown)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
-    calling = Calling(reading.tool_parser.ids, before, bool(named_function(request)))
+    calling = Calling(reading.tool_parser.ids, before, tools is not None and tools.named)
     job = replace(job, left_out=asked.left_out, form=asked.field)
     return replace(job, reader=reader, params=params, calling=calling)
 
@@ -376,12 +378,12 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
 
 
 class ChatPrompt(NamedTuple):
-    """What a prompt is made of: messages, and all variables of the template. `schemas`: of the
-    tools that are among these, by name; None if none are."""
+    """What a prompt is made of: messages, and all variables of the template. `tools` that are among
+    these; None if none are."""
 
     chat: list[JsonObject]
     arguments: JsonObject
-    schemas: dict[str, JsonObject] | None
+    tools: Offered | None
 
 
 def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
@@ -391,14 +393,14 @@ def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
     _check_sendable("chat_template_kwargs", arguments)
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
-    schemas = tool_schemas(request)
-    tools: list[JsonObject] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+    tools = offered(request)
     if reading.harmony:
         check_effort(arguments)
-        chat, tools = as_shown(chat), described(tools)
-    if schemas is not None:
-        arguments["tools"] = list[JsonValue](tools)
-    return ChatPrompt(chat, arguments, schemas)
+        chat = as_shown(chat)
+    if tools is not None:
+        shown = described(tools.shown) if reading.harmony else tools.shown
+        arguments["tools"] = list[JsonValue](shown)
+    return ChatPrompt(chat, arguments, tools)
 
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
@@ -428,7 +430,10 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     message = replace(message, reasoning_content=shown, thinking=None, reasoning=None)
     plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
     if message.tool_calls is not None:
-        plain["tool_calls"] = [for_template(call) for call in message.tool_calls]
+        plain["tool_calls"] = [
+            for_template(call, f"messages[{i}].tool_calls[{j}]")
+            for j, call in enumerate(message.tool_calls)
+        ]
     content = message.refusal if message.content is None else message.content
     if isinstance(content, list):
         plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]

@@ -49,6 +49,7 @@ PROMPTING = frozenset(
     )
 )  # fmt: skip
 Salt = Annotated[str, Meta(max_length=MOST_SALT)]
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
@@ -192,33 +193,77 @@ class Function(Part, frozen=True, omit_defaults=True):
     """A tool. `parameters`: the JSON schema of its arguments."""
 
     unsupported = ("defer_loading",)
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
 
 
+class GrammarFormat(msgspec.Struct, frozen=True):
+    """What the input of a custom tool is: a text of this grammar."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class InputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a custom tool: any text, or one of the `grammar`."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarFormat | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool that takes a text."""
+
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
 class Tool(Part, frozen=True, omit_defaults=True):
-    """What a model may call."""
+    """What a model may call. `type`: "function" or "custom", and the field of that name is given;
+    tools.py refuses others by name."""
 
     unsupported = ("defer_loading",)
-    type: Literal["function"]
-    function: Function
+    type: str
+    function: Function | None = None
+    custom: CustomTool | None = None
     defer_loading: bool | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The function that must be called."""
+    """The name of a tool."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    """A tool that must be called."""
+    """A tool of the request, by its name: `type` says which field has it."""
 
-    type: Literal["function"]
-    function: Chosen
+    type: str
+    function: Chosen | None = None
+    custom: Chosen | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """The tools that may be called ("auto"), or of which some must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MOST_TOOLS)]
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """The tool that must be called; or, with the type "allowed_tools", those that may be."""
+
+    type: str
+    function: Chosen | None = None
+    custom: Chosen | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+Choice = Literal["none", "auto", "required"] | ToolChoice
 
 
 class ChatRequest(Generation, frozen=True, kw_only=True):
@@ -231,7 +276,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     enable_thinking: bool | None = None
@@ -271,7 +316,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = None
     tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
     documents: list[JsonObject] | None = None

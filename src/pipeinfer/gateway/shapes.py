@@ -114,18 +114,21 @@ class Usage:
 
 @dataclass
 class Said:
-    """What a reader has made of a choice; of each call its name, then pieces of its arguments."""
+    """What a reader has made of a choice; of each call its name, then pieces of its arguments or,
+    of the `custom` ones, of its input."""
 
     content: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[list[str]] = field(default_factory=list[list[str]])
+    custom: set[int] = field(default_factory=set[int])
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Further ones, in order."""
         for piece in pieces:
-            if piece.kind == "call":
+            if piece.kind in ("call", "custom"):
+                self.custom |= {len(self.calls)} if piece.kind == "custom" else set()
                 self.calls.append([piece.text])
-            elif piece.kind == "arguments":
+            elif piece.kind in ("arguments", "input"):
                 self.calls[piece.call].append(piece.text)
             elif piece.kind == "reasoning":
                 self.reasoning.append(piece.text)
@@ -299,17 +302,19 @@ def _delta(answer: Answer, index: int, piece: Piece) -> JsonObject:
         begun: JsonObject = {"name": piece.text, "arguments": ""}
         return {"function_call": begun if piece.kind == "call" else {"arguments": piece.text}}
     call: JsonObject = {"index": piece.call, "function": {"arguments": piece.text}}
-    if piece.kind == "call":
-        call = {
-            "index": piece.call,
-            **_call(answer.call_id(index, piece.call, piece.text), piece.text, ""),
-        }
+    if piece.kind == "input":
+        call = {"index": piece.call, "custom": {"input": piece.text}}
+    elif piece.kind != "arguments":
+        call_id = answer.call_id(index, piece.call, piece.text)
+        call = {"index": piece.call, **_call(call_id, piece.text, "", piece.kind == "custom")}
     return {"tool_calls": [call]}
 
 
-def _call(call_id: str, name: str, arguments: str) -> JsonObject:
-    function: JsonObject = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+def _call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
+    """`text`: its arguments, or the input of a custom one."""
+    if custom:
+        return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
@@ -325,8 +330,8 @@ def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
     elif said.calls:
         message["tool_calls"] = [
-            _call(answer.call_id(index, number, name), name, "".join(arguments))
-            for number, (name, *arguments) in enumerate(said.calls)
+            _call(answer.call_id(index, number, name), name, "".join(texts), number in said.custom)
+            for number, (name, *texts) in enumerate(said.calls)
         ]
     return message
 

@@ -21,14 +21,15 @@ from pipeinfer.gateway.schema import (
     Bounded,
     ChatMessage,
     ChatRequest,
+    Choice,
     Chosen,
     Function,
     JsonSchema,
-    NamedTool,
     Part,
     ResponseFormat,
     Salt,
     Tool,
+    ToolChoice,
 )
 from pipeinfer.gateway.unsupported_fields import HARMLESS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject
@@ -78,7 +79,7 @@ class InputTool(Part, frozen=True):
     """A tool of the client; `input_schema` is the JSON schema of its arguments."""
 
     unsupported = ("defer_loading",)
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")] | None = None
     input_schema: JsonObject | None = None
     description: str | None = None
     type: str | None = None
@@ -86,7 +87,7 @@ class InputTool(Part, frozen=True):
     defer_loading: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class MessagesToolChoice(msgspec.Struct, frozen=True):
     """Whether and which tools are called; `name` goes with "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -126,7 +127,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[InputTool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -237,19 +238,20 @@ def _tools(request: CountRequest) -> list[Tool] | None:
             where = f"tools[{i}].type"
             message = f"{where}: {tool.type[:100]!r} is not supported, only 'custom' is"
             raise ApiError(400, message, where, "unsupported_parameter")
-        function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
+        name = _given(tool.name, f"tools[{i}].name")
+        function = Function(name, tool.description, tool.input_schema, tool.strict)
         tools.append(Tool("function", function))
     return tools
 
 
-def _choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedTool | None:
+def _choice(choice: MessagesToolChoice | None) -> Choice | None:
     if choice is None:
         return None
     if choice.type == "tool":
         if choice.name is None:
             message = "tool_choice.name must be given"
             raise ApiError(400, message, "tool_choice.name", "invalid_value")
-        return NamedTool("function", Chosen(choice.name))
+        return ToolChoice("function", Chosen(choice.name))
     return "required" if choice.type == "any" else choice.type
 
 

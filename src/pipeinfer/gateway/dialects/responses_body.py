@@ -12,17 +12,23 @@ from msgspec import Meta
 
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.offered import check_kind
 from pipeinfer.gateway.schema import (
     INT32,
     MOST_MESSAGES,
     MOST_TIMEOUT,
     MOST_TOOLS,
+    AllowedTools,
     Body,
     Bounded,
     ChatMessage,
     ChatRequest,
+    Choice,
     Chosen,
+    CustomTool,
     Function,
+    GrammarFormat,
+    InputFormat,
     JsonSchema,
     NamedTool,
     Part,
@@ -33,6 +39,8 @@ from pipeinfer.gateway.schema import (
     Structured,
     TokenId,
     Tool,
+    ToolChoice,
+    ToolName,
 )
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
 from pipeinfer.json_values import JsonObject
@@ -48,6 +56,8 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "tools": "tools",
+    "tool_choice": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -63,7 +73,7 @@ class InputPart(msgspec.Struct, frozen=True):
 
 class InputItem(msgspec.Struct, frozen=True):
     """One item of the conversation. `type`: message (also where there is none), function_call,
-    function_call_output, or reasoning; each has some of the other fields."""
+    custom_tool_call, the same with _output, or reasoning; each has some of the other fields."""
 
     type: str | None = None
     role: Role | None = None
@@ -71,28 +81,56 @@ class InputItem(msgspec.Struct, frozen=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     phase: str | None = None
 
 
-class FunctionTool(Part, frozen=True):
-    """A tool; `parameters` is the JSON schema of its arguments. Only functions are served."""
+class ToolFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the input of a custom tool is: any text, or one of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class ResponsesTool(Part, frozen=True):
+    """A tool: a function, of which `parameters` is the JSON schema of its arguments, or a custom
+    one that takes a text of the `format`."""
 
     unsupported = ("defer_loading",)
     type: str
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")] | None = None
+    name: ToolName | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    format: ToolFormat | None = None
     defer_loading: bool | None = None
 
+    def said_again(self) -> JsonObject:
+        """As an answer shows it."""
+        shown: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
+        if self.type == "function":
+            return {**shown, "parameters": self.parameters, "strict": self.strict}
+        return {**shown, "format": msgspec.to_builtins(self.format) or {"type": "text"}}
 
-class NamedFunction(msgspec.Struct, frozen=True):
-    """The function that must be called."""
 
-    type: Literal["function"]
-    name: str
+class ResponsesNamedTool(msgspec.Struct, frozen=True):
+    """A tool of the request, by its name."""
+
+    type: str
+    name: str | None = None
+
+
+class ResponsesToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tool that must be called; or, with the type "allowed_tools", those `tools` that may be or
+    ("required") of which some must be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ResponsesNamedTool], Meta(max_length=MOST_TOOLS)] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -126,8 +164,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     refused: ClassVar[Refusals] = RESPONSES
     input: str | list[InputItem]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: CallBound | None = None
     max_output_tokens: Bounded | None = None
@@ -230,27 +268,51 @@ def _arguments(request: ResponsesRequest) -> JsonObject | None:
 def _tools(request: ResponsesRequest) -> list[Tool] | None:
     if request.tools is None:
         return None
-    tools: list[Tool] = []
-    for i, tool in enumerate(request.tools):
-        where = f"tools[{i}]"
-        if tool.type != "function":
-            message = f"{where}.type: {tool.type[:100]!r} is not supported, only 'function' is"
-            raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
-        name = _given(tool.name, f"{where}.name")
-        function = Function(name, tool.description, tool.parameters, tool.strict)
-        tools.append(Tool("function", function))
-    return tools
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
 
 
-def _choice(
-    request: ResponsesRequest,
-) -> Literal["none", "auto", "required"] | NamedTool | None:
+def _tool(tool: ResponsesTool, where: str) -> Tool:
+    check_kind(tool.type, f"{where}.type")
+    name = _given(tool.name, f"{where}.name")
+    if tool.type == "function":
+        return Tool("function", Function(name, tool.description, tool.parameters, tool.strict))
+    format = None if tool.format is None else _format(tool.format, f"{where}.format")
+    return Tool("custom", custom=CustomTool(name, tool.description, format))
+
+
+def _format(given: ToolFormat, where: str) -> InputFormat:
+    if given.type == "text":
+        return InputFormat("text")
+    definition = _given(given.definition, f"{where}.definition")
+    if given.syntax is None:
+        raise ApiError(400, f"{where}.syntax must be given", f"{where}.syntax", "invalid_value")
+    return InputFormat("grammar", GrammarFormat(given.syntax, definition))
+
+
+def _choice(request: ResponsesRequest) -> Choice | None:
     choice = request.tool_choice
     if choice == "auto" and not request.tools:
         return None  # the API's own default, which clients send along
     if isinstance(choice, str) or choice is None:
         return choice
-    return NamedTool("function", Chosen(choice.name))
+    if choice.type != "allowed_tools":
+        one = _named(choice.type, choice.name, "tool_choice")
+        return ToolChoice(one.type, one.function, one.custom)
+    mode = choice.mode
+    if mode is None or choice.tools is None:
+        where = f"tool_choice.{'mode' if mode is None else 'tools'}"
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    tools = [
+        _named(tool.type, tool.name, f"tool_choice.tools[{i}]")
+        for i, tool in enumerate(choice.tools)
+    ]
+    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
+
+
+def _named(kind: str, name: str | None, where: str) -> NamedTool:
+    check_kind(kind, f"{where}.type", *(("allowed_tools",) if where == "tool_choice" else ()))
+    chosen = Chosen(_given(name, f"{where}.name"))
+    return NamedTool(kind, **{kind: chosen})
 
 
 def _given(value: str | None, where: str) -> str:
@@ -290,7 +352,11 @@ def _say(turns: Turns, item: InputItem, where: str) -> None:
         call_id = _given(item.call_id, f"{where}.call_id")
         arguments = _given(item.arguments, f"{where}.arguments")
         turns.call(call_id, _given(item.name, f"{where}.name"), arguments)
-    elif kind == "function_call_output":
+    elif kind == "custom_tool_call":
+        call_id = _given(item.call_id, f"{where}.call_id")
+        text = _given(item.input, f"{where}.input")
+        turns.call_custom(call_id, _given(item.name, f"{where}.name"), text)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         call_id = _given(item.call_id, f"{where}.call_id")
         turns.result(call_id, _texts(item.output, f"{where}.output"))
     else:

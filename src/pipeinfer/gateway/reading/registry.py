@@ -22,6 +22,7 @@ from pipeinfer.gateway.reading.call_grammars import (
     llama3,
     mistral,
 )
+from pipeinfer.gateway.reading.custom_inputs import CustomInputs
 from pipeinfer.gateway.reading.elements import (
     GLM45,
     GLM47,
@@ -236,10 +237,19 @@ class Reading:
         one_call: bool = False,
         thoughts: bool = True,
         padded: bool = False,
+        custom: Collection[str] = (),
     ) -> MakeReader | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
         not looked for. `one_call`: further ones are left out. `thoughts`: they are shown.
-        `padded`: as for Thinking."""
+        `padded`: as for Thinking. `custom`: tools that take a text."""
+        made = self._reader(schemas, one_call, thoughts, padded)
+        if made is None or not custom:
+            return made
+        return lambda state: CustomInputs(made(state), custom)
+
+    def _reader(
+        self, schemas: Schemas | None, one_call: bool, thoughts: bool, padded: bool
+    ) -> MakeReader | None:
         if self.harmony:
             return self._harmony(schemas, one_call, thoughts)
         calls = self.tool_parser.make if schemas is not None else None
