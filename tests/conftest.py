@@ -16,7 +16,8 @@ import pytest
 from quick_rule import is_quick
 
 DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
-TOGETHER = ("smollm2",)  # its tests share a model of transformers that takes long to load
+# Their tests share a server, or a model of transformers that takes long to load.
+TOGETHER = ("blackbox", "smollm2")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Stages that die in tests leave their flight recordings there, and not in somebody's home.

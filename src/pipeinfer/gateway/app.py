@@ -20,7 +20,7 @@ from pipeinfer.gateway.access import REQUEST_ID, name_of
 from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.page import Page
@@ -146,7 +146,10 @@ class _Handlers:
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, DetokenizeRequest)
         call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._answering.encoded(request, call)
+        try:
+            prompt = await self._answering.encoded(request, call)
+        except ApiError as error:
+            raise renamed(error, {"prompt": "tokens"}) from None
         return json_response({"prompt": prompt.prompt_text})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:

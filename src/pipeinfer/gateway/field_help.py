@@ -156,12 +156,13 @@ GENERATION: dict[str, Told] = {
     "thinking_token_budget": Told(
         "The most tokens of thoughts, between `<think>` and `</think>` or the model's own tags. "
         "Then the model is made to go on with its answer. Not with `allowed_token_ids` or "
-        "`bad_words`, and not where `continue_final_message` goes on amid thoughts.",
+        "`bad_words`, and not where `continue_final_message` goes on amid thoughts. -1 is "
+        "none.",
         "without limit",
     ),
     "response_format": Told(
         'The form of the answer: `{"type": "json_object"}`, or `{"type": "json_schema", '
-        '"json_schema": {"schema": {...}}}`.',
+        '"json_schema": {"schema": {...}}}`. A `schema` may also stand beside either `type`.',
         "text",
     ),
     "structured_outputs": Told(
@@ -403,7 +404,7 @@ TOKENIZE: dict[str, Told] = {
 }
 DETOKENIZE: dict[str, Told] = {
     **MODEL,
-    "tokens": Told("Token ids.", "required"),
+    "tokens": Told("Token ids; as many as the body can hold.", "required"),
     "skip_special_tokens": Told("Special tokens have no text.", "false"),
 }
 

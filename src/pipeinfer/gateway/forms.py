@@ -95,13 +95,18 @@ def _asked(request: Generation) -> Iterator[Found]:
 
 
 def _response_format(given: ResponseFormat) -> StructuredOutputs:
+    """OpenAI's json_object has no schema. Others' may have one, and then is that schema."""
+    schema = None if given.json_schema is None else given.json_schema.schema
+    if schema is not None and given.schema is not None:
+        message = "response_format: an answer has one form, but json_schema and schema are given"
+        raise ApiError(400, message, "response_format", "invalid_value")
+    schema = given.schema if schema is None else schema
+    if schema is not None:
+        return StructuredOutputs(json=_text(schema))
     if given.type == "json_object":
         return StructuredOutputs(json=ANY_OBJECT)
-    schema = None if given.json_schema is None else given.json_schema.schema
-    if schema is None:
-        message = "response_format.json_schema.schema must be given with type json_schema"
-        raise ApiError(400, message, "response_format", "invalid_value")
-    return StructuredOutputs(json=_text(schema))
+    message = "response_format.json_schema.schema must be given with type json_schema"
+    raise ApiError(400, message, "response_format", "invalid_value")
 
 
 def _structured(given: Structured) -> StructuredOutputs:

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import msgspec
 from msgspec.structs import replace
 
+from pipeinfer.gateway.client_marks import without_marks
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
@@ -411,7 +412,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
     check_arguments(call for m in messages for call in m.tool_calls or ())
-    return [_message(i, message) for i, message in enumerate(messages)]
+    return without_marks([_message(i, message) for i, message in enumerate(messages)])
 
 
 def _check_sendable(param: str, value: JsonValue) -> None:

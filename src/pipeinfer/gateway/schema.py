@@ -23,7 +23,8 @@ from pipeinfer.gateway.unsupported_fields import (
     Refusals,
     asks_for_nothing,
 )
-from pipeinfer.json_values import JsonObject
+from pipeinfer.gateway.whole_numbers import with_whole_numbers
+from pipeinfer.json_values import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
@@ -68,23 +69,6 @@ class JsonSchema(msgspec.Struct, frozen=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's form of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's form of an answer; exactly one is given. `grammar`: Lark or GBNF."""
-
-    json: JsonObject | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +141,35 @@ class Part(msgspec.Struct, frozen=True):
         for name in self.unsupported:
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported by this server")
+
+
+class ResponseFormat(Part, frozen=True):
+    """OpenAI's form of an answer. `schema`: where llama.cpp and others look for it."""
+
+    unsupported = ("value",)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: JsonObject | bool | None = None
+    value: JsonValue = None
+
+
+class Structured(Part, frozen=True, forbid_unknown_fields=True):
+    """vLLM's form of an answer; exactly one is given. `grammar`: Lark or GBNF."""
+
+    unsupported = (
+        "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
+        "structural_tag",
+    )  # fmt: skip
+    json: JsonObject | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None  # to another compiler, of which there is one here
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | JsonObject | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -362,7 +375,7 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         others = {name: fields[name] for name in fields if name not in known}
         if others:
             _check_unsupported(others, kind, strange)
-        decoded = msgspec.json.decode(body, type=kind)
+        decoded = _typed(body, fields, kind)
         if unknown := unknown_within(fields, kind):
             strange(unknown)
         return decoded
@@ -370,6 +383,16 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _typed(body: bytes, fields: Mapping[str, msgspec.Raw], kind: type[Request]) -> Request:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        whole = with_whole_numbers(fields, kind)
+        if whole is None:
+            raise
+        return msgspec.json.decode(whole, type=kind)
 
 
 def _check_unsupported(

@@ -204,7 +204,12 @@ class Chunks:
         said = b'[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]' % (index, delta)
         if prompt_ids is not None:
             said += b',"prompt_token_ids":%s' % _json.encode(prompt_ids)
-        return b'data: %s,"choices":%s%s' % (self._head, said, self._usage)
+        usage = self._usage
+        if self._counts is not None:  # no token of this choice has been told yet
+            told = sum(n.output for i, n in enumerate(self._counts) if i != index)
+            total = Usage(sum(n.prompt for n in self._counts), told)
+            usage = b',"usage":%s}\n\n' % _json.encode(total.so_far())
+        return b'data: %s,"choices":%s%s' % (self._head, said, usage)
 
     def text(self, index: int, text: str) -> bytes:
         """A chunk of text; the hot path of streaming."""

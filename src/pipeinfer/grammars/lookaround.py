@@ -1,7 +1,8 @@
-"""Regular expressions that look ahead, as several that do not and must all match.
+"""Regular expressions as the compiler of grammars takes them.
 
-The compiler of grammars knows no look-around. Patterns of the wild have it at their beginning:
-pydantic's of decimal numbers, zod's of addresses, rules for passwords.
+It knows no look-around: a pattern that looks ahead becomes several that do not and must all match.
+Patterns of the wild do at their beginning: pydantic's of decimal numbers, zod's of addresses, rules
+for passwords. And its digits are those of all scripts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,25 @@ _ALL_OF = re.compile(rf"\^?{_ONE}[*+]\$")
 _SOMEWHERE = re.compile(rf"\.\*{_ONE}")
 _TWICE = re.compile(rf"\.\*{_ONE}(?P=one)")
 _FIRST = re.compile(_ONE)
+# An escaped letter, the beginning of a class with a bracket that is one of its letters, its end.
+_PIECE = re.compile(r"\\.|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
 _LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")
+
+
+def with_plain_digits(pattern: str) -> str:
+    """`\\d` as 0 to 9, which every engine takes for digits, also within classes. Where it says what
+    does not match it stays: then digits of other scripts match neither."""
+    parts: list[str] = []
+    negated: list[bool] = []  # by class around the place
+    for piece in _PIECE.findall(pattern):
+        if piece == "\\d" and not any(negated):
+            piece = "0-9" if negated else "[0-9]"
+        elif piece[0] == "[":
+            negated.append(piece.startswith("[^"))
+        elif piece == "]" and negated:
+            negated.pop()
+        parts.append(piece)
+    return "".join(parts)
 
 
 def without_lookaround(pattern: str) -> tuple[list[str], bool]:

@@ -51,6 +51,7 @@ INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
 # Of the server's own tools, of which there are none, so a function's calls never count.
 CallBound = Annotated[int, Meta(ge=1, le=INT32)]
 TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+UNFINISHED = frozenset(("in_progress", "incomplete"))
 # What chats call a field, and what it is called here.
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -85,6 +86,7 @@ class InputItem(msgspec.Struct, frozen=True):
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     phase: str | None = None
+    status: str | None = None
 
 
 class ToolFormat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -205,9 +207,12 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as the body of a chat. ApiError 400."""
-    logprobs = _logprobs(request)
+    logprobs, messages = _logprobs(request), _messages(request)
+    goes_on = _goes_on(request, messages)
     chat = ChatRequest(
-        messages=_messages(request),
+        messages=messages,
+        continue_final_message=goes_on or None,
+        add_generation_prompt=False if goes_on else None,
         model=request.model,
         stream=request.stream,
         temperature=request.temperature,
@@ -241,8 +246,19 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     form = request.text.format if request.text is not None else None
     if form is None:
         return chat
+    if goes_on and form.type != "text":
+        message = "text.format: what goes on from an unfinished message has no form of its own"
+        raise ApiError(400, message, "text.format", "unsupported_parameter")
     schema = JsonSchema(form.schema, form.name, form.description, form.strict)
     return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
+
+
+def _goes_on(request: ResponsesRequest, messages: list[ChatMessage]) -> bool:
+    """Whether the last item is a message of the assistant that its status calls unfinished."""
+    last = None if isinstance(request.input, str) else request.input[-1]
+    if last is None or last.status not in UNFINISHED or last.role != "assistant":
+        return False
+    return (last.type or "message") == "message" and bool(messages[-1].content)
 
 
 def _logprobs(request: ResponsesRequest) -> bool:
