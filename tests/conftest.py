@@ -56,6 +56,10 @@ def pytest_collection():
         gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries look at the end whether all of theirs is gone
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     if pyfuncitem.path.parent.name not in DRAW:
