@@ -238,6 +238,8 @@ CHATS: list[tuple[Any, str]] = [
      "tools[0].custom.format.grammar"),
     ({"tools": [NOW, with_grammar("lark", NESTED)]}, "tools[1].custom.format"),
     ({"tools": [NOW, with_grammar("lark", "start: unknown")]}, "tools[1].custom.format"),
+    ({"tools": [{"type": "custom", "custom": {**with_grammar("lark", "x" * 40_000)["custom"],
+                                              "name": name}} for name in "ab"]}, "tools"),
     ({**TOOLS, "tool_choice": allowed()}, WHERE),
     ({**TOOLS, "tool_choice": allowed({"type": "function", "function": {"name": "nobody"}})},
      f"{WHERE}[0].function.name"),

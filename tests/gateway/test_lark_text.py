@@ -183,6 +183,10 @@ def test_hostile_grammars_are_refused_soon() -> None:
             assert as_regex(grammar), "the compiler says what is wrong with it"
             with pytest.raises(Unfit, match="no end"):
                 may_say(grammar, ESCAPED)
+    with pytest.raises(Unfit):
+        as_regex("start: {" + " " * 60_000 + "x")
+    many = "".join(f"[{chr(letter)}x]" for letter in range(0x4E00, 0x4E00 + 15_000))
+    assert may_say(f"start: /{many}/ start", ESCAPED), "more than are looked at"
     assert time.monotonic() - begun < 5
 
 

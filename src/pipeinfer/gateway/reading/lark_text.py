@@ -16,6 +16,7 @@ from typing import NamedTuple
 MOST_DEFINITION = 64 * 1024  # letters
 MOST_LETTERS = 32 * 1024  # of an expression: rules that are put in each other's places may multiply
 MOST_WORK = 16 * MOST_LETTERS  # letters that are put together on the way
+MOST_ATOMS = 1_000  # different letters and classes that are looked at
 MOST_LEVELS = 64  # of rules and brackets within each other
 # A JSON string has these as escapes alone.
 ESCAPED = '"\\' + "".join(map(chr, range(32)))
@@ -28,7 +29,7 @@ _TOKEN = re.compile(
       | %import\s+common\s*\((?P<several>[\w\s,]*)\)
       | (?P<ignore>%ignore)
       | (?:[?!])?(?P<head>\b[A-Za-z_]\w*)\s*:
-      | (?P<times>\{\s*\d*\s*,?\s*\d*\s*\}|~\s*\d+(?:\s*\.\.\s*\d+)?|[?*+])
+      | (?P<times>\{[\s\d,]*\}|~\s*\d+(?:\s*\.\.\s*\d+)?|[?*+])
       | (?P<name>[A-Za-z_]\w*)
       | (?P<named>->\s*\w+)
       | (?P<mark>[()\[\]|])
@@ -91,9 +92,13 @@ def as_regex(definition: str) -> str:
 def may_say(definition: str, letters: str) -> bool:
     """Whether any text of the grammar may have one of the `letters`, which are ASCII; rather yes
     than no. Raises Unfit."""
-    parts = [token.text for tokens in _Grammar(definition).bodies() for token in tokens
-             if token.kind == "regex"]  # fmt: skip
-    return any(_hits(atom, letter) for part in parts for atom in _atoms(part) for letter in letters)
+    atoms: set[_Atom] = set()
+    for tokens in _Grammar(definition).bodies():
+        for token in tokens:
+            atoms.update(_atoms(token.text) if token.kind == "regex" else ())
+            if len(atoms) > MOST_ATOMS:
+                return True
+    return any(_hits(atom, letters) for atom in atoms)
 
 
 class _Grammar:
@@ -258,11 +263,11 @@ class _Atom(NamedTuple):
     dotall: bool
 
 
-def _hits(atom: _Atom, letter: str) -> bool:
-    """Whether it may stand for that letter."""
+def _hits(atom: _Atom, letters: str) -> bool:
+    """Whether it may stand for one of them."""
     text = atom.text
     if text == ".":
-        return atom.dotall or letter != "\n"
+        return atom.dotall or letters != "\n"
     if text[0] == "[":
         text = _IN_CLASS.sub(_in_python, text)
         if re.search(r"&&|--|~~|(?<!\\)\[|\\[pPuU]\{|\\[pP]", text[1:]):
@@ -270,7 +275,7 @@ def _hits(atom: _Atom, letter: str) -> bool:
     elif text[:2] in (r"\p", r"\P") or text[1:3] in ("x{", "u{", "U{"):
         return True
     try:
-        return re.fullmatch(text, letter, re.ASCII) is not None
+        return re.search(text, letters, re.ASCII) is not None
     except re.error:
         return True
 
