@@ -231,7 +231,8 @@ OF_RESPONSES = [
 OF_MESSAGES = [
     {"max_tokens": -1}, {"max_tokens": 0}, {"max_tokens": None}, {"messages": []},
     {"messages": "hi"}, {"temperature": -1}, {"stop_sequences": "a"}, {"stream": "yes"},
-    {"thinking": {"type": "something-new"}}, {"tool_choice": {"type": "any"}},
+    {"thinking": {"type": "something-new"}},
+    {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"tool_choice": {"type": "any"}},
     {"tools": [{"name": "f", "input_schema": ONE}], "tool_choice": {"type": "tool", "name": "g"}},
     {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
     {"mcp_servers": [{"type": "url"}]}, {"container": {"id": "c"}},

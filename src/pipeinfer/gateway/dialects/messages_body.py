@@ -13,6 +13,7 @@ from msgspec import Meta
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.schema import (
+    INT32,
     MOST_MESSAGES,
     MOST_TIMEOUT,
     MOST_TOOLS,
@@ -99,7 +100,7 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
     """Whether the model thinks, with "enabled" how many tokens at most, and whether it shows."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Bounded | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # -1 is no limit in chats
     display: Literal["summarized", "omitted"] | None = None
 
 
