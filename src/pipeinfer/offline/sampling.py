@@ -116,7 +116,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | params.StructuredOutputs | None = None
     n: int = 1
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
@@ -171,8 +171,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             raise RequestError("stop looks at the text, which detokenize=False leaves out", "stop")
         names = params.SamplingParams.__struct_fields__
         kept: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.structured_outputs is not None:
-            kept["structured_outputs"] = self.structured_outputs.plain()
+        make = getattr(self.structured_outputs, "plain", None)  # else it is as stages know it
+        if make is not None:
+            kept["structured_outputs"] = make()
         return params.SamplingParams(**kept)
 
 
