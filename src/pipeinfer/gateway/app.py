@@ -19,6 +19,7 @@ from pipeinfer.gateway import docs_page, openapi
 from pipeinfer.gateway.access import REQUEST_ID, name_of
 from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
 from pipeinfer.gateway.best_of import Best
+from pipeinfer.gateway.cache_resets import RESET
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
@@ -38,8 +39,6 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
-
-RESET = 10.0  # seconds; a group that is started again takes longer, and then has nothing cached
 
 
 def build_app(service: Service) -> web.Application:
@@ -155,10 +154,8 @@ class _Handlers:
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's; what is in the body, if anything, says nothing."""
         self._answering.check_room(0)
-        rows = self._service.core.health.rows.values()
-        groups = {row.group for row in rows if row.name == "scheduler"}
-        name = f"reset-{uuid.uuid4().hex}"
-        missing = await self._service.port.reset_caches(name, groups, RESET)
+        stages = self._service.core.health.rows.values()
+        missing = await self._service.port.reset_caches(stages)
         if missing:
             message = f"groups {sorted(missing)} have not answered within {RESET:g} s"
             raise ApiError(503, message, code="reset_unanswered", retry_after=1)

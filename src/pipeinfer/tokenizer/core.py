@@ -284,13 +284,15 @@ class TokenizerCore:
     def _accepted(self, event: Submit, prompt: Prompt, group: int) -> Send:
         ids = prompt.ids
         texted = event.return_prompt_text and event.text is None
+        # What a template made of a chat: without special tokens its turns would run together.
+        skip = event.params.skip_special_tokens and event.chat is None
         accepted = Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
             prompt_tokens=len(ids),
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
-            prompt_text=self._encoder.text(ids, event.params) if texted else "",
+            prompt_text=self._encoder.text(ids, skip) if texted else "",
             choices=event.choices,
             thoughts=prompt.left,
         )

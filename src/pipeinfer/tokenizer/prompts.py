@@ -194,12 +194,11 @@ class PromptEncoder:
             raise Rejected(message, "bad_words")
         return tuple(ids)
 
-    def text(self, ids: np.ndarray, params: SamplingParams) -> str:
+    def text(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
         """What these ids say; nothing where there is no tokenizer."""
         if self._tokenizer is None:
             return ""
-        known, special = ids.tolist(), params.skip_special_tokens
-        return self._tokenizer.decode(known, skip_special_tokens=special)
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
     # ------------------------------------------------------------------------------------- encoding
 
