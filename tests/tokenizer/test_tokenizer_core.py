@@ -515,7 +515,7 @@ def test_requests_of_a_host_that_is_lost_go_on_at_another_group_as_the_next_atte
     hosts.up = {1}
     assert hosts.wait(5.0) == []
     asked = HandOver("a", 3, "tokenizer-0")
-    assert hosts.wait(1.0) == [Send("recovery", "detokenizer-0", asked)]
+    assert hosts.wait(1.0) == [Send("recovery", "gateway-1", asked)]
     told = Delivered("a", 4, pack([7]))
     sends = hosts.core.handle(told, hosts.now)
     assert [(send.channel, send.to) for send in sends] == [

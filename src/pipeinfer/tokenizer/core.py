@@ -410,7 +410,7 @@ class TokenizerCore:
         return out
 
     def _leave_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: the detokenizer knows what they delivered. What
+        """The same for groups that cannot be asked: gateways know what of it clients have. What
         nobody takes fails in the end."""
         out: list[Send] = []
         for group, seconds in self._watch.lost(now):
@@ -423,7 +423,7 @@ class TokenizerCore:
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
                 asked = HandOver(work.request_id, work.attempt, self._roll_call.stage)
-                out.append(Send("recovery", f"detokenizer-{work.detokenizer}", asked))
+                out.append(Send("recovery", f"gateway-{work.gateway}", asked))
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
@@ -434,8 +434,8 @@ class TokenizerCore:
         return due
 
     def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
-        """A group has handed a request over, with its output so far; or a detokenizer has, as the
-        next attempt, and what its group still does is in vain."""
+        """A group has handed a request over, with its output so far; or a gateway has, as the next
+        attempt, and what its group still does is in vain."""
         entry = self._ledger.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
