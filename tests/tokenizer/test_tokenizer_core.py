@@ -326,6 +326,16 @@ def test_the_end_of_a_request_takes_its_way(end: Callable[[str], Message]) -> No
     assert core.stats()["ledger"] == 0
 
 
+def test_what_has_ended_and_nobody_took_is_aborted_wherever_it_may_be() -> None:
+    core = two_groups()
+    core.handle(submit("a", prompt_ids=pack([1])), 0.0)
+    gone = Abort("a", 3, "nobody has taken its end")
+    for groups in ((0,), (0, 1)):  # also what only an earlier tokenizer knew
+        sends = core.handle(Delivered("a", 3, b"", ended=True), 0.0)
+        assert sends == [Send("work", f"scheduler-{group}", gone) for group in groups]
+        assert core.stats()["ledger"] == 0
+
+
 def test_ends_of_one_message_are_sorted_by_group() -> None:
     core = two_groups()
     for name in "abc":

@@ -433,9 +433,13 @@ class TokenizerCore:
             self._asked[group] = now
         return due
 
-    def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
+    def _on_delivered(self, event: Delivered, now: float) -> list[Send]:
         """A group has handed a request over, with its output so far; or a gateway has, as the next
-        attempt, and what its group still does is in vain."""
+        attempt, and what its group still does is in vain. One that has ended nobody takes, and all
+        forget it."""
+        if event.ended:
+            gone = Abort(event.request_id, event.attempt, "nobody has taken its end")
+            return self._on_abort(gone, now)
         entry = self._ledger.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
