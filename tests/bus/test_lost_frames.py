@@ -156,7 +156,9 @@ def test_the_sender_hears_at_the_latest_after_so_many_frames_or_bytes():
 
 def test_frames_of_an_older_process_are_left_to_the_fence_and_of_a_stranger_to_the_stage():
     said: list[object] = []
-    links = Links(1, frozenset((A, B)), frozenset((A,)), lambda *one: said.append(one), print, print)
+    links = Links(
+        1, frozenset((A, B)), frozenset((A,)), lambda *one: said.append(one), print, print
+    )
     assert links.take(A, 7, 1, 0, 0.0)
     assert links.take(A, 6, 12, 0, 0.0)
     assert links.take("nobody-9", 1, 5, 0, 0.0)

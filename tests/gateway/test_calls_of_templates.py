@@ -52,6 +52,17 @@ PARSERS = {
     "seed-oss": "seed_oss",
     "step-3.5": "qwen3_coder",
 }
+# By family, the form that no parser reads, and is refused by its name. What gigachat3.1 and the
+# small lfm2 show has none.
+UNREAD = {
+    "apertus": "apertus",
+    "command-r7b": "cohere_command",
+    "deepseek-v3.2": "deepseek_v32",
+    "internlm2": "internlm",
+    "minicpm5": "minicpm5",
+    "minimax-m1": "minimax_m1",
+    "nemotron": "nemotron",
+}
 # By family, between which tags it thinks; of the others no template shows any.
 REASONING = {
     "command-r7b": "cohere_command3",
@@ -159,7 +170,11 @@ def test_parsers_are_chosen_as_published_templates_show(family: str) -> None:
     wanted = {**PARSERS, "gpt-oss": "openai"}.get(family, "")
     assert told == [wanted] * bool(wanted)
     assert reading("auto", "none", source).tools == wanted
-    assert reading("auto", "auto", source).reasoning == REASONING.get(family, "")
+    found = reading("auto", "auto", source)
+    assert found.reasoning == REASONING.get(family, "")
+    assert found.unread == UNREAD.get(family, "")
+    assert not (found.unread and wanted), "one form is read, or refused"
+    assert (found.unread in found.no_calls) == (not wanted or not found.unread)
 
 
 def readable(family: str, arguments: dict[str, Any]) -> bool:
