@@ -133,4 +133,6 @@ class Ledger:
         aged = [request for name, (request, _) in self.kept.items() if name in self._aged]
         self._aged = set(self.kept)
         self._sweep_at = now + self._patience
-        return [Delivered(r.id, r.work.attempt, b"", ended=True) for r in aged]
+        return [
+            Delivered(request_id=r.id, attempt=r.work.attempt, ids=b"", ended=True) for r in aged
+        ]
