@@ -138,8 +138,8 @@ class Work(Message, frozen=True):
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
     and answers with Delivered. On the path of the Work, so that it cannot overtake it. If the
-    group is lost, the detokenizer answers `stage` with Delivered of the next attempt: from then on
-    it hears nothing that the group says of the request."""
+    group is lost, the gateway answers `stage` with Delivered of the next attempt, which has the ids
+    that its client has: from then on nothing of an earlier attempt reaches the client."""
 
     request_id: str
     attempt: int

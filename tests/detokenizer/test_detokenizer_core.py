@@ -21,7 +21,6 @@ from pipeinfer.messages import (
     Accepted,
     Delivered,
     Done,
-    HandOver,
     Message,
     Open,
     Recover,
@@ -351,48 +350,19 @@ def test_a_request_that_another_group_took_over_is_that_groups(bench: Bench) -> 
     assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
 
 
-def handed_over(bench: Bench, name: str = "r", attempt: int = 1) -> list[Message]:
-    sends = bench.core.handle(HandOver(name, attempt, "tokenizer-0"), 0.0)
-    assert all((send.channel, send.to) == ("recovery", "tokenizer-0") for send in sends)
-    return [send.message for send in sends]
-
-
-def test_what_a_lost_group_says_after_a_hand_over_changes_nothing(bench: Bench) -> None:
+def test_what_a_lost_group_says_when_another_goes_on_changes_nothing(bench: Bench) -> None:
     ids = bench.ids("the quick brown fox")
     bench.open()
-    bench.row(ids[:1], group=0)
-    told = Delivered("r", 2, pack(ids[:1]))
-    assert handed_over(bench) == handed_over(bench) == [told], "also if it is asked again"
-    bench.row(ids[1:2], 1, group=0)
-    bench.open()
-    bench.row([9], 1, group=0)
-    assert bench.delivered(0) == [], "a successor of its scheduler has nothing of it"
+    bench.row(ids[:2], group=0)
     bench.open(attempt=2, group=1)
-    assert handed_over(bench) == [], "it goes on already"
+    bench.row(ids[2:], 2, group=0, finish="length")
+    bench.open()
     bench.say(Abort("r", 1))
+    assert bench.delivered(0) == [], "a successor of its scheduler has nothing of it"
     bench.row(ids, 0, group=1, finish="length")
-    assert bench.text == "the quick brown fox" and bench.token_ids == ids
-    assert {row.attempt for row in bench.rows} == {1, 2}
-
-
-def test_a_request_that_no_lost_group_opened_begins_elsewhere(bench: Bench) -> None:
-    assert handed_over(bench) == handed_over(bench) == [Delivered("r", 2, b"")]
-    bench.open()
-    bench.row([1], group=0)
-    assert bench.rows == [], "it came back, and somebody else has begun"
-    bench.open(attempt=2, group=1)
-    bench.row([1], group=1)
-    assert len(bench.rows) == 1
-    bench.open("s")
-    bench.row([1], name="s", finish="length", group=0)
-    assert handed_over(bench, "s") == [], "it has ended"
-
-
-def test_a_detokenizer_that_was_not_told_what_was_delivered_hands_nothing_over() -> None:
-    """Its predecessor's clients have seen text that nobody could go on from."""
-    core = DetokenizerCore(DecoderFactory(None), "detokenizer-0", 7, ("scheduler-0", "scheduler-1"))
-    core.handle(Tick(), 0.0)
-    assert core.handle(HandOver("r", 1, "tokenizer-0"), 0.0) == []
+    begun, whole = bench.rows
+    assert (begun.attempt, begun.text, begun.token_offset) == (1, "the quick", 0)
+    assert (whole.attempt, whole.text, whole.token_offset) == (2, "the quick brown fox", 0)
 
 
 def test_an_earlier_attempt_changes_nothing_of_a_later_one(bench: Bench) -> None:

@@ -4,6 +4,9 @@ its markers are tokens of prompts and answers, its answers end with a call, and 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +50,8 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     TOKENS.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(
-        str(folder), "--served-model-name", "test", "--dtype", "float32", "--in-process"
-    ) as running:
+    flags = ("--served-model-name", "test", "--dtype", "float32", "--kv-pages", "512")
+    with Server(str(folder), *flags, "--threads", "1", "--no-page") as running:
         yield running
 
 
@@ -115,3 +117,54 @@ def test_the_template_writes_tokens_and_a_client_writes_letters(server: Server) 
     )
     at = theirs["input_ids"].index(END, at)
     assert ids == [*theirs["input_ids"][:at], *spelled, *theirs["input_ids"][at + 1 :]]
+
+
+NOTE: Any = {
+    "type": "object",
+    "properties": {"note": {"type": "string", "minLength": 150, "maxLength": 150}},
+    "required": ["note"],
+    "additionalProperties": False,
+}
+
+
+class Streamed:
+    """A streamed chat that thinks and then calls a tool; `during(self)` is asked after each chunk,
+    and told what came so far."""
+
+    def __init__(self, api: openai.OpenAI, during: Callable[[Streamed], object]) -> None:
+        self.thoughts, self.content, self.arguments = "", "", ""
+        self.finish: str | None = None
+        tool = {"type": "function", "function": {"name": "write", "parameters": NOTE}}
+        likely = {str(TOKENS.token_to_id("a")): 4}  # so that it begins with its analysis
+        more: Any = {"tool_choice": "required", "max_tokens": 900, "seed": 5, "logit_bias": likely}
+        said = asked(api, tools=[tool], stream=True, **more)
+        for chunk in said:
+            delta = chunk.choices[0].delta
+            self.thoughts += (delta.model_extra or {}).get("reasoning_content") or ""
+            self.content += delta.content or ""
+            calls = [call.function for call in delta.tool_calls or ()]
+            self.arguments += "".join(call.arguments or "" for call in calls)
+            self.finish = chunk.choices[0].finish_reason or self.finish
+            during(self)
+
+    def whole(self) -> tuple[object, ...]:
+        return self.thoughts, self.content, self.arguments, self.finish
+
+
+def test_an_engine_that_dies_amid_thoughts_and_amid_a_call_changes_neither(
+    api: openai.OpenAI, server: Server
+) -> None:
+    calm = Streamed(api, lambda _: None)
+    assert len(calm.thoughts) > 50 and calm.finish == "tool_calls"
+    assert len(json.loads(calm.arguments)["note"]) == 150
+    killed: list[str] = []
+
+    def strike(said: Streamed) -> None:
+        """Once in each."""
+        where = "call" if len(said.arguments) > 20 else "thoughts" * (len(said.thoughts) > 5)
+        if where and where not in killed:
+            killed.append(where)
+            os.kill(server.pid("engine"), signal.SIGKILL)
+
+    assert Streamed(api, strike).whole() == calm.whole()
+    assert killed == ["thoughts", "call"]

@@ -28,7 +28,9 @@ from pipeinfer.messages import (
     Abort,
     Accepted,
     CacheReset,
+    Delivered,
     GroupFault,
+    HandOver,
     Heartbeat,
     Message,
     Recover,
@@ -201,6 +203,17 @@ class GatewayCore:
         for row in early:
             if row.request_id in self._records:
                 self._deliver(record, row, out, now)
+
+    def _hand_over(self, asked: HandOver, _now: float) -> list[Send]:
+        """Its group is lost: another one goes on after what was delivered, as the next attempt, and
+        nothing that is under way of this one is delivered any more."""
+        record = self._records.get(asked.request_id)
+        if record is None or record.attempt > asked.attempt:
+            return []  # it has ended, or that was answered
+        attempt = asked.attempt + 1
+        record.hears(attempt)
+        told = Delivered(request_id=asked.request_id, attempt=attempt, ids=bytes(record.ids))
+        return [Send("recovery", asked.stage, told)]
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
@@ -411,6 +424,7 @@ class GatewayCore:
         ResetCache: _reset_cache,
         CacheReset: _cache_reset,
         Accepted: _accepted,
+        HandOver: _hand_over,
         Refused: _refused,
         Recover: _recover,
         Heartbeat: _heartbeat,

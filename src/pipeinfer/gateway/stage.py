@@ -25,7 +25,7 @@ from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.reading.registry import UNKNOWN_FORM, reading
+from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
@@ -104,8 +104,8 @@ def terms(settings: Settings, folder: Path) -> Terms:
         "\n".join(templates.values()),
         added_tokens(folder, config),
     )
-    if read.no_calls == UNKNOWN_FORM:
-        log.warning("tools are refused unless tool_choice demands a call: %s", UNKNOWN_FORM)
+    if read.takes_tools and not read.tools and not read.off:
+        log.warning("tools are refused unless tool_choice demands a call: %s", read.no_calls)
     closed = not settings.allow_additional_properties
     return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 

@@ -412,7 +412,7 @@ class TokenizerCore:
         return out
 
     def _leave_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: the detokenizer knows what they delivered. What
+        """The same for groups that cannot be asked: gateways know what of it clients have. What
         nobody takes fails in the end."""
         out: list[Send] = []
         for group, seconds in self._watch.lost(now):
@@ -425,7 +425,7 @@ class TokenizerCore:
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
                 asked = HandOver(work.request_id, work.attempt, self._roll_call.stage)
-                out.append(Send("recovery", f"detokenizer-{work.detokenizer}", asked))
+                out.append(Send("recovery", f"gateway-{work.gateway}", asked))
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
@@ -435,9 +435,13 @@ class TokenizerCore:
             self._asked[group] = now
         return due
 
-    def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
-        """A group has handed a request over, with its output so far; or a detokenizer has, as the
-        next attempt, and what its group still does is in vain."""
+    def _on_delivered(self, event: Delivered, now: float) -> list[Send]:
+        """A group has handed a request over, with its output so far; or a gateway has, as the next
+        attempt, and what its group still does is in vain. One that has ended nobody takes, and all
+        forget it."""
+        if event.ended:
+            gone = Abort(event.request_id, event.attempt, "nobody has taken its end")
+            return self._on_abort(gone, now)
         entry = self._ledger.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups

@@ -160,6 +160,21 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 }  # fmt: skip
 # Of models that have no form of their own, and say what a grammar makes them say.
 ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
+# Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
+UNREAD_FORMS = {
+    "pythonic": r"func_name1\(param",
+    "lfm2": r"<\|tool_call_start\|>",
+    "deepseek_v32": "｜DSML｜",
+    "functiongemma": "<start_function_call>",
+    "gemma4": r"<\|tool_call>call:",
+    "cohere_command": r"<\|START_ACTION\|>",
+    "internlm": r"<\|action_start\|>",
+    "apertus": r"<\|tools_prefix\|>",
+    "granite-20b-fc": "<function_call>",
+    "minicpm5": "<function name=",
+    "minimax_m1": "<tool_calls></tool_calls>",
+    "nemotron": "<TOOLCALL>",
+}
 # Parts of one reader, by vLLM's names.
 HARMONY = ("openai", "openai_gptoss")
 
@@ -169,7 +184,7 @@ class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
     `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
     `goes_on`: the prompt ends amid the answer's last message. `off`: the settings want no
-    parser of tools."""
+    parser of tools. `unread`: a form that the template shows, and no parser reads."""
 
     tools: str = ""
     reasoning: str = ""
@@ -177,6 +192,7 @@ class Reading:
     added: Mapping[str, Added] = field(default_factory=dict[str, Added])
     goes_on: bool = False
     off: bool = False
+    unread: str = ""
 
     @property
     def harmony(self) -> bool:
@@ -199,7 +215,13 @@ class Reading:
             return "its chat template has no tools"
         if self.off:
             return "--tool-parser is none"
-        return "" if self.tools else UNKNOWN_FORM
+        return "" if self.tools else self._unknown_form
+
+    @property
+    def _unknown_form(self) -> str:
+        named = f"{self.unread}, a form" if self.unread else "a form"
+        parsers = ", ".join(TOOL_PARSERS)
+        return f"its chat template writes calls in {named} that no --tool-parser knows: {parsers}"
 
     @property
     def tool_parser(self) -> ToolParser:
@@ -277,10 +299,6 @@ class Reading:
         return make
 
 
-UNKNOWN_FORM = (
-    "its chat template writes calls in a form that no --tool-parser knows; they are "
-    + ", ".join(TOOL_PARSERS)
-)
 NOTHING = Reading()
 PART = 1024  # letters
 
@@ -332,7 +350,11 @@ def reading(
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
-    return Reading(tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none")
+    told = (name for name, mark in UNREAD_FORMS.items() if re.search(mark, template))
+    return Reading(
+        tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none",
+        unread=next(told, ""),
+    )  # fmt: skip
 
 
 def _named(flag: str, name: str, known: Collection[str], found: str) -> str:
