@@ -90,19 +90,36 @@ def call_grammar(
             name: schema if name in strict else None for name, schema in schemas.items()
         }
     free, thinks = not forced and form.spec is None, bool(reading.reasoning)
-    content = None if forced else form.spec
+    content, instead = (None, None) if forced else (form.spec, form.otherwise or form.spec)
     left_out: dict[str, tuple[str, ...]] = {}  # by function
+    write = reading.tool_parser.grammar
     try:
         for name, schema in wanted_schemas.items():
             wanted_schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
         wanted = Wanted(wanted_schemas, many, free, reading.added, thinks, content)
-        grammar = _grammar(reading.tool_parser.grammar, wanted, strict, left_out)
-        spec = StructuredOutputs(grammar=grammar)
-        check(spec)
+        spec = StructuredOutputs(grammar=_grammar(write, wanted, strict, left_out))
+        any_object = {name: s if name in strict else None for name, s in wanted.schemas.items()}
+        looser = dataclasses.replace(wanted, schemas=any_object, form=instead)
+        loses = ", ".join(
+            [f"parameters of {n}" for n in wanted.schemas if any_object[n] is not wanted.schemas[n]]
+            + [form.loses] * (content is not instead)
+        )
+        if not loses:
+            check(spec)
+            return Form(spec, _places(form, left_out), param)
+        otherwise = StructuredOutputs(grammar=write(looser))
+        check(otherwise)
     except (Inexpressible, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    places = (place for each in left_out.values() for place in each)
-    return Form(spec, (*form.left_out, *places), param)
+    try:
+        check(spec)
+    except GrammarError as error:
+        return Form(otherwise, (f"{loses}: {error}",), param)
+    return Form(spec, _places(form, left_out), param, otherwise, loses)
+
+
+def _places(form: Form, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return (*form.left_out, *(place for each in left_out.values() for place in each))
 
 
 def _grammar(
@@ -134,7 +151,12 @@ def _held(
     Raises GrammarError where a strict one is not held."""
     if not schema:
         return schema, ()
-    found = held(schema, closed, narrow=strict)
+    try:
+        found = held(schema, closed, narrow=strict)
+    except GrammarError as error:
+        if strict:
+            raise GrammarError(f"{name}: {error}") from None
+        return None, (f"parameters of {name}: {error}",)
     if strict and found.left_out:
         raise GrammarError(f"{name}: {unheld(found.left_out)}")
     places = tuple(f"{each} of {name}" for each in found.left_out)

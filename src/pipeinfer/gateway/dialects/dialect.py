@@ -142,6 +142,6 @@ def dialect_job(
     """chat_job, whose errors name the fields as the dialect calls them: `names` by chat's."""
     try:
         job = chat_job(request, base, terms, trace)
-        return replace(job, form=names.get(job.form, job.form))
+        return replace(job, asked=job.asked.called(names))
     except ApiError as error:
         raise renamed(error, names) from None
