@@ -8,6 +8,7 @@ Source: https://json-schema.org/draft/2020-12.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 from typing import cast
@@ -60,6 +61,7 @@ _UNKNOWN = (
 _TYPES = {"null", "boolean", "object", "array", "number", "string"}
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _CONDITION = ("if", "then", "else")
+_DEFINED = re.compile(r"#/(?:\$defs|definitions)/[^/]*$")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def held(schema: JsonObject | bool, closed: bool = True, narrow: bool = False) -
     if isinstance(schema, bool):
         return Held(schema)
     rewriting = _Rewriting(schema, closed, narrow)
-    made = cast(JsonObject, rewriting.schema(schema, ""))
+    made = rewriting.whole(schema)
     return Held(made, tuple(rewriting.left_out), tuple(rewriting.malformed))
 
 
@@ -93,6 +95,16 @@ class _Rewriting:
         self._narrow = narrow
         self.left_out: dict[str, None] = {}
         self.malformed: dict[str, None] = {}
+        self._moved: dict[str, str] = {}  # names of definitions, by what refers to them
+
+    def whole(self, root: JsonObject) -> JsonObject:
+        """The root, with what is referred to elsewhere than among its definitions moved there."""
+        made = cast(JsonObject, self.schema(root, ""))
+        moved, taken = JsonObject(), named(made, "$defs")
+        while len(moved) < len(self._moved):  # they may refer to more
+            to, name = list(self._moved.items())[len(moved)]
+            moved[name] = self.schema(self._facts.at(to), to.removeprefix("#/"))
+        return {**made, "$defs": {**taken, **moved}} if moved else made
 
     def schema(self, given: Schema, at: str, within: bool = False) -> Schema:
         """`within`: it is about the same value as the schema around it, which closes the object."""
@@ -106,7 +118,6 @@ class _Rewriting:
         for key in malformed(made):
             del made[key]
             self._bad(key, at)
-        self._reference(made, at)
         if self._closed and not within and "additionalProperties" not in made:
             self._close(made, self._facts.names(made))
         self._literals(made, at)
@@ -124,6 +135,7 @@ class _Rewriting:
         for key in _UNKNOWN:
             if key in made:
                 self._leave(key, at)
+        self._reference(made, at)
         made = {key: value for key, value in made.items() if key in _HELD}
         if more:
             made["allOf"] = [*listed(made, "allOf"), *more]
@@ -159,7 +171,12 @@ class _Rewriting:
     def _reference(self, made: JsonObject, at: str) -> None:
         """To what is not there, or elsewhere."""
         to = made.get("$ref")
-        if not isinstance(to, str) or self._facts.found(to):
+        if not isinstance(to, str):
+            return
+        if self._facts.found(to):
+            if to.startswith("#/") and not _DEFINED.match(to):
+                name = self._moved.setdefault(to, f"moved-{len(self._moved)}")
+                made["$ref"] = f"#/$defs/{name}"
             return
         del made["$ref"]
         if to.startswith("#"):

@@ -102,7 +102,8 @@ def _closing(pattern: str, at: int) -> int:
 # ----------------------------------------------------------------------------------------- dialects
 
 _PIECE = re.compile(
-    r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\c[A-Za-z]|\\.|\{\d+(?:,\d*)?\}|\(\?.|\{,\d|.", re.S
+    r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\{\d+(?:,\d*)?\}|\(\?.|\{,\d|.",
+    re.S,
 )
 # No boundaries of words, no references to groups, no atomic groups.
 _UNKNOWN = re.compile(r"\\[1-9bBGkZ]|\(\?[>#(]|\{,\d")

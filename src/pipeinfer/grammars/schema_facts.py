@@ -143,13 +143,13 @@ class Facts:
                 break
             if not to.startswith("#") or set(schema) - {"$ref"} - REMARKS:
                 break
-            found = self._at(to)
+            found = self.at(to)
             if found is None:
                 break
             schema = found
         return schema
 
-    def _at(self, to: str) -> JsonValue:
+    def at(self, to: str) -> JsonValue:
         """What stands there in the root; None if nothing does."""
         found: JsonValue = self._root
         for step in unquote(to).split("/")[1:]:
@@ -162,7 +162,7 @@ class Facts:
     def found(self, to: str) -> bool:
         """Whether the compiler finds what a reference names. Parts with an address of their own
         are found by it, which is not looked into here."""
-        if to == "#" or (to.startswith("#/") and isinstance(self._at(to), dict | bool)):
+        if to == "#" or (to.startswith("#/") and isinstance(self.at(to), dict | bool)):
             return True
         return self._addressed
 

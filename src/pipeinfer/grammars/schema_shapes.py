@@ -77,7 +77,7 @@ _SHAPES: dict[str, Shape] = {
     **dict.fromkeys(("pattern", "format", "$ref", "$anchor", "$id", "id", "$schema"), _text),
 }  # fmt: skip
 _WHOLE = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_DRAFTS = re.compile(r"https?://json-schema\.org/(schema|draft[-/][\w-]+/(hyper-)?schema)#?")
+_DRAFT = re.compile(r"https?://json-schema\.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?")
 
 
 def malformed(schema: JsonObject) -> list[str]:
@@ -92,6 +92,9 @@ def tidied(schema: JsonObject) -> JsonObject:
     for key in _WHOLE:
         if isinstance(count := made.get(key), float):
             made[key] = int(count)
-    if not _DRAFTS.fullmatch(str(made.get("$schema", ""))):
-        made.pop("$schema", None)
+    draft = made.pop("$schema", None)
+    if isinstance(draft, str) and _DRAFT.fullmatch(draft):
+        made["$schema"] = (
+            ("https" if "/20" in draft else "http") + "://" + draft.partition("://")[2]
+        )
     return made
