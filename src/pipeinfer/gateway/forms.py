@@ -90,7 +90,10 @@ def _schema_form(
     check(spec)
     if strict:
         return Form(spec, field=name)
-    return Form(spec, found.left_out, name, _any_json(spec, schema), WHOLE)
+    other = _any_json(spec, schema)
+    if other == spec:
+        return Form(spec, found.left_out, name)
+    return Form(spec, found.left_out, name, other, WHOLE)
 
 
 def _any_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
