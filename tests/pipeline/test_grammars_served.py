@@ -30,7 +30,7 @@ PERSON = {
 }
 MANY_KEYS = {
     "type": "object",
-    "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
+    "properties": {f"k{n}": {"type": "integer"} for n in range(400)},
 }
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
@@ -224,6 +224,37 @@ def test_a_schema_that_nobody_can_compile_is_refused_where_it_is_strict_and_else
         with pytest.raises(openai.BadRequestError) as refused:
             raw(api, **asked)
         assert refused.value.param in ("tools", "response_format")
+
+
+MESSAGES = {"messages": QUESTION, "max_tokens": 8}
+NAMED_FORM = {"type": "json_schema", "name": "asked", "schema": NOBODY_HOLDS["disjoint"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "x", "max_output_tokens": 16, "text": {"format": NAMED_FORM}}),
+        ("/v1/messages", {**MESSAGES, "output_config": {"format": NAMED_FORM}}),
+        (
+            "/v1/completions",
+            {"prompt": ["a", "b"], "max_tokens": 8, "guided_json": NAMED_FORM["schema"]},
+        ),
+        (
+            "/v1/chat/completions",
+            {**MESSAGES, "structured_outputs": {"json": NAMED_FORM["schema"]}},
+        ),
+        ("/v1/chat/completions", {**MESSAGES, "json_schema": json.dumps(NAMED_FORM["schema"])}),
+        ("/v1/chat/completions", {**MESSAGES, "format": NAMED_FORM["schema"]}),
+    ],
+)
+def test_what_is_left_out_is_said_however_the_schema_came(server, path, body):
+    address = urlsplit(server.url)
+    connection = HTTPConnection(address.hostname, address.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    assert answer.headers["x-schema-left-out"].startswith("schema: ")
+    connection.close()
 
 
 def test_errors_show_no_grammar_that_the_client_did_not_write(api):
