@@ -57,7 +57,8 @@ class Submit(Message, frozen=True):
     chat always with special tokens.
     `only_encode`: that is all that is wanted, and no group hears of it. `choices`: which of it are
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
-    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py).
+    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py). `otherwise`:
+    what the output must be where the grammar of `params` is refused; None: that is an error then.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class Submit(Message, frozen=True):
     only_encode: bool = False
     choices: Choices = (0,)
     client: str = ""
+    otherwise: StructuredOutputs | None = None
 
 
 class Abort(Message, frozen=True):
@@ -433,7 +435,8 @@ class StopHit(Message, frozen=True):
 class Accepted(Message, frozen=True):
     """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
     be encoded); its ids and its text if asked for. `choices`: which of the request's are meant.
-    `thoughts`: where the prompt of a chat leaves them."""
+    `thoughts`: where the prompt of a chat leaves them. `refusal`: why the grammar of its parameters
+    is not served, where the output is held to Submit.otherwise; else empty."""
 
     request_id: str
     attempt: int
@@ -443,6 +446,7 @@ class Accepted(Message, frozen=True):
     prompt_text: str = ""
     choices: Choices = (0,)
     thoughts: ThoughtState = "before"
+    refusal: str = ""
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):

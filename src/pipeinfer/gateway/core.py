@@ -447,6 +447,7 @@ def _started(accepted: Accepted, record: Record) -> Started:
         prompt_ids=accepted.prompt_ids,
         prompt_text=accepted.prompt_text if given is None else given,
         thoughts=accepted.thoughts,
+        refusal=accepted.refusal,
     )
 
 

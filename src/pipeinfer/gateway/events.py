@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason, LogprobTexts, Message
-from pipeinfer.params import SamplingParams, ThoughtState
+from pipeinfer.params import SamplingParams, StructuredOutputs, ThoughtState
 
 Status = Literal["starting", "ready", "degraded", "draining"]
 
@@ -24,7 +24,8 @@ class Call(Message, frozen=True):
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
     `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
     `only_encode`: nothing else comes but a Delta that ends it. Of several choices (`params.n`) each
-    is answered under its own id (choices.py), the first under this one. `client`: as in Submit.
+    is answered under its own id (choices.py), the first under this one. `client`, `otherwise`: as
+    in Submit.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Call(Message, frozen=True):
     return_prompt_text: bool = False
     only_encode: bool = False
     client: str = ""
+    otherwise: StructuredOutputs | None = None
 
 
 class Hangup(Message, frozen=True):
@@ -59,7 +61,7 @@ class Started(Message, frozen=True):
 
     Comes once, before the first Delta. `prompt_ids`: int32 bytes; it and `prompt_text` are empty
     unless asked for. `prompt_tokens` is 0 for all choices but the first: a prompt counts once.
-    `thoughts`: where the prompt of a chat leaves them.
+    `thoughts`: where the prompt of a chat leaves them. `refusal`: as in Accepted.
     """
 
     request_id: str
@@ -68,6 +70,7 @@ class Started(Message, frozen=True):
     prompt_ids: bytes = b""
     prompt_text: str = ""
     thoughts: ThoughtState = "before"
+    refusal: str = ""
 
 
 class Delta(Message, frozen=True):

@@ -5,6 +5,7 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -95,8 +96,7 @@ class Job(msgspec.Struct, frozen=True):
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
     makes what reads one choice; None: all of it is content. `calling`: how calls are told.
-    `params`: as a chat is sampled. `left_out`: keywords of schemas that answers are not held to.
-    `form`: the field that asked for a form."""
+    `params`: as a chat is sampled. `asked`: what an answer must be."""
 
     calls: Iterable[Call]
     choices: int
@@ -109,8 +109,7 @@ class Job(msgspec.Struct, frozen=True):
     reader: MakeReader | None = None
     calling: Calling = Calling()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    left_out: tuple[str, ...] = ()
-    form: str = ""
+    asked: Form = Form()
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -122,7 +121,8 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         job = _chat_job(with_tools, base, terms, trace)
     except ApiError as error:
         raise renamed(error, OLD_NAMES) from None
-    return replace(job, calling=replace(job.calling, older=True))
+    calling = replace(job.calling, older=True)
+    return replace(job, calling=calling, asked=job.asked.called(OLD_NAMES))
 
 
 def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -156,7 +156,8 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     if reading.harmony:
         if asked.spec is not None and tools is None and not reading.goes_on:
             final = held_final(asked.spec, reading, asked.field)
-            asked = Form(final, asked.left_out, asked.field)
+            other = asked.otherwise and held_final(asked.otherwise, reading, asked.field)
+            asked = dataclasses.replace(asked, spec=final, otherwise=other)
         params = replace(params, skip_special_tokens=False)
     params = replace(params, structured_outputs=asked.spec)
     if reading.special_thoughts:
@@ -167,6 +168,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
+        otherwise=asked.otherwise,
     )
     one_call, thoughts = (
         request.parallel_tool_calls is False,
@@ -182,7 +184,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
     calling = Calling(reading.tool_parser.ids, before, tools is not None and tools.named)
-    job = replace(job, left_out=asked.left_out, form=asked.field)
+    job = replace(job, asked=asked)
     return replace(job, reader=reader, params=params, calling=calling)
 
 
@@ -219,7 +221,8 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
         params = replace(params, n=made, logprobs=params.logprobs or 0)
     _check_count(len(prompts), "best_of" if best else "n", made, terms)
     special = request.add_special_tokens is not False
-    common = replace(_common(request, params, terms, trace), return_prompt_text=shown.echo)
+    common = _common(request, params, terms, trace)
+    common = replace(common, return_prompt_text=shown.echo, otherwise=asked.otherwise)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -230,7 +233,7 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
     job = _job(request, calls(), len(prompts) * made, shown)
-    return replace(job, prompts=len(prompts), best=best, left_out=asked.left_out, form=asked.field)
+    return replace(job, prompts=len(prompts), best=best, asked=asked)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:

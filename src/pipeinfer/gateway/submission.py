@@ -54,6 +54,7 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         only_encode=call.only_encode,
         choices=tuple(range(call.params.n)),
         client=call.client,
+        otherwise=call.otherwise,
     )
 
 

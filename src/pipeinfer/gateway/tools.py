@@ -6,7 +6,7 @@ Knows no request and no text of an answer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import msgspec
 
@@ -56,15 +56,23 @@ def call_grammar(
     }
     many, param = parallel and not tools.named, "tool_choice" if tools.named else "tools"
     free, thinks = not forced and form.spec is None, bool(reading.reasoning)
-    content = None if forced else form.spec
+    content, instead = (None, None) if forced else (form.spec, form.otherwise or form.spec)
     left_out: dict[str, tuple[str, ...]] = {}  # by function
+    write = reading.tool_parser.grammar
     try:
         for name, schema in schemas.items():
             schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
         wanted = Wanted(schemas, many, free, reading.added, thinks, content, tools.texts)
-        grammar = _grammar(reading.tool_parser.grammar, wanted, strict, left_out)
-        spec = StructuredOutputs(grammar=grammar)
-        check(spec)
+        spec = StructuredOutputs(grammar=_grammar(write, wanted, strict, left_out))
+        kept = strict | tools.custom
+        any_object = {name: s if name in kept else None for name, s in schemas.items()}
+        looser = dataclasses.replace(wanted, schemas=any_object, form=instead)
+        loses = ", ".join(
+            [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
+            + [form.loses] * (content is not instead)
+        )
+        otherwise = StructuredOutputs(grammar=write(looser)) if loses else None
+        check(otherwise or spec)
     except UnheldText as error:
         param = tools.places[error.tool]
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
@@ -73,8 +81,15 @@ def call_grammar(
     texts = tools.texts.keys() & schemas.keys()
     if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom):
         param = tools.places[texts.pop()]  # nothing else can be wrong with the grammar
-    places = (place for each in left_out.values() for place in each)
-    return Form(spec, (*form.left_out, *places), param)
+    try:
+        check(spec)
+    except GrammarError as error:
+        return Form(otherwise, (f"{loses}: {error}",), param)
+    return Form(spec, _places(form, left_out), param, otherwise, loses)
+
+
+def _places(form: Form, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return (*form.left_out, *(place for each in left_out.values() for place in each))
 
 
 def _grammar(
@@ -106,7 +121,12 @@ def _held(
     Raises GrammarError where a strict one is not held."""
     if not schema:
         return schema, ()
-    found = held(schema, closed, narrow=strict)
+    try:
+        found = held(schema, closed, narrow=strict)
+    except GrammarError as error:
+        if strict:
+            raise GrammarError(f"{name}: {error}") from None
+        return None, (f"parameters of {name}: {error}",)
     if strict and found.left_out:
         raise GrammarError(f"{name}: {unheld(found.left_out)}")
     places = tuple(f"{each} of {name}" for each in found.left_out)

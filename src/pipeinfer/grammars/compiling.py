@@ -212,6 +212,8 @@ def _definition(spec: StructuredOutputs) -> str:
 def _of_schema(text: str) -> str:
     """GrammarError for what a schema asks for and no grammar can hold an answer to."""
     found = held(schema_of(text), closed=False, narrow=True)
+    if found.malformed:
+        raise GrammarError(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
     if found.left_out:
         raise GrammarError(f"an answer cannot be held to {', '.join(found.left_out[:5])}")
     said = found.schema

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.dialects.blocks import Blocks, Step
-from pipeinfer.gateway.errors import ApiError, field_in, renamed
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import chat_token
 from pipeinfer.gateway.pieces import Plain, Reader
@@ -142,6 +142,6 @@ def dialect_job(
     """chat_job, whose errors name the fields as the dialect calls them: `names` by chat's."""
     try:
         job = chat_job(request, base, terms, trace)
-        return replace(job, form=field_in(names, job.form))
+        return replace(job, asked=job.asked.called(names))
     except ApiError as error:
         raise renamed(error, names) from None

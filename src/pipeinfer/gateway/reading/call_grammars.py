@@ -36,7 +36,7 @@ _OF_OBJECT = _REMARKS | {
 _ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
 _BEFORE_TEXT = f'{{"{INPUT}": "'
 _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
-_CLASSES = {"d": r"\p{Nd}", "D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
+_CLASSES = {"D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
 _KEY = r"[^<>\s\"]{1,200}"
 
 
