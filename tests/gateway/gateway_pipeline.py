@@ -145,6 +145,7 @@ class Pipeline:
         row = TextRow(
             submit.request_id, submit.attempt, text, before, at, pack([at]), finish, None,
             count, 2 if finish else 0, error,
+            offsets=pack([len("".join(words[:at]))]) if submit.token_offsets else b"",
         )  # fmt: skip
         self.rows(row)
         if finish is None:

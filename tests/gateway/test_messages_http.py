@@ -134,7 +134,7 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
     assert first.type == second.type == "tool_use" and first.input == {"city": "Wien"}
     assert first.name == "get_weather" and first.id != second.id
     assert first.caller is not None and first.caller.type == "direct"
-    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] == 2
     assert whole.stop_reason == "tool_use"
     async with client.messages.stream(**ask) as stream:
         final = await stream.get_final_message()
@@ -160,7 +160,7 @@ async def test_thoughts_that_are_omitted_leave_empty_blocks(
     thoughts, text = whole.content
     assert thoughts.type == "thinking" and (thoughts.thinking, thoughts.signature) == ("", "")
     assert text.type == "text" and text.text == "Yes. "
-    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] == 2
     async with client.messages.stream(**ask) as stream:
         final = await stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text"]

@@ -114,7 +114,7 @@ async def test_thoughts_texts_and_calls_are_items_and_a_stream_adds_up_to_the_wh
     assert first.type == second.type == "function_call"
     assert json.loads(first.arguments) == {"city": "Wien"} and first.name == "get_weather"
     assert first.call_id != second.call_id and first.id != second.id
-    assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 0
+    assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens == 2
     async with client.responses.stream(**ask) as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()

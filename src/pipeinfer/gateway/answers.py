@@ -52,13 +52,21 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class ReasoningCount(msgspec.Struct):
+    """Of an answer: tokens of thoughts, those of their tags aside."""
+
+    reasoning_tokens: int
+
+
 class Counts(msgspec.Struct):
-    """Tokens, summed over the choices."""
+    """Tokens, summed over the choices. Those of thoughts: of a chat alone."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningCount | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):

@@ -174,6 +174,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     spec = params.structured_outputs
     padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
     reader = reading.reader(schemas, one_call, thoughts, padded)
+    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning))
     job = _job(request, [call], params.n, shown)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)

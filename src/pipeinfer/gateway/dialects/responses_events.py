@@ -165,7 +165,7 @@ def _usage(end: End) -> JsonObject:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.output,
-        "output_tokens_details": {"reasoning_tokens": end.thought},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.output,
     }
 
