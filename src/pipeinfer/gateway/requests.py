@@ -430,7 +430,9 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
     if message.tool_calls is not None:
         plain["tool_calls"] = [for_template(call) for call in message.tool_calls]
-    content = message.refusal if message.content is None else message.content
+    content = message.content
+    if message.refusal is not None and not content:
+        content = message.refusal
     if isinstance(content, list):
         plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
     elif content is not None:

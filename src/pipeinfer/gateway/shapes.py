@@ -63,6 +63,7 @@ class Calling(msgspec.Struct, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True):
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
+    `fingerprint`: of the server.
 
     `reader`: makes what reads one choice; None where all is content."""
 
@@ -73,6 +74,7 @@ class Answer(msgspec.Struct, frozen=True):
     shown: Shown = Shown()
     reader: MakeReader | None = None
     calling: Calling = Calling()
+    fingerprint: str = ""
 
     def call_id(self, index: int, call: int, name: str) -> str:
         """Of call number `call` in choice `index`, of the function `name`."""
@@ -299,6 +301,7 @@ def _head(answer: Answer, kind: str) -> bytes:
         "object": kind,
         "created": answer.created,
         "model": answer.model,
+        "system_fingerprint": answer.fingerprint or None,
     }
     return _json.encode(fields)[:-1]
 

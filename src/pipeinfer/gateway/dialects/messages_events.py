@@ -34,10 +34,12 @@ DELTAS = {
 
 
 class MessageSpeech:
-    """A speech of /v1/messages. `omits`: blocks of thoughts are empty."""
+    """A speech of /v1/messages. `omits`: blocks of thoughts are empty. `request_id`: as the answer
+    calls its request."""
 
-    def __init__(self, answer: Answer, omits: bool = False) -> None:
+    def __init__(self, answer: Answer, omits: bool = False, request_id: str | None = None) -> None:
         self._answer = answer
+        self._request_id = request_id
         self._omits = omits
 
     def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
@@ -77,7 +79,7 @@ class MessageSpeech:
         return self._message(content, *_reason(blocks, end), _whole_usage(end.usage))
 
     def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
-        return error_object(error)
+        return error_object(error, self._request_id)
 
     def _message(
         self, content: list[JsonValue], reason: str | None, sequence: str | None, usage: JsonObject
@@ -160,8 +162,9 @@ def status_of(error: ApiError) -> int:
     return OVERLOADED if error.status == 503 else error.status
 
 
-def error_object(error: ApiError) -> JsonObject:
-    """An error as Anthropic's clients read it."""
+def error_object(error: ApiError, request_id: str | None = None) -> JsonObject:
+    """An error as Anthropic's clients read it; `request_id`: of the header `request-id`."""
     status = status_of(error)
     kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    detail: JsonObject = {"type": kind, "message": error.message}
+    return {"type": "error", "error": detail, "request_id": request_id}

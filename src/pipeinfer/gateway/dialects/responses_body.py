@@ -5,7 +5,7 @@ OpenAI's Responses API without memory: each request brings its whole conversatio
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     MOST_TIMEOUT,
     MOST_TOOLS,
+    SAMPLED,
     Body,
     Bounded,
     ChatMessage,
@@ -106,10 +107,10 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the answer's text is like."""
+    """What the answer's text is like. `verbosity` is a wish, and changes nothing."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -120,8 +121,9 @@ class Reasoning(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Body, frozen=True, kw_only=True):
-    """The body of /v1/responses."""
+class PromptOfResponse(Body, frozen=True, kw_only=True):
+    """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
+    one that does not fit."""
 
     refused: ClassVar[Refusals] = RESPONSES
     input: str | list[InputItem]
@@ -129,6 +131,22 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[FunctionTool], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class InputTokensRequest(PromptOfResponse, frozen=True, kw_only=True):
+    """The body of /v1/responses/input_tokens. Fields with which a response is only sampled are
+    ignored, so that a response's body can be counted."""
+
+    ignored: ClassVar[frozenset[str]] = SAMPLED | {"max_output_tokens", "include", "personality"}
+
+
+class ResponsesRequest(PromptOfResponse, frozen=True, kw_only=True):
+    """The body of /v1/responses."""
+
     max_tool_calls: CallBound | None = None
     max_output_tokens: Bounded | None = None
     temperature: float | None = None
@@ -148,8 +166,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     structured_outputs: Structured | None = None
     top_logprobs: Bounded | None = None
     include: list[str] | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
@@ -162,15 +178,52 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
-    chat_template_kwargs: JsonObject | None = None
+
+
+Responses = TypeVar("Responses", bound=PromptOfResponse)
+
+
+def turns(request: PromptOfResponse) -> list[int]:
+    """Where its turns but the first begin, by items: with messages of the user. What is before one
+    of them can be left out, if the request asks for that where it does not fit; else empty."""
+    items = request.input
+    if request.truncation != "auto" or isinstance(items, str):
+        return []
+    return [i for i, item in enumerate(items) if i and _is_message(item) and item.role == "user"]
+
+
+def beginning(request: Responses, first: int) -> Responses:
+    """The same from item `first` on. What system and developer say stays; results go where their
+    calls go."""
+    assert isinstance(request.input, list)
+    gone, rest = request.input[:first], request.input[first:]
+    calls = {item.call_id for item in gone if item.type == "function_call"}
+    kept = [item for item in gone if _is_message(item) and item.role in ("system", "developer")]
+    kept += [i for i in rest if i.type != "function_call_output" or i.call_id not in calls]
+    return msgspec.structs.replace(request, input=kept)
+
+
+def _is_message(item: InputItem) -> bool:
+    return item.type in (None, "message")
+
+
+def prompt_chat(request: PromptOfResponse) -> ChatRequest:
+    """The chat, without how it is to be answered. ApiError 400."""
+    return ChatRequest(
+        messages=_messages(request),
+        model=request.model,
+        chat_template_kwargs=_arguments(request),
+        tools=_tools(request),
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as the body of a chat. ApiError 400."""
     logprobs = _logprobs(request)
-    chat = ChatRequest(
-        messages=_messages(request),
-        model=request.model,
+    chat = msgspec.structs.replace(
+        prompt_chat(request),
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -195,10 +248,6 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         timeout=request.timeout,
         cache_salt=request.cache_salt,
         extra_key=request.extra_key,
-        chat_template_kwargs=_arguments(request),
-        tools=_tools(request),
-        tool_choice=_choice(request),
-        parallel_tool_calls=request.parallel_tool_calls,
     )
     form = request.text.format if request.text is not None else None
     if form is None:
@@ -216,7 +265,7 @@ def _logprobs(request: ResponsesRequest) -> bool:
     return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
-def _arguments(request: ResponsesRequest) -> JsonObject | None:
+def _arguments(request: PromptOfResponse) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
@@ -227,7 +276,7 @@ def _arguments(request: ResponsesRequest) -> JsonObject | None:
     return {**asked, **(request.chat_template_kwargs or {})}
 
 
-def _tools(request: ResponsesRequest) -> list[Tool] | None:
+def _tools(request: PromptOfResponse) -> list[Tool] | None:
     if request.tools is None:
         return None
     tools: list[Tool] = []
@@ -243,7 +292,7 @@ def _tools(request: ResponsesRequest) -> list[Tool] | None:
 
 
 def _choice(
-    request: ResponsesRequest,
+    request: PromptOfResponse,
 ) -> Literal["none", "auto", "required"] | NamedTool | None:
     choice = request.tool_choice
     if choice == "auto" and not request.tools:
@@ -259,7 +308,7 @@ def _given(value: str | None, where: str) -> str:
     return value
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: PromptOfResponse) -> list[ChatMessage]:
     turns = Turns()
     if request.instructions:
         turns.say("system", [request.instructions])
