@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -142,7 +142,7 @@ class DialectHandlers:
 
 
 @contextmanager
-def in_words(names: Mapping[str, str]) -> Iterator[None]:
+def in_words(names: Mapping[str, str]) -> Generator[None]:
     """Errors name the fields as a dialect calls them: `names` by those of chats."""
     try:
         yield
