@@ -65,7 +65,7 @@ class DialectHandlers:
             except ApiError as error:  # before anything was sent
                 if whole is None:
                     raise
-                whole = await self._shortened(request, whole, error)
+                whole = await self._shortened(request, whole, error, whole.max_output_tokens)
             job, outlet = self._response(request, base, whole)
             return await self._answering.respond(request, job, outlet)
 
@@ -84,7 +84,7 @@ class DialectHandlers:
             try:
                 tokens = await self._count(request, body)
             except ApiError as error:
-                tokens = await self._count(request, await self._shortened(request, body, error))
+                tokens = await self._count(request, await self._shortened(request, body, error, 1))
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _count(
@@ -96,11 +96,12 @@ class DialectHandlers:
         call = replace(call, params=replace(call.params, max_tokens=room))
         return (await self._answering.encoded(request, call)).prompt_tokens
 
-    async def _shortened(self, request: web.Request, body: Responses, error: ApiError) -> Responses:
+    async def _shortened(
+        self, request: web.Request, body: Responses, error: ApiError, room: int | None
+    ) -> Responses:
         """`body`, which was refused with `error`, with as few of the first turns left out as it
         takes to fit; `error` again where it asks for no such thing, or no turn can be left out."""
         turns = responses_body.turns(body) if error.code == TOO_LONG else []
-        room = body.max_output_tokens if isinstance(body, ResponsesRequest) else 1
         found: Responses | None = None
         first, behind = 0, len(turns)
         while first < behind:

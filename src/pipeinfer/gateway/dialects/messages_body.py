@@ -335,7 +335,11 @@ def _called(turns: Turns, block: MessageBlock, where: str) -> None:
 
 
 def _gave(turns: Turns, block: MessageBlock, where: str) -> None:
-    texts = [""] if block.content is None else _texts(block.content, f"{where}.content", True)
+    content, here = block.content or "", f"{where}.content"
+    texts = [content] if isinstance(content, str) else []
+    for j, part in enumerate([] if isinstance(content, str) else content):
+        shown = _document if part.type == "document" else _text
+        texts.append(shown(part, f"{here}[{j}]"))
     turns.result(_given(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
@@ -354,7 +358,8 @@ _BLOCKS = {
 
 def _document(block: TextBlock, where: str) -> str:
     """What a model is shown of a document: tags around its title, its context and its text."""
-    if isinstance(block.citations, CitationsOptions) and block.citations.enabled:
+    citations = block.citations
+    if citations is not None and not isinstance(citations, list) and citations.enabled:
         param = f"{where}.citations"
         message = f"{param}: citations are not supported by this server"
         raise ApiError(400, message, param, "unsupported_parameter")
@@ -383,21 +388,19 @@ def _document(block: TextBlock, where: str) -> str:
     return "\n".join(("<document>", *head, text, "</document>", ""))
 
 
-def _texts(content: str | Sequence[SourceBlock], where: str, documents: bool = False) -> list[str]:
-    """Of its blocks, all of which must be texts, or `documents` if those may be there."""
+def _texts(content: str | Sequence[SourceBlock], where: str) -> list[str]:
+    """Of its blocks, all of which must be texts."""
     if isinstance(content, str):
         return [content]
-    texts: list[str] = []
-    for j, block in enumerate(content):
-        if documents and block.type == "document" and isinstance(block, TextBlock):
-            texts.append(_document(block, f"{where}[{j}]"))
-            continue
-        if block.type != "text":
-            param = f"{where}[{j}].type"
-            message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
-            raise ApiError(400, message, param, "unsupported_parameter")
-        texts.append(_given(block.text, f"{where}[{j}].text"))
-    return texts
+    return [_text(block, f"{where}[{j}]") for j, block in enumerate(content)]
+
+
+def _text(block: SourceBlock, where: str) -> str:
+    if block.type != "text":
+        param = f"{where}.type"
+        message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
+        raise ApiError(400, message, param, "unsupported_parameter")
+    return _given(block.text, f"{where}.text")
 
 
 def _given(value: str | None, where: str) -> str:
