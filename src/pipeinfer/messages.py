@@ -24,7 +24,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 12
+PROTOCOL = 13
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -59,6 +59,8 @@ class Submit(Message, frozen=True):
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
     `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py). `otherwise`:
     what the output must be where the grammar of `params` is refused; None: that is an error then.
+    `token_offsets`: rows of its text say where the text of each token begins. `return_token_strs`:
+    Accepted brings the prompt's tokens as the vocabulary writes them.
     """
 
     request_id: str
@@ -82,6 +84,8 @@ class Submit(Message, frozen=True):
     choices: Choices = (0,)
     client: str = ""
     otherwise: StructuredOutputs | None = None
+    token_offsets: bool = False
+    return_token_strs: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -116,7 +120,7 @@ class Work(Message, frozen=True):
     prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
     must not have, as `params.bad_words` are spelled. `client`: as in Submit. `slow_grammar`: the
     grammar takes long to compile. `thoughts`: where its grammar or its budget of thoughts needs to
-    know of them."""
+    know of them. `token_offsets`: as in Submit."""
 
     request_id: str
     attempt: int
@@ -135,6 +139,7 @@ class Work(Message, frozen=True):
     client: str = ""
     slow_grammar: bool = False
     thoughts: Thoughts | None = None
+    token_offsets: bool = False
 
 
 class HandOver(Message, frozen=True):
@@ -354,7 +359,8 @@ class Fault(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """A request of `group` that will produce tokens; `context_ids`: the prompt's last ids."""
+    """A request of `group` that will produce tokens; `context_ids`: the prompt's last ids.
+    `token_offsets`: as in Submit."""
 
     request_id: str
     attempt: int
@@ -363,6 +369,7 @@ class Open(Message, frozen=True):
     context_ids: Int32s
     trace: str = ""
     group: int = 0
+    token_offsets: bool = False
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
@@ -434,9 +441,10 @@ class StopHit(Message, frozen=True):
 
 class Accepted(Message, frozen=True):
     """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
-    be encoded); its ids and its text if asked for. `choices`: which of the request's are meant.
-    `thoughts`: where the prompt of a chat leaves them. `refusal`: why the grammar of its parameters
-    is not served, where the output is held to Submit.otherwise; else empty."""
+    be encoded); its ids, its text and its tokens as the vocabulary writes them if asked for.
+    `choices`: which of the request's are meant. `thoughts`: where the prompt of a chat leaves
+    them. `refusal`: why the grammar of its parameters is not served, where the output is held to
+    Submit.otherwise; else empty."""
 
     request_id: str
     attempt: int
@@ -447,6 +455,7 @@ class Accepted(Message, frozen=True):
     choices: Choices = (0,)
     thoughts: ThoughtState = "before"
     refusal: str = ""
+    token_strs: tuple[str, ...] = ()
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
@@ -465,7 +474,8 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
     set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
     `stop_reason` is the stop string or stop token id, None for the model's own EOS.
-    `logprobs`: of `ids`; `prompt`: of prompt tokens from `prompt_offset` on; if asked for."""
+    `logprobs`: of `ids`; `prompt`: of prompt tokens from `prompt_offset` on; `offsets`: letters of
+    the whole text before each of `ids`, int32 bytes; if asked for."""
 
     request_id: str
     attempt: int
@@ -481,6 +491,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     logprobs: LogprobTexts | None = None
     prompt: LogprobTexts | None = None
     prompt_offset: int = 0
+    offsets: Int32s = b""
 
 
 class Text(Message, frozen=True):

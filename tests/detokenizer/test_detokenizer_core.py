@@ -64,7 +64,8 @@ class Bench:
         return [send.message for send in sends]
 
     def open(self, name: str = "r", attempt: int = 1, **rest: Any) -> None:
-        fields = {key: rest.pop(key) for key in ("gateway", "group") if key in rest}
+        own = ("gateway", "group", "token_offsets")
+        fields = {key: rest.pop(key) for key in own if key in rest}
         params = SamplingParams(**rest)
         gateway = fields.pop("gateway", 0)
         self.say(Open(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
@@ -145,6 +146,47 @@ def test_a_stop_string_over_several_rows_is_never_shown_and_later_rows_are_ignor
     assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
     assert bench.core.idle()
     assert bench.core.stats()["late_rows_total"] == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("stop", [(), ("fox jumps",), ("quick", "dog")])
+def test_rows_say_where_the_text_of_each_token_begins(
+    bench: Bench, size: int, stop: tuple[str, ...]
+) -> None:
+    """In letters of all that the tokens say, also where some of that waits or is never shown."""
+    ids = bench.ids("the quick 🙂 brown fox jumpéd")
+    whole = bench.core._decoders.open([1, 2, 3], True)  # type: ignore
+    texts = [whole.step(token) for token in ids]
+    begins = [len("".join(texts[:at])) for at in range(len(ids))]
+    assert len(set(begins)) < len(ids)  # a character of several tokens begins with its first one
+    bench.open(token_offsets=True, stop=stop)
+    for at in range(0, len(ids), size):
+        bench.row(ids[at : at + size], at)
+    found = [at for row in bench.rows for at in unpack(row.offsets).tolist()]
+    assert found == begins[: len(bench.token_ids)]
+    assert all(len(row.offsets) == len(row.ids) for row in bench.rows)
+    bench.open("plain")
+    bench.row(ids, name="plain")
+    assert bench.last.offsets == b""
+
+
+def test_a_token_behind_half_a_character_begins_behind_what_stands_for_it(bench: Bench) -> None:
+    half, marker = bench.ids("a🙂")[:-1], bench.ids("the")
+    bench.open(token_offsets=True)
+    bench.row([*half, *marker, *half, EOS], finish="length")
+    assert bench.text == "a\ufffdthea\ufffd"
+    first = [0, *[1] * (len(half) - 1)]
+    offsets = unpack(bench.last.offsets).tolist()
+    assert offsets == [*first, 2, *[at + 5 for at in first], 6]
+
+
+def test_tokens_of_one_character_begin_where_it_begins(bench: Bench) -> None:
+    ids = bench.ids("aے🙂")
+    bench.open(token_offsets=True)
+    for at, token in enumerate(ids):
+        bench.row([token], at)
+    offsets = [at for row in bench.rows for at in unpack(row.offsets).tolist()]
+    assert bench.text == "aے🙂" and offsets == sorted(offsets) and set(offsets) == {0, 1, 2}
 
 
 def test_a_stop_string_can_be_part_of_the_output(bench: Bench) -> None:

@@ -32,7 +32,9 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CI
 CITIES = ({"city": "Wien"}, {"city": "Rom"})
 QUESTION: Any = [{"role": "user", "content": "Where <|end|> is it fine?"}]
 TOKENS = tokenizer()
-RETURN, CALL, END = map(TOKENS.token_to_id, ("<|return|>", "<|call|>", "<|end|>"))
+RETURN, CALL, END, MESSAGE = map(
+    TOKENS.token_to_id, ("<|return|>", "<|call|>", "<|end|>", "<|message|>")
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,24 @@ def test_calls_and_forms_are_held_behind_thoughts_whole_and_streamed(api: openai
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         [choice] = asked(api, response_format=FORM, **fields).choices
         assert choice.finish_reason == "stop" and json.loads(choice.message.content) in CITIES
+
+
+def test_tokens_of_the_channel_of_thoughts_are_counted(api: openai.OpenAI) -> None:
+    """Between the marker of its message and the next one, as the ids themselves say."""
+    analysis = {str(TOKENS.encode("analysis").ids[0]): 9, str(END): 3}
+    form: Any = {"response_format": FORM, "logit_bias": analysis}
+    made = asked(api, **form, extra_body={"return_token_ids": True})
+    ids = made.choices[0].token_ids
+    messages = TOKENS.decode(ids, skip_special_tokens=False).split("<|message|>")
+    assert all(head.endswith("analysis") for head in messages[:-1]) and len(messages) > 3
+    thoughts, amid = 0, False
+    for token in ids:
+        amid = amid and token != END
+        thoughts += amid
+        amid = amid or token == MESSAGE
+    assert thoughts and made.usage.completion_tokens_details.reasoning_tokens == thoughts
+    chunks = [*asked(api, **form, stream=True, stream_options={"include_usage": True})]
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == thoughts
 
 
 def test_an_answer_ends_with_a_call_though_the_checkpoint_does_not_say_so(

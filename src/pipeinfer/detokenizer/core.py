@@ -15,6 +15,7 @@ from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.scores import scores_of
 from pipeinfer.detokenizer.stream import Stream
+from pipeinfer.detokenizer.token_offsets import TokenOffsets
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
@@ -107,7 +108,8 @@ class DetokenizerCore:
             context = [token for token in unpack(event.context_ids).tolist() if token >= 0]
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             scores = scores_of(event.params, self._decoders)
-            self._streams[event.request_id] = Stream(event, decoder, scores)
+            offsets = TokenOffsets(self._decoders.texts) if event.token_offsets else None
+            self._streams[event.request_id] = Stream(event, decoder, scores, offsets)
         elif over is None and event.attempt == known.attempt:
             self._streams[event.request_id].group = event.group  # another one took it over
         return []

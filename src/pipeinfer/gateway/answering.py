@@ -53,8 +53,16 @@ class Answering:
 
     def said(self, name: str, job: Job, chat: bool) -> Answer:
         """What the answer called `name` says of itself."""
-        model, created = self.service.model, int(time.time())
-        return Answer(chat, name, created, model, job.shown, job.reader, job.calling)
+        return Answer(
+            chat=chat,
+            id=name,
+            created=int(time.time()),
+            model=self.service.model,
+            shown=job.shown,
+            reader=job.reader,
+            calling=job.calling,
+            fingerprint=self.service.fingerprint,
+        )
 
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""

@@ -94,6 +94,7 @@ class _Handlers:
                 router.add_post(path(name), handler, expect_handler=_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
+        router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         if self._service.sight is not None:
             Page().route(router)
@@ -150,6 +151,10 @@ class _Handlers:
         except ApiError as error:
             raise renamed(error, {"prompt": "tokens"}) from None
         return json_response({"prompt": prompt.prompt_text})
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's."""
+        return web.Response(body=self._service.tokenizer_info, content_type="application/json")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's; what is in the body, if anything, says nothing."""

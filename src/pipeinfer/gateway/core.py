@@ -20,7 +20,7 @@ from pipeinfer.gateway.backlog import Backlog, occupied, size_of
 from pipeinfer.gateway.deadlines import Deadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import Expected, Health, Row
-from pipeinfer.gateway.ledger import End, Endings, Hole, Record
+from pipeinfer.gateway.ledger import End, Endings, Hole, Record, offsets
 from pipeinfer.gateway.standing import Standing
 from pipeinfer.gateway.submission import Submissions, again
 from pipeinfer.gateway.tracing import Traces
@@ -270,9 +270,13 @@ class GatewayCore:
             elif prompt is None:
                 return
             delta = Delta(row.request_id, text, ids, byte, token)
-            if prompt is not None or row.logprobs is not None:
-                logprobs = record.logprobs(row, ids)
-                delta = msgspec.structs.replace(delta, logprobs=logprobs, prompt=prompt)
+            if prompt is not None or row.logprobs is not None or row.offsets:
+                delta = msgspec.structs.replace(
+                    delta,
+                    logprobs=record.logprobs(row, ids),
+                    prompt=prompt,
+                    offsets=offsets(row, ids),
+                )
             out.append(Send(LOCAL, "", delta))
         else:
             self._complete(record, now)
@@ -285,7 +289,9 @@ class GatewayCore:
             message = row.error or "the request failed"
             if delta.text or delta.ids:  # what it had said, told together with the error
                 logprobs = record.logprobs(row, delta.ids)
-                out.append(local(msgspec.structs.replace(delta, logprobs=logprobs)))
+                offset = offsets(row, delta.ids)
+                delta = msgspec.structs.replace(delta, logprobs=logprobs, offsets=offset)
+                out.append(local(delta))
             out.append(local(Failed(row.request_id, 500, message, code="request_failed")))
         elif row.finish == "abort" and record.timeout > 0 and not delivered:
             out.append(local(_timed_out(record)))
@@ -298,6 +304,7 @@ class GatewayCore:
                 output_tokens=row.output_tokens,
                 cached_tokens=record.once(row.cached_tokens),
                 logprobs=record.logprobs(row, delta.ids),
+                offsets=offsets(row, delta.ids),
             )
             out.append(local(counted))
 
@@ -448,6 +455,7 @@ def _started(accepted: Accepted, record: Record) -> Started:
         prompt_text=accepted.prompt_text if given is None else given,
         thoughts=accepted.thoughts,
         refusal=accepted.refusal,
+        token_strs=accepted.token_strs,
     )
 
 

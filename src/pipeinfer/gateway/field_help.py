@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -318,8 +318,14 @@ RESPONSES: dict[str, Told] = {
     ),
     "text": Told(
         "`format` is the form of the answer: `text`, `json_object`, or `json_schema` with `name` "
-        "and `schema`.",
+        "and `schema`. `verbosity` changes nothing, and comes back.",
         "none",
+    ),
+    "truncation": Told(
+        "With `auto`, of a conversation that does not fit as few of the first turns are left out "
+        "as it takes. What system and developer say, and the last turn, stay. With `disabled` it "
+        "gets 400.",
+        "`disabled`",
     ),
     "reasoning": Told(
         "`effort` is handed to the chat template as `reasoning_effort`, with `enable_thinking` "
@@ -339,14 +345,30 @@ RESPONSES: dict[str, Told] = {
     "safety_identifier": _COMES_BACK,
     "prompt_cache_key": _COMES_BACK,
 }
+INPUT_TOKENS: dict[str, Told] = {
+    name: RESPONSES[name]
+    for name in (
+        *MODEL,
+        *TEMPLATE,
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "text",
+        "reasoning",
+        "truncation",
+    )
+}
 COUNT: dict[str, Told] = {
     **MODEL,
     **TEMPLATE,
     "messages": Told(
-        "Turns of `user`, `assistant` and `system`: a text, or blocks `text`, `tool_result` (of "
-        "the user), `thinking` and `tool_use` (of the assistant). `redacted_thinking`, "
-        "`signature`, `is_error` and `cache_control` are taken and say nothing. A last turn of the "
-        "assistant goes on from the end of its text: such an answer has no calls, and no form.",
+        "Turns of `user`, `assistant` and `system`: a text, or blocks `text`, `document` (of plain "
+        "text) and `tool_result` (of the user), `thinking` and `tool_use` (of the assistant). "
+        "`redacted_thinking`, `signature`, `is_error` and `cache_control` are taken and say "
+        "nothing. A last turn of the assistant goes on from the end of its text: such an answer "
+        "has no calls, and no form.",
         "required",
     ),
     "system": Told("A text or blocks of text, before all messages.", "none"),
@@ -385,6 +407,9 @@ TOKENIZE: dict[str, Told] = {
     **TEMPLATE,
     "prompt": Told("A text. Either it or `messages` is given."),
     "messages": Told("A chat, rendered by the chat template."),
+    "return_token_strs": Told(
+        "`token_strs` has the tokens as the vocabulary writes them.", "false"
+    ),
     "add_special_tokens": Told("Lets the tokenizer add BOS and the like.", "true for a `prompt`"),
     **{
         name: CHAT[name]
@@ -412,6 +437,7 @@ BY_BODY: Mapping[type[Body], Mapping[str, Told]] = {
     ChatRequest: CHAT,
     CompletionRequest: COMPLETION,
     ResponsesRequest: RESPONSES,
+    InputTokensRequest: INPUT_TOKENS,
     MessagesRequest: MESSAGES,
     CountRequest: COUNT,
     TokenizeRequest: TOKENIZE,

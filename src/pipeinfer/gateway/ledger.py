@@ -144,6 +144,11 @@ class Record:
         return row.ids[known * 4 :]
 
 
+def offsets(row: TextRow, ids: bytes) -> bytes:
+    """Those of `ids`, the new ones of `row`; none unless they were asked for."""
+    return row.offsets[len(row.ids) - len(ids) :]
+
+
 class End(NamedTuple):
     """How a request ended. `tokenizer`: "" if it was another gateway's. `reason`: of the Abort that
     was sent, "" if Done was. `at`: seconds, when the pipeline was told last."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.params import ThoughtState
 
 SPACE = " \t\r\n"  # what sets pieces apart
@@ -42,8 +43,16 @@ class Reader(Protocol):
         ...
 
 
+class AnswerReader(Reader, Protocol):
+    """Of a whole choice. `reasoning`: counts its tokens of thoughts; it is given the tokens of a
+    text before the text is read."""
+
+    @property
+    def reasoning(self) -> ReasoningTokens: ...
+
+
 # Makes one, of an answer whose prompt leaves the thoughts so.
-MakeReader = Callable[[ThoughtState], Reader]
+MakeReader = Callable[[ThoughtState], AnswerReader]
 
 
 class Plain:

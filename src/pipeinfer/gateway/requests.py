@@ -179,6 +179,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     schemas = None if tools is None else tools.schemas
     custom = () if tools is None else tools.custom
     reader = reading.reader(schemas, one_call, thoughts, padded, custom)
+    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning))
     job = _job(request, [call], params.n, shown)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
@@ -438,7 +439,9 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
             for_template(call, f"messages[{i}].tool_calls[{j}]")
             for j, call in enumerate(message.tool_calls)
         ]
-    content = message.refusal if message.content is None else message.content
+    content = message.content
+    if message.refusal is not None and not content:
+        content = message.refusal
     if isinstance(content, list):
         plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
     elif content is not None:

@@ -325,6 +325,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     ignored: ClassVar[frozenset[str]] = SAMPLED
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = None

@@ -55,6 +55,8 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         choices=tuple(range(call.params.n)),
         client=call.client,
         otherwise=call.otherwise,
+        token_offsets=call.token_offsets,
+        return_token_strs=call.return_token_strs,
     )
 
 

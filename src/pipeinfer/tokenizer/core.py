@@ -318,6 +318,7 @@ class TokenizerCore:
             choices=event.choices,
             thoughts=prompt.left,
             refusal=asked.refusal,
+            token_strs=self._encoder.token_strs(ids) if event.return_token_strs else (),
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
 
@@ -356,6 +357,7 @@ class TokenizerCore:
             client=event.client,
             slow_grammar=verdict is not None and verdict.slow,
             thoughts=prompt.thoughts,
+            token_offsets=event.token_offsets,
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:

@@ -200,6 +200,13 @@ class PromptEncoder:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
+    def token_strs(self, ids: np.ndarray) -> tuple[str, ...]:
+        """These ids as the vocabulary writes them; nothing for ids that it pads itself with, and
+        where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ("",) * len(ids)
+        return tuple(self._tokenizer.id_to_token(token) or "" for token in ids.tolist())
+
     # ------------------------------------------------------------------------------------- encoding
 
     def _chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:

@@ -5,7 +5,7 @@ OpenAI's Responses API without memory: each request brings its whole conversatio
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,7 @@ from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     MOST_TIMEOUT,
     MOST_TOOLS,
+    SAMPLED,
     AllowedTools,
     Body,
     Bounded,
@@ -51,6 +52,8 @@ INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
 # Of the server's own tools, of which there are none, so a function's calls never count.
 CallBound = Annotated[int, Meta(ge=1, le=INT32)]
 TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+CALLS = ("function_call", "custom_tool_call")
+RESULTS = ("function_call_output", "custom_tool_call_output")
 UNFINISHED = frozenset(("in_progress", "incomplete"))
 # What chats call a field, and what it is called here.
 NAMES = {
@@ -146,10 +149,10 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the answer's text is like."""
+    """What the answer's text is like. `verbosity` is a wish, and changes nothing."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -160,8 +163,9 @@ class Reasoning(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Body, frozen=True, kw_only=True):
-    """The body of /v1/responses."""
+class PromptOfResponse(Body, frozen=True, kw_only=True):
+    """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
+    one that does not fit."""
 
     refused: ClassVar[Refusals] = RESPONSES
     input: str | list[InputItem]
@@ -169,6 +173,22 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[ResponsesTool], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class InputTokensRequest(PromptOfResponse, frozen=True, kw_only=True):
+    """The body of /v1/responses/input_tokens. Fields with which a response is only sampled are
+    ignored, so that a response's body can be counted."""
+
+    ignored: ClassVar[frozenset[str]] = SAMPLED | {"max_output_tokens", "include", "personality"}
+
+
+class ResponsesRequest(PromptOfResponse, frozen=True, kw_only=True):
+    """The body of /v1/responses."""
+
     max_tool_calls: CallBound | None = None
     max_output_tokens: Bounded | None = None
     temperature: float | None = None
@@ -188,8 +208,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     structured_outputs: Structured | None = None
     top_logprobs: Bounded | None = None
     include: list[str] | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
@@ -202,18 +220,56 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
-    chat_template_kwargs: JsonObject | None = None
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """The same as the body of a chat. ApiError 400."""
-    logprobs, messages = _logprobs(request), _messages(request)
+Responses = TypeVar("Responses", bound=PromptOfResponse)
+
+
+def turns(request: PromptOfResponse) -> list[int]:
+    """Where its turns but the first begin, by items: with messages of the user. What is before one
+    of them can be left out, if the request asks for that where it does not fit; else empty."""
+    items = request.input
+    if request.truncation != "auto" or isinstance(items, str):
+        return []
+    return [i for i, item in enumerate(items) if i and _is_message(item) and item.role == "user"]
+
+
+def beginning(request: Responses, first: int) -> Responses:
+    """The same from item `first` on. What system and developer say stays; results go where their
+    calls go."""
+    assert isinstance(request.input, list)
+    gone, rest = request.input[:first], request.input[first:]
+    calls = {item.call_id for item in gone if item.type in CALLS}
+    kept = [item for item in gone if _is_message(item) and item.role in ("system", "developer")]
+    kept += [i for i in rest if i.type not in RESULTS or i.call_id not in calls]
+    return msgspec.structs.replace(request, input=kept)
+
+
+def _is_message(item: InputItem) -> bool:
+    return item.type in (None, "message")
+
+
+def prompt_chat(request: PromptOfResponse) -> ChatRequest:
+    """The chat, without how it is to be answered. ApiError 400."""
+    messages = _messages(request)
     goes_on = _goes_on(request, messages)
-    chat = ChatRequest(
+    return ChatRequest(
         messages=messages,
         continue_final_message=goes_on or None,
         add_generation_prompt=False if goes_on else None,
         model=request.model,
+        chat_template_kwargs=_arguments(request),
+        tools=_tools(request),
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+
+
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    """The same as the body of a chat. ApiError 400."""
+    logprobs, chat = _logprobs(request), prompt_chat(request)
+    chat = msgspec.structs.replace(
+        chat,
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -238,22 +294,18 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         timeout=request.timeout,
         cache_salt=request.cache_salt,
         extra_key=request.extra_key,
-        chat_template_kwargs=_arguments(request),
-        tools=_tools(request),
-        tool_choice=_choice(request),
-        parallel_tool_calls=request.parallel_tool_calls,
     )
     form = request.text.format if request.text is not None else None
     if form is None:
         return chat
-    if goes_on and form.type != "text":
+    if chat.continue_final_message and form.type != "text":
         message = "text.format: what goes on from an unfinished message has no form of its own"
         raise ApiError(400, message, "text.format", "unsupported_parameter")
     schema = JsonSchema(form.schema, form.name, form.description, form.strict)
     return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
 
 
-def _goes_on(request: ResponsesRequest, messages: list[ChatMessage]) -> bool:
+def _goes_on(request: PromptOfResponse, messages: list[ChatMessage]) -> bool:
     """Whether the last item is a message of the assistant that its status calls unfinished."""
     last = None if isinstance(request.input, str) else request.input[-1]
     if last is None or last.status not in UNFINISHED or last.role != "assistant":
@@ -270,7 +322,7 @@ def _logprobs(request: ResponsesRequest) -> bool:
     return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
-def _arguments(request: ResponsesRequest) -> JsonObject | None:
+def _arguments(request: PromptOfResponse) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
@@ -281,7 +333,7 @@ def _arguments(request: ResponsesRequest) -> JsonObject | None:
     return {**asked, **(request.chat_template_kwargs or {})}
 
 
-def _tools(request: ResponsesRequest) -> list[Tool] | None:
+def _tools(request: PromptOfResponse) -> list[Tool] | None:
     if request.tools is None:
         return None
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
@@ -305,7 +357,7 @@ def _format(given: ToolFormat, where: str) -> InputFormat:
     return InputFormat("grammar", GrammarFormat(given.syntax, definition))
 
 
-def _choice(request: ResponsesRequest) -> Choice | None:
+def _choice(request: PromptOfResponse) -> Choice | None:
     choice = request.tool_choice
     if choice == "auto" and not request.tools:
         return None  # the API's own default, which clients send along
@@ -337,7 +389,7 @@ def _given(value: str | None, where: str) -> str:
     return value
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: PromptOfResponse) -> list[ChatMessage]:
     turns = Turns()
     if request.instructions:
         turns.say("system", [request.instructions])
@@ -372,7 +424,7 @@ def _say(turns: Turns, item: InputItem, where: str) -> None:
         call_id = _given(item.call_id, f"{where}.call_id")
         text = _given(item.input, f"{where}.input")
         turns.call_custom(call_id, _given(item.name, f"{where}.name"), text)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
+    elif kind in RESULTS:
         call_id = _given(item.call_id, f"{where}.call_id")
         turns.result(call_id, _texts(item.output, f"{where}.output"))
     else:

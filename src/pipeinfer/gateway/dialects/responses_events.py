@@ -163,7 +163,7 @@ def _usage(end: End) -> JsonObject:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.output,
-        "output_tokens_details": {"reasoning_tokens": end.thought},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.output,
     }
 
@@ -172,6 +172,7 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
     """What does not change while the answer grows."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     form = request.text.format if request.text is not None else None
+    verbosity = request.text.verbosity if request.text is not None else None
     shown: JsonObject = {"type": "text"}
     if form is not None:
         shown = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
@@ -199,12 +200,12 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
         "service_tier": "default",
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": shown},
+        "text": {"format": shown, "verbosity": verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
         "tools": [tool.said_again() for tool in request.tools or ()],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None,
         "user": request.user,
         "metadata": request.metadata or {},

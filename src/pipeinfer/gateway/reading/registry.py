@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from pipeinfer.gateway.pieces import CallIds, MakeReader, Piece, Plain, Reader
+from pipeinfer.gateway.pieces import AnswerReader, CallIds, MakeReader, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
@@ -52,6 +52,7 @@ from pipeinfer.gateway.reading.marked import (
     Marks,
 )
 from pipeinfer.gateway.reading.thinking import Thinking
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
@@ -267,7 +268,12 @@ class Reading:
         made = self._reader(schemas, one_call, thoughts, padded)
         if made is None or not custom:
             return made
-        return lambda state: CustomInputs(made(state), custom)
+
+        def translated(state: ThoughtState) -> AnswerReader:
+            reader = made(state)
+            return InParts(CustomInputs(reader, custom), reader.reasoning)
+
+        return translated
 
     def _reader(
         self, schemas: Schemas | None, one_call: bool, thoughts: bool, padded: bool
@@ -279,7 +285,7 @@ class Reading:
         if calls is None and tags is None:
             return None
 
-        def make(state: ThoughtState = "before") -> Reader:
+        def make(state: ThoughtState = "before") -> AnswerReader:
             reader: Reader = Plain() if calls is None else calls(schemas or {})
             if one_call:
                 reader = FirstCall(reader)
@@ -287,14 +293,17 @@ class Reading:
                 reader = Enclosed(reader, *tags.answer)
             if tags is None or state == "over":
                 return InParts(reader)
-            return InParts(Thinking(reader, tags, state == "open", thoughts, padded))
+            reasoning = ReasoningTokens()
+            begun = state == "open"
+            return InParts(Thinking(reader, tags, begun, thoughts, padded, reasoning), reasoning)
 
         return make
 
     def _harmony(self, schemas: Schemas | None, one_call: bool, thoughts: bool) -> MakeReader:
-        def make(_state: ThoughtState = "before") -> Reader:
-            reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts)
-            return InParts(FirstCall(reader) if one_call else reader)
+        def make(_state: ThoughtState = "before") -> AnswerReader:
+            reasoning = ReasoningTokens()
+            reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts, reasoning)
+            return InParts(FirstCall(reader) if one_call else reader, reasoning)
 
         return make
 
@@ -307,17 +316,24 @@ class InParts:
     """Reads a text in parts: what follows a marker is copied, which in a whole text of markers,
     after a stall or where a gateway took over, would grow as its square."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, reasoning: ReasoningTokens | None = None) -> None:
+        """`reasoning`: as the reader fills it; None where it finds no thoughts."""
         self._reader = reader
+        self.reasoning = reasoning or ReasoningTokens()
 
     def read(self, text: str) -> Sequence[Piece]:
         if len(text) <= PART:
-            return self._reader.read(text)
-        parts = (text[at : at + PART] for at in range(0, len(text), PART))
-        return [piece for part in parts for piece in self._reader.read(part)]
+            pieces = self._reader.read(text)
+        else:
+            parts = (text[at : at + PART] for at in range(0, len(text), PART))
+            pieces = [piece for part in parts for piece in self._reader.read(part)]
+        self.reasoning.settle()
+        return pieces
 
     def end(self) -> Sequence[Piece]:
-        return self._reader.end()
+        pieces = self._reader.end()
+        self.reasoning.settle()
+        return pieces
 
 
 class FirstCall:
