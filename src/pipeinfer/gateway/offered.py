@@ -23,7 +23,6 @@ from pipeinfer.gateway.schema import (
     Tool,
 )
 from pipeinfer.grammars.bounds import MOST_BYTES
-from pipeinfer.grammars.lookaround import with_plain_digits
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
@@ -131,7 +130,7 @@ def _text(tool: CustomTool) -> StructuredOutputs | None:
     if grammar is None or tool.format is None or tool.format.type == "text":
         return None
     if grammar.syntax == "regex":
-        return StructuredOutputs(regex=with_plain_digits(grammar.definition))
+        return StructuredOutputs(regex=grammar.definition)
     return StructuredOutputs(grammar=grammar.definition)
 
 

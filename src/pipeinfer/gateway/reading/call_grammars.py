@@ -18,6 +18,7 @@ from pipeinfer.gateway.reading.lark_text import ESCAPED, Recursive, Unfit, as_re
 from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
+from pipeinfer.grammars.lookaround import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
@@ -312,7 +313,7 @@ def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | 
     nested, since its texts have none of the letters `apart`; where these are None, none may be.
     Raises UnheldText."""
     if text.grammar is None:
-        return text.regex
+        return with_plain_digits(text.regex or "")
     try:
         return as_regex(text.grammar)
     except Recursive as error:
