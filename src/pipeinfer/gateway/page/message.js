@@ -104,7 +104,7 @@ export class MessageView {
     }
     this.#drop("wait");
     if (message.reasoning) this.#thoughts(live && !message.content);
-    if (message.content) this.#said();
+    if (message.content) this.#said(live);
     if (message.calls?.length) this.#calls(live);
     if (live) return;
     if (message.error) this.#part("error", () => h("p", { class: "error", role: "alert" },
@@ -119,7 +119,7 @@ export class MessageView {
     put(part.lastChild, this.#message.reasoning);
   }
 
-  #said() {
+  #said(live) {
     const { content, tokens } = this.#message;
     const part = this.#part("said", () => {
       const made = h("div", { class: "said" });
@@ -127,7 +127,7 @@ export class MessageView {
       made.append(made.view.element);
       return made;
     });
-    part.view.set(tokens ?? content);
+    part.view.set(tokens ?? content, live);
   }
 
   #calls(live) {

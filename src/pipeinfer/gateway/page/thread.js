@@ -36,8 +36,9 @@ export class Thread {
     this.#growing.clear();
     this.#list.replaceChildren(...(messages.length ? [] : [welcome]));
     let from = Math.max(0, messages.length - AT_ONCE);
-    this.#list.append(...messages.slice(from)
-      .map((message) => this.#made(message, message === live)));
+    // The newest first: they are what is looked at.
+    this.#list.append(...messages.slice(from).reverse()
+      .map((message) => this.#made(message, message === live)).reverse());
     this.toEnd();
     this.#list.setAttribute("aria-busy", String(from > 0));
     const more = (idle) => {
