@@ -26,7 +26,7 @@ export class MessageView {
     this.#acts = acts;
     const user = message.role === "user", tool = message.role === "tool";
     this.element = h("article", { class: `message ${user ? "user" : "answer"}` },
-      h("h3", {}, user ? "You" : tool ? `Result of ${message.name}` : "Model"));
+      h("h3", {}, user ? "You" : tool ? `Result of ${message.name}` : ""));
     this.update(live);
   }
 
@@ -96,6 +96,7 @@ export class MessageView {
 
   #answer(live) {
     const message = this.#message;
+    put(this.element.firstChild, message.model || "Model");
     const begun = message.content || message.reasoning || message.calls?.length;
     if (live && !begun) {
       this.#part("wait", () => h("p", { class: "wait", role: "img", "aria-label": "Waiting" },
