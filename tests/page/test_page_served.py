@@ -379,6 +379,24 @@ def test_a_requests_way_through_the_stages_is_shown(server, chat):
     expect(chat.locator(".prefixes li").first).to_contain_text("tokens")
 
 
+def test_steps_before_the_page_was_opened_and_outputs_of_running_requests_are_shown(
+    server, open_page
+):
+    fetched(server, "/v1/completions", {"prompt": "count", "max_tokens": 40, "ignore_eos": True})
+    page = open_page(server.url + "/#pipeline")
+    give_key(page)
+    expect(page.locator(".steps .quiet")).to_contain_text(re.compile(r"^[\d,]{2,} steps"))
+    page.get_by_role("tab", name="Chat").click()
+    option(page, "Of the request's body, as JSON", LONG)
+    ask(page, "Count from 3 to 12.")
+    page.get_by_role("tab", name="Pipeline").click()
+    running = page.locator(".requests tbody tr", has_text="runs").first
+    expect(running.locator("td").nth(4)).to_have_text(re.compile(r"^[\d,]+$"))
+    page.get_by_role("tab", name="Chat").click()
+    page.keyboard.press("Escape")
+    expect(page.locator(".answer .foot")).to_contain_text("stopped")
+
+
 def test_a_killed_engine_is_seen_at_once_and_so_is_its_recovery(server, chat):
     chat.get_by_role("tab", name="Pipeline").click()
     engine = chat.locator(".stage.engine")
