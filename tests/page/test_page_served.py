@@ -397,6 +397,28 @@ def test_steps_before_the_page_was_opened_and_outputs_of_running_requests_are_sh
     expect(page.locator(".answer .foot")).to_contain_text("stopped")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_endpoint_of_the_docs_is_tried_where_it_stands(
+    server, open_page, no_violations, scheme
+):
+    page = open_page(server.url + "/docs", color_scheme=scheme)
+    no_violations(page)
+    card = page.locator("section[id=post-v1-chat-completions]")
+    expect(card.locator(".example")).to_contain_text(f"curl {server.url}/v1/chat/completions")
+    card.get_by_role("button", name="Try it").click()
+    expect(card.locator(".answered")).to_contain_text("401")
+    page.get_by_label("API key").fill(KEY)
+    card.get_by_role("button", name="Try it").click()
+    expect(card.locator(".answered")).to_contain_text(STAGES)
+    for form in page.locator("form.try[data-method=post]:has(textarea)").all():
+        form.get_by_role("button").click()
+        answered = form.locator("xpath=following-sibling::pre[@class='answered']")
+        expect(answered).to_contain_text(re.compile(r"^200 "))
+    models = page.locator("section[id=get-v1-models]")
+    models.get_by_role("button").click()
+    expect(models.locator(".answered")).to_contain_text("pipeinfer-demo")
+
+
 def test_a_killed_engine_is_seen_at_once_and_so_is_its_recovery(server, chat):
     chat.get_by_role("tab", name="Pipeline").click()
     engine = chat.locator(".stage.engine")

@@ -6,10 +6,13 @@ Knows no other endpoint; what the page asks the server for is said in page/.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import ETag, web
+
+from pipeinfer.gateway import docs_page
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
@@ -60,6 +63,11 @@ class Page:
         router.add_get("/", self.index)
         router.add_get("/{_:/+}", self.plain)
         router.add_get("/page/{name:(vendor/)?[^/]+}", self.file)
+
+    def route_docs(self, router: web.UrlDispatcher) -> None:
+        """The files of /docs, which is there also where the page is not."""
+        names = "|".join(map(re.escape, docs_page.FILES))
+        router.add_get(f"/docs/{{name:{names}}}", self.file)
 
     async def index(self, request: web.Request) -> web.StreamResponse:
         return self._answer(request, INDEX)

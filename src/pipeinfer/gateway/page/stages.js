@@ -11,9 +11,9 @@ const UNITS = { "tokens/s": "tok/s", "requests/s": "req/s" };
 // What a card's latency is of.
 const LATENCIES = {
   gateway: ["first token", "Median time from a client's request to its first text, of the last minute"],
-  tokenizer: ["a request", "Median time to render and encode a prompt, of the last minute"],
-  scheduler: ["admission", "Median time until a request is admitted to the engine, of the last minute"],
-  engine: ["a step", "Mean time of a step, of the last seconds in which it had any"],
+  tokenizer: ["per request", "Median time to render and encode a prompt, of the last minute"],
+  scheduler: ["to admission", "Median time until a request is admitted to the engine, of the last minute"],
+  engine: ["per step", "Mean time of a step, of the last seconds in which it had any"],
   detokenizer: ["tokens to text", "Median time from tokens to their text, of the last minute"],
 };
 const SILENT = 1.5; // seconds after which it is said when a process was heard last

@@ -111,10 +111,10 @@ function binned(steps) {
     ({ ...bin, decodes: bin.decodes / bin.count, prompts: bin.prompts / bin.count }));
 }
 
-/** An axis' end: 1, 2 or 5 times a power of ten that is not below a value. */
+/** An axis' end: 1, 2, 2.5 or 5 times a power of ten that is not below a value. */
 function nice(value) {
   const ten = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((times) => times * ten).find((end) => end >= value * (1 - 1e-9));
+  return [1, 2, 2.5, 5, 10].map((times) => times * ten).find((end) => end >= value * (1 - 1e-9));
 }
 
 /** Lines at a scale's begin, middle and end, with what they stand for; and what it measures. */
