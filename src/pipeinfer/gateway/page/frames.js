@@ -12,6 +12,9 @@ export function slices(work) {
   queue.push(work);
 }
 
+/** Whether work waits for frames to come. */
+export const pending = () => queue.length > 0;
+
 function frame() {
   if (asked) return;
   asked = true;

@@ -2,6 +2,7 @@
 // others while the browser has nothing else to do; what is out of sight costs no layout.
 
 import { byId, h } from "./dom.js";
+import { pending } from "./frames.js";
 import { MessageView } from "./message.js";
 
 const AT_ONCE = 30;
@@ -44,10 +45,11 @@ export class Thread {
     const more = (idle) => {
       if (mine !== this.#shown) return;
       const made = [];
-      do made.unshift(this.#made(messages[--from]));
-      while (from > 0 && (made.length < FEW || idle.timeRemaining() > SPARE));
+      while (from > 0 && !pending() && (made.length < FEW || idle.timeRemaining() > SPARE)) {
+        made.unshift(this.#made(messages[--from]));
+      }
       this.#prepend(made);
-      if (from > 0) later(more);
+      if (from > 0 || pending()) later(more); // those that are built are to be read first
       else this.#list.setAttribute("aria-busy", "false");
     };
     if (from > 0) later(more);
