@@ -82,9 +82,11 @@ class SwapState(Message, frozen=True):
 
 class Watch(Message, frozen=True):
     """Say what you see, as Observed, for so many seconds from now. Asked again while it is wanted;
-    a process that was started meanwhile knows nothing of it until then."""
+    a process that was started meanwhile knows nothing of it until then. `past`: also, once, what a
+    scheduler's steps of the last minute were, see Observed."""
 
     seconds: float
+    past: bool = False
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True):
@@ -112,22 +114,27 @@ class Passage(msgspec.Struct, frozen=True, array_like=True):
 
 class StepMade(msgspec.Struct, frozen=True, array_like=True):
     """A step of a scheduler whose result has come. `at`: Unix seconds of its plan. `seconds`: from
-    the result before it, or from its plan where none was in flight. `target`: `--itl-target`."""
+    the result before it, or from its plan where none was in flight. `target`: `--itl-target`.
+
+    `count`: of so many steps of one half second from `at` on, decodes and prompt_tokens are sums,
+    seconds and target the largest."""
 
     at: float
     seconds: float
     decodes: int
     prompt_tokens: int
     target: float = 0.0
+    count: int = 1
 
 
 class Observed(Message, frozen=True):
-    """What `stage` saw since it said so last."""
+    """What `stage` saw since it said so last. `past`: sums of steps before those, of a minute."""
 
     stage: str
     incarnation: int
     passages: tuple[Passage, ...] = ()
     steps: tuple[StepMade, ...] = ()
+    past: tuple[StepMade, ...] = ()
 
 
 class ShowPrefixes(Message, frozen=True):

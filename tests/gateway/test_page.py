@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.page import FOLDER, HEADERS
+from pipeinfer.gateway.page import FOLDER, HEADERS, VENDOR, VENDOR_HEADERS
 
-NAMES = sorted(path.name for path in FOLDER.iterdir())
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_file())
+VENDORED = sorted(path.name for path in (FOLDER / VENDOR).iterdir())
+FONT = f"{VENDOR}/{next(name for name in VENDORED if name.endswith('.woff2'))}"
+LIBRARIES = Path(__file__).parents[2] / "tools/page"
 
 
 async def test_the_page_and_all_its_files_are_served_under_a_strict_policy(
@@ -22,6 +27,12 @@ async def test_the_page_and_all_its_files_are_served_under_a_strict_policy(
             assert answer.status_code == 200, path
             for name, value in HEADERS.items():
                 assert answer.headers[name] == value
+        for name in VENDORED:
+            answer = await http.get(f"/page/{VENDOR}/{name}")
+            assert answer.content == (FOLDER / VENDOR / name).read_bytes()
+            for header, value in VENDOR_HEADERS.items():
+                assert answer.headers[header] == value
+    assert "immutable" in VENDOR_HEADERS["Cache-Control"]
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
 
@@ -30,22 +41,55 @@ async def test_files_are_of_the_kinds_that_browsers_insist_on(gateway: Gateway) 
     async with httpx.AsyncClient(base_url=gateway.url) as http:
         kinds = {
             name: (await http.get(f"/page/{name}")).headers["content-type"].partition(";")[0]
-            for name in ("index.html", "style.css", "main.js", "icon.svg")
+            for name in ("index.html", "style.css", "main.js", "icon.svg", FONT)
         }
-    assert list(kinds.values()) == ["text/html", "text/css", "text/javascript", "image/svg+xml"]
+    expected = ["text/html", "text/css", "text/javascript", "image/svg+xml", "font/woff2"]
+    assert list(kinds.values()) == expected
 
 
 async def test_the_page_loads_nothing_from_elsewhere(gateway: Gateway) -> None:
     """No address but the namespace of SVG, and no file that is not there."""
-    for path in FOLDER.iterdir():
+    for name in NAMES:
+        path = FOLDER / name
         text = path.read_text()
         assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}, path
         for name in re.findall(r'(?:from|src=|href=) ?"(?:\./|page/)([\w.]+)"', text):
             assert name in NAMES, (path, name)
+    sheet = next((FOLDER / VENDOR).glob("*.css")).read_text()
+    assert set(re.findall(r"url\(([^)]*)\)", sheet)) == {
+        name for name in VENDORED if name.endswith(".woff2")
+    }
+
+
+async def test_libraries_by_others_are_pinned_and_come_with_their_licences() -> None:
+    """tools/page builds them; names have a hash of what is in them, and libraries.js has all."""
+    wanted = json.loads((LIBRARIES / "package.json").read_text())["devDependencies"]
+    locked = json.loads((LIBRARIES / "package-lock.json").read_text())["packages"]
+    text = (FOLDER / VENDOR / "LICENSES.txt").read_text()
+    said = dict(re.findall(r"^([\w.@/-]+) (\d+\.\d+\.\d+) \(", text, re.MULTILINE))
+    for name in wanted.keys() - {"esbuild"}:
+        assert said[name] == wanted[name] == locked[f"node_modules/{name}"]["version"]
+    assert all(locked[f"node_modules/{name}"]["version"] == said[name] for name in said)
+    named = set(re.findall(r"[\w]+-\w+\.(?:js|css)", (FOLDER / "libraries.js").read_text()))
+    assert named == {name for name in VENDORED if name.endswith((".js", ".css"))}
+    size = sum(path.stat().st_size for path in (FOLDER / VENDOR).iterdir())
+    assert size < 1_000_000, "all of it is in each wheel"
 
 
 @pytest.mark.parametrize(
-    "path", ["/page/../app.py", "/page/..%2fapp.py", "/page/x", "/page/", "/page", "/page/a/b"]
+    "path",
+    [
+        "/page/../app.py",
+        "/page/..%2fapp.py",
+        "/page/x",
+        "/page/",
+        "/page",
+        "/page/a/b",
+        "/page/vendor",
+        "/page/vendor/",
+        "/page/vendor/x",
+        "/page/vendor/..%2fmain.js",
+    ],
 )
 async def test_there_is_nothing_beside_its_files(gateway: Gateway, path: str) -> None:
     async with httpx.AsyncClient() as http:

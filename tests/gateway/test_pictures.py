@@ -1,4 +1,4 @@
-"""An engine's latency is its last step's average, for a minute after it."""
+"""An engine's latency is its last step's average, for a minute after it; rates are smoothed."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def test_an_engines_steps_are_remembered_for_a_minute():
     # A new process counts from nothing: what it did before it was heard was never seen.
     assert engine(64, 3, 0.25, incarnation=9) == 125
     assert engine(65, 4, 0.5, incarnation=9) == 250
+
+
+def test_rates_are_those_of_five_seconds_and_the_same_at_all_places():
+    health = Health(STAGES)
+    pictures = Pictures(health)
+    total = 0.0
+    for quarter in range(41):  # ten seconds; 100 tokens come in the first quarter of each second
+        total += 100.0 if quarter and quarter % 4 == 0 else 0.0
+        stats = {"sampled_tokens_total": total}
+        beat = Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, 1, "ready", stats=stats)
+        health.beat(beat, quarter / 4)
+        pictures.look()
+        figures = pictures.figures("ok", 0.0, 0.0, lambda stage: None)
+        [row] = [row for row in figures.stages if row.name == "engine"]
+        assert row.rate == figures.tokens_per_s
+        if quarter >= 20:
+            assert row.rate == 100

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from pipeinfer.control import Moment, Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade
+from pipeinfer.control import (
+    Moment,
+    Observed,
+    Passage,
+    Prefix,
+    Prefixes,
+    ShowPrefixes,
+    StepMade,
+    Watch,
+)
 from pipeinfer.gateway import sight as sights
 from pipeinfer.gateway.sight import MOST_REQUESTS, Sight
 from pipeinfer.messages import Message
@@ -59,6 +68,22 @@ async def test_each_looker_gets_what_is_new_to_it() -> None:
         assert (shown.prompt_tokens, shown.output_tokens, shown.finish) == (7, 9, "stop")
         assert (shown.first_token, shown.ended) == (NOW + 1, NOW + 2)
         assert sight.requests_since(sight.changes) == [] == sight.steps_since(sight.changes)
+
+
+async def test_the_minute_before_somebody_looked_is_asked_for_and_kept_once() -> None:
+    asked: list[Message] = []
+    sight = Sight(("scheduler-1",), lambda: NOW)
+    sight.open(lambda _, message: asked.append(message))
+    past = tuple(StepMade(NOW - 60 + half / 2, 0.01, 9, 0, 0.0, 4) for half in range(1, 120))
+    with sight.looking():
+        await asyncio.sleep(0)
+        assert [one.past for one in asked if isinstance(one, Watch)] == [True]
+        sight.see(Observed("scheduler-1", 1, (), (step(NOW),), past))
+        shown = sight.steps_since(0)
+        assert [one.at for one in shown] == [*(one.at for one in past), NOW]
+        assert [one.count for one in shown] == [4] * 119 + [1]
+        sight.see(Observed("scheduler-1", 1, (), (), past))  # another gateway's question
+        assert sight.steps_since(0) == shown
 
 
 async def test_the_oldest_requests_go() -> None:

@@ -16,7 +16,10 @@ from pipeinfer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(
-    path for folder in ("src", "tools", "stages") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("src", "tools", "stages")
+    for path in (ROOT / folder).rglob("*.py")
+    if "node_modules" not in path.parts  # of others, fetched to build the page's libraries
 )
 NAMES = [str(path.relative_to(ROOT)) for path in MODULES]
 

@@ -185,97 +185,91 @@ def test_thoughts_are_folded_and_markup_in_answers_is_text(feed, open_page):
     assert page.locator("#thread :is(img, script, i, b)").count() == 0
 
 
-MARKED = """async (texts) => {
-  const { marked } = await import("/page/marks.js");
-  return texts.map((text) => {
-    let steps = 0;
-    const counted = {
-      length: text.length,
-      charAt: (at) => { steps++; return text.charAt(at); },
-      slice: (from, to) => { steps += to - from; return text.slice(from, to); },
-    };
-    return { pieces: marked(text), steps: (marked(counted), steps) };
-  });
-}"""
+def answered(page, text: str, model: str = "the-model") -> None:
+    """The next answer is this text."""
+    chunk = {"model": model, "choices": [{"index": 0, "delta": {"content": text}}]}
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+        ),
+    )
 
 
-def test_marks_of_an_answer_are_found_in_time_that_grows_as_its_text_does(feed, open_page):
+WIDE = (
+    "```\n" + "wide " * 80 + "\n```\n\n" + "| a " * 40 + "|\n" + "|---" * 40 + "|\n\n" + "x" * 400
+)
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_options_never_lie_over_the_chat(feed, open_page, width):
+    page = open_page(feed.url, viewport={"width": width, "height": 800})
+    answered(page, WIDE)
+    page.get_by_label("Message", exact=True).fill("w" * 300)
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    page.get_by_role("button", name="Options", exact=True).click()
+    overlap = """() => {
+      const edge = document.getElementById("options").getBoundingClientRect().left;
+      const talk = document.querySelector(".talk"), inner = talk.querySelectorAll(
+        ".scroll, .thread, .composer, .talk-bar, .message, .said, .prose, .part > *");
+      return [talk, ...inner].filter((one) => one.getBoundingClientRect().right > edge + 0.5)
+        .map((one) => one.className || one.tagName);
+    }"""
+    assert page.evaluate(overlap) == []
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_answers_are_headed_with_their_model_and_titles_are_shown_whole(feed, open_page):
     page = open_page(feed.url)
-    kinds = ["**a ", "*a ", "`a ", "``a ` ", "**a *b ", "a** ", "a* ", "**a** ", "* *", "***", "`"]
-    small = [kind * (4_000 // len(kind)) for kind in kinds]
-    large = [kind * (8_000 // len(kind)) for kind in kinds]
-    small.append("".join("`" * n + "a" for n in range(1, 90)))
-    large.append("".join("`" * n + "a" for n in range(1, 127)))
-    small.append("**a *b " * 300 + "c* d** " * 300)
-    large.append("**a *b " * 600 + "c* d** " * 600)
-    found = page.evaluate(MARKED, small + large)
-    for text, one, two in zip(small, found, found[len(small) :], strict=False):
-        assert two["steps"] < 2.2 * one["steps"] < 40 * len(text), text[:20]
+    question = "Why do long questions make long titles that no list can show in its width? " * 2
+    answered(page, "Because.")
+    page.get_by_label("Message", exact=True).fill(question)
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer h3").first).to_have_text("the-model")
+    listed = page.locator("#conversations .open")
+    expect(listed).to_have_attribute("title", question.strip())
+    expect(page.locator("#title")).to_have_attribute("title", question.strip())
 
 
-def test_marks_are_read_as_they_are_meant(feed, open_page):
+def test_conversations_go_out_as_a_file_and_come_in_again(feed, open_page, tmp_path):
     page = open_page(feed.url)
-    texts = {
-        "**a** and **b**": [["strong", ["a"]], " and ", ["strong", ["b"]]],
-        "*a* and *b*.": [["em", ["a"]], " and ", ["em", ["b"]], "."],
-        "2 * 3 * 4 ** 5": ["2 * 3 * 4 ** 5"],
-        "a*b*c, *a **b** c*": ["a*b*c, ", ["em", ["a ", ["strong", ["b"]], " c"]]],
-        "**a *b* `c**`**": [["strong", ["a ", ["em", ["b"]], " `c"]], "`**"],
-        "``a`b`` `c": [["code", ["a`b"]], " `c"],
-        "**a": ["**a"],
-        "": [],
+    answered(page, "**Yes.**")
+    page.get_by_label("Message", exact=True).fill("Is it kept?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    page.wait_for_function("() => !document.querySelector('[aria-busy=true]')")
+    with page.expect_download() as got:
+        page.get_by_role("button", name="Export all conversations").click()
+    kept = tmp_path / got.value.suggested_filename
+    got.value.save_as(kept)
+    told = json.loads(kept.read_text())
+    assert [one["role"] for one in told["conversations"][0]["messages"]] == ["user", "assistant"]
+    other = open_page(feed.url)
+    other.locator("#import-file").set_input_files(kept)
+    expect(other.locator("#kept")).to_have_text("1 conversation added.")
+    other.locator("#conversations .open").click()
+    expect(other.locator(".prose strong")).to_have_text("Yes.")
+    other.locator("#import-file").set_input_files(kept)
+    expect(other.locator("#kept")).to_have_text("0 conversations added, 1 here already.")
+    hostile = told["conversations"][0]
+    hostile |= {
+        "id": "other",
+        "title": ["x"],
+        "options": {"temperature": {}},
+        "__proto__": {"a": 1},
     }
-    found = page.evaluate(MARKED, list(texts))
-    assert [one["pieces"] for one in found] == list(texts.values())
-
-
-GROWN = """async ([text, step]) => {
-  const { Prose } = await import("/page/prose.js");
-  const split = String.prototype.split, grown = new Prose(), whole = new Prose();
-  let read = 0;
-  String.prototype.split = function (...rest) {
-    read += this.length;
-    return split.apply(this, rest);
-  };
-  try {
-    for (let at = step; at < text.length + step; at += step) grown.set(text.slice(0, at));
-  } finally {
-    String.prototype.split = split;
-  }
-  whole.set(text);
-  return [read, grown.element.innerHTML, whole.element.innerHTML];
-}"""
-BLOCKS = """# Head
-A **bold
-1. word**
-
-  1. one
-two
-
-    - three
- going on
-
-~~~js
-a
-
-b
-~~~ no end
-~~~
-- [ ] x
-~~~~
-open
-"""
-
-
-def test_an_answer_that_grows_is_read_again_only_from_its_last_block_on(feed, open_page):
-    page = open_page(feed.url)
-    read = {}
-    for many in (20, 40):
-        read[many], grown, whole = page.evaluate(GROWN, [BLOCKS * many, 7])
-        assert grown == whole
-    assert read[40] < 2.5 * read[20]
-    _, grown, whole = page.evaluate(GROWN, [BLOCKS, 1])
-    assert grown == whole and whole.count("<li>") >= 3
+    hostile["messages"][1]["calls"] = [None, {"name": 3}]
+    kept.write_text(json.dumps(told))
+    other.locator("#import-file").set_input_files(kept)
+    expect(other.locator("#kept")).to_have_text("1 conversation added.")
+    other.reload()
+    other.locator("#conversations .open", has_text="Imported").click()
+    expect(other.locator(".prose strong")).to_have_text("Yes.")
+    for text, why in (("{", "no JSON"), ("[]", "no conversations"), ("{}", "no conversations")):
+        kept.write_text(text)
+        other.locator("#import-file").set_input_files(kept)
+        expect(other.locator("#kept")).to_contain_text(why)
 
 
 def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):

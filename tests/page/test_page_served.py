@@ -52,6 +52,17 @@ STORED = """async () => {
 }"""
 
 
+WRONG = [
+    ("Temperature", "-1", "Temperature is between 0 and 100."),
+    ("Top p", "1.5", "Top p is between 0 and 1."),
+    ("Top k", "2.5", "Top k is a whole number."),
+    ("Most tokens", "0", "Most tokens is at least 1."),
+    ("Repetition penalty", "0", "Repetition penalty is between 0.01 and 100."),
+    ("Seed", "99999999999999999999", "Seed has at most 15 digits."),
+    ("Stop at, one a line", "a\n" * 17, "At most 16 lines."),
+]
+
+
 @pytest.fixture(scope="module")
 def server():
     arguments = "--api-key", KEY, "--threads", "1", "--kv-pages", "2000"
@@ -224,10 +235,16 @@ def test_options_reach_the_server_and_its_errors_are_shown_in_place(chat):
     ask(chat, "Count from 3 to 12.")
     expect(chat.locator(".answer .said")).to_have_text("3 4")
     expect(chat.locator(".answer .foot")).to_contain_text("cut at its most tokens")
-    option(chat, "Temperature", "-1")
+    for label, value, why in WRONG:
+        option(chat, label, value)
+        expect(chat.locator("#options .wrong:not(:empty)")).to_have_text(why)
+        ask(chat, "Count from 3 to 12.")
+        expect(chat.locator("#options").get_by_label(label, exact=True)).to_be_focused()
+        option(chat, label, "")
+    assert chat.locator(".user").count() == 1, "what is out of range is not sent"
+    option(chat, "Of the request's body, as JSON", '{"temperature": -1}')
     ask(chat, "Count from 3 to 12.")
     expect(chat.locator(".error")).to_contain_text("temperature")
-    option(chat, "Temperature", "")
     option(chat, "Functions, as JSON", "[{")
     expect(chat.locator("#option-tools-wrong")).to_contain_text("Tools: ")
     ask(chat, "Count from 3 to 12.")
@@ -307,7 +324,7 @@ def test_axe_finds_nothing_in_a_chat(server, open_page, no_violations, scheme):
     page.get_by_label("Show how likely each token was").check()
     ask(page, "What is 7 + 15?")
     expect(answers(page)).to_have_count(1)
-    option(page, "Temperature", "-1")
+    option(page, "Of the request's body, as JSON", '{"temperature": -1}')
     ask(page, "What is 7 + 15?")
     expect(page.locator(".error")).to_be_visible()
     no_violations(page)
@@ -360,6 +377,46 @@ def test_a_requests_way_through_the_stages_is_shown(server, chat):
     expect(chat.locator(".steps .quiet")).to_contain_text("steps, each on average")
     chat.get_by_role("heading", name="Largest cached prefixes").click()
     expect(chat.locator(".prefixes li").first).to_contain_text("tokens")
+
+
+def test_steps_before_the_page_was_opened_and_outputs_of_running_requests_are_shown(
+    server, open_page
+):
+    fetched(server, "/v1/completions", {"prompt": "count", "max_tokens": 40, "ignore_eos": True})
+    page = open_page(server.url + "/#pipeline")
+    give_key(page)
+    expect(page.locator(".steps .quiet")).to_contain_text(re.compile(r"^[\d,]{2,} steps"))
+    page.get_by_role("tab", name="Chat").click()
+    option(page, "Of the request's body, as JSON", LONG)
+    ask(page, "Count from 3 to 12.")
+    page.get_by_role("tab", name="Pipeline").click()
+    running = page.locator(".requests tbody tr", has_text="runs").first
+    expect(running.locator("td").nth(4)).to_have_text(re.compile(r"^[\d,]+$"))
+    page.get_by_role("tab", name="Chat").click()
+    page.keyboard.press("Escape")
+    expect(page.locator(".answer .foot")).to_contain_text("stopped")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_endpoint_of_the_docs_is_tried_where_it_stands(
+    server, open_page, no_violations, scheme
+):
+    page = open_page(server.url + "/docs", color_scheme=scheme)
+    no_violations(page)
+    card = page.locator("section[id=post-v1-chat-completions]")
+    expect(card.locator(".example")).to_contain_text(f"curl {server.url}/v1/chat/completions")
+    card.get_by_role("button", name="Try it").click()
+    expect(card.locator(".answered")).to_contain_text("401")
+    page.get_by_label("API key").fill(KEY)
+    card.get_by_role("button", name="Try it").click()
+    expect(card.locator(".answered")).to_contain_text(STAGES)
+    for form in page.locator("form.try[data-method=post]:has(textarea)").all():
+        form.get_by_role("button").click()
+        answered = form.locator("xpath=following-sibling::pre[@class='answered']")
+        expect(answered).to_contain_text(re.compile(r"^200 "))
+    models = page.locator("section[id=get-v1-models]")
+    models.get_by_role("button").click()
+    expect(models.locator(".answered")).to_contain_text("pipeinfer-demo")
 
 
 def test_a_killed_engine_is_seen_at_once_and_so_is_its_recovery(server, chat):

@@ -10,7 +10,7 @@ from pipeinfer.passages.book import MOST_MOMENTS, Book
 
 
 def book(ended: list[Passage], most: int = 100) -> Book:
-    return Book("engine-0-0", ended.append, print, most)
+    return Book("engine-0-0", ended.append, most)
 
 
 def test_a_passage_is_told_while_it_goes_on_and_once_when_it_is_over():

@@ -37,6 +37,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange
 from pipeinfer.passages.registry import OBSERVERS, observer
+from pipeinfer.passages.steps import LastMinute
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.events import Encode
 
@@ -51,14 +52,17 @@ class Watched:
     def __init__(self, name: str, target: float = 0.0) -> None:
         self.ended: list[Passage] = []
         self.steps: list[StepMade] = []
-        self.book = Book(f"{name}-0", self.ended.append, self.steps.append)
-        self.observer = observer(name, self.book, target)
+        self.book = Book(f"{name}-0", self.ended.append)
+        self.observer = observer(name, self.book)
+        self.minute = LastMinute(target, self.steps.append)
         self.at = 100.0
 
     def saw(self, event, *outputs) -> None:
         """Each output: a message, or (receiver, message)."""
         sends = [Send("c", *o) if isinstance(o, tuple) else Send(LOCAL, "", o) for o in outputs]
-        self.observer.saw(Exchange(event, sends, self.at, self.at + 0.5))
+        told = Exchange(event, sends, self.at, self.at + 0.5)
+        self.observer.saw(told)
+        self.minute.saw(told)
         self.at += 1.0
 
     def queued(self, request: Work, *outputs) -> None:
@@ -102,6 +106,8 @@ def test_each_choice_has_its_own_passage_through_the_gateway():
     one.saw(Accepted(request_id="r", attempt=1, group=1, prompt_tokens=5, choices=(0, 1)))
     one.saw(Text(()), Delta("r", "a", pack([1]), 0, 0), Delta("r/1", "b", pack([1, 2]), 0, 0))
     one.saw(Text(()), Delta("r", "b", pack([1]), 1, 1))
+    streamed = {name: values(passage, "streamed") for name, passage in one.open.items()}
+    assert streamed == {"r": {"output_tokens": 2}, "r/1": {"output_tokens": 2}}
     last = Delta("r", "c", pack([1]), 2, 2, "stop", None, 5, 3, 4)
     one.saw(Text(()), last)
     one.saw(Hangup("r/1"), ("tokenizer-0", Abort("r/1", 1)))
@@ -272,6 +278,22 @@ def test_a_step_is_what_its_plan_and_its_result_say():
         StepMade(101.5, 1.0, 1, 3, 0.02),  # from the result before it
         StepMade(102.5, 1.0, 1, 0, 0.02),  # a row was deferred
     ]
+
+
+def test_a_minute_of_sums_of_steps_is_kept_by_half_seconds():
+    steps: list[StepMade] = []
+    minute = LastMinute(0.02, steps.append)
+    for number in range(1000):  # a tenth of a second each
+        at = 100 + number / 10 + 0.001
+        sends = [Send("c", "engine", plan(number, {0: 1, 1: 3}))]
+        minute.saw(Exchange(StopHit("x", 1, 1), sends, at, at))
+        minute.saw(Exchange(result(number, {0: (9, 1), 1: (0, 3)}), (), at + 0.01, at + 0.01))
+    sums = minute.sums(200.0)
+    assert [one.at for one in sums] == [140 + half / 2 for half in range(120)]
+    assert all((one.count, one.decodes, one.prompt_tokens) == (5, 5, 15) for one in sums)
+    assert all(0.009 < one.seconds < 0.011 and one.target == 0.02 for one in sums)
+    assert minute.sums(190.1)[-1].at == 189.5, "what had not ended by then is told as steps"
+    assert minute.sums(400.0) == () and len(steps) == 1000
 
 
 # ------------------------------------------------------------------------------------------- engine

@@ -10,6 +10,7 @@ from pipeinfer.core import Send
 from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange
 from pipeinfer.passages.registry import observer
+from pipeinfer.passages.steps import LastMinute
 from replay.journeys import Journey, journeys
 from replay.recording import Recording, load
 
@@ -22,14 +23,17 @@ class Observed:
         self.ended: list[Passage] = []
         self.steps: list[StepMade] = []
         self.longest = 0.0  # seconds of an exchange
-        self.book = Book(recording.stage, self.ended.append, self.steps.append)
-        watching = observer(recording.header.name, self.book, 0.5)
+        self.book = Book(recording.stage, self.ended.append)
+        watching = observer(recording.header.name, self.book)
+        minute = LastMinute(0.5, self.steps.append)
         for exchange in recording.exchanges():
             entry = exchange.input
             sends = [Send(out.channel, out.peer, out.message) for out in exchange.outputs]
             ended = max([entry.time, *(out.time for out in exchange.outputs)])
             self.longest = max(self.longest, ended - entry.time)
-            watching.saw(Exchange(entry.message, sends, entry.time, ended))
+            told = Exchange(entry.message, sends, entry.time, ended)
+            watching.saw(told)
+            minute.saw(told)
 
     def first(self, request_id: str, name: str) -> float | None:
         found = (m.at for p in self.ended if p.request_id == request_id for m in p.moments

@@ -24,7 +24,7 @@ from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
-from pipeinfer.gateway.page import Page
+from pipeinfer.gateway.page import HEADERS, Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
@@ -96,8 +96,10 @@ class _Handlers:
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
         router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
+        page = Page()
+        page.route_docs(router)
         if self._service.sight is not None:
-            Page().route(router)
+            page.route(router)
             MonitorHandlers(self._service, self._service.sight).route(router)
 
     # --------------------------------------------------------------------------------- middlewares
@@ -254,7 +256,7 @@ class _Handlers:
 
     async def docs(self, request: web.Request) -> web.StreamResponse:
         return web.Response(
-            text=await asyncio.to_thread(_page), content_type="text/html", headers=docs_page.HEADERS
+            text=await asyncio.to_thread(_page), content_type="text/html", headers=HEADERS
         )
 
     async def version(self, request: web.Request) -> web.StreamResponse:

@@ -322,6 +322,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         method="get",
+        path="/docs/{name}",
+        summary="A file of /docs.",
+        media="*/*",
+        errors=(404,),
+        more="Its style, its script and its icon; also with `--no-page`.",
+    ),
+    Endpoint(
+        method="get",
         path="/page/{name}",
         summary="A file of the web page.",
         media="*/*",

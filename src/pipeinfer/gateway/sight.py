@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -28,7 +30,7 @@ PATIENCE = 2.0  # seconds for answers
 
 
 class StepShown(msgspec.Struct, frozen=True):
-    """A step of a group, as StepMade."""
+    """A step of a group, or a sum of some, as StepMade."""
 
     group: int
     at: float
@@ -36,6 +38,7 @@ class StepShown(msgspec.Struct, frozen=True):
     decodes: int
     prompt_tokens: int
     target: float
+    count: int = 1
 
 
 class RequestShown(msgspec.Struct):
@@ -93,6 +96,8 @@ class Sight:
         elif self._lookers:
             for passage in message.passages:
                 self._passage(passage)
+            if message.past:
+                self._note_past(message.stage, message.past)
             if message.steps:
                 self._note_steps(message.stage, message.steps)
 
@@ -141,9 +146,9 @@ class Sight:
             del self._answers[question]
 
     async def _keep_asking(self) -> None:
-        while True:
+        for question in itertools.count():
             for stage in self._stages:
-                self._put(stage, Watch(LASTS))
+                self._put(stage, Watch(LASTS, past=question < 2))  # the first one may be missed
             await asyncio.sleep(ASK_AGAIN)
 
     def _put(self, stage: str, question: Message) -> None:
@@ -197,9 +202,21 @@ class Sight:
         for made in steps:
             self.changes += 1
             shown = StepShown(
-                group, made.at, made.seconds, made.decodes, made.prompt_tokens, made.target
+                group=group,
+                at=made.at,
+                seconds=made.seconds,
+                decodes=made.decodes,
+                prompt_tokens=made.prompt_tokens,
+                target=made.target,
+                count=made.count,
             )
             self._steps.append((self.changes, shown))
+
+    def _note_past(self, stage: str, past: Sequence[StepMade]) -> None:
+        """What was before the steps that are known: another gateway may have asked for it."""
+        group = int(stage.rpartition("-")[2])
+        oldest = min((one.at for _, one in self._steps if one.group == group), default=math.inf)
+        self._note_steps(stage, [one for one in past if one.at < oldest])
 
     def _passage(self, passage: Passage) -> None:
         self.changes += 1

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 
-from pipeinfer.control import Moment, Passage, StepMade
+from pipeinfer.control import Moment, Passage
 
 MOST_OPEN = 16_384  # requests; more than the gateway lets wait and the scheduler lets run
 MOST_MOMENTS = 32  # of a passage; then the latest takes the place of the one before
@@ -17,22 +17,23 @@ MOST_MOMENTS = 32  # of a passage; then the latest takes the place of the one be
 
 class Way:
     """A request that is in the stage. `flowing`: its first output was marked. `attempt`: the
-    gateway's, as the stage knows it. `span`: see Passage."""
+    gateway's, as the stage knows it. `span`: see Passage. `output`: how much of it there is by now,
+    where that is counted; an ended passage says so itself."""
 
-    __slots__ = ("attempt", "began", "flowing", "moments", "span", "trace")
+    __slots__ = ("attempt", "began", "flowing", "moments", "output", "span", "trace")
 
     def __init__(self, began: float, trace: str, attempt: int) -> None:
         self.began = began
         self.trace = trace
         self.attempt = attempt
         self.flowing = False
+        self.output: Moment | None = None
         self.span = ""
         self.moments: list[Moment] = []
 
 
 class Book:
-    """The passages of `stage`. `ended(passage)` is called at the end of each, `stepped(step)` with
-    each step.
+    """The passages of `stage`. `ended(passage)` is called at the end of each.
 
     Of more than `most` open ones the oldest is forgotten.
     """
@@ -41,12 +42,10 @@ class Book:
         self,
         stage: str,
         ended: Callable[[Passage], object],
-        stepped: Callable[[StepMade], object],
         most: int = MOST_OPEN,
     ) -> None:
         self.stage = stage
         self._ended = ended
-        self.stepped = stepped
         self._most = most
         self._open: OrderedDict[str, Way] = OrderedDict()
         self._changed: dict[str, None] = {}
@@ -95,6 +94,13 @@ class Book:
             way.flowing = True
             self.mark(request_id, at, name, **values)
 
+    def count(self, request_id: str, at: float, output_tokens: int) -> None:
+        """So many output tokens were there at that time; hot path, while somebody looks."""
+        way = self._open.get(request_id)
+        if way is not None:
+            way.output = Moment(at, "streamed", {"output_tokens": output_tokens})
+            self._changed[request_id] = None
+
     def amend(self, request_id: str, name: str, **values: float) -> None:
         """Adds to the latest moment of that name, if there is one."""
         way = self._open.get(request_id)
@@ -131,6 +137,7 @@ class Book:
         return [self._passage(request_id, self._open[request_id]) for request_id in told]
 
     def _passage(self, request_id: str, way: Way, ended: float = 0.0, outcome: str = "") -> Passage:
+        streamed = (way.output,) if way.output is not None and not ended else ()
         return Passage(
             stage=self.stage,
             request_id=request_id,
@@ -138,6 +145,6 @@ class Book:
             ended=ended,
             outcome=outcome,
             trace=way.trace,
-            moments=tuple(way.moments),
+            moments=(*way.moments, *streamed),
             span=way.span,
         )

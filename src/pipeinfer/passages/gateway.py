@@ -31,6 +31,7 @@ class _Delta(Protocol):
     request_id: str
     text: str
     ids: bytes
+    token_offset: int
     finish: str | None
     prompt_tokens: int
     output_tokens: int
@@ -92,6 +93,8 @@ class GatewayObserver:
                 way.trace = submit.trace
 
     def _delta(self, delta: _Delta, at: float) -> None:
+        if delta.ids and delta.finish is None:
+            self.book.count(delta.request_id, at, delta.token_offset + len(delta.ids) // 4)
         if self.book.worth_a_look(delta.request_id, delta.finish) is None:
             return
         if delta.text or delta.ids:

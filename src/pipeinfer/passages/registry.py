@@ -15,15 +15,15 @@ from pipeinfer.passages.gateway import GatewayObserver
 from pipeinfer.passages.scheduler import SchedulerObserver
 from pipeinfer.passages.tokenizer import TokenizerObserver
 
-OBSERVERS: dict[str, Callable[[Book, float], Observer]] = {
-    "gateway": lambda book, _target: GatewayObserver(book),
-    "tokenizer": lambda book, _target: TokenizerObserver(book),
+OBSERVERS: dict[str, Callable[[Book], Observer]] = {
+    "gateway": GatewayObserver,
+    "tokenizer": TokenizerObserver,
     "scheduler": SchedulerObserver,
-    "engine": lambda book, _target: EngineObserver(book),
-    "detokenizer": lambda book, _target: DetokenizerObserver(book),
+    "engine": EngineObserver,
+    "detokenizer": DetokenizerObserver,
 }
 
 
-def observer(name: str, book: Book, target: float = 0.0) -> Observer:
-    """Of a stage called `name`. `target`: seconds that a step should take at most, 0 for none."""
-    return OBSERVERS[name](book, target)
+def observer(name: str, book: Book) -> Observer:
+    """Of a stage called `name`."""
+    return OBSERVERS[name](book)

@@ -1,6 +1,6 @@
-"""What a scheduler's messages say of its requests, from Work to their last row, and of its steps.
+"""What a scheduler's messages say of its requests, from Work to their last row.
 
-Knows messages; nothing of policies.
+Knows messages; nothing of policies. Its steps are read in steps.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pipeinfer.messages import (
     Open,
     Plan,
     Refused,
-    Result,
     StopHit,
     Tokens,
     Work,
@@ -27,7 +26,6 @@ from pipeinfer.messages import (
 from pipeinfer.packing import unpack
 from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange
-from pipeinfer.passages.steps import Steps
 
 
 class _Seat(NamedTuple):
@@ -44,11 +42,10 @@ def _taken(work: Work, outputs: Sequence[Send]) -> bool:
 
 
 class SchedulerObserver:
-    """See Observer. `target`: seconds that a step should take at most, 0 for none."""
+    """See Observer."""
 
-    def __init__(self, book: Book, target: float = 0.0) -> None:
+    def __init__(self, book: Book) -> None:
         self.book = book
-        self._steps = Steps(target)
         self._slots: dict[int, _Seat] = {}
 
     def saw(self, exchange: Exchange) -> None:
@@ -110,11 +107,6 @@ class SchedulerObserver:
             if seat is not None and seat.number == admitted.number:
                 self.book.amend(seat.request_id, "admitted", cached_tokens=cached)
 
-    def _result(self, result: Result, at: float) -> None:
-        step = self._steps.made(result, at)
-        if step is not None:
-            self.book.stepped(step)
-
     # -------------------------------------------------------------------------------------- outputs
 
     def _tokens(self, tokens: Tokens, at: float) -> None:
@@ -144,7 +136,6 @@ class SchedulerObserver:
         for seat in self._slots.values():
             self.book.mark(seat.request_id, at, "engine_lost")
         self._slots.clear()
-        self._steps.begin()
 
     def _plan(self, plan: Any, at: float) -> None:
         for release in plan.releases:
@@ -156,10 +147,8 @@ class SchedulerObserver:
             self._slots[admit.slot] = _Seat(admit.request_id, plan.number)
             tokens = len(admit.token_ids) // 4
             self.book.mark(admit.request_id, at, "admitted", slot=admit.slot, tokens=tokens)
-        self._steps.planned(plan, at)
 
     _takes: ClassVar[dict[type, Callable[[Any, Any, float], None]]] = {
-        Result: _result,
         Work: _work,
         Abort: _abort,
         Done: _done,

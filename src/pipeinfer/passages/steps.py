@@ -1,21 +1,26 @@
 """Steps of a scheduler, from its plan to the result: how long, how many decodes, how much prompt.
 
-Knows plans and results; no requests.
+Knows plans and results; no requests. A scheduler keeps sums of the last minute in any case.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pipeinfer.control import StepMade
-from pipeinfer.messages import Plan, Result
+from pipeinfer.messages import Begin, Plan, Result
 from pipeinfer.packing import unpack
+from pipeinfer.passages.exchange import Exchange
 
 MOST_PLANNED = 64  # plans; far more than are ever in flight
 UNKNOWN = -1
+HALF = 0.5  # seconds of a sum
+SUMS = 120  # a minute of them
 
 
 class _Planned(NamedTuple):
@@ -79,3 +84,48 @@ class Steps:
             more[: len(self._known)] = self._known
             self._known = more
         self._known[slot] = known
+
+
+class LastMinute:
+    """A scheduler's steps: each is told to `stepped`, and sums by half seconds are kept of those of
+    the last minute. `target`: see Steps."""
+
+    def __init__(self, target: float, stepped: Callable[[StepMade], object]) -> None:
+        self._steps = Steps(target)
+        self._stepped = stepped
+        self._sums: deque[StepMade] = deque(maxlen=SUMS)
+
+    def saw(self, exchange: Exchange) -> None:
+        """Reads a result, then the plans that it brought."""
+        event, outputs, began, ended = exchange
+        if type(event) is Result:
+            step = self._steps.made(event, began)
+            if step is not None:
+                self._add(step)
+                self._stepped(step)
+        for send in outputs:
+            message = send.message
+            if type(message) is Plan:
+                self._steps.planned(message, ended)
+            elif type(message) is Begin:
+                self._steps.begin()
+
+    def sums(self, before: float) -> tuple[StepMade, ...]:
+        """Those that had ended at `before` (Unix seconds), and began at most a minute earlier."""
+        from_ = before - HALF * SUMS
+        return tuple(one for one in self._sums if from_ <= one.at <= before - HALF)
+
+    def _add(self, step: StepMade) -> None:
+        at = step.at // HALF * HALF
+        if not self._sums or self._sums[-1].at != at:
+            self._sums.append(msgspec.structs.replace(step, at=at))
+            return
+        last = self._sums[-1]
+        self._sums[-1] = StepMade(
+            at=last.at,
+            seconds=max(last.seconds, step.seconds),
+            decodes=last.decodes + step.decodes,
+            prompt_tokens=last.prompt_tokens + step.prompt_tokens,
+            target=max(last.target, step.target),
+            count=last.count + 1,
+        )

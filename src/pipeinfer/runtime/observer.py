@@ -1,7 +1,7 @@
 """Observes a stage while somebody asked for it: which requests pass, and what its steps take.
 
-Stands beside the tap in the shell, and is off by default. Knows clocks and the channel `control`;
-what messages mean is read in passages/.
+Stands beside the tap in the shell. Unasked, a scheduler alone keeps sums of its last minute. Knows
+clocks and the channel `control`; what messages mean is read in passages/.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipeinfer.messages import Message
 from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange, Observer
 from pipeinfer.passages.registry import observer
+from pipeinfer.passages.steps import LastMinute
 from pipeinfer.runtime.spans import Spans
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity
@@ -54,10 +55,13 @@ class StageObserver:
         self._observer: Observer | None = None
         self._ended: deque[Passage] = deque(maxlen=MOST_ENDED)
         self._steps: deque[StepMade] = deque(maxlen=MOST_STEPS)
+        self._minute: LastMinute | None = None  # of a scheduler
+        self._past = False  # whether it is asked for
         self.active = False
 
     def begin(self) -> None:
         """The stage begins. ConfigurationError if spans are wanted and cannot be had."""
+        self._begin_minute()
         if self._settings.otlp_endpoint:
             self._spans = Spans(self._settings, self._identity)
             self._observe()
@@ -67,19 +71,23 @@ class StageObserver:
         if isinstance(message, Watch) and message.seconds > 0:
             loop = asyncio.get_running_loop()
             self._until = max(self._until, loop.time() + min(message.seconds, LONGEST))
+            self._past |= message.past
             self._observe()
             if self._timer is None:
-                self._steps.clear()  # of when nobody looked
                 self._timer = loop.call_later(PERIOD, self._tell)
 
     def saw(self, event: Message, sends: Sequence[Send], began: float) -> None:
         """The core took `event` at monotonic time `began`, and `sends` are on their way."""
-        assert self._observer is not None
         wall, now = time.time(), time.monotonic()
+        exchange = Exchange(event, sends, wall - (now - began), wall)
         try:
-            self._observer.saw(Exchange(event, sends, wall - (now - began), wall))
+            if self._minute is not None:
+                self._minute.saw(exchange)
+            if self._observer is not None:
+                self._observer.saw(exchange)
         except Exception:  # a stage does not end of what only looks at it
             log.exception("nothing is observed for now: %s", type(event).__name__)
+            self._begin_minute()
             self._forget()
 
     async def close(self) -> None:
@@ -95,9 +103,17 @@ class StageObserver:
 
     def _observe(self) -> None:
         if self._observer is None:
-            book = Book(self._identity.id, self._end, self._steps.append)
-            self._observer = observer(self._identity.name, book, self._settings.itl_target)
+            self._observer = observer(self._identity.name, Book(self._identity.id, self._end))
         self.active = True
+
+    def _begin_minute(self) -> None:
+        if self._identity.name == "scheduler":
+            self._minute = LastMinute(self._settings.itl_target, self._stepped)
+            self.active = True
+
+    def _stepped(self, step: StepMade) -> None:
+        if self._timer is not None:
+            self._steps.append(step)
 
     def _end(self, passage: Passage) -> None:
         if self._spans is not None:
@@ -114,12 +130,17 @@ class StageObserver:
         most = min(len(self._ended), MOST_PASSAGES)
         passages = [self._ended.popleft() for _ in range(most)]
         passages += self._observer.book.changes(MOST_PASSAGES - most)
-        if passages or self._steps:
+        past: tuple[StepMade, ...] = ()
+        if self._past and self._minute is not None:
+            past = self._minute.sums(self._steps[0].at if self._steps else time.time())
+        self._past = False
+        if passages or self._steps or past:
             told = Observed(
                 stage=self._identity.id,
                 incarnation=self._incarnation,
                 passages=tuple(passages),
                 steps=tuple(self._steps),
+                past=past,
             )
             self._steps.clear()
             self._say(told)
@@ -131,10 +152,11 @@ class StageObserver:
             self._ended.clear()
 
     def _forget(self) -> None:
-        """What comes until it is asked again is missed, so that what it knows would be wrong."""
+        """What comes until it is asked again is missed, so that what it knows would be wrong. What
+        is kept of a scheduler's steps begins anew only if it could not be read."""
         self._ended.clear()
         self._steps.clear()
         self._observer = None
-        self.active = False
+        self.active = self._minute is not None
         if self._spans is not None:
             self._observe()

@@ -5,6 +5,7 @@ Knows the health table and names of statistics (docs/reference/statistics.md); n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import msgspec
 from pipeinfer.gateway.health import Health, Row
 from pipeinfer.gateway.lately import QUANTILES
 from pipeinfer.passages.durations import MINUTE
+
+SMOOTH = 5.0  # seconds over which rates are taken, at all places
 
 
 class StageShown(msgspec.Struct, frozen=True):
@@ -107,37 +110,42 @@ EDGES = (
 
 
 class _Grown:
-    """The two heartbeats of a stage between which its rates are taken."""
+    """The heartbeats of a stage between which its rates are taken: the last one, and the last that
+    is at least SMOOTH older, or the first there is."""
 
-    __slots__ = ("before", "incarnation", "now", "seconds", "seen", "step")
+    __slots__ = ("beats", "incarnation", "step")
 
     def __init__(self) -> None:
-        self.before: Mapping[str, float] = {}
-        self.now: Mapping[str, float] = {}
+        self.beats: deque[tuple[float, Mapping[str, float]]] = deque()
         self.incarnation = 0
-        self.seen = self.seconds = 0.0
         self.step: tuple[float, float] | None = None  # an engine's, and when that was seen
 
     def look(self, row: Row) -> None:
-        if row.seen is None or row.seen == self.seen:
+        if row.seen is None or (self.beats and row.seen == self.beats[-1][0]):
             return
-        same = row.incarnation == self.incarnation
-        self.seconds = row.seen - self.seen if same else 0.0
-        self.before = self.now if same else row.stats
-        self.now, self.incarnation, self.seen = row.stats, row.incarnation, row.seen
-        if (steps := self.by("steps_total")) > 0:
-            self.step = self.by("busy_seconds") / steps, row.seen
+        if row.incarnation != self.incarnation:
+            self.beats.clear()
+        self.incarnation = row.incarnation
+        self.beats.append((row.seen, row.stats))
+        while len(self.beats) > 1 and self.beats[1][0] <= row.seen - SMOOTH:
+            self.beats.popleft()
+        before = self.beats[-2][1] if len(self.beats) > 1 else row.stats
+        if row.stats.get("steps_total", 0.0) > before.get("steps_total", 0.0):
+            self.step = self.by("busy_seconds") / self.by("steps_total"), row.seen
 
     def by(self, name: str) -> float:
-        return self.now.get(name, 0.0) - self.before.get(name, 0.0)
+        if not self.beats:
+            return 0.0
+        return self.beats[-1][1].get(name, 0.0) - self.beats[0][1].get(name, 0.0)
 
     def rate(self, name: str) -> float:
-        return self.by(name) / self.seconds if self.seconds > 0 else 0.0
+        seconds = self.beats[-1][0] - self.beats[0][0] if self.beats else 0.0
+        return self.by(name) / seconds if seconds > 0 else 0.0
 
 
 class Pictures:
     """Figures of one pipeline, from its health table. `look` before, as often as is wanted: rates
-    are those between the last two heartbeats that were seen."""
+    are those of the last SMOOTH seconds in which heartbeats were seen."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -174,7 +182,7 @@ class Pictures:
         )
 
     def grown(self, stage: str, name: str) -> float:
-        """By how much a statistic grew between the last two heartbeats of a stage."""
+        """By how much a statistic of a stage grew in the last SMOOTH seconds."""
         return self._grown[stage].by(name)
 
     def rate(self, stage: str, name: str) -> float:

@@ -26,6 +26,7 @@ export function spoken(system, messages) {
 /**
  * Asks, and fills `message` until the answer has ended; told() is called after each chunk. What is
  * wrong becomes message.error. The message also gets
+ *   model: the name of the model that answered,
  *   tokens: [text, logprob, [[text, logprob], ...]] of each, where log-probs were asked for,
  *   stats: {prompt, cached, output, first, seconds, finish}, first and seconds in milliseconds.
  */
@@ -42,6 +43,7 @@ export async function answer(body, message, signal, told) {
       }
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(500, chunk.error.message);
+      if (chunk.model) message.model = chunk.model;
       if (chunk.usage) count(stats, chunk.usage);
       for (const choice of chunk.choices ?? []) {
         if (take(message, choice)) {

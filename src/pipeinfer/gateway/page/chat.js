@@ -8,7 +8,8 @@ import { Options, requested } from "./options.js";
 import { askJson } from "./server.js";
 import { MOST_CONVERSATIONS, openStore } from "./store.js";
 import { Thread, welcome } from "./thread.js";
-import { count } from "./words.js";
+import { read, saved } from "./transfer.js";
+import { count, plural } from "./words.js";
 
 const DEMO = "pipeinfer-demo";
 const EXAMPLES = {
@@ -91,6 +92,11 @@ export class Chat {
     byId("close-side").append(glyph("close"));
     byId("open-side").onclick = () => this.#side(true);
     byId("close-side").onclick = byId("veil").onclick = () => this.#side(false);
+    byId("export").append(glyph("out"));
+    byId("import").append(glyph("into"));
+    byId("export").onclick = () => this.#export();
+    byId("import").onclick = () => byId("import-file").click();
+    byId("import-file").onchange = ({ target }) => this.#import(target);
     byId("composer").onsubmit = (event) => {
       event.preventDefault();
       const run = this.#runs.get(this.#now.id);
@@ -136,6 +142,7 @@ export class Chat {
   #draw() {
     this.#list.show(this.#all, this.#now.id, new Set(this.#runs.keys()));
     put(byId("title"), this.#now.title);
+    byId("title").title = this.#now.title;
     const running = this.#runs.has(this.#now.id);
     const label = running ? "Stop" : "Send";
     if (this.#button.title !== label || !this.#button.firstChild) {
@@ -194,13 +201,49 @@ export class Chat {
     announce("The conversation is deleted.");
   }
 
+  async #export() {
+    const whole = await Promise.all(this.#all.map(async (conversation) => ({ conversation,
+      messages: this.#runs.get(conversation.id)?.messages
+        ?? await this.#store.messages(conversation.id) })));
+    saved(`pipeinfer-conversations-${new Date().toISOString().slice(0, 10)}.json`, whole);
+    this.#said(`${plural(whole.length, "conversation")} exported.`);
+  }
+
+  /** Adds those of a file that are not here yet. */
+  async #import(field) {
+    try {
+      const whole = read(await field.files[0].text());
+      const ids = new Set(this.#all.map(({ id }) => id));
+      const fresh = whole.filter(({ conversation: { id } }) => !ids.has(id) && ids.add(id));
+      for (const { conversation, messages } of fresh) {
+        await this.#store.saveWhole(conversation, messages);
+        this.#all.push(conversation);
+      }
+      this.#all.sort((a, b) => b.touched - a.touched);
+      for (const old of this.#all.splice(MOST_CONVERSATIONS)) this.#store.remove(old.id);
+      this.#draw();
+      const known = whole.length - fresh.length;
+      this.#said(`${plural(fresh.length, "conversation")} added`
+        + (known ? `, ${count(known)} here already.` : "."));
+    } catch (error) {
+      this.#said(`Nothing more is imported: ${error.message}`);
+    }
+    field.value = "";
+  }
+
+  /** Says something below the list of conversations. */
+  #said(text) {
+    put(byId("kept"), text);
+    announce(text);
+  }
+
   // --------------------------------------------------------------------------------------- asking
 
   #send(text) {
     if (!text.trim() || this.#runs.has(this.#now.id) || !this.#fields()) return;
     this.#field.value = "";
     this.#add({ role: "user", content: text });
-    if (this.#now.title === NEW) this.#now.title = text.trim().slice(0, 80).replace(/\s+/g, " ");
+    if (this.#now.title === NEW) this.#now.title = text.trim().slice(0, 300).replace(/\s+/g, " ");
     this.#run();
   }
 
@@ -262,7 +305,7 @@ export class Chat {
       stream_options: { include_usage: true },
       ...this.#fields(),
     };
-    const message = this.#add({ role: "assistant", content: "" }, true);
+    const message = this.#add({ role: "assistant", content: "", model: this.#model }, true);
     const run = { message, messages, stop: new AbortController() };
     this.#runs.set(conversation.id, run);
     this.#touch();

@@ -51,7 +51,7 @@ export class List {
   }
 
   #rename(row, id, title) {
-    const field = h("input", { "aria-label": "Title of the conversation", maxlength: "120" });
+    const field = h("input", { "aria-label": "Title of the conversation", maxlength: "300" });
     field.value = title;
     let open = true;
     const end = (keep) => {

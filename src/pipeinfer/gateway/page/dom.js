@@ -47,6 +47,8 @@ const GLYPHS = {
   half: "M12 4a8 8 0 1 0 0 16zM12 4a8 8 0 0 1 0 16",
   keyboard: "M3 6h18v12H3zM7 10h.01M11 10h.01M15 10h.01M17 14h.01M7 14h.01M10 14h4",
   down: "M12 5v14M6 13l6 6 6-6",
+  out: "M12 15V4M7 9l5-5 5 5M5 15v5h14v-5",
+  into: "M12 4v11M7 10l5 5 5-5M5 15v5h14v-5",
   warn: "M12 4l9 16H3zM12 10v4M12 17h.01",
   tokens: "M4 7h6v10H4zM14 7h6v10h-6z",
 };

@@ -8,7 +8,8 @@ const MOST = 200;
 export class Happenings {
   element;
   #list = h("ol", { role: "log", "aria-label": "Events", tabindex: "0" });
-  #none = h("p", { class: "quiet" }, "Nothing has happened to a stage while you looked.");
+  #none = h("p", { class: "quiet" }, "Nothing has happened to a stage while you looked. "
+    + "A stage that is lost, starts or is ready again is told here.");
   #known = new Map();
 
   constructor() {

@@ -86,7 +86,8 @@ export class Prefixes {
     const lines = groups.flatMap(({ group, prefixes }) => [
       groups.length > 1 ? h("h4", {}, `Group ${group}`) : null,
       prefixes.length ? h("ol", {}, prefixes.map(prefixed))
-        : h("p", { class: "quiet" }, "Nothing is cached yet."),
+        : h("p", { class: "quiet" }, "Nothing is cached yet: prompts that begin like one before "
+          + "find their beginning here."),
     ]);
     this.#list.replaceChildren(...lines.filter(Boolean));
   }

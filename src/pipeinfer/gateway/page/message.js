@@ -26,7 +26,7 @@ export class MessageView {
     this.#acts = acts;
     const user = message.role === "user", tool = message.role === "tool";
     this.element = h("article", { class: `message ${user ? "user" : "answer"}` },
-      h("h3", {}, user ? "You" : tool ? `Result of ${message.name}` : "Model"));
+      h("h3", {}, user ? "You" : tool ? `Result of ${message.name}` : ""));
     this.update(live);
   }
 
@@ -96,6 +96,7 @@ export class MessageView {
 
   #answer(live) {
     const message = this.#message;
+    put(this.element.firstChild, message.model || "Model");
     const begun = message.content || message.reasoning || message.calls?.length;
     if (live && !begun) {
       this.#part("wait", () => h("p", { class: "wait", role: "img", "aria-label": "Waiting" },
@@ -104,7 +105,7 @@ export class MessageView {
     }
     this.#drop("wait");
     if (message.reasoning) this.#thoughts(live && !message.content);
-    if (message.content) this.#said();
+    if (message.content) this.#said(live);
     if (message.calls?.length) this.#calls(live);
     if (live) return;
     if (message.error) this.#part("error", () => h("p", { class: "error", role: "alert" },
@@ -119,7 +120,7 @@ export class MessageView {
     put(part.lastChild, this.#message.reasoning);
   }
 
-  #said() {
+  #said(live) {
     const { content, tokens } = this.#message;
     const part = this.#part("said", () => {
       const made = h("div", { class: "said" });
@@ -127,7 +128,7 @@ export class MessageView {
       made.append(made.view.element);
       return made;
     });
-    part.view.set(tokens ?? content);
+    part.view.set(tokens ?? content, live);
   }
 
   #calls(live) {

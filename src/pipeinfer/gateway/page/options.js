@@ -2,28 +2,36 @@
 
 import { byId, h, iconButton, put } from "./dom.js";
 
-// [field of the API, label, least, most]; an empty field is the server's own default.
+const WHOLE = Number.MAX_SAFE_INTEGER;
+// [field of the API, label, least, most, whether it is a whole number], as the server has them; an
+// empty field is the server's own default.
 const NUMBERS = [
-  ["temperature", "Temperature", 0, 2], ["top_p", "Top p", 0, 1],
-  ["top_k", "Top k", -1, null], ["min_p", "Min p", 0, 1],
-  ["max_tokens", "Most tokens", 1, null], ["seed", "Seed", null, null],
+  ["temperature", "Temperature", 0, 100], ["top_p", "Top p", 0, 1],
+  ["top_k", "Top k", -1, 2 ** 31 - 1, true], ["min_p", "Min p", 0, 1],
+  ["max_tokens", "Most tokens", 1, 2 ** 31 - 1, true], ["seed", "Seed", -WHOLE, WHOLE, true],
   ["presence_penalty", "Presence penalty", -2, 2],
   ["frequency_penalty", "Frequency penalty", -2, 2],
-  ["repetition_penalty", "Repetition penalty", 0, null],
+  ["repetition_penalty", "Repetition penalty", 0.01, 100],
 ];
+const STOPS = 16, STOP_LETTERS = 1024;
 const TOOL_HINT = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]';
 
 /** What a request gets of the options: {fields}, or {wrong: [field, why]}. */
 export function requested(options) {
   const fields = {};
   try {
-    for (const [name, label] of NUMBERS) {
+    for (const [name, label, least, most, whole] of NUMBERS) {
       if (!options[name]?.trim()) continue;
       const value = Number(options[name]);
       if (Number.isNaN(value)) throw [name, `${label} is no number.`];
+      if (whole && !Number.isInteger(value)) throw [name, `${label} is a whole number.`];
+      if (value < least || value > most) throw [name, said(label, least, most)];
       fields[name] = value;
     }
     const stops = (options.stop ?? "").split("\n").filter((line) => line !== "");
+    if (stops.length > STOPS) throw ["stop", `At most ${STOPS} lines.`];
+    if (stops.some((line) => line.length > STOP_LETTERS))
+      throw ["stop", `At most ${STOP_LETTERS} letters a line.`];
     if (stops.length) fields.stop = stops;
     const tools = parsed(options, "tools", "Tools");
     if (tools !== undefined) {
@@ -46,6 +54,9 @@ export function requested(options) {
     throw wrong;
   }
 }
+
+const said = (label, least, most) => (most < 1e6 ? `${label} is between ${least} and ${most}.`
+  : Math.abs(least) < 1e6 ? `${label} is at least ${least}.` : `${label} has at most 15 digits.`);
 
 function parsed(options, name, label) {
   if (!options[name]?.trim()) return undefined;
@@ -134,7 +145,9 @@ export class Options {
     const id = `option-${name}`;
     input.id = id;
     input.setAttribute("aria-describedby", `${id}-wrong`);
-    input.addEventListener("input", () => this.#set(name, input.value));
+    // What is no number, a number's field hands over as nothing.
+    input.addEventListener("input", () =>
+      this.#set(name, input.validity.badInput ? "?" : input.value));
     this.#fields[name] = input;
     this.#errors[name] = h("p", { class: "wrong", id: `${id}-wrong` });
     return h("div", { class: "field" },

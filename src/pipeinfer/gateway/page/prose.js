@@ -1,114 +1,196 @@
-// The text of an answer with the few marks of Markdown that models use: fences, headings, lists,
-// code, bold and italic letters. It grows: blocks before the last stay as they are.
+// The text of an answer as Markdown. It grows: blocks before the last stay as they are, the last is
+// read again. The parser never gets more than a part of a text at once, and works in slices of
+// frames, so that neither a long nor a hostile text holds up the page.
 
-import { copy } from "./copy.js";
-import { h, iconButton } from "./dom.js";
-import { marked } from "./marks.js";
+import { h } from "./dom.js";
+import { slices } from "./frames.js";
+import { blocksOf, codeBlock, elementsOf } from "./markdown.js";
+import { dress } from "./typeset.js";
+
+const PART = 4000; // letters that are parsed at once
+const BLOCKS = 120; // of them that are shown at once
+const PATIENCE = 3; // times as long as reading the end took, nothing of it is read again
+const HEAD = 600; // letters of a table's head that is said again
+const DEFINES = /(?:^|\n) {0,3}\[[^\]\n]*\]:[^\n]*$/; // where a link leads, in a line that may go on
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})[ \t]*(\S*)/;
 
 /** An element whose text can be set again and again. */
 export class Prose {
   element = h("div", { class: "prose" });
-  #blocks = [];
   #text = "";
+  #live = true;
+  #env = {};
+  #known = 0; // links that were defined when the text was begun
+  #from = 0; // where in the text the part begins that may still change
+  #head = ""; // lines that belong to it: of a table that goes on
+  #tail = []; // its elements
+  #box = null; // in which they are
+  #full = 0; // where in the text #box began
+  #fence = null; // a code block longer than a part that goes on at #from
+  #working = false;
+  #again = 0; // a timer, and when it may be read again
+  #notBefore = 0;
 
-  set(text) {
-    // What is added changes the last block or comes behind it: where others end is certain.
-    const kept = text.startsWith(this.#text) ? Math.max(this.#blocks.length - 1, 0) : 0;
-    const from = kept ? this.#blocks[kept].start : 0;
-    const blocks = blocksOf(text.slice(from));
+  /** live: the text still grows. */
+  set(text, live = false) {
+    if (text === this.#text && live === this.#live) return;
+    const grew = this.#live && this.#text && text.startsWith(this.#text);
+    if (!grew) this.#restart();
     this.#text = text;
-    for (const [behind, block] of blocks.entries()) {
-      const index = kept + behind, old = this.#blocks[index];
-      block.start += from;
-      if (old?.source === block.source) block.element = old.element;
-      else {
-        block.element = block.made();
-        if (old) old.element.replaceWith(block.element);
-        else this.element.append(block.element);
-      }
-      this.#blocks[index] = block;
-    }
-    for (const { element } of this.#blocks.splice(kept + blocks.length)) element.remove();
+    this.#live = live;
+    if (this.#working) return;
+    this.element.setAttribute("aria-busy", "true");
+    clearTimeout(this.#again);
+    const wait = live ? this.#notBefore - performance.now() : 0;
+    if (wait > 0) this.#again = setTimeout(() => this.#begin(), wait);
+    else if (live || !grew || this.#work()) this.#begin(); // its end is shown at once
   }
-}
 
-/** [{start: its place in the text, source, made() its element}]. */
-function blocksOf(text) {
-  const blocks = [];
-  let lines = [], kind = "", start = 0, at = 0, fence = null;
-  const close = (made) => {
-    if (lines.length) {
-      const own = lines;
-      blocks.push({ start, source: own.join("\n"), made: () => made(own) });
+  #begin() {
+    this.#working = true;
+    slices(() => this.#work());
+  }
+
+  #restart() {
+    this.element.replaceChildren();
+    [this.#from, this.#head, this.#tail, this.#box, this.#fence] = [0, "", [], null, null];
+    this.#known = Object.keys(this.#env.references ?? {}).length;
+  }
+
+  /** Whether there is more to do. */
+  #work() {
+    const began = performance.now();
+    if (this.#part()) return true;
+    this.#notBefore = performance.now() + PATIENCE * (performance.now() - began);
+    if (!this.#live && Object.keys(this.#env.references ?? {}).length > this.#known) {
+      this.#restart(); // links were defined behind their use
+      return true;
     }
-    lines = [];
-  };
-  const take = (line) => {
-    if (!lines.length) {
-      start = at;
-      kind = kindOf(line);
+    this.#working = false;
+    this.element.removeAttribute("aria-busy");
+    return false;
+  }
+
+  /** Reads a part. Whether there is another. */
+  #part() {
+    const rest = this.#text.slice(this.#from, this.#from + PART);
+    const whole = this.#from + rest.length === this.#text.length;
+    if (this.#fence) return this.#codeOn(rest, whole);
+    const text = whole && !(this.#live && DEFINES.test(rest))
+      ? rest : rest.slice(0, rest.lastIndexOf("\n") + 1);
+    if (!text) return whole ? false : this.#long(rest);
+    const blocks = this.#blocks(text);
+    if (!whole && blocks.length <= 1) return this.#cut(text, blocks[0]);
+    if (blocks.length > BLOCKS + 2) {
+      this.#from += blocks[BLOCKS].start;
+      this.#show(blocks.slice(0, BLOCKS));
+      this.#head = "";
+      return true;
     }
-    lines.push(line);
-  };
-  for (const line of text.split("\n")) {
-    const mark = line.match(/^ {0,3}(```+|~~~+)/);
-    if (fence === null && mark) {
-      close(block);
-      fence = mark[1];
-      take(line);
-    } else if (fence !== null) {
-      take(line);
-      if (mark && mark[1].startsWith(fence) && line.trim() === mark[1]) {
-        close(code);
-        fence = null;
-      }
-    } else if (line.trim() === "") {
-      close(block);
+    if (whole && !this.#live) {
+      this.#show(blocks);
+      this.#from = this.#text.length;
     } else {
-      if (lines.length && kindOf(line) !== kind && !/^\s/.test(line)) close(block);
-      take(line);
+      // What begins with a line that is not whole may still belong to the block before.
+      const half = blocks.at(-1)?.start > text.lastIndexOf("\n") ? 2 : 1;
+      const tail = blocks.splice(Math.max(0, blocks.length - half));
+      this.#show(blocks, whole ? tail : []);
+      this.#from += Math.max(0, tail[0]?.start ?? 0);
+      if (blocks.length) this.#head = "";
     }
-    at += line.length + 1;
+    return !whole;
   }
-  close(fence === null ? block : code);
-  return blocks;
-}
 
-function kindOf(line) {
-  if (/^#{1,6} /.test(line)) return "heading";
-  if (/^\s*[-*+] /.test(line)) return "ul";
-  return /^\s*\d{1,4}[.)] /.test(line) ? "ol" : "";
-}
-
-function block(lines) {
-  const kind = kindOf(lines[0]);
-  if (kind === "heading") return h("h4", {}, ...letters(lines.join(" ").replace(/^#+ /, "")));
-  if (!kind) return h("p", {}, ...letters(lines.join("\n")));
-  const items = [];
-  for (const line of lines) {
-    if (kindOf(line)) items.push(line.replace(/^\s*([-*+]|\d+[.)]) /, ""));
-    else items[items.length - 1] += `\n${line.trim()}`;
+  #blocks(text) {
+    const blocks = blocksOf(this.#head + text, this.#env);
+    for (const block of blocks) block.start -= this.#head.length;
+    return blocks;
   }
-  const start = kind === "ol" ? parseInt(lines[0], 10) : 1;
-  return h(kind, { start: start === 1 ? null : start },
-    ...items.map((item) => h("li", {}, ...letters(item))));
-}
 
-function code([opening, ...lines]) {
-  const language = opening.replace(/^[\s`~]+/, "").trim();
-  if (lines.length && /^\s*(```+|~~~+)\s*$/.test(lines[lines.length - 1])) lines.pop();
-  const text = lines.join("\n");
-  return h("div", { class: "code" },
-    h("div", { class: "head" }, h("span", {}, language),
-      iconButton("copy", "Copy this code", () => copy(text))),
-    h("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, h("code", {}, text)));
-}
+  /** A block that is longer than a part. */
+  #cut(text, block) {
+    const fence = FENCE.exec(text.slice(0, text.indexOf("\n")));
+    if (fence) {
+      const box = codeBlock("", "");
+      box.querySelector(".head span").textContent = fence[2];
+      this.#replace([box], []);
+      this.#fence = { end: new RegExp(`^ {0,3}${fence[1][0]}{${fence[1].length},}[ \\t]*$`, "m"),
+        code: box.querySelector("code") };
+      this.#from += text.indexOf("\n") + 1;
+    } else {
+      // It goes on as another one of its kind, best with a line that is not within anything.
+      let end = text.length;
+      for (let at = end - 1; at > PART / 2; at = text.lastIndexOf("\n", at - 1)) {
+        if (/\S/.test(text[at + 1] ?? " ")) {
+          end = at + 1;
+          break;
+        }
+      }
+      this.#show(this.#blocks(text.slice(0, end)));
+      this.#from += end;
+      const head = this.#head || text.slice(0, text.indexOf("\n", text.indexOf("\n") + 1) + 1);
+      const on = block?.tokens[0].type === "table_open" && this.#text[this.#from] !== "\n";
+      this.#head = on && head.length < HEAD ? head : "";
+    }
+    return true;
+  }
 
-function letters(text) {
-  return elements(marked(text));
-}
+  /** The next part of a code block. */
+  #codeOn(rest, whole) {
+    const lines = rest.slice(0, whole ? rest.length : rest.lastIndexOf("\n") + 1) || rest;
+    const { code, end } = this.#fence, found = end.exec(lines);
+    const after = found ? found.index + found[0].length : lines.length;
+    const open = this.#live && whole && after === rest.length; // the last line may go on
+    const text = found && !open ? lines.slice(0, found.index) : lines;
+    for (const one of this.#tail) one.remove();
+    this.#tail = [];
+    if (text) {
+      // Pieces, so that the browser lays out again the last one alone.
+      const piece = h("span", { class: "piece" }, text);
+      code.append(piece);
+      if (open) this.#tail = [piece];
+    }
+    if (open) return false;
+    this.#from += after;
+    if (found) this.#fence = null;
+    return this.#from < this.#text.length;
+  }
 
-function elements(pieces) {
-  return pieces.map((piece) =>
-    typeof piece === "string" ? piece : h(piece[0], {}, ...elements(piece[1])));
+  /** A line longer than a part: text, up to its end. */
+  #long(rest) {
+    this.#replace([h("p", { class: "plain piece" }, rest)], []);
+    this.#from += rest.length;
+    return true;
+  }
+
+  #show(blocks, tail = []) {
+    this.#replace(elementsOf(blocks, this.#env), elementsOf(tail, this.#env));
+  }
+
+  /** Puts elements in the place of those of before that might have changed: some that stay, and
+   *  some that may change again. Formulas that stood there are not typeset once more. */
+  #replace(made, tail) {
+    const typeset = new Map();
+    for (const one of this.#tail.flatMap((one) => [...one.querySelectorAll(".typeset")])) {
+      const name = `${one.className} ${one.source}`;
+      if (!typeset.has(name)) typeset.set(name, []);
+      typeset.get(name).push(one);
+    }
+    for (const one of this.#tail) one.remove();
+    this.#tail = tail;
+    if (!this.#box || this.#from - this.#full > PART) {
+      this.#box?.classList.add("whole");
+      this.#box = this.element.appendChild(h("div", { class: "part" }));
+      this.#full = this.#from;
+    }
+    this.#box.append(...made, ...tail);
+    if (typeset.size) {
+      for (const one of this.#box.querySelectorAll(".math:not(.typeset)")) {
+        const before = typeset.get(`${one.className} typeset ${one.textContent}`)?.pop();
+        if (before) one.replaceWith(before);
+      }
+    }
+    for (const one of made) dress(one, this.#box, false);
+    for (const one of tail) dress(one, this.#box, this.#live);
+  }
 }

@@ -10,7 +10,8 @@ export class Requests {
   element;
   #body = h("tbody");
   #none = h("p", { class: "quiet" },
-    "None yet. Requests that run while you look are listed here, each with its timeline.");
+    "None yet. A request is listed here as soon as a client asks while you look, with what it has "
+    + "put out so far; a click opens its way through all stages.");
   #table;
   #rows = new Map(); // by id, the oldest first
   #opened;
@@ -56,7 +57,7 @@ export class Requests {
 
   #draw({ cells, request }, time) {
     const { began, ended, first_token: first, finish } = request;
-    const output = ended === null ? "–" : count(request.output_tokens); // known at its end
+    const output = ended === null && !request.output_tokens ? "–" : count(request.output_tokens);
     const state = ended !== null ? finish ?? "ended" : first === null ? "waits" : "runs";
     const texts = [clock(began), state, count(request.prompt_tokens), output,
       first === null ? "–" : duration(1000 * (first - began)),

@@ -8,6 +8,14 @@ const SIGNS = { ready: "●", starting: "◌", loading: "◔", waiting: "◷", d
   failed: "✕" };
 const KINDS = { ready: "good", lost: "bad", failed: "bad" };
 const UNITS = { "tokens/s": "tok/s", "requests/s": "req/s" };
+// What a card's latency is of.
+const LATENCIES = {
+  gateway: ["first token", "Median time from a client's request to its first text, of the last minute"],
+  tokenizer: ["per request", "Median time to render and encode a prompt, of the last minute"],
+  scheduler: ["to admission", "Median time until a request is admitted to the engine, of the last minute"],
+  engine: ["per step", "Mean time of a step, of the last seconds in which it had any"],
+  detokenizer: ["tokens to text", "Median time from tokens to their text, of the last minute"],
+};
 const SILENT = 1.5; // seconds after which it is said when a process was heard last
 
 /** Which card a process stands on. */
@@ -35,7 +43,7 @@ export class Card {
     for (const process of processes) {
       let made = this.#processes.get(process.stage);
       if (!made) {
-        made = new Process(process.stage);
+        made = new Process(process.stage, LATENCIES[process.name] ?? ["latency", ""]);
         this.#processes.set(process.stage, made);
         this.#list.append(made.element);
       }
@@ -48,17 +56,18 @@ class Process {
   element;
   #parts = {};
 
-  constructor(stage) {
+  constructor(stage, [latency, meaning]) {
     const part = (name, tag, attributes = {}) => {
       this.#parts[name] = h(tag, attributes);
       return this.#parts[name];
     };
-    const fact = (name, label) => h("div", {}, h("dt", {}, label), part(name, "dd"));
+    const fact = (name, label, title = null) =>
+      h("div", { title }, h("dt", {}, label), part(name, "dd"));
     this.element = h("div", { class: "process" },
       h("p", { class: "who" }, h("span", { class: "id" }, stage),
         part("state", "span", { class: "state" })),
       part("reason", "p", { class: "reason" }),
-      h("dl", {}, fact("rate", "rate"), fact("latency", "latency"), fact("waiting", "queue"),
+      h("dl", {}, fact("rate", "rate, over 5 s"), fact("latency", latency, meaning), fact("waiting", "queue"),
         fact("running", "in hand")),
       part("life", "p", { class: "life" }));
   }

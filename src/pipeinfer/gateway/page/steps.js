@@ -5,7 +5,7 @@ import { h, put } from "./dom.js";
 import { count, duration, mean } from "./words.js";
 
 const WINDOW = 60, BIN = 0.5; // seconds
-const LEFT = 54, GAP = 26, FOOT = 20; // pixels
+const LEFT = 54, GAP = 30, FOOT = 20; // pixels
 const KINDS = [["decodes", "decodes a step"], ["prompts", "prompt tokens a step"],
   ["time", "longest step"], ["target", "target"]];
 
@@ -16,6 +16,7 @@ export class Steps {
   #swatches;
   #steps = [];
   #now = 0;
+  #last = 0; // when the newest step began
 
   constructor() {
     this.#swatches = Object.fromEntries(KINDS.map(([kind]) => [kind, h("i", { class: kind })]));
@@ -31,6 +32,8 @@ export class Steps {
   show({ time, steps }) {
     this.#now = time;
     this.#steps.push(...steps);
+    if (steps.length && steps[0].at < this.#last) this.#steps.sort((a, b) => a.at - b.at);
+    this.#last = this.#steps.at(-1)?.at ?? 0;
     const first = this.#steps.findIndex(({ at }) => at > time - WINDOW - BIN);
     this.#steps.splice(0, first < 0 ? this.#steps.length : first);
     put(this.#words, summary(this.#steps.filter(({ at }) => at > time - WINDOW)));
@@ -51,16 +54,24 @@ export class Steps {
       [kind, getComputedStyle(this.#swatches[kind]).backgroundColor]));
     pen.font = `11px ${ink.fontFamily}`;
     pen.fillStyle = pen.strokeStyle = ink.color;
-    const room = height - GAP - FOOT - 8, above = 8 + Math.round(room * 0.62);
+    const room = height - GAP - FOOT - 24, above = 24 + Math.round(room * 0.62);
+    const floor = height - FOOT, below = above + GAP;
     const bins = binned(this.#steps);
-    const most = Math.max(1, ...bins.map(({ decodes, prompts }) => decodes + prompts));
-    const longest = Math.max(0.001, ...bins.map(({ time, target }) => Math.max(time, target)));
-    axis(pen, width, 8, above, count(Math.ceil(most)));
-    axis(pen, width, above + GAP, height - FOOT, duration(1000 * longest));
-    pen.textAlign = "left";
-    pen.fillText("60 s ago", LEFT, height - 4);
-    pen.textAlign = "right";
-    pen.fillText("now", width, height - 4);
+    const most = nice(Math.max(4, ...bins.map(({ decodes, prompts }) => decodes + prompts)));
+    const longest = nice(1000 * Math.max(0.001,
+      ...bins.map(({ time, target }) => Math.max(time, target)))) / 1000;
+    axis(pen, width, 24, above, "tokens a step", [0, most / 2, most].map(count));
+    axis(pen, width, below, floor, "time of a step",
+      [0, longest / 2, longest].map((value) => (value ? duration(1000 * value) : "0")));
+    pen.textAlign = "center";
+    for (const ago of [60, 45, 30, 15, 0]) {
+      const x = width - (width - LEFT) * ago / WINDOW;
+      pen.globalAlpha = 0.25;
+      pen.fillRect(Math.round(x) - (ago ? 0 : 1), floor, 1, 4);
+      pen.globalAlpha = 1;
+      pen.textAlign = ago === 0 ? "right" : ago === WINDOW ? "left" : "center";
+      pen.fillText(ago ? `${ago} s ago` : "now", x, height - 3);
+    }
     const each = (width - LEFT) * BIN / WINDOW, right = width;
     pen.save();
     pen.beginPath();
@@ -68,12 +79,12 @@ export class Steps {
     pen.clip();
     for (const { at, decodes, prompts, time, target } of bins) {
       const x = right - (this.#now - at) / BIN * each, wide = Math.max(1, each - 1);
-      const high = (value) => value / most * (above - 8);
+      const high = (value) => value / most * (above - 24);
       pen.fillStyle = colours.decodes;
       pen.fillRect(x, above - high(decodes), wide, high(decodes));
       pen.fillStyle = colours.prompts;
       pen.fillRect(x, above - high(decodes + prompts), wide, high(prompts));
-      const floor = height - FOOT, long = (value) => value / longest * (floor - above - GAP);
+      const long = (value) => value / longest * (floor - below);
       pen.fillStyle = colours.time;
       pen.fillRect(x, floor - long(time), wide, long(time));
       pen.fillStyle = colours.target;
@@ -90,7 +101,7 @@ function binned(steps) {
     const at = Math.floor(step.at / BIN) * BIN;
     const bin = bins.get(at) ?? { at, count: 0, decodes: 0, prompts: 0, time: 0, target: 0 };
     bins.set(at, bin);
-    bin.count += 1;
+    bin.count += step.count ?? 1; // of a sum, before the page looked
     bin.decodes += step.decodes;
     bin.prompts += step.prompt_tokens;
     bin.time = Math.max(bin.time, step.seconds);
@@ -100,23 +111,39 @@ function binned(steps) {
     ({ ...bin, decodes: bin.decodes / bin.count, prompts: bin.prompts / bin.count }));
 }
 
-function axis(pen, width, top, floor, most) {
-  pen.globalAlpha = 0.25;
-  for (const y of [top, floor]) pen.fillRect(LEFT, Math.round(y), width - LEFT, 1);
-  pen.globalAlpha = 1;
-  pen.textAlign = "right";
-  pen.fillText(most, LEFT - 8, top + 8);
-  pen.fillText("0", LEFT - 8, floor);
+/** An axis' end: 1, 2, 2.5 or 5 times a power of ten that is not below a value. */
+function nice(value) {
+  const ten = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 2.5, 5, 10].map((times) => times * ten).find((end) => end >= value * (1 - 1e-9));
+}
+
+/** Lines at a scale's begin, middle and end, with what they stand for; and what it measures. */
+function axis(pen, width, top, floor, title, texts) {
+  for (const [index, text] of texts.entries()) {
+    const y = Math.round(floor + (top - floor) * index / (texts.length - 1));
+    pen.globalAlpha = 0.25;
+    pen.fillRect(LEFT, y, width - LEFT, 1);
+    pen.globalAlpha = 1;
+    pen.textAlign = "right";
+    pen.fillText(text, LEFT - 8, y + 4);
+  }
+  pen.textAlign = "left";
+  pen.fillText(title, LEFT, top - 8);
 }
 
 function summary(steps) {
-  if (!steps.length) return "No step in the last minute.";
+  if (!steps.length) return "No step in the last minute. "
+    + "A step computes the next token of each running request and a part of waiting prompts.";
   const sum = (of) => steps.reduce((total, step) => total + of(step), 0);
-  const each = (of) => mean(sum(of) / steps.length);
-  const late = steps.filter(({ seconds, target }) => target && seconds > target).length;
-  const times = steps.map(({ seconds }) => 1000 * seconds).sort((a, b) => a - b);
-  return `${count(steps.length)} steps, each on average of ${each((step) => step.decodes)} decodes `
-    + `and ${each((step) => step.prompt_tokens)} prompt tokens; half of them within `
-    + `${duration(times[Math.floor(times.length / 2)])}, the longest ${duration(times.at(-1))}`
-    + (late ? `; ${count(late)} longer than their target.` : ".");
+  const made = sum((step) => step.count ?? 1);
+  const each = (of) => mean(sum(of) / made);
+  const single = steps.filter(({ count: several }) => (several ?? 1) === 1);
+  const late = single.filter(({ seconds, target }) => target && seconds > target).length;
+  const times = single.map(({ seconds }) => 1000 * seconds).sort((a, b) => a - b);
+  const half = times.length > made / 2
+    ? ` half of them within ${duration(times[Math.floor(times.length / 2)])},` : "";
+  const longest = Math.max(...steps.map(({ seconds }) => 1000 * seconds));
+  return `${count(made)} steps, each on average of ${each((step) => step.decodes)} decodes `
+    + `and ${each((step) => step.prompt_tokens)} prompt tokens;${half} the longest `
+    + `${duration(longest)}${late ? `; ${count(late)} longer than their target.` : "."}`;
 }

@@ -66,6 +66,18 @@ class Kept {
     return result(this.#in("messages", "readwrite").delete(of(id, from)));
   }
 
+  /** Saves a conversation with all its messages at once, or none of it. */
+  saveWhole(conversation, messages) {
+    const names = ["conversations", "messages"];
+    const change = this.#database.transaction(names, "readwrite");
+    change.objectStore("conversations").put(conversation);
+    for (const message of messages) change.objectStore("messages").put(message);
+    return new Promise((resolve, reject) => {
+      change.oncomplete = resolve;
+      change.onabort = change.onerror = () => reject(change.error);
+    });
+  }
+
   async remove(id) {
     await result(this.#in("conversations", "readwrite").delete(id));
     await this.cut(id, 0);
@@ -93,6 +105,11 @@ class Unkept {
     const all = this.#messages.get(message.conversation) ?? [];
     all[message.at] = message;
     this.#messages.set(message.conversation, all);
+  }
+
+  async saveWhole(conversation, messages) {
+    await this.saveConversation(conversation);
+    for (const message of messages) await this.saveMessage(message);
   }
 
   async cut(id, from) {

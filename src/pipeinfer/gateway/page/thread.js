@@ -2,6 +2,7 @@
 // others while the browser has nothing else to do; what is out of sight costs no layout.
 
 import { byId, h } from "./dom.js";
+import { pending } from "./frames.js";
 import { MessageView } from "./message.js";
 
 const AT_ONCE = 30;
@@ -36,17 +37,19 @@ export class Thread {
     this.#growing.clear();
     this.#list.replaceChildren(...(messages.length ? [] : [welcome]));
     let from = Math.max(0, messages.length - AT_ONCE);
-    this.#list.append(...messages.slice(from)
-      .map((message) => this.#made(message, message === live)));
+    // The newest first: they are what is looked at.
+    this.#list.append(...messages.slice(from).reverse()
+      .map((message) => this.#made(message, message === live)).reverse());
     this.toEnd();
     this.#list.setAttribute("aria-busy", String(from > 0));
     const more = (idle) => {
       if (mine !== this.#shown) return;
       const made = [];
-      do made.unshift(this.#made(messages[--from]));
-      while (from > 0 && (made.length < FEW || idle.timeRemaining() > SPARE));
+      while (from > 0 && !pending() && (made.length < FEW || idle.timeRemaining() > SPARE)) {
+        made.unshift(this.#made(messages[--from]));
+      }
       this.#prepend(made);
-      if (from > 0) later(more);
+      if (from > 0 || pending()) later(more); // those that are built are to be read first
       else this.#list.setAttribute("aria-busy", "false");
     };
     if (from > 0) later(more);
