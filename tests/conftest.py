@@ -3,11 +3,15 @@ which order they are handed out.
 
 The tests run several at a time on few cores, and torch's threads wait for each other by spinning:
 two of them on one busy core are tens of times slower than one. A shell's background jobs ignore
-SIGINT, and so would every process that a test starts and then interrupts.
+SIGINT, and so would every process that a test starts and then interrupts. Python writes bytecode,
+also where the environment says otherwise: each of some hundred processes that tests start would
+compile all that it imports.
 """
 
+import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,9 +20,12 @@ import pytest
 from quick_rule import is_quick
 
 DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
-TOGETHER = ("smollm2",)  # its tests share a model of transformers that takes long to load
+# Their tests share a server, or a model of transformers that takes long to load.
+TOGETHER = ("blackbox", "smollm2")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Stages that die in tests leave their flight recordings there, and not in somebody's home.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,6 +43,22 @@ def pytest_ignore_collect(collection_path, config):
     """Left out before they are imported: torch alone takes seconds."""
     module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     return True if config.getoption("quick") and module and not is_quick(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Nothing of what is imported and collected is garbage: a third of the time of both was spent
+    on looking for some, and later each look at it all would take half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries look at the end whether all of theirs is gone
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -71,6 +71,7 @@ SHAPES = (
     "lfm2",
     "llama-3",
     "llama-guard",
+    "minimax-m2",
     "nemotron",
     "qwen3-2507-instruct",
     "qwen3-2507-thinking",

@@ -7,18 +7,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeinfer.params import SamplingParams
-from pipeinfer.params import StructuredOutputs as StructuredOutputsParams
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
-    from pipeinfer.llm import LLM, AsyncLLM
+    from pipeinfer.llm import (
+        LLM,
+        AsyncLLM,
+        BeamSearchParams,
+        CompletionOutput,
+        Engine,
+        EngineArgs,
+        FlexibleArgumentParser,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputsParams,
+        TextPrompt,
+        TokensPrompt,
+        async_stream_and_merge,
+        stream_and_merge,
+    )
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Engine",
+    "EngineArgs",
+    "FlexibleArgumentParser",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+    "async_stream_and_merge",
+    "stream_and_merge",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "AsyncLLM"):
+    if name in __all__:
         from pipeinfer import llm
 
         return getattr(llm, name)

@@ -10,6 +10,8 @@ HEARTBEAT = 0.5  # seconds
 # Times --host-loss: so long a lost host may come back to what nobody else can go on with. It may
 # have to boot, and to load a model.
 GIVE_UP = 10
+# The same after which what is kept for it is dropped: nobody waits for its answer any more.
+FORGET = 2 * GIVE_UP
 MOST = 100  # a second, of all stages together: each takes 0.2 ms where nothing else is to be done
 
 

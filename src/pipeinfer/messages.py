@@ -24,7 +24,7 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 12
+PROTOCOL = 13
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -53,10 +53,14 @@ class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
-    `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text.
+    `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text, of a
+    chat always with special tokens.
     `only_encode`: that is all that is wanted, and no group hears of it. `choices`: which of it are
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
-    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py).
+    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py). `otherwise`:
+    what the output must be where the grammar of `params` is refused; None: that is an error then.
+    `token_offsets`: rows of its text say where the text of each token begins. `return_token_strs`:
+    Accepted brings the prompt's tokens as the vocabulary writes them.
     """
 
     request_id: str
@@ -79,6 +83,9 @@ class Submit(Message, frozen=True):
     only_encode: bool = False
     choices: Choices = (0,)
     client: str = ""
+    otherwise: StructuredOutputs | None = None
+    token_offsets: bool = False
+    return_token_strs: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -113,7 +120,7 @@ class Work(Message, frozen=True):
     prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
     must not have, as `params.bad_words` are spelled. `client`: as in Submit. `slow_grammar`: the
     grammar takes long to compile. `thoughts`: where its grammar or its budget of thoughts needs to
-    know of them."""
+    know of them. `token_offsets`: as in Submit."""
 
     request_id: str
     attempt: int
@@ -132,13 +139,14 @@ class Work(Message, frozen=True):
     client: str = ""
     slow_grammar: bool = False
     thoughts: Thoughts | None = None
+    token_offsets: bool = False
 
 
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
     and answers with Delivered. On the path of the Work, so that it cannot overtake it. If the
-    group is lost, the detokenizer answers `stage` with Delivered of the next attempt: from then on
-    it hears nothing that the group says of the request."""
+    group is lost, the gateway answers `stage` with Delivered of the next attempt, which has the ids
+    that its client has: from then on nothing of an earlier attempt reaches the client."""
 
     request_id: str
     attempt: int
@@ -351,7 +359,8 @@ class Fault(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """A request of `group` that will produce tokens; `context_ids`: the prompt's last ids."""
+    """A request of `group` that will produce tokens; `context_ids`: the prompt's last ids.
+    `token_offsets`: as in Submit."""
 
     request_id: str
     attempt: int
@@ -360,6 +369,7 @@ class Open(Message, frozen=True):
     context_ids: Int32s
     trace: str = ""
     group: int = 0
+    token_offsets: bool = False
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
@@ -431,8 +441,10 @@ class StopHit(Message, frozen=True):
 
 class Accepted(Message, frozen=True):
     """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
-    be encoded); its ids and its text if asked for. `choices`: which of the request's are meant.
-    `thoughts`: where the prompt of a chat leaves them."""
+    be encoded); its ids, its text and its tokens as the vocabulary writes them if asked for.
+    `choices`: which of the request's are meant. `thoughts`: where the prompt of a chat leaves
+    them. `refusal`: why the grammar of its parameters is not served, where the output is held to
+    Submit.otherwise; else empty."""
 
     request_id: str
     attempt: int
@@ -442,6 +454,8 @@ class Accepted(Message, frozen=True):
     prompt_text: str = ""
     choices: Choices = (0,)
     thoughts: ThoughtState = "before"
+    refusal: str = ""
+    token_strs: tuple[str, ...] = ()
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
@@ -460,7 +474,8 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
     set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
     `stop_reason` is the stop string or stop token id, None for the model's own EOS.
-    `logprobs`: of `ids`; `prompt`: of prompt tokens from `prompt_offset` on; if asked for."""
+    `logprobs`: of `ids`; `prompt`: of prompt tokens from `prompt_offset` on; `offsets`: letters of
+    the whole text before each of `ids`, int32 bytes; if asked for."""
 
     request_id: str
     attempt: int
@@ -476,6 +491,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     logprobs: LogprobTexts | None = None
     prompt: LogprobTexts | None = None
     prompt_offset: int = 0
+    offsets: Int32s = b""
 
 
 class Text(Message, frozen=True):

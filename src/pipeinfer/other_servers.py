@@ -410,12 +410,20 @@ FLAGS: dict[str, dict[str, tuple[Flag, ...]]] = {"vLLM": VLLM, "SGLang": SGLANG}
 def refused() -> Mapping[str, str]:
     """By flag, why each is refused that only others know: a sentence for its user."""
     servers: dict[str, list[str]] = {}
-    first: dict[str, Flag] = {}
     for server, flag in _rows():
         for name in () if flag.understood else flag.theirs:
             servers.setdefault(name, []).append(server)
-            first.setdefault(name, flag)
+    first = refused_flags()
     return {name: _sentence(name, servers[name], flag) for name, flag in first.items()}
+
+
+def refused_flags() -> Mapping[str, Flag]:
+    """By name, the flags that only others know."""
+    first: dict[str, Flag] = {}
+    for _, flag in _rows():
+        for name in () if flag.understood else flag.theirs:
+            first.setdefault(name, flag)
+    return first
 
 
 def _sentence(name: str, servers: list[str], flag: Flag) -> str:

@@ -134,7 +134,8 @@ class InvalidParameter(ValueError):
 
 def normalized(params: SamplingParams) -> SamplingParams:
     """`params` with tuples for `stop` and `stop_token_ids`, a dict of integers for `logit_bias`,
-    `top_k` 0 where it is off, and a `top_p` that float32 can tell from 0; raises InvalidParameter.
+    `top_k` 0 and `thinking_token_budget` None where they are off, and a `top_p` that float32 can
+    tell from 0; raises InvalidParameter.
     """
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     words = (params.bad_words,) if isinstance(params.bad_words, str) else params.bad_words
@@ -143,6 +144,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         stop=stop,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         top_k=0 if params.top_k == -1 else params.top_k,
+        thinking_token_budget=_but_minus_one(params.thinking_token_budget),
         top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
         structured_outputs=_plain(params.structured_outputs),
@@ -153,8 +155,10 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_penalties(params)
     _check_lengths(params)
     _check_stops(params)
-    if params.truncate_prompt_tokens not in (None, -1):
-        _check_within("truncate_prompt_tokens", params.truncate_prompt_tokens or 0, 1, MOST_INT)
+    kept = params.truncate_prompt_tokens
+    if kept not in (None, -1) and not 1 <= kept <= MOST_INT:
+        message = f"truncate_prompt_tokens must be -1 or from 1 to {MOST_INT}, not {kept}"
+        raise InvalidParameter("truncate_prompt_tokens", message)
     if params.truncation_side not in ("left", "right"):
         message = f'truncation_side must be "left" or "right", not {params.truncation_side!r:.100}'
         raise InvalidParameter("truncation_side", message)
@@ -165,6 +169,11 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_form(params)
     check_choices("n", params.n)
     return params
+
+
+def _but_minus_one(limit: int | None) -> int | None:
+    """The limit; -1 is none, as others write it."""
+    return None if limit == -1 else limit
 
 
 def _plain(spec: StructuredOutputs | None) -> StructuredOutputs | None:

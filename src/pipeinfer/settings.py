@@ -122,11 +122,20 @@ def build(values: Mapping[str, object]) -> Settings:
     for name in values:
         if name not in known:
             why = other_servers.refused().get(other_names.flag(name))
-            raise ConfigurationError(why or f"unknown setting {name!r}")
+            raise ConfigurationError(why or unknown(name))
     try:
         return msgspec.convert(dict(values), Settings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(_named(str(error))) from None
+
+
+def unknown(name: str) -> str:
+    """What is said of a name that is no setting, with the one that it resembles most."""
+    import difflib  # only here: the command line's start pays for every import
+
+    names = [*Settings.__struct_fields__, *other_names.ALIASES, *other_names.SWITCHES]
+    close = difflib.get_close_matches(name, names, 1)
+    return f"unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def _named(text: str) -> str:

@@ -335,7 +335,8 @@ GROUPS: dict[str, dict[str, Told]] = {
             "SECONDS",
             "seconds of silence after which a group's requests go on at another group",
             more="What no other group can take, and what needs a lost tokenizer or detokenizer, "
-            "fails after ten times as long.",
+            "fails after ten times as long. After twenty times as long what is kept for a lost "
+            "stage is dropped.",
         ),
         "seed": Told(
             "N",

@@ -31,7 +31,7 @@ class End:
     def __init__(self, name: str, other: str, incarnation: int, out: Wire) -> None:
         self.name, self.other, self.incarnation, self.out = name, other, incarnation, out
         both = frozenset((A, B))
-        self.links = Links(incarnation, both, frozenset((other,)), self._say, self._push)
+        self.links = Links(incarnation, both, frozenset((other,)), self._say, self._push, print)
         self.came: dict[int, list[int]] = {}
 
     def _say(self, _stage: str, message: Message) -> None:
@@ -156,9 +156,42 @@ def test_the_sender_hears_at_the_latest_after_so_many_frames_or_bytes():
 
 def test_frames_of_an_older_process_are_left_to_the_fence_and_of_a_stranger_to_the_stage():
     said: list[object] = []
-    links = Links(1, frozenset((A, B)), frozenset((A,)), lambda *one: said.append(one), print)
+    links = Links(
+        1, frozenset((A, B)), frozenset((A,)), lambda *one: said.append(one), print, print
+    )
     assert links.take(A, 7, 1, 0, 0.0)
     assert links.take(A, 6, 12, 0, 0.0)
     assert links.take("nobody-9", 1, 5, 0, 0.0)
     assert links.take(A, 7, 2, 0, 0.0)
     assert not said
+
+
+def test_what_no_host_takes_is_kept_for_a_time_and_a_late_one_goes_on_behind_it():
+    pushed: list[list[bytes]] = []
+    dropped: list[str] = []
+    links = Links(
+        1, frozenset((A, B)), frozenset((A,)), lambda *_: None,
+        lambda _, parts: pushed.append(parts), dropped.append, patience=3,
+    )  # fmt: skip
+    out = links.to(A)
+    assert out is not None
+    for number in range(1, 6):
+        out.keep([b"%d" % number])
+    links.remind()
+    out.keep([b"6"])
+    for _ in range(2):
+        links.remind()
+        assert out.first == 1 and not dropped
+    links.remind()
+    assert dropped == [A] and out.frames() == [[b"6"]], "the younger one is kept as long"
+    late = Incoming()
+    assert late.meet(1) and not late.take(6, 0)
+    asked = late.due(6, 0.0)
+    assert asked == Received(1, 0, True)
+    word = late.heard(out.kept(), 0.0)
+    links.hear(A, 9, word, 0.0)
+    assert pushed == [[b"6"]] and late.take(6, 0)
+    links.hear(A, 9, Received(1, 7, False), 0.0)
+    for _ in range(9):
+        links.remind()
+    assert dropped == [A], "nothing is kept"

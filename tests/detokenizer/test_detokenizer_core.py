@@ -21,7 +21,6 @@ from pipeinfer.messages import (
     Accepted,
     Delivered,
     Done,
-    HandOver,
     Message,
     Open,
     Recover,
@@ -65,7 +64,8 @@ class Bench:
         return [send.message for send in sends]
 
     def open(self, name: str = "r", attempt: int = 1, **rest: Any) -> None:
-        fields = {key: rest.pop(key) for key in ("gateway", "group") if key in rest}
+        own = ("gateway", "group", "token_offsets")
+        fields = {key: rest.pop(key) for key in own if key in rest}
         params = SamplingParams(**rest)
         gateway = fields.pop("gateway", 0)
         self.say(Open(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
@@ -146,6 +146,47 @@ def test_a_stop_string_over_several_rows_is_never_shown_and_later_rows_are_ignor
     assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
     assert bench.core.idle()
     assert bench.core.stats()["late_rows_total"] == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("stop", [(), ("fox jumps",), ("quick", "dog")])
+def test_rows_say_where_the_text_of_each_token_begins(
+    bench: Bench, size: int, stop: tuple[str, ...]
+) -> None:
+    """In letters of all that the tokens say, also where some of that waits or is never shown."""
+    ids = bench.ids("the quick 🙂 brown fox jumpéd")
+    whole = bench.core._decoders.open([1, 2, 3], True)  # type: ignore
+    texts = [whole.step(token) for token in ids]
+    begins = [len("".join(texts[:at])) for at in range(len(ids))]
+    assert len(set(begins)) < len(ids)  # a character of several tokens begins with its first one
+    bench.open(token_offsets=True, stop=stop)
+    for at in range(0, len(ids), size):
+        bench.row(ids[at : at + size], at)
+    found = [at for row in bench.rows for at in unpack(row.offsets).tolist()]
+    assert found == begins[: len(bench.token_ids)]
+    assert all(len(row.offsets) == len(row.ids) for row in bench.rows)
+    bench.open("plain")
+    bench.row(ids, name="plain")
+    assert bench.last.offsets == b""
+
+
+def test_a_token_behind_half_a_character_begins_behind_what_stands_for_it(bench: Bench) -> None:
+    half, marker = bench.ids("a🙂")[:-1], bench.ids("the")
+    bench.open(token_offsets=True)
+    bench.row([*half, *marker, *half, EOS], finish="length")
+    assert bench.text == "a\ufffdthea\ufffd"
+    first = [0, *[1] * (len(half) - 1)]
+    offsets = unpack(bench.last.offsets).tolist()
+    assert offsets == [*first, 2, *[at + 5 for at in first], 6]
+
+
+def test_tokens_of_one_character_begin_where_it_begins(bench: Bench) -> None:
+    ids = bench.ids("aے🙂")
+    bench.open(token_offsets=True)
+    for at, token in enumerate(ids):
+        bench.row([token], at)
+    offsets = [at for row in bench.rows for at in unpack(row.offsets).tolist()]
+    assert bench.text == "aے🙂" and offsets == sorted(offsets) and set(offsets) == {0, 1, 2}
 
 
 def test_a_stop_string_can_be_part_of_the_output(bench: Bench) -> None:
@@ -351,48 +392,19 @@ def test_a_request_that_another_group_took_over_is_that_groups(bench: Bench) -> 
     assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
 
 
-def handed_over(bench: Bench, name: str = "r", attempt: int = 1) -> list[Message]:
-    sends = bench.core.handle(HandOver(name, attempt, "tokenizer-0"), 0.0)
-    assert all((send.channel, send.to) == ("recovery", "tokenizer-0") for send in sends)
-    return [send.message for send in sends]
-
-
-def test_what_a_lost_group_says_after_a_hand_over_changes_nothing(bench: Bench) -> None:
+def test_what_a_lost_group_says_when_another_goes_on_changes_nothing(bench: Bench) -> None:
     ids = bench.ids("the quick brown fox")
     bench.open()
-    bench.row(ids[:1], group=0)
-    told = Delivered("r", 2, pack(ids[:1]))
-    assert handed_over(bench) == handed_over(bench) == [told], "also if it is asked again"
-    bench.row(ids[1:2], 1, group=0)
-    bench.open()
-    bench.row([9], 1, group=0)
-    assert bench.delivered(0) == [], "a successor of its scheduler has nothing of it"
+    bench.row(ids[:2], group=0)
     bench.open(attempt=2, group=1)
-    assert handed_over(bench) == [], "it goes on already"
+    bench.row(ids[2:], 2, group=0, finish="length")
+    bench.open()
     bench.say(Abort("r", 1))
+    assert bench.delivered(0) == [], "a successor of its scheduler has nothing of it"
     bench.row(ids, 0, group=1, finish="length")
-    assert bench.text == "the quick brown fox" and bench.token_ids == ids
-    assert {row.attempt for row in bench.rows} == {1, 2}
-
-
-def test_a_request_that_no_lost_group_opened_begins_elsewhere(bench: Bench) -> None:
-    assert handed_over(bench) == handed_over(bench) == [Delivered("r", 2, b"")]
-    bench.open()
-    bench.row([1], group=0)
-    assert bench.rows == [], "it came back, and somebody else has begun"
-    bench.open(attempt=2, group=1)
-    bench.row([1], group=1)
-    assert len(bench.rows) == 1
-    bench.open("s")
-    bench.row([1], name="s", finish="length", group=0)
-    assert handed_over(bench, "s") == [], "it has ended"
-
-
-def test_a_detokenizer_that_was_not_told_what_was_delivered_hands_nothing_over() -> None:
-    """Its predecessor's clients have seen text that nobody could go on from."""
-    core = DetokenizerCore(DecoderFactory(None), "detokenizer-0", 7, ("scheduler-0", "scheduler-1"))
-    core.handle(Tick(), 0.0)
-    assert core.handle(HandOver("r", 1, "tokenizer-0"), 0.0) == []
+    begun, whole = bench.rows
+    assert (begun.attempt, begun.text, begun.token_offset) == (1, "the quick", 0)
+    assert (whole.attempt, whole.text, whole.token_offset) == (2, "the quick brown fox", 0)
 
 
 def test_an_earlier_attempt_changes_nothing_of_a_later_one(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from pipeinfer.engine.loading import load_engine
 from pipeinfer.settings import Settings
 from right_scores import check_prompt_scores, check_scores
 
-OUTPUTS = 12
+OUTPUTS = 8
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
 SAMPLED = (
     {"temperature": 0.8},
@@ -88,7 +88,7 @@ def known(folder: Path) -> Known:
     for index, ask in enumerate(clear):
         of_output, of_prompt = ASKED[index % len(ASKED)]
         more = {"logprobs": of_output, "prompt_logprobs": of_prompt}
-        ask["params"] = {**ask["params"], **more, "min_tokens": 9 * (index == 3)}
+        ask["params"] = {**ask["params"], **more, "min_tokens": 6 * (index == 3)}
     outputs = generate(str(folder), clear, 1).outputs
     model = load_reference(folder)
     with torch.inference_mode():

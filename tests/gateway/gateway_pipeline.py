@@ -50,7 +50,9 @@ def words_of(submit: Submit) -> list[str]:
         words = [str(token) for token in unpack(submit.prompt_ids)]
     else:
         words = (submit.text or str((submit.chat or [])[-1]["content"])).split()
-    return [word + " " for word in words][: submit.params.max_tokens]
+    return [word + " " for word in words][
+        : None if submit.only_encode else submit.params.max_tokens
+    ]
 
 
 def each_choice(submit: Submit) -> list[Submit]:
@@ -84,6 +86,7 @@ class Pipeline:
         self.resets = [0]  # groups that say that their caches are reset
         self.cut = words_of  # a request's answer, as the pieces in which it comes
         self.left: ThoughtState = "before"  # where prompts leave the thoughts
+        self.context = 0  # words of a whole chat that fit, with those of its answer; 0: all
         self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
     def feed(self, event: Message) -> None:
@@ -118,7 +121,16 @@ class Pipeline:
         refused = Refused(submit.request_id, submit.attempt, 0, 400, "too long", "prompt", "length")
         self._loop.call_soon(self.feed, refused)
 
+    def _fits(self, submit: Submit) -> bool:
+        words = " ".join(str(turn["content"]) for turn in submit.chat or ()).split()
+        return not self.context or len(words) + (submit.params.max_tokens or 1) <= self.context
+
     def _answer(self, submit: Submit) -> None:
+        if not self._fits(submit):
+            code = "context_length_exceeded"
+            name, attempt = submit.request_id, submit.attempt
+            self.feed(Refused(name, attempt, 0, 400, "too long", "messages", code))
+            return
         words = self.cut(submit)
         if words[0] == "refuse ":
             self.feed(
@@ -126,7 +138,10 @@ class Pipeline:
             )
             return
         count = len(unpack(submit.prompt_ids or b"")) or len(words)
-        accepted = Accepted(submit.request_id, submit.attempt, 0, count, thoughts=self.left)
+        accepted = Accepted(
+            submit.request_id, submit.attempt, 0, count, thoughts=self.left,
+            token_strs=tuple(words) if submit.return_token_strs else (),
+        )  # fmt: skip
         self.feed(accepted)
         if words[0] != "hang ":
             self._say(submit, words, 0)
@@ -145,6 +160,7 @@ class Pipeline:
         row = TextRow(
             submit.request_id, submit.attempt, text, before, at, pack([at]), finish, None,
             count, 2 if finish else 0, error,
+            offsets=pack([len("".join(words[:at]))]) if submit.token_offsets else b"",
         )  # fmt: skip
         self.rows(row)
         if finish is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,6 +266,82 @@ def test_a_form_holds_for_content_and_calls_have_none() -> None:
         _, calls = asked(hermes, **form, tool_choice=forced)
         assert allows(calls.grammar, call) and not allows(calls.grammar, '{"a": 1}')
     assert asked(hermes, **form, tool_choice="none")[1].json == '{"type":"object"}'
+
+
+def called(reading: Reading, schema: Any, *, strict: bool = False, **fields: Any) -> Any:
+    """The job of a chat, and its call, with a function that has these parameters and another."""
+    function = {"name": "weather", "parameters": schema, "strict": strict}
+    beside = {"name": "beside", "parameters": PARAMETERS, "strict": True}
+    tools = [{"type": "function", "function": one} for one in (function, beside)]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields}
+    request = decode(json.dumps(body).encode(), ChatRequest, lambda names: None)
+    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    [call] = job.calls
+    return job, call
+
+
+def compiles(spec: StructuredOutputs) -> bool:
+    try:
+        Grammar(VOCABULARY, spec)
+    except GrammarError:
+        return False
+    return True
+
+
+PACKED = Path(__file__).parents[1] / "grammars/tool_schemas.json.gz"
+BY_TOOLS: Any = json.loads(gzip.decompress(PACKED.read_bytes()))[::65]
+UNHELD: Any = [
+    {"type": "object", "properties": {"a": {"type": "float", "required": True}}},
+    {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}, "required": "a"},
+    {"type": "object", "properties": {"a": {"enum": [f"{n:099}" for n in range(900)]}}},
+    {"type": "array", "items": {"type": "string"}},
+    {"properties": [], "required": None},
+]
+
+
+@pytest.mark.parametrize("family", [*OWN, "any"])
+def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> None:
+    """In every form of calls. Where it cannot be compiled, or is too large, arguments are any
+    object; strict functions beside it are held to theirs all the same."""
+    reading = Reading() if family == "any" else Reading(family, "", True)
+    call = {"weather": WRITTEN[family].one("weather", {"zz": 1})}
+    call |= {"beside": WRITTEN[family].one("beside", {"city": "Wien", "days": 2})}
+    for schema in UNHELD + BY_TOOLS:
+        job, made = called(reading, schema, tool_choice="required")
+        spec = made.params.structured_outputs
+        if compiles(spec) and schema not in UNHELD:
+            continue
+        if not compiles(spec):
+            assert job.asked.loses == "parameters of weather" and made.otherwise is not None
+            spec = made.otherwise
+        else:
+            assert job.asked.left_out or "type" in schema, schema
+        assert allows(spec.grammar, said(family, call["beside"]))
+        town = said(family, call["beside"]).replace("city", "town")
+        assert not allows(spec.grammar, town), "it is strict"
+    many = UNHELD[3]
+    job, made = called(reading, many, tool_choice="required")
+    assert any(place.startswith("parameters of weather: ") for place in job.asked.left_out)
+    assert allows(made.params.structured_outputs.grammar, said(family, call["weather"]))
+    with pytest.raises(ApiError) as caught:
+        called(reading, many, tool_choice="required", strict=True)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+def test_a_form_beside_calls_is_any_json_where_nobody_can_hold_its_schema() -> None:
+    """Unless it is strict. Functions that the model may call or not have any arguments there."""
+    hermes = Reading("hermes", "qwen3", True)
+    unsatisfiable = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
+    asked_for = {"name": "x", "schema": unsatisfiable, "strict": False}
+    form = {"response_format": {"type": "json_schema", "json_schema": asked_for}}
+    job, made = called(hermes, PARAMETERS, **form)
+    assert not compiles(StructuredOutputs(json=json.dumps(unsatisfiable)))
+    assert job.asked.loses == "schema"
+    assert allows(made.otherwise.grammar, '{"b": 1}')
+    assert allows(made.otherwise.grammar, said("hermes", SAID["hermes"][0]))
+    asked_for["strict"] = True
+    assert called(hermes, PARAMETERS, **form)[1].otherwise is None
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ PARSERS = {
     "kimi-k2": "kimi_k2",
     "llama-3": "llama3_json",
     "mimo-vl": "hermes",
+    "minimax-m2": "minimax_m2",
     "ministral-3": "mistral",
     "mistral-nemo": "mistral",
     "mistral-small-3.1": "mistral",
@@ -51,6 +52,33 @@ PARSERS = {
     "seed-oss": "seed_oss",
     "step-3.5": "qwen3_coder",
 }
+# By family, the form that no parser reads, and is refused by its name. What gigachat3.1 and the
+# small lfm2 show has none.
+UNREAD = {
+    "apertus": "apertus",
+    "command-r7b": "cohere_command",
+    "deepseek-v3.2": "deepseek_v32",
+    "internlm2": "internlm",
+    "minicpm5": "minicpm5",
+    "minimax-m1": "minimax_m1",
+    "nemotron": "nemotron",
+}
+# By family, between which tags it thinks; of the others no template shows any.
+REASONING = {
+    "command-r7b": "cohere_command3",
+    "gpt-oss": "openai_gptoss",
+    "granite-3.3": "ernie45",
+    "ministral-3": "mistral",
+    "seed-oss": "seed_oss",
+    **dict.fromkeys(
+        (
+            "deepseek-r1-distill", "deepseek-r1-joins", "deepseek-v3.1", "deepseek-v3.2",
+            "exaone-4", "glm-4.5", "glm-4.6", "glm-4.7", "minicpm5", "minimax-m2", "nemotron",
+            "qwen3", "qwen3-2507-thinking", "qwen3.5", "qwq", "smollm3", "step-3.5",
+        ),
+        "qwen3",
+    ),
+}  # fmt: skip
 # These write no calls of the past, or not as they ask the model to.
 SILENT = {"glm-4", "granite-3.3", "phi-4-mini"}
 TEXTS = {  # what their templates join to a text, where others take an object
@@ -142,6 +170,11 @@ def test_parsers_are_chosen_as_published_templates_show(family: str) -> None:
     wanted = {**PARSERS, "gpt-oss": "openai"}.get(family, "")
     assert told == [wanted] * bool(wanted)
     assert reading("auto", "none", source).tools == wanted
+    found = reading("auto", "auto", source)
+    assert found.reasoning == REASONING.get(family, "")
+    assert found.unread == UNREAD.get(family, "")
+    assert not (found.unread and wanted), "one form is read, or refused"
+    assert (found.unread in found.no_calls) == (not wanted or not found.unread)
 
 
 def readable(family: str, arguments: dict[str, Any]) -> bool:

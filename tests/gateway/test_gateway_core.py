@@ -19,7 +19,9 @@ from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    Delivered,
     Done,
+    HandOver,
     LogprobTexts,
     Message,
     Recover,
@@ -532,7 +534,8 @@ def repeated_rows(draw: st.DrawFn) -> tuple[list[str], list[TextRow]]:
     """Pieces of text, one for each token, and rows that show them with repeats and overlaps.
 
     No row starts past what the rows before it showed; text lags behind its tokens at random. From
-    some row on they are of the next attempt. Rows of earlier ones, with other text, are strewn in.
+    some row on they are of the next attempt, which begins with the whole output. Rows of earlier
+    ones, with other text, are strewn in.
     """
     pieces = draw(st.lists(st.text(max_size=4), min_size=1, max_size=12))
     end = len(pieces)
@@ -541,7 +544,8 @@ def repeated_rows(draw: st.DrawFn) -> tuple[list[str], list[TextRow]]:
     text_at = id_at = 0
     attempt = 1
     for _ in range(draw(st.integers(0, 15))):
-        attempt = max(attempt, draw(st.sampled_from([1, 1, 1, 2])))
+        if attempt < (drawn := draw(st.sampled_from([1, 1, 1, 2]))):
+            attempt, text_at, id_at = drawn, 0, 0
         text_from, id_from = draw(st.integers(0, text_at)), draw(st.integers(0, id_at))
         text_to, id_to = draw(st.integers(text_from, end)), draw(st.integers(id_from, end))
         rows.append(_range(pieces, starts, text_from, text_to, id_from, id_to, attempt))
@@ -626,6 +630,39 @@ def test_what_needs_a_stage_that_never_comes_back_fails_and_what_goes_on_without
         assert failed.message == Failed(ended, 503, message, code="host_lost")
         harness.beat_all()
     assert harness.core.idle()
+
+
+def handed_over(harness: Harness, attempt: int, name: str = "r") -> list[Send]:
+    return harness.do(HandOver(name, attempt, "tokenizer-0"))
+
+
+def test_a_request_of_a_lost_group_goes_on_after_what_its_client_has() -> None:
+    harness = Harness()
+    harness.running("r")
+    harness.do(Text((row("a", 0, 0),)))
+    harness.do(Text((row("b", 1, 1),)))
+    told = Delivered("r", 2, pack([0, 1]))
+    assert handed_over(harness, 1) == [Send("recovery", "tokenizer-0", told)]
+    assert handed_over(harness, 1) == [], "that was answered"
+    assert harness.local(Text((row("x", 2, 2),))) == [], "its group was lost"
+    [told] = [m for m in harness.recovered() if isinstance(m, Submit)]
+    assert told.attempt == 2, "a tokenizer that lost the answer asks as of that attempt"
+    assert harness.local(Accepted("r", 2, 1, 3)) == []
+    whole = TextRow("r", 2, "abc", 0, 0, pack([0, 1, 7]), "length", output_tokens=3)
+    [delta] = harness.local(Text((whole,)))
+    assert (delta.text, delta.ids, delta.finish) == ("c", pack([7]), "length")
+    assert handed_over(harness, 2) == [], "it has ended"
+
+
+def test_what_came_before_it_was_known_where_a_request_runs_is_void_if_that_group_is_lost() -> None:
+    harness = Harness()
+    harness.do(Call("r", PARAMS, text="x"))
+    harness.do(Text((row("a", 0, 0),)))
+    [told] = handed_over(harness, 1)
+    assert told.message == Delivered("r", 2, b"")
+    assert [type(m) for m in harness.local(Accepted("r", 2, 1, 3))] == [Started]
+    [delta] = harness.local(Text((row("z", 0, 0, attempt=2),)))
+    assert delta.text == "z"
 
 
 def test_a_restarted_tokenizer_is_told_the_attempt_at_which_a_request_has_arrived() -> None:

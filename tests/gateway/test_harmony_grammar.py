@@ -245,3 +245,22 @@ def test_what_cannot_be_held_is_refused_by_name() -> None:
         assert (refused.value.status, refused.value.param) == (400, param)
     for effort in ("low", "medium", "high"):
         asked(reasoning_effort=effort)
+
+
+def test_the_text_of_a_custom_tool_is_held_and_read() -> None:
+    text = StructuredOutputs(grammar='start: "say " /[^\\n]+/ NL\nNL: /\\n/')
+    grammar = harmony(wanted(schemas={"query": {}}, texts={"query": text}))
+    for head in HEADS:
+        said = head.format("query") + json.dumps({"input": 'say "ü"\\\n'}, ensure_ascii=False)
+        assert allows(grammar, said)
+        assert not allows(grammar, said.replace("say", "ask"))
+        made = Reading("openai", "openai_gptoss", True, ADDED).reader(
+            {"query": {}}, custom=["query"]
+        )
+        assert made is not None
+        reader, found = made("before"), Said()
+        for letter in said:
+            found.add(reader.read(letter))
+        found.add(reader.end())
+        [[name, *parts]] = found.calls
+        assert (name, "".join(parts), found.custom) == ("query", 'say "ü"\\\n', {0})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anthropic
 import httpx
 import pytest
+from anthropic.types import ErrorResponse
 from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.gateway.dialects.messages_events import error_object
@@ -36,6 +37,9 @@ async def calling(start_gateway: StartGateway, tmp_path: Path) -> Gateway:
     path = tmp_path / "chat.jinja"
     path.write_text(TEMPLATE)
     return await start_gateway(chat_template=str(path))
+
+
+USER = {"role": "user", "content": "x"}
 
 
 class Clients:
@@ -134,7 +138,7 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
     assert first.type == second.type == "tool_use" and first.input == {"city": "Wien"}
     assert first.name == "get_weather" and first.id != second.id
     assert first.caller is not None and first.caller.type == "direct"
-    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] == 2
     assert whole.stop_reason == "tool_use"
     async with client.messages.stream(**ask) as stream:
         final = await stream.get_final_message()
@@ -160,7 +164,7 @@ async def test_thoughts_that_are_omitted_leave_empty_blocks(
     thoughts, text = whole.content
     assert thoughts.type == "thinking" and (thoughts.thinking, thoughts.signature) == ("", "")
     assert text.type == "text" and text.text == "Yes. "
-    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] == 2
     async with client.messages.stream(**ask) as stream:
         final = await stream.get_final_message()
     assert [block.type for block in final.content] == ["thinking", "text"]
@@ -309,6 +313,7 @@ async def test_errors_are_in_anthropics_form(start_gateway: StartGateway, client
     assert caught.value.body == {  # type: ignore
         "type": "error",
         "error": {"type": "authentication_error", "message": "wrong or missing API key"},
+        "request_id": caught.value.request_id,
     }
     client = clients(gateway, "secret")
     assert (await client.messages.create(**said("one"))).stop_reason == "end_turn"
@@ -322,6 +327,155 @@ async def test_errors_are_in_anthropics_form(start_gateway: StartGateway, client
         assert wrong.status_code == 405 and wrong.json()["type"] == "error"
         other = await http.get(f"{gateway.url}/v1/models/other")
         assert other.json()["error"]["code"] == "model_not_found"
+
+
+class Told(NamedTuple):
+    """An error below /v1/messages: how it comes about, its status, its type, the client's class."""
+
+    method: str
+    path: str
+    body: Any
+    status: int
+    kind: str
+    raised: type[anthropic.APIStatusError]
+    settings: dict[str, Any] = {}
+    ready: bool = True
+
+
+INVALID = "invalid_request_error"
+LARGE = '{"messages": "%s"}' % ("x" * (1 << 20))
+TOLD = [
+    *(
+        Told(method, path, {}, 404, "not_found_error", anthropic.NotFoundError)
+        for method, path in (
+            ("POST", "/batches"), ("GET", "/batches/b_1/results"), ("POST", "/"), ("GET", "/a%2Fb"),
+            ("DELETE", "/batches/b"), ("POST", "/count_tokens/x"), ("POST", "//nothing"),
+        )
+    ),
+    *(
+        Told(method, path, {}, 405, INVALID, anthropic.APIStatusError)
+        for method, path in (("GET", ""), ("PUT", ""), ("GET", "/count_tokens"))
+    ),
+    *(
+        told
+        for path in ("", "/count_tokens")
+        for told in (
+            Told("POST", path, '{"messages": [', 400, INVALID, anthropic.BadRequestError),
+            Told("POST", path, b"\xff\xfe", 400, INVALID, anthropic.BadRequestError),
+            Told("POST", path, "", 400, INVALID, anthropic.BadRequestError),
+            Told("POST", path, "[]", 400, INVALID, anthropic.BadRequestError),
+            Told("POST", path, said("x", messages=[]), 400, INVALID, anthropic.BadRequestError),
+            Told("POST", path, said("x", model="y"), 404, "not_found_error",
+                 anthropic.NotFoundError),
+            Told("POST", path, LARGE, 413, "request_too_large", anthropic.ContentTooLargeError,
+                 {"max_body_mib": 1}),
+            Told("POST", path, said("x"), 401, "authentication_error",
+                 anthropic.AuthenticationError, {"api_key": "other"}),
+            Told("POST", path, said("x"), 529, "overloaded_error", anthropic.OverloadedError,
+                 {}, False),
+        )
+    ),
+    Told("POST", "/batches", {}, 401, "authentication_error", anthropic.AuthenticationError,
+         {"api_key": "other"}),
+]  # fmt: skip
+
+
+async def test_every_error_below_messages_is_in_anthropics_form(
+    start_gateway: StartGateway, clients: Clients
+) -> None:
+    """As the official client reads it, with the id of its request."""
+    servers: dict[str, Gateway] = {}
+    for told in TOLD:
+        key = f"{told.settings}{told.ready}"
+        if key not in servers:
+            servers[key] = await start_gateway(told.ready, **told.settings)
+        gateway = servers[key]
+        body = json.dumps(told.body) if isinstance(told.body, dict) else told.body
+        head = {"content-type": "application/json", "x-api-key": "none"}
+        made = await gateway.http().request(
+            told.method, f"{gateway.url}/v1/messages{told.path}", content=body, headers=head
+        )
+        assert made.status_code == told.status, (told, made.text)
+        client = clients(gateway)
+        error = client._make_status_error(  # pyright: ignore[reportPrivateUsage]
+            "x", body=made.json(), response=made
+        )
+        assert type(error) is told.raised and error.type in (told.kind, None), told
+        read = ErrorResponse.model_validate(made.json()) if told.status != 413 else None
+        assert made.json()["error"]["type"] == told.kind and made.json()["type"] == "error"
+        assert read is None or read.request_id == error.request_id
+        assert made.json()["request_id"] == error.request_id == made.headers["x-request-id"]
+
+
+async def test_an_error_amid_a_stream_names_its_request(gateway: Gateway) -> None:
+    body = {**said("break it"), "stream": True}
+    made = await gateway.http().post(f"{gateway.url}/v1/messages", json=body)
+    last = json.loads(made.text.rstrip().rpartition("data: ")[2])
+    assert last["type"] == "error" and last["error"]["type"] == "api_error"
+    assert last["request_id"] == made.headers["request-id"]
+
+
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "Rome is warm."}
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [
+        ({"source": PLAIN}, "Rome is warm."),
+        ({"source": {"type": "text", "data": ""}}, ""),
+        ({"source": {"type": "content", "content": "Oslo."}}, "Oslo."),
+        ({"source": {"type": "content", "content": [
+            {"type": "text", "text": "Oslo"}, {"type": "text", "text": "is cold."}]}},
+         "Oslo\n\nis cold."),
+        ({"source": PLAIN, "title": "Cities", "context": "of 2024",
+          "citations": {"enabled": False}, "cache_control": {"type": "ephemeral"}},
+         "<title>Cities</title>\n<context>of 2024</context>\nRome is warm."),
+        ({"source": PLAIN, "title": None, "context": None, "citations": None}, "Rome is warm."),
+    ],
+)  # fmt: skip
+async def test_a_document_of_plain_text_is_shown_to_the_model(
+    gateway: Gateway, clients: Clients, block: Any, shown: str
+) -> None:
+    document = {"type": "document", **block}
+    asked: Any = [document, {"type": "text", "text": "And Oslo?"}]
+    seen = f"<document>\n{shown}\n</document>\n"
+    client = clients(gateway)
+    await client.messages.create(**said("", messages=[{"role": "user", "content": asked}]))
+    [turn] = gateway.pipeline.submits[-1].chat or []
+    parts: Any = turn["content"]
+    assert [part["text"] for part in parts] == [seen, "And Oslo?"]
+    counted: Any = {"model": "test", "messages": [{"role": "user", "content": asked}]}
+    assert (await client.messages.count_tokens(**counted)).input_tokens > 0
+    result: Any = [{"type": "tool_result", "tool_use_id": "c", "content": [document]}]
+    call = [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
+    turns = [USER, {"role": "assistant", "content": call}, {"role": "user", "content": result}]
+    await client.messages.create(**said("", messages=turns))
+    assert (gateway.pipeline.submits[-1].chat or [])[-1]["content"] == seen
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        ({"source": PLAIN, "citations": {"enabled": True}}, "citations"),
+        ({"source": {"type": "base64", "media_type": "application/pdf", "data": "eA=="}},
+         "source.type"),
+        ({"source": {"type": "url", "url": "http://a/b.pdf"}}, "source.type"),
+        ({"source": {"type": "file", "file_id": "f"}}, "source.type"),
+        ({"source": {**PLAIN, "media_type": "text/html"}}, "source.media_type"),
+        ({"source": {"type": "text", "media_type": "text/plain"}}, "source.data"),
+        ({"source": {"type": "content"}}, "source.content"),
+        ({"source": {"type": "content", "content": [{"type": "image"}]}},
+         "source.content[0].type"),
+        ({}, "source"),
+    ],
+)  # fmt: skip
+async def test_other_documents_are_refused_by_name(
+    gateway: Gateway, block: Any, named: str
+) -> None:
+    user = {"role": "user", "content": [{"type": "document", **block}]}
+    answer = await raw(gateway, **said("", messages=[user]))
+    assert answer.status_code == 400
+    assert f"messages[0].content[0].{named}" in answer.json()["error"]["message"]
 
 
 async def test_a_server_that_starts_is_overloaded(
@@ -353,7 +507,28 @@ def test_kinds_of_errors(status: int, kind: str) -> None:
     assert error_object(ApiError(status, "x"))["error"] == {"type": kind, "message": "x"}
 
 
-USER = {"role": "user", "content": "x"}
+@pytest.mark.parametrize("kind", ["auto", "any", "tool", "none"])
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_choice_of_tools_is_kept(
+    calling: Gateway, clients: Clients, kind: str, alone: bool
+) -> None:
+    now = {"name": "now", "type": "custom", "input_schema": {"type": "object"}}
+    choice: Any = {"type": kind} if kind == "none" else {
+        "type": kind, "disable_parallel_tool_use": alone}  # fmt: skip
+    if kind == "tool":
+        choice["name"] = "get_weather"
+    tools: Any = [WEATHER, now]
+    made = await clients(calling).messages.create(**said(ALL, tools=tools, tool_choice=choice))
+    calls = [block for block in made.content if block.type == "tool_use"]
+    assert len(calls) == {"none": 0}.get(kind, 1 if alone else 2)
+    submit = calling.pipeline.submits[-1]
+    assert ("tools" in submit.template_arguments) is (kind != "none")
+    held = submit.params.structured_outputs
+    if kind in ("auto", "none"):
+        assert held is None
+    else:
+        assert held is not None and held.grammar is not None
+        assert ("now" in held.grammar, "get_weather" in held.grammar) == (kind == "any", True)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +548,10 @@ USER = {"role": "user", "content": "x"}
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
          "messages[0].content[0].tool_use_id"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: 'bash_20250124'"),
+        ({"tools": [WEATHER, {"type": "mcp_toolset", "mcp_server_name": "x"}]},
+         "tools[1].type: 'mcp_toolset'"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"a": "x" * 2**20}}}},

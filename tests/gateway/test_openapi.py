@@ -23,6 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**USER, "logprobs": True, "prompt_logprobs": 1},
     "/v1/completions": {"prompt": "one two"},
     "/v1/responses": {"input": "one two"},
+    "/v1/responses/input_tokens": {"input": "one two"},
     "/v1/messages": {**USER, "max_tokens": 9},
     "/v1/messages/count_tokens": USER,
     "/tokenize": {"prompt": "one two"},
@@ -83,7 +84,10 @@ async def test_what_tells_how_things_are_is_of_its_type(gateway: Gateway) -> Non
                 path = one.path.replace("{model}", "test")
                 answer = await client.get(gateway.url + path)
                 said = msgspec.json.decode(answer.content, type=one.answer)
-                assert json.loads(msgspec.json.encode(said)) == answer.json(), path
+                told = answer.json()
+                if one.answer is answers.TokenizerInfo:  # the checkpoint may say more
+                    told = {name: told[name] for name in one.answer.__struct_fields__}
+                assert json.loads(msgspec.json.encode(said)) == told, path
 
 
 async def test_errors_are_of_their_types(start_gateway: StartGateway) -> None:

@@ -483,6 +483,24 @@ def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
     )
 
 
+@pytest.mark.parametrize(
+    ("shows", "name"),
+    [
+        ("[func_name1(params_name1=params_value1, ...), func_name2(params)]", "pythonic"),
+        ("[func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic"),
+        ("<|tool_call_start|>[f(a=1)]<|tool_call_end|>", "lfm2"),
+        ('<｜DSML｜function_calls><｜DSML｜invoke name="f">', "deepseek_v32"),
+        ("<start_function_call>call:f{a:1}<end_function_call>", "functiongemma"),
+        ("<|tool_call>call:f{a:1}<tool_call|>", "gemma4"),
+        ("somehow", ""),
+    ],
+)
+def test_a_form_that_no_parser_reads_is_refused_by_its_name(shows: str, name: str) -> None:
+    found = reading("auto", "auto", "{{ tools }}" + shows)
+    assert (found.tools, found.unread) == ("", name)
+    assert f"calls in {name}{', ' * bool(name)}a form that no --tool-parser" in found.no_calls
+
+
 def test_markers_that_are_special_tokens_in_a_tokenizer_keep_their_text():
     added = {"<tool_call>": Added(5, special=True), "</tool_call>": Added(6, special=False)}
     assert reading("hermes", "none", "", added).special

@@ -12,7 +12,7 @@ import pytest
 
 from pipeinfer.gateway.dialects import messages_body, responses_body
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.schema import (
     Body,
@@ -24,12 +24,12 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     Function,
     JsonSchema,
-    NamedTool,
     ResponseFormat,
     StreamOptions,
     Structured,
     TokenizeRequest,
     Tool,
+    ToolChoice,
     decode,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED, REFUSED
@@ -72,12 +72,12 @@ WITHIN: dict[str, type[Any]] = {
     "AnthropicThinkingConfigEnabled": messages_body.ThinkingOptions,
     "AnthropicThinkingParam": messages_body.ThinkingOptions,
     "AnthropicTool": messages_body.InputTool,
-    "AnthropicToolChoice": messages_body.ToolChoice,
+    "AnthropicToolChoice": messages_body.MessagesToolChoice,
     "ChatCompletionMessageContentTextPart": ContentPart,
     "ChatCompletionMessageGenericParam": ChatMessage,
     "ChatCompletionMessageUserParam": ChatMessage,
     "ChatCompletionNamedFunction": Chosen,
-    "ChatCompletionNamedToolChoiceParam": NamedTool,
+    "ChatCompletionNamedToolChoiceParam": ToolChoice,
     "ChatCompletionToolsParam": Tool,
     "CustomChatCompletionMessageParam": ChatMessage,
     "Function": Function,
@@ -89,13 +89,13 @@ WITHIN: dict[str, type[Any]] = {
     "ResponseInputMessageParam": responses_body.InputItem,
     "ResponseOutputMessage": responses_body.InputItem,
     "ResponseReasoningParam": responses_body.Reasoning,
-    "ResponseTool": responses_body.FunctionTool,
+    "ResponseTool": responses_body.ResponsesTool,
     "StreamOptions": StreamOptions,
     "StructuredOutputsParams": Structured,  # which refuses what it does not have
     "TextBlock": messages_body.MessageBlock,
     "ThinkingBlock": messages_body.MessageBlock,
     "Tool": Tool,
-    "ToolChoice": NamedTool,
+    "ToolChoice": ToolChoice,
     "ToolChoiceFuncName": Chosen,
     "ToolResultBlock": messages_body.MessageBlock,
     "ToolUseBlock": messages_body.MessageBlock,
@@ -106,12 +106,10 @@ IGNORED_WITHIN = {
     "RedactedThinkingBlock.data": "of thoughts that another server has encrypted",
     "AnthropicContentBlock.signature": "proves to another server who wrote a thought",
     "ThinkingBlock.signature": "proves to another server who wrote a thought",
-    "AnthropicContentBlock.source": "of an image, whose type is refused",
     "AnthropicContentBlock.tool": "of a tool_reference, whose type is refused",
     "AnthropicContentBlock.tool_name": "of a tool_reference, whose type is refused",
     "Function.key_order": "the order of keys, which is kept",
     "ResponseFunctionCallInputParam.namespace": "of a tool of type namespace, which is refused",
-    "ResponseTool.format": "of a tool of type custom, which is refused",
     "ResponseTool.tools": "of a tool of type namespace, which is refused",
     "ToolResultBlock.id": "a result is known by its tool_use_id",
 }
@@ -148,6 +146,7 @@ LEAST: dict[type[Body], dict[str, Any]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "a"}]},
     CompletionRequest: {"prompt": "a"},
     ResponsesRequest: {"input": "a"},
+    InputTokensRequest: {"input": "a"},
     MessagesRequest: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     CountRequest: {"messages": [{"role": "user", "content": "a"}]},
     TokenizeRequest: {"prompt": "a"},
@@ -276,6 +275,25 @@ def test_a_field_within_a_body_that_is_not_built_is_refused_by_name(
         .replace('{"total": 9}', "null").replace('"query"', "null")
     )  # fmt: skip
     assert read(kind, **neutral)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prediction": {"type": "content", "content": "def f():\n    return 1\n"}},
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]}},
+        *({"verbosity": verbosity} for verbosity in ("low", "medium", "high")),
+    ],
+)
+def test_what_only_expects_something_of_an_answer_is_ignored(fields: dict[str, Any]) -> None:
+    for kind in LEAST:
+        assert read(kind, **fields) == read(kind)
+
+
+@pytest.mark.parametrize("verbosity", ["low", "medium", "high", None])
+@pytest.mark.parametrize("kind", [ResponsesRequest, InputTokensRequest])
+def test_a_responses_verbosity_is_ignored(kind: type[Body], verbosity: str | None) -> None:
+    assert read(kind, text={"verbosity": verbosity}, truncation="auto", input="a")
 
 
 def test_offline_parameters_that_are_not_built_are_refused_by_name() -> None:

@@ -114,7 +114,7 @@ async def test_thoughts_texts_and_calls_are_items_and_a_stream_adds_up_to_the_wh
     assert first.type == second.type == "function_call"
     assert json.loads(first.arguments) == {"city": "Wien"} and first.name == "get_weather"
     assert first.call_id != second.call_id and first.id != second.id
-    assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 0
+    assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens == 2
     async with client.responses.stream(**ask) as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()
@@ -326,3 +326,129 @@ async def test_what_is_not_served_is_refused_by_name(
     assert (answer.status_code, error["param"]) == (400, param)
     assert error["code"] == (code or "unsupported_parameter")
     assert param in error["message"] and "function" not in str(error["param"])
+
+
+LONG: Any = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "a b c d"},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"role": "user", "content": "e f g"},
+    {"type": "function_call_output", "call_id": "c", "output": "h i"},
+    {"role": "assistant", "content": "j"},
+    {"role": "developer", "content": "k"},
+    {"role": "user", "content": "l m"},
+]
+
+
+@pytest.mark.parametrize(
+    ("context", "kept"),
+    [
+        (20, ["s", "a b c d", None, "e f g", "h i", "j", "k", "l m"]),
+        (16, ["s", "a b c d", None, "e f g", "h i", "j", "k", "l m"]),
+        (15, ["s", "e f g", "j", "k", "l m"]),
+        (9, ["s", "e f g", "j", "k", "l m"]),
+        (8, ["s\n\nk", "l m"]),
+        (5, ["s\n\nk", "l m"]),
+        (4, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_what_does_not_fit_the_first_turns_are_left_out_if_asked(
+    gateway: Gateway, context: int, kept: list[str | None] | None, stream: bool
+) -> None:
+    """One token is for the answer. What system and developer say stays, and the last turn."""
+    gateway.pipeline.context = context
+    body: Any = {"input": LONG, "max_output_tokens": 1, "stream": stream}
+    url = f"{gateway.url}/v1/responses"
+    made = await gateway.http().post(url, json={**body, "truncation": "auto"})
+    if kept is None:
+        assert made.json()["error"]["code"] == "context_length_exceeded"
+        assert made.json()["error"]["param"] == "input"
+    else:
+        assert made.status_code == 200, made.text
+        assert '"truncation":"auto"' in made.text
+        chat = gateway.pipeline.submits[-1].chat or []
+        assert [turn["content"] for turn in chat] == kept
+        assert not gateway.pipeline.submits[-1].only_encode
+        said = len(" ".join(str(turn["content"]) for turn in chat).split())
+        assert said + 1 <= context
+        counted = {"input": LONG, "truncation": "auto"}
+        await gateway.http().post(f"{url}/input_tokens", json=counted)
+        chat = gateway.pipeline.submits[-1].chat or []
+        assert [turn["content"] for turn in chat] == kept
+    for truncation in ({}, {"truncation": "disabled"}, {"truncation": None}):
+        made = await gateway.http().post(url, json={**body, **truncation})
+        fits = kept is not None and len(kept) == 8
+        assert made.status_code == (200 if fits else 400)
+
+
+async def test_another_refusal_leaves_nothing_out(gateway: Gateway) -> None:
+    items = [{"role": "user", "content": "x"}, {"role": "user", "content": "refuse it"}]
+    body = {"input": items, "truncation": "auto"}
+    made = await gateway.http().post(f"{gateway.url}/v1/responses", json=body)
+    assert made.status_code == 400 and len(gateway.pipeline.submits) == 1
+
+
+async def test_tokens_of_a_response_are_counted_by_the_official_client(calling: Gateway) -> None:
+    """Of the prompt that the response gets."""
+    client = calling.client()
+    asked: Any = {
+        "model": "test",
+        "input": [{"role": "user", "content": "one two three"}],
+        "instructions": "be short",
+        "tools": [WEATHER],
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "truncation": "disabled",
+    }
+    found = await client.responses.input_tokens.count(**asked)
+    assert (found.object, found.input_tokens) == ("response.input_tokens", 3)
+    counted = calling.pipeline.submits[-1]
+    whole = await client.responses.create(**asked, max_output_tokens=9, temperature=0.5)
+    answered = calling.pipeline.submits[-1]
+    assert counted.only_encode and not answered.only_encode
+    assert (counted.chat, counted.template_arguments) == (
+        answered.chat,
+        answered.template_arguments,
+    )
+    assert whole.text is not None and whole.text.verbosity == "low"
+    extra: Any = {**asked, "extra_body": {"max_output_tokens": 9, "stream": True, "store": False}}
+    assert (await client.responses.input_tokens.count(**extra)).input_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        ({"input": "x", "conversation": "c"}, "conversation"),
+        ({"input": "x", "truncation": "maybe"}, "truncation"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ],
+)
+async def test_what_cannot_be_counted_is_refused_by_name(
+    gateway: Gateway, body: Any, param: str
+) -> None:
+    made = await gateway.http().post(f"{gateway.url}/v1/responses/input_tokens", json=body)
+    assert made.status_code == 400 and made.json()["error"]["param"] == param, made.text
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+async def test_what_a_model_refused_to_say_is_said_again(gateway: Gateway, path: str) -> None:
+    """In OpenAI's place of a message, or as its part; also beside an empty content."""
+    part = [{"type": "refusal", "refusal": "I will not."}]
+    said: list[Any] = [{"content": part}]
+    if path.endswith("completions"):
+        said += [{"content": content, "refusal": "I will not."} for content in (None, "", [])]
+    for message in said:
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", **message},
+                 {"role": "user", "content": "y"}]  # fmt: skip
+        body = {"input": turns} if path.endswith("responses") else {"messages": turns}
+        made = await gateway.http().post(gateway.url + path, json=body)
+        assert made.status_code == 200, made.text
+        content: Any = (gateway.pipeline.submits[-1].chat or [])[1]["content"]
+        assert content in ("I will not.", [{"type": "text", "text": "I will not."}])

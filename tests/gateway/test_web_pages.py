@@ -16,7 +16,7 @@ from pipeinfer.settings import ConfigurationError
 EVIL = "http://evil.example.org"
 BODY = b'{"prompt": "a b"}'
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "//v1/responses", "/tokenize",
-         "/detokenize", "/reset_prefix_cache")  # fmt: skip
+         "/detokenize", "/reset_prefix_cache", "/v1/responses/input_tokens")  # fmt: skip
 READS = ("/v1/models", "/monitor/prefixes", "/monitor/events", "/monitor/requests/x")
 SENT_WITHOUT_PREFLIGHT = (
     "text/plain",

@@ -240,25 +240,31 @@ def test_what_comes_of_schemas_at_random_fits_them(part):
 
 
 def written_by_tools():
-    """Of zod, TypeBox and valibot, made by javascript_schemas.mjs; of pydantic."""
-    packed = (Path(__file__).parent / "javascript_schemas.json.gz").read_bytes()
-    yield from json.loads(gzip.decompress(packed))
-    yield from pydantic_models.schemas(400)
+    """Of zod, TypeBox and valibot, made by javascript_schemas.mjs; of pydantic; of twenty other
+    tools for Python, TypeScript, Go and Protocol Buffers, as tool_schemas.py says."""
+    for name in ("javascript_schemas", "tool_schemas"):
+        packed = (Path(__file__).parent / f"{name}.json.gz").read_bytes()
+        yield from json.loads(gzip.decompress(packed))
+    yield from pydantic_models.schemas(100)
+
+
+NEVER = r'"unevaluatedProperties"|"not": \{\}|"prefixItems": \[false|"type": \[\]'
 
 
 def test_schemas_that_tools_write_are_served():
     """Each is one to the compiler, of some a text is looked at. TypeBox's closed objects within an
-    intersection allow no value at all."""
+    intersection allow no value at all, nor does zod's and Joi's `never` where it is required."""
     every = list(written_by_tools())
-    assert len(every) > 1_000
+    assert len(set(map(json.dumps, every))) > 2_000
     for i, schema in enumerate(every):
         found = held(schema)
+        assert bool(found.malformed) == ('"type": []' in json.dumps(schema)), found.malformed
         said = LLMatcher.validate_grammar(
             LLMatcher.grammar_from_json_schema(json.dumps(found.schema))
         )
         if said:
-            assert "nsatisfiable" in said and "unevaluatedProperties" in json.dumps(schema)
-        if said or found.left_out or i % 25:
+            assert "nsatisfiable" in said and re.search(NEVER, json.dumps(schema))
+        if said or found.left_out or i % 40:
             continue
         text = walk(source(json=json.dumps(found.schema)), Random(i))
         if text is not None and "\\p{" not in json.dumps(schema):  # which re does not know
@@ -289,6 +295,109 @@ def test_what_looks_behind_or_within_is_left_out():
     for pattern in (r"a(?=b)", r"(?<!a)b", r"^(a(?!b))+$", r"^(?!ab|c)x", r"^(?=a(?!b))a"):
         patterns, whole = without_lookaround(pattern)
         assert not whole and all(re.compile(one) for one in patterns)
+
+
+JUNK = (None, True, "any", [], {}, -1, 2.5, [1], {"$ref": "x"}, "#/none", "http://x/y", 3.0)
+
+
+def places(part):
+    """(container, key) of all that stands within."""
+    keys = part if isinstance(part, dict) else range(len(part)) if isinstance(part, list) else ()
+    for key in keys:
+        yield part, key
+        yield from places(part[key])
+
+
+def test_what_is_no_json_schema_is_left_out_and_named():
+    """At any place of a schema. What is left is one to the compiler."""
+    named = set()
+    for seed in range(300):
+        random = Random(seed)
+        schema = json.loads(json.dumps(wild_schemas.whole(random)))
+        for _ in range(2):
+            part, key = random.choice(list(places(schema)))
+            part[key] = json.loads(json.dumps(random.choice(JUNK)))
+        found = held(schema, closed=random.random() < 0.5)
+        named |= {place.partition(" ")[0] for place in found.malformed}
+        assert set(found.malformed) <= set(found.left_out)
+        text = LLMatcher.grammar_from_json_schema(json.dumps(found.schema))
+        said = LLMatcher.validate_grammar(text)
+        assert not said or "nsatisfiable" in said
+    assert {"schema", "type", "enum", "properties", "required", "items", "$ref"} <= named
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out"),
+    [
+        ({"properties": {"a": {"type": "float"}}}, "type at properties.a"),
+        ({"properties": {"a": {"type": "string", "required": True}}}, "required at properties.a"),
+        ({"type": "object", "properties": []}, "properties"),
+        ({"properties": {"a": "a text"}}, "schema at properties.a"),
+        ({"items": {"$ref": "#/definitions/Gone"}}, "$ref at items"),
+    ],
+)
+def test_what_is_written_by_hand_and_is_no_json_schema_is_named(schema, left_out):
+    found = held(schema)
+    assert found.malformed == found.left_out == (left_out,)
+    source(json=json.dumps(found.schema))  # compiles
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            {"$ref": "#/components/schemas/A", "components": {"schemas": {
+                "A": {"type": "array", "items": {"$ref": "#/components/schemas/B~1b%20c"}},
+                "B/b c": {"type": "integer"}}}},
+            ["[1]"], ['["a"]'],
+        ),
+        (
+            {"type": "object", "properties": {
+                "a": {"oneOf": [{"type": "integer"}, {"type": "null"}]},
+                "b": {"$ref": "#/properties/a/oneOf/1"}}},
+            ['{"b": null}', '{"a": 1}'], ['{"b": 1}'],
+        ),
+        (
+            {"allOf": [{"$ref": "#/components/A"}], "properties": {"b": {}},
+             "components": {"A": {"type": "object", "properties": {"a": {"type": "integer"}}}}},
+            ['{"a": 1, "b": 2}'], ['{"a": "x"}', '{"c": 1}'],
+        ),
+        ({"$schema": "http://json-schema.org/draft/2020-12/schema", "type": "null"}, ["null"], []),
+        ({"$schema": "https://nobody.knows/it", "type": "string", "maxLength": 1.0},
+         ['"a"'], ['"ab"']),
+        ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, ["6"], ["5"]),
+    ],
+)  # fmt: skip
+def test_schemas_are_read_as_tools_write_them(schema, right, wrong):
+    """References into all of a document, dialects by any name, draft 4's limits."""
+    assert not held(schema).left_out
+    assert [text for text in right if not allows(schema, text)] == []
+    assert [text for text in wrong if allows(schema, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^[^[\]]+$", "ab", "a[b"),
+        (r"^[a&&b]$", "&", "c"),
+        (r"^[\w-.]+$", "a-b.c", "a b"),
+        (r"^{\w+}$", "{a}", "a"),
+        (r"^\p{Lu}\/\0?$", "A/", "a/"),
+        (r"^(?:a|^b)$", "b", "c"),
+    ],
+)
+def test_patterns_are_those_of_json_schema_and_not_of_the_compiler(pattern, right, wrong):
+    schema = {"type": "string", "pattern": pattern}
+    assert not held(schema).left_out
+    assert allows(schema, json.dumps(right)) and not allows(schema, json.dumps(wrong))
+
+
+@pytest.mark.parametrize("pattern", [r"\bfoo\b", r"(a)\1", r"(?<n>a)\k<n>", "a^b", "a$b", "(?>a)"])
+def test_patterns_that_the_compiler_has_no_words_for_are_left_out(pattern):
+    for schema in ({"pattern": pattern}, {"patternProperties": {pattern: {}}}):
+        found = held({"type": ["string", "object"], **schema})
+        assert found.left_out == tuple(schema)
+        source(json=json.dumps(found.schema))
 
 
 def test_a_schema_that_grows_when_it_is_written_out_is_refused():

@@ -52,7 +52,7 @@ def usual():
         ({"json": '{"type": "array", "uniqueItems": true}'}, "uniqueItems"),
         ({"json": '{"not": {"const": 1}}'}, "not"),
         ({"json": '{"if": {"const": 1}, "then": {"const": 2}}'}, "if"),
-        ({"json": '{"type": "nope"}'}, "Invalid type"),
+        ({"json": '{"type": "nope"}'}, "type: this is no JSON Schema"),
         ({"json": "[1]"}, "must be an object"),
         ({"json": '{"type": '}, "not valid JSON"),
         ({"regex": "(a"}, "unclosed group"),

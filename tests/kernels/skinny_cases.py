@@ -29,11 +29,12 @@ def weights(dtype, width=WIDTH):
 @pytest.mark.parametrize(("tile", "rows"), [(SMALL, 1), (SMALL, 16), (SMALL, 19), (TALL, 70)])
 def test_skinny_product_is_that_of_the_reference(tile, rows, dtype):
     x, weight, bias = randn(0, rows, DEPTH, dtype=dtype), weights(dtype), randn(2, WIDTH)
+    bound = 4 * TOLERANCE[dtype]  # a row of 64 values: if half of them are the other neighbour
     expected = skinny.product_reference(x, weight)
-    assert relative_error(skinny.product(x, weight, tile), expected) < 2 * TOLERANCE[dtype]
+    assert relative_error(skinny.product(x, weight, tile), expected) < bound
     bias = bias.to(dtype)
     expected = skinny.product_reference(x, weight, bias)
-    assert relative_error(skinny.product(x, weight, tile, bias), expected) < 2 * TOLERANCE[dtype]
+    assert relative_error(skinny.product(x, weight, tile, bias), expected) < bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

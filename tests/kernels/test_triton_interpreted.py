@@ -14,6 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = Path(__file__).parent
+SECONDS = 1200  # generous, for a loaded machine: a minute of one processor
+pytestmark = pytest.mark.timeout(SECONDS + 20)
 AREAS = (
     "store",
     "expand",
@@ -39,8 +41,9 @@ def outcomes(tmp_path_factory) -> dict[str, list[str]]:
     files = [str(HERE / f"{area}_cases.py") for area in AREAS]
     command = [sys.executable, "-m", "pytest", *files, f"--junitxml={report}", "-p", "no:xdist"]
     done = subprocess.run(
-        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=280
-    )
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True,
+        timeout=SECONDS,
+    )  # fmt: skip
     assert report.exists(), done.stdout + done.stderr
     found: dict[str, list[str]] = {area: [] for area in AREAS}
     for case in ElementTree.parse(report).iter("testcase"):

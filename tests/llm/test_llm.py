@@ -141,10 +141,11 @@ def test_a_message_of_a_chat_may_only_call_tools(llm: LLM, content: dict[str, An
 
 def test_tools_of_a_chat_are_a_variable_of_its_template() -> None:
     tools: list[JsonObject] = [{"type": "function", "function": {"name": "now"}}]
-    given = calls.with_tools({"enable_thinking": False}, tools)
-    call = calls.chat("r", [{"role": "user", "content": "now?"}], GREEDY, given)
-    assert call.template_arguments == {"enable_thinking": False, "tools": tools}
-    assert calls.with_tools(None, None) == {}
+    given, _ = calls.template_arguments({"enable_thinking": False}, {"tools": tools})
+    asked = calls.chat("r", [{"role": "user", "content": "now?"}], GREEDY, given)
+    assert asked.call.template_arguments == {"enable_thinking": False, "tools": tools}
+    nothing = {"tools": None, "chat_template": None, "add_generation_prompt": True}
+    assert calls.template_arguments(None, nothing) == ({}, {})
 
 
 def test_a_stop_string_ends_text_and_ids_and_is_the_reason(llm: LLM, prompts: list[str]) -> None:
@@ -183,11 +184,6 @@ def test_numpy_ids_are_ids(llm: LLM, prompt_ids: list[list[int]]) -> None:
     arrays = [np.array(ids, dtype=np.int64) for ids in prompt_ids[:2]]
     results = llm.generate(arrays, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
     assert [r.prompt_token_ids for r in results] == prompt_ids[:2]
-
-
-def test_progress_bar_shows_the_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(["a", "b", "c"], GREEDY)
-    assert "3/3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -21,7 +21,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from right_scores import TOLERANCE, check_prompt_scores, check_scores
 
-OUTPUTS = 64
+OUTPUTS = 40  # more than a window, and over the end of a page of any size here
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
 # Alternatives of outputs and of the prompt, of whoever comes: beside each other in one step.
 ASKED = ((5, 3), (0, None), (None, None), (20, 20), (None, 0), (1, None))
@@ -57,9 +57,9 @@ CASES = [
 
 @dataclass
 class Reference:
-    """A prompt, the 64 ids that transformers generates, and the logits of each.
+    """A prompt, the OUTPUTS ids that transformers generates, and the logits of each.
 
-    logprobs: float64 [len(prompt) + 64, vocab], of what follows each token.
+    logprobs: float64 [len(prompt) + OUTPUTS, vocab], of what follows each token.
     """
 
     prompt: list[int]

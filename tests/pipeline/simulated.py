@@ -313,7 +313,8 @@ class Simulation:
         if "gateway-0" in stages:
             for client in self.clients.values():
                 client.gone = True
-            self._introduce()
+            if not down:
+                self._introduce()
 
     def _tell_of_death(self, stage: str, life: Process) -> None:
         """As a supervisor does, to those who listen to it, sooner or later."""

@@ -30,9 +30,17 @@ PERSON = {
 }
 MANY_KEYS = {
     "type": "object",
-    "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
+    "properties": {f"k{n}": {"type": "integer"} for n in range(400)},
 }
+
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def strict(schema):
+    named = {"name": "asked", "schema": schema, "strict": True}
+    return {"type": "json_schema", "json_schema": named}
+
+
 GBNF = 'root ::= "yes" | "no" digit\ndigit ::= [0-9]'
 LARK = 'start: "<" /[a-c]{2,4}/ ">"'
 
@@ -128,14 +136,13 @@ def test_completions_have_forms_too(api):
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "must be an object"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-        ({"guided_json": {"type": "nobody"}}, "guided_json", "Invalid type"),
+        ({"guided_json": {"type": "nobody"}}, "guided_json", "type: this is no JSON Schema"),
         ({"guided_regex": "a" * 70_000}, "guided_regex", "70000 bytes"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
-        ({"guided_json": MANY_KEYS}, "guided_json", "items"),
+        ({"response_format": strict(MANY_KEYS)}, "response_format", "items"),
         ({"regex": "a", "min_tokens": 3}, "min_tokens", "not allowed"),
         ({"format": "yaml"}, "format", "must be"),
         ({"thinking_token_budget": 5}, "thinking_token_budget", "<think>"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget", "must be from 0"),
     ],
 )
 def test_what_is_no_form_is_the_clients_error(api, body, param, says):
@@ -189,9 +196,70 @@ def test_tools_that_are_not_strict_are_called_whatever_their_schema_asks_for(api
     assert refused.value.param == "tools"
 
 
+NOBODY_HOLDS = {
+    "nsatisfiable": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]},
+    "optional keys": MANY_KEYS,
+    "disjoint": {"type": "object", "patternProperties": {"^a": {"type": "null"}, "^ab": {}}},
+}
+
+
+@pytest.mark.parametrize("schema", NOBODY_HOLDS.values(), ids=NOBODY_HOLDS)
+def test_a_schema_that_nobody_can_compile_is_refused_where_it_is_strict_and_else_left_out(
+    api, schema
+):
+    """All of it: arguments are any object then, and answers any JSON of its type."""
+    function = {"name": "paint", "parameters": schema}
+    tool = {"type": "function", "function": function}
+    named = {"type": "json_schema", "json_schema": {"name": "asked", "schema": schema}}
+    called = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    for stream in (True, False):
+        answer = raw(api, max_tokens=8, stream=stream, **called)
+        assert answer.headers["x-schema-left-out"].startswith("parameters of paint: ")
+        answer = raw(api, max_tokens=8, n=2, stream=stream, response_format=named)
+        assert answer.headers["x-schema-left-out"].startswith("schema: ")
+    assert len(answer.parse().choices) == 2
+    function["strict"] = named["json_schema"]["strict"] = True
+    for asked in (called, {"response_format": named}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            raw(api, **asked)
+        assert refused.value.param in ("tools", "response_format")
+
+
+MESSAGES = {"messages": QUESTION, "max_tokens": 8}
+NAMED_FORM = {"type": "json_schema", "name": "asked", "schema": NOBODY_HOLDS["disjoint"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "x", "max_output_tokens": 16, "text": {"format": NAMED_FORM}}),
+        ("/v1/messages", {**MESSAGES, "output_config": {"format": NAMED_FORM}}),
+        (
+            "/v1/completions",
+            {"prompt": ["a", "b"], "max_tokens": 8, "guided_json": NAMED_FORM["schema"]},
+        ),
+        (
+            "/v1/chat/completions",
+            {**MESSAGES, "structured_outputs": {"json": NAMED_FORM["schema"]}},
+        ),
+        ("/v1/chat/completions", {**MESSAGES, "json_schema": json.dumps(NAMED_FORM["schema"])}),
+        ("/v1/chat/completions", {**MESSAGES, "format": NAMED_FORM["schema"]}),
+    ],
+)
+def test_what_is_left_out_is_said_however_the_schema_came(server, path, body):
+    address = urlsplit(server.url)
+    connection = HTTPConnection(address.hostname, address.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.read()
+    assert answer.headers["x-schema-left-out"].startswith("schema: ")
+    connection.close()
+
+
 def test_errors_show_no_grammar_that_the_client_did_not_write(api):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/none"}}}
-    with pytest.raises(openai.BadRequestError, match="none") as refused:
+    function = {"name": "f", "parameters": {"enum": []}, "strict": True}
+    tool = {"type": "function", "function": function}
+    with pytest.raises(openai.BadRequestError, match="nsatisfiable") as refused:
         raw(api, tools=[tool], tool_choice="required")
     assert "start:" not in str(refused.value) and "x-guidance" not in str(refused.value)
     assert refused.value.param == "tools"
@@ -271,3 +339,56 @@ def test_calls_that_must_be_made_are_made(api, choice, finish):
     parts = [one for chunk in chunks for one in chunk.delta.tool_calls or ()]
     assert "".join(one.function.arguments for one in parts) == call.function.arguments
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [finish]
+
+
+SHOW = {"type": "function", "function": {"name": "show", "parameters": {"type": "object"}}}
+EDIT = 'start: "say " NAME ("\\n" NAME)~0..2\nNAME: /[a-c"]{2,4}/'
+
+
+def custom(syntax, definition):
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {"name": "edit", "format": grammar}}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"), [("lark", EDIT), ("regex", r'say [a-c"]{2,4}(\n[a-c"]{2,4}){0,2}')]
+)
+def test_the_input_of_a_custom_tool_is_held_to_its_grammar(api, syntax, definition):
+    allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "edit"}}]}
+    more = {"tools": [SHOW, custom(syntax, definition)], "parallel_tool_calls": False,
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}  # fmt: skip
+    whole = chat(api, **more).choices[0]
+    [call] = whole.message.tool_calls
+    assert (call.type, call.custom.name, whole.finish_reason) == ("custom", "edit", "tool_calls")
+    assert re.fullmatch(r'say [a-c"]{2,4}(\n[a-c"]{2,4}){0,2}', call.custom.input)
+    chunks = [c.choices[0] for c in chat(api, stream=True, **more) if c.choices]
+    parts = [one.custom["input"] for chunk in chunks for one in chunk.delta.tool_calls or ()]
+    assert "".join(parts) == call.custom.input and len(parts) > 2
+    grammar = more["tools"][1]["custom"]["format"]["grammar"]
+    made = api.responses.create(
+        model=MODEL, input=QUESTION, extra_body={"seed": 5}, tool_choice="required",
+        tools=[{"type": "custom", "name": "edit", "format": {"type": "grammar", **grammar}}],
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    [item] = [one for one in made.output if one.type == "custom_tool_call"]
+    assert re.fullmatch(r'say [a-c"]{2,4}(\n[a-c"]{2,4}){0,2}', item.input)
+
+
+def test_allowed_tools_alone_are_called(api):
+    for name in ("show", "weather"):
+        allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        calls = chat(api, tools=[SHOW, WEATHER], tool_choice=choice).choices[0].message.tool_calls
+        assert {call.function.name for call in calls} == {name}
+
+
+def test_a_grammar_that_does_not_compile_is_named_where_it_stands(api):
+    tool = custom("regex", "(")
+    with pytest.raises(openai.BadRequestError, match="regex parse error") as refused:
+        chat(api, tools=[SHOW, tool], tool_choice={"type": "custom", "custom": {"name": "edit"}})
+    assert refused.value.param == "tools[1].custom.format"
+    flat = {"type": "custom", "name": "edit", "format": {"type": "grammar", "syntax": "regex",
+                                                         "definition": "("}}  # fmt: skip
+    with pytest.raises(openai.BadRequestError, match="regex parse error") as refused:
+        api.responses.create(model=MODEL, input="x", tools=[flat], tool_choice="required")
+    assert refused.value.param == "tools[0].format" and "start:" not in str(refused.value)

@@ -4,6 +4,9 @@ its markers are tokens of prompts and answers, its answers end with a call, and 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,9 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CI
 CITIES = ({"city": "Wien"}, {"city": "Rom"})
 QUESTION: Any = [{"role": "user", "content": "Where <|end|> is it fine?"}]
 TOKENS = tokenizer()
-RETURN, CALL, END = map(TOKENS.token_to_id, ("<|return|>", "<|call|>", "<|end|>"))
+RETURN, CALL, END, MESSAGE = map(
+    TOKENS.token_to_id, ("<|return|>", "<|call|>", "<|end|>", "<|message|>")
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +52,8 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     TOKENS.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with Server(
-        str(folder), "--served-model-name", "test", "--dtype", "float32", "--in-process"
-    ) as running:
+    flags = ("--served-model-name", "test", "--dtype", "float32", "--kv-pages", "512")
+    with Server(str(folder), *flags, "--threads", "1", "--no-page") as running:
         yield running
 
 
@@ -77,6 +81,24 @@ def test_calls_and_forms_are_held_behind_thoughts_whole_and_streamed(api: openai
     for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
         [choice] = asked(api, response_format=FORM, **fields).choices
         assert choice.finish_reason == "stop" and json.loads(choice.message.content) in CITIES
+
+
+def test_tokens_of_the_channel_of_thoughts_are_counted(api: openai.OpenAI) -> None:
+    """Between the marker of its message and the next one, as the ids themselves say."""
+    analysis = {str(TOKENS.encode("analysis").ids[0]): 9, str(END): 3}
+    form: Any = {"response_format": FORM, "logit_bias": analysis}
+    made = asked(api, **form, extra_body={"return_token_ids": True})
+    ids = made.choices[0].token_ids
+    messages = TOKENS.decode(ids, skip_special_tokens=False).split("<|message|>")
+    assert all(head.endswith("analysis") for head in messages[:-1]) and len(messages) > 3
+    thoughts, amid = 0, False
+    for token in ids:
+        amid = amid and token != END
+        thoughts += amid
+        amid = amid or token == MESSAGE
+    assert thoughts and made.usage.completion_tokens_details.reasoning_tokens == thoughts
+    chunks = [*asked(api, **form, stream=True, stream_options={"include_usage": True})]
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == thoughts
 
 
 def test_an_answer_ends_with_a_call_though_the_checkpoint_does_not_say_so(
@@ -115,3 +137,54 @@ def test_the_template_writes_tokens_and_a_client_writes_letters(server: Server) 
     )
     at = theirs["input_ids"].index(END, at)
     assert ids == [*theirs["input_ids"][:at], *spelled, *theirs["input_ids"][at + 1 :]]
+
+
+NOTE: Any = {
+    "type": "object",
+    "properties": {"note": {"type": "string", "minLength": 150, "maxLength": 150}},
+    "required": ["note"],
+    "additionalProperties": False,
+}
+
+
+class Streamed:
+    """A streamed chat that thinks and then calls a tool; `during(self)` is asked after each chunk,
+    and told what came so far."""
+
+    def __init__(self, api: openai.OpenAI, during: Callable[[Streamed], object]) -> None:
+        self.thoughts, self.content, self.arguments = "", "", ""
+        self.finish: str | None = None
+        tool = {"type": "function", "function": {"name": "write", "parameters": NOTE}}
+        likely = {str(TOKENS.token_to_id("a")): 4}  # so that it begins with its analysis
+        more: Any = {"tool_choice": "required", "max_tokens": 900, "seed": 5, "logit_bias": likely}
+        said = asked(api, tools=[tool], stream=True, **more)
+        for chunk in said:
+            delta = chunk.choices[0].delta
+            self.thoughts += (delta.model_extra or {}).get("reasoning_content") or ""
+            self.content += delta.content or ""
+            calls = [call.function for call in delta.tool_calls or ()]
+            self.arguments += "".join(call.arguments or "" for call in calls)
+            self.finish = chunk.choices[0].finish_reason or self.finish
+            during(self)
+
+    def whole(self) -> tuple[object, ...]:
+        return self.thoughts, self.content, self.arguments, self.finish
+
+
+def test_an_engine_that_dies_amid_thoughts_and_amid_a_call_changes_neither(
+    api: openai.OpenAI, server: Server
+) -> None:
+    calm = Streamed(api, lambda _: None)
+    assert len(calm.thoughts) > 50 and calm.finish == "tool_calls"
+    assert len(json.loads(calm.arguments)["note"]) == 150
+    killed: list[str] = []
+
+    def strike(said: Streamed) -> None:
+        """Once in each."""
+        where = "call" if len(said.arguments) > 20 else "thoughts" * (len(said.thoughts) > 5)
+        if where and where not in killed:
+            killed.append(where)
+            os.kill(server.pid("engine"), signal.SIGKILL)
+
+    assert Streamed(api, strike).whole() == calm.whole()
+    assert killed == ["thoughts", "call"]

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from simulated import Simulation
+from simulated import HOST_LOSS, Simulation
 from simulated_engine import POISON
 from simulated_grammars import spec_of
 
+from pipeinfer.beats import FORGET
 from pipeinfer.packing import unpack
 
 MANY_SEEDS = st.integers(0, 2**32 - 1)
@@ -140,6 +141,32 @@ def test_what_was_sent_stays_where_no_two_engines_agree(seed):
         outputs = unpack(client.ids).tolist()
         assert client.failed is None and len(outputs) == 25
         assert (client.text, client.ids, "length") == client.shown(outputs, client.params)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_is_kept_for_a_gateway_that_never_comes_back_is_forgotten(groups):
+    kept = 0.0
+    for seed in range(6):
+        s = Simulation(Random(seed), groups=groups)
+        for n in range(8):
+            s.submit([n, n + 1], max_tokens=20, n=1 + n % 2, seed=n)
+        for _ in range(Random(seed).randint(10, 200)):
+            s.deliver()
+        if seed % 2:
+            s.kill("engine-0-0", down=groups > 1)  # so that some of it is moved
+        s.kill("gateway-0", down=True)
+        for _ in range(3):
+            while s.deliver():
+                pass
+            s.tick(1.1)
+        kept += s.stats()["tokenizer-0"]["ledger"]
+        for _ in range(3):
+            s.tick(FORGET * HOST_LOSS + 1.0)
+            while s.deliver():
+                pass
+        assert "gateway-0" not in s.processes
+        s.check_ledgers()
+    assert kept > 20, "few requests were under way; the seeds show nothing"
 
 
 @pytest.mark.parametrize("stage", ["tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0"])

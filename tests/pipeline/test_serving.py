@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
 
+from pipeinfer.demo import demo_path
 from pipeinfer.demo.tasks import copy_task, recall_task
 
 STAGES = ["detokenizer", "engine", "gateway", "scheduler", "tokenizer"]
@@ -343,7 +346,32 @@ def test_texts_become_ids_and_ids_texts(server):
     for body in ({}, {"prompt": "a", **chat}, {"prompt": [1, 2]}, {"prompt": "a" * 50_000}):
         assert server.post("/tokenize", body)[0] == 400, body
     assert server.post("/detokenize", {"tokens": [1, 10_000_000]})[0] == 400
-    assert server.post("/tokenize", {"prompt": "a", "return_token_strs": True})[0] == 400
+    told = server.post("/tokenize", {"prompt": "7 + ü", "return_token_strs": True})[1]
+    texts = Tokenizer.from_file(str(demo_path() / "tokenizer.json"))
+    assert told["token_strs"] == [texts.id_to_token(token) for token in told["tokens"]]
+    info = json.loads(server.get("/tokenizer_info")[1])
+    [end] = server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False})[1][
+        "tokens"
+    ]
+    assert server.post("/detokenize", {"tokens": [end]})[1]["prompt"] == info["eos_token"]
+    assert info["model_max_length"] >= told["max_model_len"]
+
+
+def test_a_response_counts_as_it_is_answered_and_drops_turns_that_do_not_fit(server):
+    body = {"input": [{"role": "user", "content": f"turn {n} " + "x" * 300} for n in range(9)]}
+    status, counted = server.post("/v1/responses/input_tokens", body)
+    assert status == 400 and counted["error"]["param"] == "input"
+    body["truncation"] = "auto"
+    status, counted = server.post("/v1/responses/input_tokens", body)
+    assert status == 200 and 1024 < counted["input_tokens"] < 2048
+    answered = server.post("/v1/responses", {**body, "max_output_tokens": 4})[1]
+    assert answered["truncation"] == "auto" and answered["usage"]["input_tokens"] <= 2044
+    less = server.post("/v1/responses", {**body, "max_output_tokens": 1000})[1]
+    assert less["usage"]["input_tokens"] <= 1048
+    short = {"input": "What is 7 + 15?", "instructions": "be short"}
+    counted = server.post("/v1/responses/input_tokens", short)[1]
+    answered = server.post("/v1/responses", {**short, "max_output_tokens": 4})[1]
+    assert counted["input_tokens"] == answered["usage"]["input_tokens"]
 
 
 def test_metrics_count_what_was_served(server):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from simulated import Simulation
+from simulated import HOST_LOSS, Simulation
 from simulated_engine import POISON
 
 from pipeinfer.packing import unpack
@@ -121,6 +121,27 @@ def test_what_was_sent_stays_where_the_other_group_would_sample_other_tokens():
                 outputs = unpack(client.ids).tolist()
                 shown = client.shown(outputs, client.params)
                 assert (client.text, client.ids, client.finish) == shown
+
+
+def test_what_a_client_has_stays_where_its_host_is_lost_with_the_detokenizer():
+    """No two engines sample the same tokens, so that nobody could compute it again."""
+    total = 0.0
+    for seed in range(6):
+        s = begun(Random(seed), moody=True)
+        s.cut = "group-0"
+        s.kill("detokenizer-0")
+        for _ in range(int(HOST_LOSS) + 5):
+            while s.deliver():
+                pass
+            s.tick(1.0)
+        total += moved(s)
+        for client in s.clients.values():
+            assert client.failed is None and client.finish is not None
+            if client.finish == "length":
+                outputs = unpack(client.ids).tolist()
+                shown = client.shown(outputs, client.params)
+                assert (client.text, client.ids, client.finish) == shown
+    assert total > 6, "few requests were under way; the seeds show nothing"
 
 
 def test_choices_of_a_prompt_go_to_one_group_and_find_it_there():

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from servers import Server
+from servers import Server, fetch
 from thinking_models import QUESTION, SCHEMA, TEMPLATES, make_thinking
 
 FORM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
@@ -121,6 +121,32 @@ def test_other_dialects_switch_thinking_off(server, shape):
         status, told = server.post("/v1/responses", body | form)
         assert status == 200 and [item["type"] for item in told["output"]] == ["message"]
     assert json.loads(told["output"][0]["content"][0]["text"]) == {"sum": 22}
+
+
+@pytest.mark.parametrize("stop", [None, ["no such text"]])
+@pytest.mark.parametrize("n", [1, 3])
+def test_usage_counts_the_thoughts_that_a_budget_allows(server, stop, n):
+    """Whole, streamed, as a response and as a message; the tags are not counted."""
+    shape = {"chat_template": TEMPLATES["opens or closes"]}
+    body = {**shape, "messages": QUESTION, "temperature": 0, "max_tokens": 40, "n": n, "stop": stop,
+            "thinking_token_budget": 3}  # fmt: skip
+    made = server.post("/v1/chat/completions", body)[1]["usage"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = fetch(f"{server.url}/v1/chat/completions", json.dumps(body).encode())[1]
+    last = json.loads(streamed.split("data: ")[-2])["usage"]
+    for usage in (made, last):
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 3 * n}
+        assert usage["reasoning_tokens"] == 3 * n
+    body = {"chat_template_kwargs": shape, "messages": QUESTION, "temperature": 0, "max_tokens": 40,
+            "stop_sequences": stop,
+            "thinking": {"type": "enabled", "budget_tokens": 3}}  # fmt: skip
+    usage = server.post("/v1/messages", body)[1]["usage"]
+    assert usage["output_tokens_details"] == {"thinking_tokens": 3}
+    body = {"chat_template_kwargs": shape, "input": "What is 7 + 15?", "temperature": 0,
+            "max_output_tokens": 8, "stop": stop}  # fmt: skip
+    usage = server.post("/v1/responses", body)[1]["usage"]
+    thoughts = usage["output_tokens_details"]["reasoning_tokens"]
+    assert usage["output_tokens"] - 1 <= thoughts <= usage["output_tokens"]  # an end is no thought
 
 
 def test_completions_whose_prompts_have_begun_to_think(api):

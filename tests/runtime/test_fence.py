@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from listening_core import ListeningCore
 
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
@@ -25,30 +25,9 @@ from pipeinfer.topology.topology import Identity
 from waiting import until
 
 
-@dataclass
-class Heard:
-    """A core that only listens."""
-
-    messages: list[Message] = field(default_factory=list)
-
-    def handle(self, event, now):
-        if isinstance(event, Abort | Recover):
-            self.messages.append(event)
-        return []
-
-    def state(self):
-        return "ready", ""
-
-    def stats(self):
-        return {}
-
-    def idle(self):
-        return True
-
-
 async def test_frames_of_a_replaced_process_are_dropped_and_counted(short_path):
     topology = topologies.local(Settings(), f"ipc://{short_path}/")
-    core = Heard()
+    core = ListeningCore()
     beats: list[Heartbeat] = []
     with zmq.Context() as context:
         shell = Shell(
@@ -161,11 +140,11 @@ async def test_a_process_that_is_fenced_out_says_so_and_ends(short_path, caplog,
     topology = topologies.local(Settings(), f"ipc://{short_path}/")
     with zmq.Context() as context:
 
-        def made(name: str, process: Process, core: Heard) -> Shell:
+        def made(name: str, process: Process, core: ListeningCore) -> Shell:
             stage = Stage(core, tick=0.01)
             return Shell(Settings(), topology, Identity(name), context, lambda _: stage, process)
 
-        listens, speaks = Heard(), Heard()
+        listens, speaks = ListeningCore(), ListeningCore()
         scheduler = made("scheduler", Process(), listens)
         tokenizer = made("tokenizer", Process(number), speaks)
         tasks = [asyncio.create_task(one.run()) for one in (scheduler, tokenizer)]

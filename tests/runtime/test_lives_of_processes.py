@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import zmq
+from listening_core import ListeningCore
 
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send
@@ -67,34 +67,13 @@ async def test_a_stage_whose_parent_dies_while_it_imports_ends(short_path, stage
             os.killpg(pid, signal.SIGKILL)
 
 
-@dataclass
-class Scheduler:
-    """A core that hears who asks it at the start."""
-
-    heard: list[int] = field(default_factory=list)
-
-    def handle(self, event, now):
-        if isinstance(event, Recover) and event.incarnation not in self.heard:
-            self.heard.append(event.incarnation)
-        return []
-
-    def state(self):
-        return "ready", ""
-
-    def stats(self):
-        return {}
-
-    def idle(self):
-        return True
-
-
 @pytest.fixture
 async def scheduler(short_path):
     """(its core, the topology, a context, the topology's file)"""
     topology = topologies.local(Settings(), f"ipc://{short_path}/")
     file = short_path / "pipeinfer.toml"
     file.write_text(topology.to_toml())
-    core = Scheduler()
+    core = ListeningCore()
     with zmq.Context() as context:
         shell = Shell(
             Settings(), topology, Identity("scheduler"), context, lambda _: Stage(core, tick=0.1)
@@ -114,11 +93,11 @@ async def test_a_stage_that_dies_after_the_clock_was_set_back_is_heard_again(sch
     )  # fmt: skip
     task = asyncio.create_task(supervisor.run())
     child = supervisor._children["detokenizer-0"]
-    await until(lambda: len(core.heard) == 1 and child.checked, 60)
+    await until(lambda: len(core.asked()) == 1 and child.checked, 60)
     ahead = 0
     os.kill(child.pid, signal.SIGKILL)
-    await until(lambda: len(core.heard) == 2, 60)
-    assert core.heard[0] < core.heard[1] == child.newest
+    await until(lambda: len(core.asked()) == 2, 60)
+    assert core.asked()[0] < core.asked()[1] == child.newest
     supervisor.stop()
     assert await asyncio.wait_for(task, 60) == 0
 
@@ -128,7 +107,7 @@ async def test_a_stage_that_nobody_numbers_finds_a_number_that_is_heard(schedule
     core, topology, context, file = scheduler
     before = Bus(Identity("detokenizer"), time.time_ns(), topology, context)
     before.send(Send("recovery", "scheduler-0", Recover("detokenizer-0", before.incarnation)))
-    await until(lambda: core.heard == [before.incarnation])
+    await until(lambda: core.asked() == [before.incarnation])
     before.close()
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(STAGES / "detokenizer.py"), "--topology", str(file),
@@ -136,10 +115,10 @@ async def test_a_stage_that_nobody_numbers_finds_a_number_that_is_heard(schedule
     )  # fmt: skip
     assert process.stderr is not None
     try:
-        await until(lambda: len(core.heard) == 2, 60)
+        await until(lambda: len(core.asked()) == 2, 60)
     finally:
         process.terminate()
-    assert core.heard[1] > before.incarnation
+    assert core.asked()[1] > before.incarnation
     assert (
         f"process {before.incarnation - HOUR} is fenced out"
         in (await process.stderr.read()).decode()

@@ -204,6 +204,19 @@ def test_ids_that_come_again_are_skipped_with_their_scores():
     assert request.logprobs == b"".join(scores[:3])
 
 
+@pytest.mark.parametrize("trouble", [{"refused": {2: "dead"}}, {"bad": pack([2])}])
+def test_rows_behind_the_trouble_of_a_request_that_was_taken_back_end_no_epoch(trouble):
+    """It is computed again, and fails when it runs; they know of a token that it has not."""
+    flights, request = flown(logprobs=None)
+    list(flights.land(said(0, 0, 5, [10])))
+    request.accept([10], b"")
+    flights.launch(2, [(request, 1)], 0.0)
+    request.phase = "waiting"
+    assert list(flights.land(replace(said(1, 5, 1, []), **trouble))) == []
+    assert list(flights.land(replace(said(2, 6, 1, []), **trouble))) == []
+    assert len(flights) == 0 and list(request.outputs) == [10]
+
+
 def hit_of(flights: Flights, cached: int) -> list[tuple[int, int]]:
     return flights.matched(
         Admitted(

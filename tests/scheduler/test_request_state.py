@@ -163,8 +163,17 @@ def test_of_what_was_delivered_and_what_is_known_the_longer_scores_of_the_prompt
     assert one.scored == 1, "the first token has none, which is known"
     whole = bytes(width) + bytes([9]) * 2 * width
     for told in (whole, whole[: 2 * width], b""):
-        one.resume(Delivered("r", 1, pack([7]), logprobs=bytes(width), prompt_logprobs=told))
+        one.resume(Delivered("r", 1, b"", prompt_logprobs=told))
         assert one.prompt_logprobs == whole and one.scored == 3
+
+
+def test_scores_of_what_a_gateway_alone_knows_are_zeros_that_the_next_ones_stand_behind():
+    one, width = scored_request(), size(0)
+    one.resume(Delivered("r", 1, pack([7, 8])))
+    assert one.score_from == -1, "all of the prompt's came before the first token"
+    one.accept([9], bytes([9]) * width)
+    assert one.logprobs == bytes(2 * width) + bytes([9]) * width
+    assert one.prompt_logprobs == bytes(4 * width) and one.scored == 4
 
 
 def test_scores_of_a_prompt_that_overlap_what_is_known_count_once():

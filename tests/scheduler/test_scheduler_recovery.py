@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import pytest
 from model_engine import ModelEngine, expected_outputs
 from msgspec.structs import replace
 
@@ -49,9 +52,10 @@ def outputs(count: int = 20) -> list[int]:
 class Bench:
     """A new scheduler, a model engine, and all that the detokenizer was sent."""
 
-    def __init__(self, peers: bool = True) -> None:
+    def __init__(self, peers: bool = True, host_loss: float = inf) -> None:
         names = ([TOKENIZER], [DETOKENIZER]) if peers else ()
-        self.core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 16), 0, ME, *names)
+        options = SchedulerOptions("mixed", 2, 8, 16, host_loss=host_loss)
+        self.core = SchedulerCore(options, 0, ME, *names)
         self.engine = ModelEngine(100, 4, 8, 16, caching=True)
         self.now = 0.0
         self.told: list[Message] = []  # on the channel tokens
@@ -356,16 +360,24 @@ def test_done_ends_a_request_whose_stop_hit_was_lost() -> None:
     assert bench.told[-1] == Done(("r",))
 
 
-def test_a_finished_request_whose_done_never_comes_is_dropped_some_day() -> None:
-    bench = Bench(peers=False)
+@pytest.mark.parametrize(("host_loss", "patience"), [(2.0, 40.0), (1e9, KEPT)])
+def test_a_finished_request_whose_done_never_comes_is_aborted_everywhere_some_day(
+    host_loss: float, patience: float
+) -> None:
+    """Its gateway is on a host that does not come back."""
+    bench = Bench(host_loss=host_loss)
     bench.run()
+    bench.hear(TOKENIZER)
+    bench.hear(DETOKENIZER)
     bench.feed(work("r", 3))
     bench.run()
-    for now, kept in ((KEPT - 1, 1), (2 * KEPT, 1), (3.1 * KEPT, 0)):
-        bench.now = now
-        bench.feed(Tick())
-        assert bench.core.stats()["kept"] == kept, now
-    assert isinstance(bench.told[-1], Abort)
+    ended = Delivered("r", 1, b"", ended=True)
+    for now, asked in ((0.9, 0), (1.0, 0), (1.9, 0), (2.0, 1), (2.1, 0), (3.1, 1)):
+        bench.now = 0.1 + now * patience
+        sends = [s for s in bench.feed(Tick()) if s.message == ended]
+        assert [(s.channel, s.to) for s in sends] == [("recovery", "tokenizer-0")] * asked, now
+    bench.feed(Abort("r", 1))
+    assert bench.core.stats()["kept"] == 0 and bench.told[-1] == Abort("r", 1)
 
 
 def test_a_scheduler_that_leaves_lands_its_steps_and_publishes_no_more() -> None:

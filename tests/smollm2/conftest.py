@@ -1,4 +1,4 @@
-"""The model, and what transformers says, which takes long to load.
+"""The model, and what transformers says, which takes long to load and longer to ask.
 
 One worker runs all tests of this folder, see tests/conftest.py.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from smollm2_prompts import CONVERSATIONS, NAME, PROMPTS, TOKENS, TURN_TOKENS
+from smollm2_prompts import NAME
 
 from gguf_models import smollm2
 from servers import Server
@@ -31,12 +31,11 @@ def theirs(model):
 
 
 @pytest.fixture(scope="session")
-def expected(theirs) -> dict[str, Any]:
+def expected() -> dict[str, Any]:
     """transformers' texts: "greedy" of PROMPTS, "conversations" of CONVERSATIONS."""
-    return {
-        "greedy": theirs.greedy(list(PROMPTS), TOKENS),
-        "conversations": [theirs.conversation(turns, TURN_TOKENS) for turns in CONVERSATIONS],
-    }
+    from smollm2_reference import stored_texts
+
+    return stored_texts()
 
 
 @pytest.fixture(scope="session")

@@ -326,6 +326,16 @@ def test_the_end_of_a_request_takes_its_way(end: Callable[[str], Message]) -> No
     assert core.stats()["ledger"] == 0
 
 
+def test_what_has_ended_and_nobody_took_is_aborted_wherever_it_may_be() -> None:
+    core = two_groups()
+    core.handle(submit("a", prompt_ids=pack([1])), 0.0)
+    gone = Abort("a", 3, "nobody has taken its end")
+    for groups in ((0,), (0, 1)):  # also what only an earlier tokenizer knew
+        sends = core.handle(Delivered("a", 3, b"", ended=True), 0.0)
+        assert sends == [Send("work", f"scheduler-{group}", gone) for group in groups]
+        assert core.stats()["ledger"] == 0
+
+
 def test_ends_of_one_message_are_sorted_by_group() -> None:
     core = two_groups()
     for name in "abc":
@@ -515,7 +525,7 @@ def test_requests_of_a_host_that_is_lost_go_on_at_another_group_as_the_next_atte
     hosts.up = {1}
     assert hosts.wait(5.0) == []
     asked = HandOver("a", 3, "tokenizer-0")
-    assert hosts.wait(1.0) == [Send("recovery", "detokenizer-0", asked)]
+    assert hosts.wait(1.0) == [Send("recovery", "gateway-1", asked)]
     told = Delivered("a", 4, pack([7]))
     sends = hosts.core.handle(told, hosts.now)
     assert [(send.channel, send.to) for send in sends] == [

@@ -82,6 +82,34 @@ def test_what_does_not_compile_is_refused_and_so_is_whoever_asks_for_it_later(co
     assert [m.message for m in again if isinstance(m, Refused)] == ["unclosed group"]
 
 
+def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answer_says_why(core):
+    """All that wait for the refused one, choices and long prompts included, and those that come
+    later; a grammar that is served is not replaced."""
+    other = StructuredOutputs(regex="b")
+    long = "x" * (HERE + 1)
+    sent(core, asking("one", "(a", client="c", choices=(0, 1), otherwise=other))
+    sent(core, asking("long", "(a", text=long, otherwise=other))
+    sent(core, asking("without", "(a"))
+    assert core.untried("one", 1).params.structured_outputs.regex == "(a"
+    out = sent(core, tried("one", "(a", 400, "unclosed group"))
+    assert [m for m in out if isinstance(m, Try)] == [Try("one", 1, "c"), Try("long", 1)]
+    assert [m.request_id for m in out if isinstance(m, Refused)] == ["without"]
+    assert core.untried("one", 1).params.structured_outputs == other
+    passed = sent(core, tried("one", "b"))
+    assert [m.refusal for m in passed if isinstance(m, Accepted)] == ["unclosed group"]
+    works = [m for m in passed if isinstance(m, Work)]
+    assert [w.request_id for w in works] == ["one", "one/1"]
+    assert [w.params.structured_outputs for w in works] == [other] * 2
+    assert [type(m) for m in passed[3:]] == [Encode]
+    later = sent(core, asking("later", "(a", otherwise=other))
+    assert (later[0].refusal, later[1].params.structured_outputs) == ("unclosed group", other)
+    served = sent(core, asking("served", "b", otherwise=StructuredOutputs(regex="c")))
+    assert (served[0].refusal, served[1].params.structured_outputs) == ("", other)
+    sent(core, asking("none", "(a", otherwise=StructuredOutputs(regex="(b")))
+    [refused] = sent(core, tried("none", "(b", 400, "neither"))
+    assert (refused.request_id, refused.message) == ("none", "neither")
+
+
 def test_a_trial_that_could_not_be_made_says_nothing_of_the_grammar(core) -> None:
     sent(core, asking("one"))
     sent(core, asking("beside"))

@@ -248,13 +248,25 @@ CASES: tuple[Case, ...] = (
         "as many stop ids as may be", "200 400",
         min_tokens=8, stop_token_ids=list(range(256, 256 + MOST_STOP_TOKENS)),
     ),
-    chats("a million stop ids", "400", min_tokens=8, stop_token_ids=list(range(10**6))),
-    chats("one stop id a million times", "400", min_tokens=8, stop_token_ids=[97] * 10**6),
+    # What is large is made when it is sent.
+    _case(
+        "a million stop ids",
+        lambda: [chat(min_tokens=8, stop_token_ids=list(range(10**6)))], "400",
+    ),
+    _case(
+        "one stop id a million times",
+        lambda: [chat(min_tokens=8, stop_token_ids=[97] * 10**6)], "400",
+    ),
     chats("ten thousand biases", "400", logit_bias={str(token): 1 for token in range(10**4)}),
-    completions("a million biases", "400", logit_bias={str(n): 1 for n in range(10**6 - 9)}),
+    _case(
+        "a million biases",
+        lambda: [completion(logit_bias={str(n): 1 for n in range(10**6 - 9)})], "400",
+    ),
     # --------------------------------------------------------------------------- lists of prompts
-    completions("5 MB of prompts", "400", prompt=["a"] * (MEGABYTES // 4)),
-    completions("32 MB of prompts", "400 413", prompt=["a"] * (32 * 2**20 // 5)),
+    _case("5 MB of prompts", lambda: [completion(prompt=["a"] * (MEGABYTES // 4))], "400"),
+    _case(
+        "32 MB of prompts", lambda: [completion(prompt=["a"] * (32 * 2**20 // 5))], "400 413",
+    ),
     _case(
         "prompts at the bound",
         lambda: [completion(prompt=["a"] * MOST_PROMPTS, max_tokens=1)], "200 cut", unlimited=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import zmq
@@ -42,7 +43,8 @@ class Bus:
     """All sockets of the stage `identity`.
 
     Stages may start in any order: ZeroMQ queues for an inbox that is not there yet, and what a
-    publisher said too early is repaired by numbered plans and repeated heartbeats.
+    publisher said too early is repaired by numbered plans and repeated heartbeats. `patience`:
+    seconds after which a frame that its inbox has not taken is dropped, where TCP may lose it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Bus:
         topology: Topology,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float] = time.monotonic,
+        patience: float = inf,
     ) -> None:
         self.identity = identity
         self.incarnation = incarnation
@@ -65,7 +68,10 @@ class Bus:
         self._sequence: dict[tuple[str, str], int] = {}
         far = frozenset(topology.over_tcp())
         everybody = frozenset(topology.ids() if far else ())
-        self._links = Links(incarnation, everybody, far, self._say_of_link, self._push)
+        self._links = Links(
+            incarnation, everybody, far, self._say_of_link, self._push, self._drop,
+            int(min(patience / REMIND, 1 << 30)),
+        )  # fmt: skip
         self._reminder: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
@@ -170,6 +176,13 @@ class Bus:
     def _say_of_link(self, stage: str, message: Message) -> None:
         header = Header(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
         self._push(stage, frames.encode(links.CHANNEL, header, message))
+
+    def _drop(self, stage: str) -> None:
+        """Frames to `stage` are kept no longer; libzmq's queue goes, and a new one is made when
+        something is sent. What is still kept is asked for when the stage is there."""
+        outbox = self._outboxes.pop(stage, None)
+        if outbox is not None:
+            outbox.close(linger=0)
 
     def _remind(self, loop: asyncio.AbstractEventLoop) -> None:
         self._links.remind()

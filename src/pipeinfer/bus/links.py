@@ -39,12 +39,16 @@ LINK = Union[Received, Kept]
 
 
 class Outgoing:
-    """What one process sends to one inbox: frames from `first` on are kept, `next` is to come."""
+    """What one process sends to one inbox: frames from `first` on are kept, `next` is to come.
+    `patience`: how often it is asked what is due before a frame is kept no longer; the receiver is
+    on a host that does not come back, and nobody waits for it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int = 1 << 30) -> None:
         self.first = self.next = 1
         self._frames: deque[list[bytes]] = deque()
         self._seen = 0  # where they began when it was asked last what is due
+        self._patience = patience
+        self._marks: deque[int] = deque()  # what was to come when it was asked so often
 
     def keep(self, parts: list[bytes]) -> None:
         """The next frame, which was sent."""
@@ -56,6 +60,18 @@ class Outgoing:
         while self.first < min(until, self.next):
             self._frames.popleft()
             self.first += 1
+
+    def expire(self) -> bool:
+        """To be asked regularly: whether frames are kept no longer because nobody took them."""
+        if not self._frames:
+            self._marks.clear()
+            return False
+        self._marks.append(self.next)
+        if len(self._marks) <= self._patience:
+            return False
+        first = self.first
+        self.arrived(self._marks.popleft())
+        return self.first > first
 
     def frames(self) -> list[list[bytes]]:
         """Those that are kept."""
@@ -126,8 +142,9 @@ class Links:
     """All links of one process: frames that it sends to the stages `far`, and that it receives of
     any of `stages`.
 
-    `say(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more.
-    repeated: how many of the latter there were.
+    `say(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
+    `drop(stage)` is told where frames are kept no longer, after so much `patience` (Outgoing).
+    repeated: how many frames were pushed.
     """
 
     def __init__(
@@ -137,12 +154,14 @@ class Links:
         far: frozenset[str],
         say: Callable[[str, Message], object],
         push: Callable[[str, list[bytes]], object],
+        drop: Callable[[str], object],
+        patience: int = 1 << 30,
     ) -> None:
         self.repeated = 0
         self._incarnation = incarnation
         self._stages = stages
-        self._say, self._push = say, push
-        self._out = {stage: Outgoing() for stage in far}
+        self._say, self._push, self._drop = say, push, drop
+        self._out = {stage: Outgoing(patience) for stage in far}
         self._in: dict[str, Incoming] = {}
 
     def to(self, stage: str) -> Outgoing | None:
@@ -168,6 +187,8 @@ class Links:
     def remind(self) -> None:
         """Asks after frames that are kept; to be called regularly."""
         for stage, outgoing in self._out.items():
+            if outgoing.expire():
+                self._drop(stage)
             self._answer(stage, outgoing.due())
 
     def _of(self, stage: str) -> Incoming:

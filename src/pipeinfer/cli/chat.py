@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         thread.run(llm.start())
         conversation = Conversation(
-            llm, thread, asked.params(llm.get_default_sampling_params(), None)
+            llm, thread, asked.params(llm.get_default_sampling_params().plain(), None)
         )
         if sys.stdin.isatty():
             with suppress(ImportError):

@@ -56,7 +56,7 @@ def _prompts(given: Iterable[str]) -> list[str]:
 
 def _whole(asked: Asked, prompts: list[str]) -> int:
     with LLM(**asked.settings) as llm:
-        params = asked.params(llm.get_default_sampling_params(), MAX_TOKENS)
+        params = asked.params(llm.get_default_sampling_params().plain(), MAX_TOKENS)
         bar = len(prompts) > 1 and sys.stderr.isatty()
         if asked.options.chat:
             results = llm.chat([_chat(prompt) for prompt in prompts], params, bar)
@@ -72,7 +72,7 @@ def _whole(asked: Asked, prompts: list[str]) -> int:
 
 async def _stream(asked: Asked, prompts: list[str]) -> int:
     async with AsyncLLM(**asked.settings) as llm:
-        params = asked.params(llm.get_default_sampling_params(), MAX_TOKENS)
+        params = asked.params(llm.get_default_sampling_params().plain(), MAX_TOKENS)
         for prompt in prompts:
             if asked.options.chat:
                 deltas = llm.chat(_chat(prompt), params)

@@ -15,13 +15,13 @@ from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.scores import scores_of
 from pipeinfer.detokenizer.stream import Stream
+from pipeinfer.detokenizer.token_offsets import TokenOffsets
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
     CacheReset,
     Delivered,
     Done,
-    HandOver,
     Message,
     Open,
     PromptTokens,
@@ -41,7 +41,6 @@ from pipeinfer.recovery import RollCall, answer, number
 log = logging.getLogger(__name__)
 
 
-NOBODY = -1  # no group: what any says of the request does not count
 COUNTED = ("opened", "finished", "aborted", "tokens", "stop_hits", "late_rows", "failed")
 
 
@@ -70,7 +69,6 @@ class DetokenizerCore:
         self._stage = stage
         self._streams: dict[str, Stream] = {}
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
-        self._least: dict[str, int] = {}  # attempts of what was handed over before it was opened
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
         self._left = False
@@ -99,9 +97,8 @@ class DetokenizerCore:
         return self._left or not self._streams
 
     def _on_open(self, event: Open, _now: float) -> list[Send]:
-        if not self._heeds(event.group) or event.attempt < self._least.get(event.request_id, 0):
+        if not self._heeds(event.group):
             return []
-        self._least.pop(event.request_id, None)
         over = self._ended.get(event.request_id)
         known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
@@ -111,7 +108,8 @@ class DetokenizerCore:
             context = [token for token in unpack(event.context_ids).tolist() if token >= 0]
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             scores = scores_of(event.params, self._decoders)
-            self._streams[event.request_id] = Stream(event, decoder, scores)
+            offsets = TokenOffsets(self._decoders.texts) if event.token_offsets else None
+            self._streams[event.request_id] = Stream(event, decoder, scores, offsets)
         elif over is None and event.attempt == known.attempt:
             self._streams[event.request_id].group = event.group  # another one took it over
         return []
@@ -213,14 +211,11 @@ class DetokenizerCore:
         over = self._ended.get(request_id)
         if over is not None and over[1].attempt <= attempt:
             del self._ended[request_id]
-        if self._least.get(request_id, attempt + 1) <= attempt:
-            del self._least[request_id]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         for request_id in event.request_ids:
             self._counts["aborted"] += self._streams.pop(request_id, None) is not None
             self._ended.pop(request_id, None)
-            self._least.pop(request_id, None)
         return []
 
     # ------------------------------------------------------------------------------------ recovery
@@ -239,26 +234,6 @@ class DetokenizerCore:
         for its_group, ended in self._ended.values():
             if its_group == group:
                 yield ended
-
-    def _on_hand_over(self, event: HandOver, _now: float) -> list[Send]:
-        """Its group is lost: another one goes on after what was delivered here.
-
-        What has ended, or goes on already, needs nobody. What is unknown has begun nowhere, unless
-        the group was to tell this process of it.
-        """
-        name, attempt = event.request_id, event.attempt + 1
-        stream = self._streams.get(name)
-        if stream is None:
-            if name in self._ended or not self._roll_call.complete:
-                return []
-            attempt = self._least[name] = max(attempt, self._least.get(name, 0))
-            told = Delivered(request_id=name, attempt=attempt, ids=b"")
-        else:
-            if stream.attempt >= attempt and stream.group != NOBODY:
-                return []
-            stream.attempt, stream.group = max(stream.attempt, attempt), NOBODY
-            told = stream.delivered()
-        return [Send("recovery", event.stage, told)]
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
         self._roll_call.hear(event)
@@ -290,7 +265,6 @@ class DetokenizerCore:
         Done: _on_done,
         Recover: _on_recover,
         Recovered: _on_recovered,
-        HandOver: _on_hand_over,
         Tick: _on_tick,
         Drain: _on_drain,
         Leave: _on_leave,

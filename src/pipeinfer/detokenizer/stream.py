@@ -13,6 +13,7 @@ import msgspec
 from pipeinfer.detokenizer.incremental import IncrementalDecoder
 from pipeinfer.detokenizer.scores import Scores
 from pipeinfer.detokenizer.stops import StopStrings
+from pipeinfer.detokenizer.token_offsets import TokenOffsets
 from pipeinfer.messages import (
     Delivered,
     FinishReason,
@@ -35,6 +36,7 @@ class Stream:
     __slots__ = (
         "_decoder",
         "_ids",
+        "_offsets",
         "_params",
         "_scores",
         "_sent_bytes",
@@ -48,9 +50,14 @@ class Stream:
     )
 
     def __init__(
-        self, opened: Open, decoder: IncrementalDecoder, scores: Scores | None = None
+        self,
+        opened: Open,
+        decoder: IncrementalDecoder,
+        scores: Scores | None = None,
+        offsets: TokenOffsets | None = None,
     ) -> None:
-        """`scores`: for log-probs, if the request asks for them."""
+        """`scores`: for log-probs, `offsets`: for places of tokens, if the request asks for
+        them."""
         self._params = params = opened.params
         self._scores = scores
         self.request_id = opened.request_id
@@ -65,6 +72,7 @@ class Stream:
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
         self._sent_bytes = 0
+        self._offsets = offsets
 
     def take(self, row: TokenRow) -> TextRow | None:
         """The text row for `row`; None if all of it was seen before.
@@ -143,12 +151,14 @@ class Stream:
         """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
         # Hot path: runs once for every output token of every request.
         step = self._decoder.step
-        stops, scores = self._stops, self._scores
-        if stops is None and scores is None:
+        stops, scores, offsets = self._stops, self._scores, self._offsets
+        if stops is None and scores is None and offsets is None:
             return (step(ids[0]) if len(ids) == 1 else "".join(map(step, ids))), None
         parts: list[str] = []
         for count, token in enumerate(ids, self.received + 1):
             text, hit = step(token), None
+            if offsets is not None:
+                offsets.token(token, text)
             if scores is not None:
                 scores.output.token(text)
             if stops is not None:
@@ -207,6 +217,7 @@ class Stream:
         if scores is not None:
             side = scores.output
             logprobs = side.shown(ids, bytes(side.kept[side.score_size * start :]))
+        offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // 4)
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
             request_id=self.request_id,
@@ -221,4 +232,5 @@ class Stream:
             cached_tokens=cached_tokens,
             error=error,
             logprobs=logprobs,
+            offsets=offsets,
         )

@@ -30,6 +30,7 @@ ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody'
 GUARDED = (
     "/v1",
     "/tokenize",
+    "/tokenizer_info",
     "/detokenize",
     "/reset_prefix_cache",
     "/monitor",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import quote
 
 from aiohttp import web
@@ -17,9 +17,10 @@ from pipeinfer.gateway.access import name_of
 from pipeinfer.gateway.admission import VISIT
 from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Call, Started
+from pipeinfer.gateway.events import Call, Delta, Failed, Started
 from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.outlets import Outlet
+from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.requests import Job
 from pipeinfer.gateway.schema import Request
 from pipeinfer.gateway.service import Service
@@ -52,29 +53,37 @@ class Answering:
 
     def said(self, name: str, job: Job, chat: bool) -> Answer:
         """What the answer called `name` says of itself."""
-        model, created = self.service.model, int(time.time())
-        return Answer(chat, name, created, model, job.shown, job.reader, job.calling)
+        return Answer(
+            chat=chat,
+            id=name,
+            created=int(time.time()),
+            model=self.service.model,
+            shown=job.shown,
+            reader=job.reader,
+            calling=job.calling,
+            fingerprint=self.service.fingerprint,
+        )
 
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""
         self.check_room(job.choices)
-        if job.left_out:
-            # Names of properties are the client's: no log has them, a header takes ASCII only.
-            request[LEFT_OUT] = quote("; ".join(job.left_out), LETTERS)[:MOST_LEFT_OUT]
-            keywords = sorted({each.partition(" ")[0] for each in job.left_out})
-            log.info("%s: its answer is not held to %s", name_of(request), ", ".join(keywords))
+        asked = job.asked
+        if asked.left_out:
+            _leave_out(request, asked.left_out)
         sink = EventStream(outlet, self._turn) if job.stream else WholeAnswer(outlet)
+        told = _Refusals(sink, request, asked.loses) if asked.otherwise is not None else sink
         admission = self.service.admission
         admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
         calls = self._owned(request, job.calls)
         try:
-            async with self.service.port.opened(calls, admission.metered(request, sink)):
+            async with self.service.port.opened(calls, admission.metered(request, told)):
                 return await sink.respond(request)
         except ApiError as error:
             # Nobody behind the gateway knows which field has asked for the form.
-            raise renamed(error, {"structured_outputs": job.form} if job.form else {}) from None
+            names = {"structured_outputs": asked.field} if asked.field else {}
+            raise renamed(error, names) from None
 
     async def encoded(self, request: web.Request, call: Call) -> Started:
         """What the tokenizer says of a prompt that is only to be encoded."""
@@ -106,6 +115,37 @@ class Answering:
         if refusal is not None:
             self.service.metrics.ended("refused")
             raise api_error(refusal)
+
+
+class _Refusals:
+    """A sink in front of another, of a request that is served although its grammar is refused: says
+    so before the answer's headers leave. `loses`: what the answer is not held to then."""
+
+    __slots__ = ("_loses", "_request", "_sink")
+
+    def __init__(self, sink: Sink, request: web.Request, loses: str) -> None:
+        self._sink = sink
+        self._request = request
+        self._loses = loses
+
+    def started(self, index: int, started: Started) -> None:
+        if started.refusal:
+            _leave_out(self._request, (f"{self._loses}: {started.refusal}",))
+        self._sink.started(index, started)
+
+    def delta(self, index: int, delta: Delta) -> None:
+        self._sink.delta(index, delta)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        self._sink.failed(index, failed)
+
+
+def _leave_out(request: web.Request, places: Sequence[str]) -> None:
+    """Says in a header, and in the log, what the answer is not held to."""
+    # Names of properties are the client's: no log has them, a header takes ASCII only.
+    request[LEFT_OUT] = quote("; ".join(places), LETTERS)[:MOST_LEFT_OUT]
+    keywords = sorted({each.partition(" ")[0] for each in places})
+    log.info("%s: its answer is not held to %s", name_of(request), ", ".join(keywords))
 
 
 def trace(request: web.Request) -> str:

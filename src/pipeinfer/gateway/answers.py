@@ -44,6 +44,7 @@ class MessageError(msgspec.Struct):
 
     type: Literal["error"]
     error: MessageErrorDetail
+    request_id: str | None
 
 
 class CachedTokens(msgspec.Struct):
@@ -52,13 +53,21 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
 
 
+class ThoughtTokens(msgspec.Struct):
+    """Of an answer: tokens of thoughts, those of their tags aside."""
+
+    reasoning_tokens: int
+
+
 class Counts(msgspec.Struct):
-    """Tokens, summed over the choices."""
+    """Tokens, summed over the choices. Those of thoughts: of a chat alone."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ThoughtTokens | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):
@@ -68,12 +77,20 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
+class CalledCustom(msgspec.Struct):
+    """`input`: a text."""
+
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct):
     """A call of a tool."""
 
     id: str
-    type: Literal["function"]
-    function: CalledFunction
+    type: Literal["function", "custom"]
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct):
@@ -104,6 +121,7 @@ class ChatAnswer(msgspec.Struct):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Counts
     prompt_logprobs: list[JsonObject | None] | UnsetType = UNSET
@@ -127,14 +145,9 @@ class TextAnswer(msgspec.Struct):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[TextChoice]
     usage: Counts
-
-
-class ThoughtTokens(msgspec.Struct):
-    """Of an answer."""
-
-    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
@@ -151,7 +164,7 @@ class OutputItem(msgspec.Struct):
     """An item of a response: a message, thoughts or a call."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"] | UnsetType = UNSET
     content: list[JsonObject] | UnsetType = UNSET
@@ -159,6 +172,7 @@ class OutputItem(msgspec.Struct):
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
 
 
 class Response(msgspec.Struct):
@@ -260,12 +274,34 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
+class InputTokenCount(msgspec.Struct):
+    """How long a response's prompt is."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class TokenIds(msgspec.Struct):
-    """The ids of a prompt; `max_model_len`: 0 if not known."""
+    """The ids of a prompt; `max_model_len`: 0 if not known. `token_strs`: as the vocabulary writes
+    them, if asked for."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenizerInfo(msgspec.Struct):
+    """The tokenizer's configuration, of which more may be there. Tokens: null where there is none.
+    `model_max_length`: tokens, null if not known."""
+
+    tokenizer_class: str
+    chat_template: str | None
+    model_max_length: int | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
 
 
 class PromptText(msgspec.Struct):

@@ -19,8 +19,9 @@ from pipeinfer.gateway import docs_page, openapi
 from pipeinfer.gateway.access import REQUEST_ID, name_of
 from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
 from pipeinfer.gateway.best_of import Best
+from pipeinfer.gateway.cache_resets import RESET
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.page import Page
@@ -38,8 +39,6 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
-
-RESET = 10.0  # seconds; a group that is started again takes longer, and then has nothing cached
 
 
 def build_app(service: Service) -> web.Application:
@@ -95,6 +94,7 @@ class _Handlers:
                 router.add_post(path(name), handler, expect_handler=_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
+        router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         if self._service.sight is not None:
             Page().route(router)
@@ -146,16 +146,21 @@ class _Handlers:
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, DetokenizeRequest)
         call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._answering.encoded(request, call)
+        try:
+            prompt = await self._answering.encoded(request, call)
+        except ApiError as error:
+            raise renamed(error, {"prompt": "tokens"}) from None
         return json_response({"prompt": prompt.prompt_text})
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's."""
+        return web.Response(body=self._service.tokenizer_info, content_type="application/json")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         """As vLLM's; what is in the body, if anything, says nothing."""
         self._answering.check_room(0)
-        rows = self._service.core.health.rows.values()
-        groups = {row.group for row in rows if row.name == "scheduler"}
-        name = f"reset-{uuid.uuid4().hex}"
-        missing = await self._service.port.reset_caches(name, groups, RESET)
+        stages = self._service.core.health.rows.values()
+        missing = await self._service.port.reset_caches(stages)
         if missing:
             message = f"groups {sorted(missing)} have not answered within {RESET:g} s"
             raise ApiError(503, message, code="reset_unanswered", retry_after=1)

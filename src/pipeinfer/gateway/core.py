@@ -20,7 +20,7 @@ from pipeinfer.gateway.backlog import Backlog, occupied, size_of
 from pipeinfer.gateway.deadlines import Deadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import Expected, Health, Row
-from pipeinfer.gateway.ledger import End, Endings, Hole, Record
+from pipeinfer.gateway.ledger import End, Endings, Hole, Record, offsets
 from pipeinfer.gateway.standing import Standing
 from pipeinfer.gateway.submission import Submissions, again
 from pipeinfer.gateway.tracing import Traces
@@ -28,7 +28,9 @@ from pipeinfer.messages import (
     Abort,
     Accepted,
     CacheReset,
+    Delivered,
     GroupFault,
+    HandOver,
     Heartbeat,
     Message,
     Recover,
@@ -202,6 +204,17 @@ class GatewayCore:
             if row.request_id in self._records:
                 self._deliver(record, row, out, now)
 
+    def _hand_over(self, asked: HandOver, _now: float) -> list[Send]:
+        """Its group is lost: another one goes on after what was delivered, as the next attempt, and
+        nothing that is under way of this one is delivered any more."""
+        record = self._records.get(asked.request_id)
+        if record is None or record.attempt > asked.attempt:
+            return []  # it has ended, or that was answered
+        attempt = asked.attempt + 1
+        record.hears(attempt)
+        told = Delivered(request_id=asked.request_id, attempt=attempt, ids=bytes(record.ids))
+        return [Send("recovery", asked.stage, told)]
+
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
         if record is None or not record.hears(refused.attempt):
@@ -257,9 +270,13 @@ class GatewayCore:
             elif prompt is None:
                 return
             delta = Delta(row.request_id, text, ids, byte, token)
-            if prompt is not None or row.logprobs is not None:
-                logprobs = record.logprobs(row, ids)
-                delta = msgspec.structs.replace(delta, logprobs=logprobs, prompt=prompt)
+            if prompt is not None or row.logprobs is not None or row.offsets:
+                delta = msgspec.structs.replace(
+                    delta,
+                    logprobs=record.logprobs(row, ids),
+                    prompt=prompt,
+                    offsets=offsets(row, ids),
+                )
             out.append(Send(LOCAL, "", delta))
         else:
             self._complete(record, now)
@@ -272,7 +289,9 @@ class GatewayCore:
             message = row.error or "the request failed"
             if delta.text or delta.ids:  # what it had said, told together with the error
                 logprobs = record.logprobs(row, delta.ids)
-                out.append(local(msgspec.structs.replace(delta, logprobs=logprobs)))
+                offset = offsets(row, delta.ids)
+                delta = msgspec.structs.replace(delta, logprobs=logprobs, offsets=offset)
+                out.append(local(delta))
             out.append(local(Failed(row.request_id, 500, message, code="request_failed")))
         elif row.finish == "abort" and record.timeout > 0 and not delivered:
             out.append(local(_timed_out(record)))
@@ -285,6 +304,7 @@ class GatewayCore:
                 output_tokens=row.output_tokens,
                 cached_tokens=record.once(row.cached_tokens),
                 logprobs=record.logprobs(row, delta.ids),
+                offsets=offsets(row, delta.ids),
             )
             out.append(local(counted))
 
@@ -411,6 +431,7 @@ class GatewayCore:
         ResetCache: _reset_cache,
         CacheReset: _cache_reset,
         Accepted: _accepted,
+        HandOver: _hand_over,
         Refused: _refused,
         Recover: _recover,
         Heartbeat: _heartbeat,
@@ -433,6 +454,8 @@ def _started(accepted: Accepted, record: Record) -> Started:
         prompt_ids=accepted.prompt_ids,
         prompt_text=accepted.prompt_text if given is None else given,
         thoughts=accepted.thoughts,
+        refusal=accepted.refusal,
+        token_strs=accepted.token_strs,
     )
 
 

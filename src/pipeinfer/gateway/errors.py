@@ -27,6 +27,9 @@ WHERE = re.compile(
 )
 
 
+_NESTED = re.compile(r"\.(function|custom)(?=\.|$)")  # what chats alone put a tool's fields within
+
+
 class ApiError(Exception):
     """Ends one HTTP request. `param` names the offending field; `retry_after` is in seconds."""
 
@@ -85,13 +88,18 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """`error` with another name of the field that is wrong; `names` are by those that it has."""
     param = error.param or ""
-    known = max((name for name in names if _begins(param, name)), key=len, default="")
-    if not known:
+    name = field_in(names, param)
+    if name == param and param not in names:
         return error
-    name = names[known] + param[len(known) :].replace(".function", "")
     pattern = rf"(?<![\w.]){re.escape(param)}(?!\w)"
     message = re.sub(pattern, lambda _: name, error.message, count=1)
     return ApiError(error.status, message, name, error.code, error.retry_after)
+
+
+def field_in(names: Mapping[str, str], param: str) -> str:
+    """What a field, or one within it, is called otherwise; the same where `names` say nothing."""
+    known = max((name for name in names if _begins(param, name)), key=len, default="")
+    return names[known] + _NESTED.sub("", param[len(known) :]) if known else param
 
 
 def _begins(param: str, name: str) -> bool:

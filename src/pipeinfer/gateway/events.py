@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason, LogprobTexts, Message
-from pipeinfer.params import SamplingParams, ThoughtState
+from pipeinfer.params import SamplingParams, StructuredOutputs, ThoughtState
 
 Status = Literal["starting", "ready", "degraded", "draining"]
 
@@ -24,7 +24,9 @@ class Call(Message, frozen=True):
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
     `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
     `only_encode`: nothing else comes but a Delta that ends it. Of several choices (`params.n`) each
-    is answered under its own id (choices.py), the first under this one. `client`: as in Submit.
+    is answered under its own id (choices.py), the first under this one. `client`, `otherwise`: as
+    in Submit. `token_offsets`: each Delta says where the text of its tokens begins.
+    `return_token_strs`: Started brings the prompt's tokens as the vocabulary writes them.
     """
 
     request_id: str
@@ -42,6 +44,9 @@ class Call(Message, frozen=True):
     return_prompt_text: bool = False
     only_encode: bool = False
     client: str = ""
+    otherwise: StructuredOutputs | None = None
+    token_offsets: bool = False
+    return_token_strs: bool = False
 
 
 class Hangup(Message, frozen=True):
@@ -57,9 +62,10 @@ class Hangup(Message, frozen=True):
 class Started(Message, frozen=True):
     """The request was tokenized: how long its prompt is and the group it went to.
 
-    Comes once, before the first Delta. `prompt_ids`: int32 bytes; it and `prompt_text` are empty
-    unless asked for. `prompt_tokens` is 0 for all choices but the first: a prompt counts once.
-    `thoughts`: where the prompt of a chat leaves them.
+    Comes once, before the first Delta. `prompt_ids`: int32 bytes; it, `prompt_text` and
+    `token_strs` are empty unless asked for. `prompt_tokens` is 0 for all choices but the first: a
+    prompt counts once. `thoughts`: where the prompt of a chat leaves them. `refusal`: as in
+    Accepted.
     """
 
     request_id: str
@@ -68,6 +74,8 @@ class Started(Message, frozen=True):
     prompt_ids: bytes = b""
     prompt_text: str = ""
     thoughts: ThoughtState = "before"
+    refusal: str = ""
+    token_strs: tuple[str, ...] = ()
 
 
 class Delta(Message, frozen=True):
@@ -76,7 +84,8 @@ class Delta(Message, frozen=True):
     `byte_offset`, `token_offset`: how much text (UTF-8 bytes) and how many ids came before. The
     last one has `finish`, and only there the three counts and `stop_reason` are meant; prompt and
     cached tokens are 0 for all choices but the first. `logprobs`: of `ids`; `prompt`: of further
-    tokens of the prompt, all of them before the first ids; if asked.
+    tokens of the prompt, all of them before the first ids; `offsets`: letters of the whole text
+    before each of `ids`, int32 bytes; if asked.
     """
 
     request_id: str
@@ -91,6 +100,7 @@ class Delta(Message, frozen=True):
     cached_tokens: int = 0
     logprobs: LogprobTexts | None = None
     prompt: LogprobTexts | None = None
+    offsets: bytes = b""
 
 
 class Failed(Message, frozen=True):

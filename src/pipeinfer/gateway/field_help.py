@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -156,12 +156,13 @@ GENERATION: dict[str, Told] = {
     "thinking_token_budget": Told(
         "The most tokens of thoughts, between `<think>` and `</think>` or the model's own tags. "
         "Then the model is made to go on with its answer. Not with `allowed_token_ids` or "
-        "`bad_words`, and not where `continue_final_message` goes on amid thoughts.",
+        "`bad_words`, and not where `continue_final_message` goes on amid thoughts. -1 is "
+        "none.",
         "without limit",
     ),
     "response_format": Told(
         'The form of the answer: `{"type": "json_object"}`, or `{"type": "json_schema", '
-        '"json_schema": {"schema": {...}}}`.',
+        '"json_schema": {"schema": {...}}}`. A `schema` may also stand beside either `type`.',
         "text",
     ),
     "structured_outputs": Told(
@@ -196,14 +197,19 @@ CHAT: dict[str, Told] = {
     "max_completion_tokens": Told("The most output tokens. Goes before `max_tokens`."),
     "add_generation_prompt": Told("Whether the template opens the assistant's turn.", "true"),
     "tools": Told(
-        "Up to 128 functions that the model may call: "
-        '`{"type": "function", "function": {"name", "description", "parameters"}}`.',
+        "Up to 128 tools that the model may call. Functions: "
+        '`{"type": "function", "function": {"name", "description", "parameters"}}`. Custom tools, '
+        'which take a text: `{"type": "custom", "custom": {"name", "description", "format"}}`, '
+        'with a format `{"type": "text"}` or `{"type": "grammar", "grammar": {"syntax", '
+        '"definition"}}` of the syntax `lark` or `regex`. Other types are refused.',
         "none",
     ),
     "tool_choice": Told(
         "`auto`: the model is free. `none`: the model is not shown any. `required`: it calls "
-        'at least one. `{"type": "function", "function": {"name": "..."}}`: it calls that one, '
-        "once.",
+        'at least one. `{"type": "function", "function": {"name": "..."}}`, or the same with '
+        '`custom`: it calls that one, once. `{"type": "allowed_tools", "allowed_tools": {"mode": '
+        '"auto" or "required", "tools": [{"type": "function", "function": {"name": "..."}}]}}`: it '
+        "is shown all tools and calls those alone.",
         "`auto` with `tools`",
     ),
     "parallel_tool_calls": Told("With false, only the first call is told.", "true"),
@@ -283,8 +289,8 @@ RESPONSES: dict[str, Told] = {
     "include_reasoning": CHAT["include_reasoning"],
     "input": Told(
         "A text, or a list of items: messages with a text or parts `input_text`, `output_text` and "
-        "`refusal`; `function_call`, `function_call_output`, `reasoning`. The `output` of an "
-        "answer may be put there as it is.",
+        "`refusal`; `function_call`, `custom_tool_call` and the same with `_output`; `reasoning`. "
+        "The `output` of an answer may be put there as it is.",
         "required",
     ),
     "instructions": Told(
@@ -293,12 +299,15 @@ RESPONSES: dict[str, Told] = {
     ),
     "max_output_tokens": Told("The most output tokens, thoughts included.", "as many as fit"),
     "tools": Told(
-        'Functions: `{"type": "function", "name", "description", "parameters"}`. Built-in tools '
-        "are refused.",
+        'Functions: `{"type": "function", "name", "description", "parameters"}`. Custom tools: '
+        '`{"type": "custom", "name", "description", "format"}` with a format `{"type": "text"}` or '
+        '`{"type": "grammar", "syntax", "definition"}`. Built-in tools are refused.',
         "none",
     ),
     "tool_choice": Told(
-        'As for chats. A function that must be called is `{"type": "function", "name": "..."}`.',
+        'As for chats. A tool that must be called is `{"type": "function", "name": "..."}`, or the '
+        'same with `custom`. `{"type": "allowed_tools", "mode", "tools": [{"type": "function", '
+        '"name": "..."}]}`: those alone are called.',
         "`auto`",
     ),
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
@@ -309,8 +318,14 @@ RESPONSES: dict[str, Told] = {
     ),
     "text": Told(
         "`format` is the form of the answer: `text`, `json_object`, or `json_schema` with `name` "
-        "and `schema`.",
+        "and `schema`. `verbosity` changes nothing, and comes back.",
         "none",
+    ),
+    "truncation": Told(
+        "With `auto`, of a conversation that does not fit as few of the first turns are left out "
+        "as it takes. What system and developer say, and the last turn, stay. With `disabled` it "
+        "gets 400.",
+        "`disabled`",
     ),
     "reasoning": Told(
         "`effort` is handed to the chat template as `reasoning_effort`, with `enable_thinking` "
@@ -330,14 +345,30 @@ RESPONSES: dict[str, Told] = {
     "safety_identifier": _COMES_BACK,
     "prompt_cache_key": _COMES_BACK,
 }
+INPUT_TOKENS: dict[str, Told] = {
+    name: RESPONSES[name]
+    for name in (
+        *MODEL,
+        *TEMPLATE,
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "text",
+        "reasoning",
+        "truncation",
+    )
+}
 COUNT: dict[str, Told] = {
     **MODEL,
     **TEMPLATE,
     "messages": Told(
-        "Turns of `user`, `assistant` and `system`: a text, or blocks `text`, `tool_result` (of "
-        "the user), `thinking` and `tool_use` (of the assistant). `redacted_thinking`, "
-        "`signature`, `is_error` and `cache_control` are taken and say nothing. A last turn of the "
-        "assistant goes on from the end of its text: such an answer has no calls, and no form.",
+        "Turns of `user`, `assistant` and `system`: a text, or blocks `text`, `document` (of plain "
+        "text) and `tool_result` (of the user), `thinking` and `tool_use` (of the assistant). "
+        "`redacted_thinking`, `signature`, `is_error` and `cache_control` are taken and say "
+        "nothing. A last turn of the assistant goes on from the end of its text: such an answer "
+        "has no calls, and no form.",
         "required",
     ),
     "system": Told("A text or blocks of text, before all messages.", "none"),
@@ -376,6 +407,9 @@ TOKENIZE: dict[str, Told] = {
     **TEMPLATE,
     "prompt": Told("A text. Either it or `messages` is given."),
     "messages": Told("A chat, rendered by the chat template."),
+    "return_token_strs": Told(
+        "`token_strs` has the tokens as the vocabulary writes them.", "false"
+    ),
     "add_special_tokens": Told("Lets the tokenizer add BOS and the like.", "true for a `prompt`"),
     **{
         name: CHAT[name]
@@ -395,7 +429,7 @@ TOKENIZE: dict[str, Told] = {
 }
 DETOKENIZE: dict[str, Told] = {
     **MODEL,
-    "tokens": Told("Token ids.", "required"),
+    "tokens": Told("Token ids; as many as the body can hold.", "required"),
     "skip_special_tokens": Told("Special tokens have no text.", "false"),
 }
 
@@ -403,6 +437,7 @@ BY_BODY: Mapping[type[Body], Mapping[str, Told]] = {
     ChatRequest: CHAT,
     CompletionRequest: COMPLETION,
     ResponsesRequest: RESPONSES,
+    InputTokensRequest: INPUT_TOKENS,
     MessagesRequest: MESSAGES,
     CountRequest: COUNT,
     TokenizeRequest: TOKENIZE,

@@ -7,13 +7,14 @@ compiler. Compiles nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, field_in
 from pipeinfer.gateway.schema import Generation, ResponseFormat, Structured
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.json_schema import held
@@ -21,18 +22,31 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
+WHOLE = "schema"  # what an answer is not held to at all
 
 Found = tuple[str, StructuredOutputs]  # by which field
+
+
+class Malformed(GrammarError):
+    """A schema that is none; the text says where, for the client."""
 
 
 @dataclass(frozen=True)
 class Form:
     """`spec`: None if all texts will do. `left_out`: keywords of its schema that an answer is not
-    held to, see grammars/json_schema.py. `field`: of the request, that asked for it."""
+    held to, see grammars/json_schema.py. `field`: of the request, that asked for it. `otherwise`:
+    what the answer must be where nobody can hold it to `spec`; None: the request is refused then.
+    `loses`: what an answer is not held to then."""
 
     spec: StructuredOutputs | None = None
     left_out: tuple[str, ...] = ()
     field: str = ""
+    otherwise: StructuredOutputs | None = None
+    loses: str = ""
+
+    def called(self, names: Mapping[str, str]) -> Form:
+        """The same, where the client calls the field as `names` has it."""
+        return dataclasses.replace(self, field=field_in(names, self.field))
 
 
 def form(request: Generation, closed: bool = True) -> Form:
@@ -52,15 +66,44 @@ def form(request: Generation, closed: bool = True) -> Form:
         check(spec)
         if spec.json is None:
             return Form(spec, field=name)
-        schema = held(schema_of(spec.json), closed, narrow=strict)
-        text = msgspec.json.encode(schema.schema).decode()
-        spec = replace(spec, json=text)
-        check(spec)
+        schema = schema_of(spec.json)
+        try:
+            return _schema_form(name, spec, schema, strict, closed)
+        except GrammarError as error:
+            if strict or isinstance(error, Malformed):
+                raise
+            return Form(_any_json(spec, schema), (f"{WHOLE}: {error}",), name)
     except GrammarError as error:
         raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
-    if strict and schema.left_out:
-        raise ApiError(400, f"{name}: {unheld(schema.left_out)}", name, "invalid_value")
-    return Form(spec, schema.left_out, name)
+
+
+def _schema_form(
+    name: str, spec: StructuredOutputs, schema: JsonObject | bool, strict: bool, closed: bool
+) -> Form:
+    """Raises GrammarError, also where an answer cannot be held to a strict one."""
+    found = held(schema, closed, narrow=strict)
+    if found.malformed:
+        raise Malformed(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
+    if strict and found.left_out:
+        raise GrammarError(unheld(found.left_out))
+    spec = replace(spec, json=msgspec.json.encode(found.schema).decode())
+    check(spec)
+    if strict:
+        return Form(spec, field=name)
+    other = _any_json(spec, schema)
+    if other == spec:
+        return Form(spec, found.left_out, name)
+    return Form(spec, found.left_out, name, other, WHOLE)
+
+
+def _any_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
+    """In place of a schema that cannot be held: any JSON, an object or an array where that is what
+    the schema describes."""
+    kind = "" if isinstance(schema, bool) else schema.get("type")
+    if kind in ("object", "array"):
+        return replace(spec, json=msgspec.json.encode({"type": kind}).decode())
+    named = isinstance(schema, dict) and "properties" in schema
+    return replace(spec, json=ANY_OBJECT if named else "{}")
 
 
 def unheld(left_out: tuple[str, ...]) -> str:
@@ -95,13 +138,18 @@ def _asked(request: Generation) -> Iterator[Found]:
 
 
 def _response_format(given: ResponseFormat) -> StructuredOutputs:
+    """OpenAI's json_object has no schema. Others' may have one, and then is that schema."""
+    schema = None if given.json_schema is None else given.json_schema.schema
+    if schema is not None and given.schema is not None:
+        message = "response_format: an answer has one form, but json_schema and schema are given"
+        raise ApiError(400, message, "response_format", "invalid_value")
+    schema = given.schema if schema is None else schema
+    if schema is not None:
+        return StructuredOutputs(json=_text(schema))
     if given.type == "json_object":
         return StructuredOutputs(json=ANY_OBJECT)
-    schema = None if given.json_schema is None else given.json_schema.schema
-    if schema is None:
-        message = "response_format.json_schema.schema must be given with type json_schema"
-        raise ApiError(400, message, "response_format", "invalid_value")
-    return StructuredOutputs(json=_text(schema))
+    message = "response_format.json_schema.schema must be given with type json_schema"
+    raise ApiError(400, message, "response_format", "invalid_value")
 
 
 def _structured(given: Structured) -> StructuredOutputs:

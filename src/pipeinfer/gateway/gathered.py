@@ -11,7 +11,7 @@ import msgspec
 
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from pipeinfer.gateway.pieces import Piece, Reader
+from pipeinfer.gateway.pieces import AnswerReader, Piece
 from pipeinfer.gateway.shapes import NULL, Answer, Choice, Said
 from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
@@ -59,7 +59,7 @@ class Gathered:
         self._echo = shown.echo
         self._texts: list[str] = []
         self._make_reader = answer.reader
-        self._reader: Reader | None = None
+        self._reader: AnswerReader | None = None
         self._said = Said()
         self._ids: list[int] | None = [] if shown.token_ids else None
         self.prompt_text = ""
@@ -73,9 +73,16 @@ class Gathered:
         if self._ids is not None:
             self.prompt_ids = unpack(started.prompt_ids).tolist()
 
+    @property
+    def reasoning(self) -> int:
+        """Tokens of thoughts so far, as far as is certain."""
+        return 0 if self._reader is None else self._reader.reasoning.count
+
     def delta(self, delta: Delta) -> None:
         """Keeps all of it."""
         self._texts.append(delta.text)
+        if self._reader is not None:
+            self._reader.reasoning.add(delta.offsets)
         if self._ids is not None:
             self._ids += unpack(delta.ids).tolist()
         self.scores(delta)
@@ -98,8 +105,10 @@ class Gathered:
             self._completion.add(scores, len(self.prompt_text))
 
     def pieces(self, delta: Delta) -> Sequence[Piece]:
-        """Those that are certain now, of a choice that is read."""
-        assert self._reader is not None
+        """Those that are certain now; none of a choice that is not read."""
+        if self._reader is None:
+            return ()
+        self._reader.reasoning.add(delta.offsets)
         pieces = [*self._reader.read(delta.text)]
         if delta.finish is not None:
             pieces += self._reader.end()

@@ -28,9 +28,10 @@ class Record:
     """One live request: a choice of what `submit` asks for.
 
     `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
-    overtook Accepted: they come from another stage, on another socket. `tokens` and `bytes` count
-    what was delivered (output ids, UTF-8 bytes of text), `scored` the prompt tokens whose log-probs
-    were. `size`: prompt tokens that it counts for while it waits.
+    overtook Accepted: they come from another stage, on another socket. `ids` (int32 bytes) are the
+    output ids that were delivered, `tokens` how many these are, `bytes` (UTF-8) how much text was,
+    `scored` the prompt tokens whose log-probs were. `size`: prompt tokens that it counts for while
+    it waits.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Record:
         "deadline",
         "early",
         "group",
+        "ids",
         "prompt_tokens",
         "scored",
         "size",
@@ -61,6 +63,7 @@ class Record:
         self.early: list[TextRow] = []
         self.started = False  # a row was delivered
         self.bytes = 0
+        self.ids = bytearray()
         self.tokens = 0
         self.scored = 0
 
@@ -74,9 +77,10 @@ class Record:
 
     def hears(self, attempt: int) -> bool:
         """Whether what is said of this attempt counts. Later ones than were known do: another group
-        went on with the request."""
+        goes on with the request after what was delivered, and what came of earlier ones is void."""
         if attempt > self.submit.attempt:
             self.submit = replace(self.submit, attempt=attempt)
+            self.early.clear()
         return attempt == self.submit.attempt
 
     @property
@@ -99,6 +103,7 @@ class Record:
             text, ids = self._rest_of_text(row, seen), self._rest_of_ids(row, known)
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
+        self.ids += ids
         return text, ids
 
     def logprobs(self, row: TextRow, ids: bytes) -> LogprobTexts | None:
@@ -137,6 +142,11 @@ class Record:
         if known < 0:
             raise Hole(f"tokens continue at {row.token_offset}, but {self.tokens} were delivered")
         return row.ids[known * 4 :]
+
+
+def offsets(row: TextRow, ids: bytes) -> bytes:
+    """Those of `ids`, the new ones of `row`; none unless they were asked for."""
+    return row.offsets[len(row.ids) - len(ids) :]
 
 
 class End(NamedTuple):

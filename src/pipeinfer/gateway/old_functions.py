@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.schema import ChatMessage, ChatRequest, NamedTool, Tool
+from pipeinfer.gateway.schema import ChatMessage, ChatRequest, Tool, ToolChoice
 from pipeinfer.json_values import JsonObject
 
 # What chats with tools call a field, and what it is called here.
@@ -43,11 +43,11 @@ def as_tools(request: ChatRequest) -> ChatRequest | None:
     )
 
 
-def _choice(request: ChatRequest) -> Literal["none", "auto"] | NamedTool | None:
+def _choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None:
     choice = request.function_call
     if isinstance(choice, str) or choice is None:
         return choice
-    return NamedTool("function", choice)
+    return ToolChoice("function", choice)
 
 
 def as_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:

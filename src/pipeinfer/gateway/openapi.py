@@ -13,7 +13,7 @@ import msgspec
 
 from pipeinfer.gateway import answers
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.monitor import told
 from pipeinfer.gateway.schema import (
@@ -179,6 +179,13 @@ _response = _asked(
     answers.Response,
     "OpenAI's Responses API without memory: each request brings its whole conversation.",
 )
+_input_tokens = _asked(
+    "/v1/responses/input_tokens",
+    "How long a response's prompt is.",
+    InputTokensRequest,
+    answers.InputTokenCount,
+    "Takes a body of /v1/responses.",
+)
 _message = _asked(
     "/v1/messages",
     "A chat by blocks.",
@@ -207,6 +214,16 @@ _text = _asked(
     answers.PromptText,
     "Special tokens are included.",
 )
+_info = Endpoint(
+    method="get",
+    path="/tokenizer_info",
+    summary="The tokenizer's configuration.",
+    answer=answers.TokenizerInfo,
+    errors=(401, 403),
+    keyed=True,
+    more="vLLM's. What tokenizer_config.json says, names of files aside, and the chat template in "
+    "use. Named tokens are texts, or null.",
+)
 _reset = Endpoint(
     method="post",
     path="/reset_prefix_cache",
@@ -230,6 +247,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _chat,
     _texts,
     _response,
+    _input_tokens,
     _as_messages(_message),
     _as_messages(_count),
     _models(
@@ -249,6 +267,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _embeddings,
     _ids,
     _text,
+    _info,
     _reset,
     _shown(
         "/health",

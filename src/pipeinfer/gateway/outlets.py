@@ -5,12 +5,14 @@ An outlet makes one answer; dialects have outlets of their own. Knows no connect
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.gathered import Gathered, kept
+from pipeinfer.gateway.pieces import Piece
 from pipeinfer.gateway.shapes import DONE, NULL, Answer, Choice, Chunks, Usage, body
 
 
@@ -61,7 +63,7 @@ class WholeBody:
         if delta.finish is None:
             return b""
         self._choices[index] = gathered.whole(delta.finish, delta.stop_reason)
-        self._usage.add(delta)
+        self._usage.add(delta, gathered.reasoning)
         self._open -= 1
         return b"" if self._open else self._body()
 
@@ -104,7 +106,8 @@ class ChunkStream:
             # The hot path: every token of nearly every stream.
             return self._chunks.text(index, delta.text) if delta.text else b""
         chunks, shown = self._chunks, self._answer.shown
-        chunks.count(index, delta)
+        pieces = self._gathered[index].pieces(delta)
+        chunks.count(index, delta, self._gathered[index].reasoning)
         opening, logprobs = b"", NULL
         if shown.beside_text:
             delta = kept(self._answer, delta)
@@ -124,7 +127,7 @@ class ChunkStream:
             of_prompt = first and not self._answer.chat
             logprobs = self._gathered[index].with_ids(logprobs, delta, of_prompt)
         if self._answer.reader is not None:
-            data = opening + self._read(index, delta, logprobs)
+            data = opening + self._read(index, delta, pieces, logprobs)
         elif delta.finish is not None:
             choice = Choice(delta.text, delta.finish, delta.stop_reason, logprobs)
             data = opening + chunks.last(index, choice)
@@ -133,7 +136,7 @@ class ChunkStream:
         else:
             data = opening + chunks.text(index, delta.text)
         if delta.finish is not None:
-            data += self._finish(delta)
+            data += self._finish(index, delta)
         return data
 
     def error(self, error: ApiError) -> bytes:
@@ -147,11 +150,11 @@ class ChunkStream:
             data += self._chunks.scored(index, gathered.prompt_text, gathered.logprobs())
         return data
 
-    def _read(self, index: int, delta: Delta, logprobs: bytes) -> bytes:
+    def _read(self, index: int, delta: Delta, pieces: Sequence[Piece], logprobs: bytes) -> bytes:
         """The chunks of a choice that is read: one for each piece; log-probs go with the first."""
         chunks, gathered = self._chunks, self._gathered[index]
         made: list[bytes] = []
-        for piece in gathered.pieces(delta):
+        for piece in pieces:
             made.append(chunks.piece(index, piece, logprobs))
             logprobs = NULL
         if delta.finish is not None:
@@ -160,9 +163,9 @@ class ChunkStream:
             made.append(chunks.unread(index, logprobs))
         return b"".join(made)
 
-    def _finish(self, delta: Delta) -> bytes:
+    def _finish(self, index: int, delta: Delta) -> bytes:
         """What follows the last chunk of a choice."""
-        self._usage.add(delta)
+        self._usage.add(delta, self._gathered[index].reasoning)
         self._open -= 1
         if self._open:
             return b""

@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.params import ThoughtState
 
 SPACE = " \t\r\n"  # what sets pieces apart
 
 # Of calls: ours, nine letters and digits, or the function's name and the call's number.
 CallIds = Literal["", "short", "numbered"]
-Kind = Literal["content", "reasoning", "call", "arguments"]
+Kind = Literal["content", "reasoning", "call", "arguments", "custom", "input"]
+INPUT = "input"  # the parameter that a custom tool's text is to the model
 NEXT = -2  # in place of a call's number: content or thoughts begin anew here
 
 
 class Piece(NamedTuple):
     """A piece of an answer. `text`: of content or thoughts; a call begins with the name of its
-    tool, pieces of its arguments (JSON) follow. `call`: the number of the call, from 0; or NEXT,
-    where `text` is what sets the next message apart from one of the same kind before it."""
+    tool, pieces of its arguments (JSON) follow. The call of a custom tool begins as "custom", and
+    pieces of its input follow. `call`: the number of the call, from 0; or NEXT, where `text` is
+    what sets the next message apart from one of the same kind before it."""
 
     kind: Kind
     text: str
@@ -40,8 +43,16 @@ class Reader(Protocol):
         ...
 
 
+class AnswerReader(Reader, Protocol):
+    """Of a whole choice. `reasoning`: counts its tokens of thoughts; it is given the tokens of a
+    text before the text is read."""
+
+    @property
+    def reasoning(self) -> ReasoningTokens: ...
+
+
 # Makes one, of an answer whose prompt leaves the thoughts so.
-MakeReader = Callable[[ThoughtState], Reader]
+MakeReader = Callable[[ThoughtState], AnswerReader]
 
 
 class Plain:

@@ -12,9 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.choices import choice_ids
+from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
+from pipeinfer.gateway.health import Row
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.messages import CacheReset, Message, ResetCache
+from pipeinfer.messages import CacheReset, Message
 
 
 class Sink(Protocol):
@@ -52,16 +54,6 @@ class _Route:
         self.first = True
 
 
-class Reset:
-    """A question to all groups; `missing`: those that have not answered."""
-
-    __slots__ = ("done", "missing")
-
-    def __init__(self, missing: set[int]) -> None:
-        self.missing = missing
-        self.done = asyncio.Event()
-
-
 class Port:
     """Routes of the live requests. `bind` it to the core's feed before the first call."""
 
@@ -70,7 +62,7 @@ class Port:
         self._clock = clock
         self._routes: dict[str, _Route] = {}
         self._feed: Callable[[Message], None] | None = None
-        self._resets: dict[str, Reset] = {}
+        self._resets = CacheResets()
 
     def bind(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
@@ -97,18 +89,10 @@ class Port:
         finally:
             self._hang_up(batch)
 
-    async def reset_caches(self, name: str, groups: set[int], seconds: float) -> set[int]:
-        """Asks all `groups` to forget cached prefixes that no request uses; returns those that have
-        not said so after that time. `name` is this question's alone."""
+    async def reset_caches(self, stages: Iterable[Row]) -> set[int]:
+        """Groups of `stages` that were asked to forget what is cached, and have not said so."""
         assert self._feed is not None
-        reset = self._resets[name] = Reset(set(groups))
-        try:
-            self._feed(ResetCache(name))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(reset.done.wait(), seconds)
-        finally:
-            del self._resets[name]
-        return reset.missing
+        return await self._resets.ask(self._feed, stages)
 
     def _open(self, call: Call, batch: _Batch, index: int) -> None:
         assert self._feed is not None
@@ -141,7 +125,7 @@ class Port:
                 self._close(message.request_id, message.finish)
             route.sink.delta(route.index, message)
         elif isinstance(message, CacheReset):
-            self._reset(message)
+            self._resets.told(message)
         else:
             self._begin_or_end(message)
 
@@ -156,13 +140,6 @@ class Port:
             route.batch.failed = True
             self._close(message.request_id, message.outcome)
             route.sink.failed(route.index, message)
-
-    def _reset(self, told: CacheReset) -> None:
-        reset = self._resets.get(told.name)
-        if reset is not None:
-            reset.missing.discard(told.group)
-            if not reset.missing:
-                reset.done.set()
 
     def fail_all(self, status: int, message: str) -> None:
         """Ends every live request with an error: the server stops before they are done."""

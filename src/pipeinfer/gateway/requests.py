@@ -5,6 +5,7 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,11 +14,13 @@ from typing import NamedTuple, cast
 import msgspec
 from msgspec.structs import replace
 
+from pipeinfer.gateway.client_marks import without_marks
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.forms import Form, form
 from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
+from pipeinfer.gateway.offered import Offered, offered
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
 from pipeinfer.gateway.pieces import MakeReader
@@ -38,8 +41,6 @@ from pipeinfer.gateway.tools import (
     check_calls,
     for_template,
     held_final,
-    named_function,
-    tool_schemas,
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
@@ -95,8 +96,7 @@ class Job(msgspec.Struct, frozen=True):
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
     makes what reads one choice; None: all of it is content. `calling`: how calls are told.
-    `params`: as a chat is sampled. `left_out`: keywords of schemas that answers are not held to.
-    `form`: the field that asked for a form."""
+    `params`: as a chat is sampled. `asked`: what an answer must be."""
 
     calls: Iterable[Call]
     choices: int
@@ -109,8 +109,7 @@ class Job(msgspec.Struct, frozen=True):
     reader: MakeReader | None = None
     calling: Calling = Calling()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    left_out: tuple[str, ...] = ()
-    form: str = ""
+    asked: Form = Form()
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -122,7 +121,8 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         job = _chat_job(with_tools, base, terms, trace)
     except ApiError as error:
         raise renamed(error, OLD_NAMES) from None
-    return replace(job, calling=replace(job.calling, older=True))
+    calling = replace(job.calling, older=True)
+    return replace(job, calling=calling, asked=job.asked.called(OLD_NAMES))
 
 
 def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -136,16 +136,17 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     params = _params(request, terms.sampling, limit, shown, names, asked)
     _check_count(1, "n", params.n, terms)
     reading = terms.reading
-    chat, arguments, schemas = chat_prompt(request, reading)
-    check_calls(request, reading)
+    chat, arguments, tools = chat_prompt(request, reading)
+    check_calls(tools, reading)
     if request.continue_final_message and chat:
         _check_going_on(reading, chat[-1], params)
         reading = reading.going_on()
     if reading.harmony and params.thinking_token_budget is not None:
         message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
-    if schemas is not None:
-        calls = call_grammar(request, schemas, reading, asked, terms.closed)
+    if tools is not None:
+        parallel = request.parallel_tool_calls is not False
+        calls = call_grammar(tools, parallel, reading, asked, terms.closed)
         made, asked = calls.spec is not asked.spec, calls
         if made and reading.harmony and reading.goes_on:
             message = "continue_final_message: amid a message of this model no calls can be held"
@@ -153,9 +154,10 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         if reading.special or made:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
     if reading.harmony:
-        if asked.spec is not None and schemas is None and not reading.goes_on:
+        if asked.spec is not None and tools is None and not reading.goes_on:
             final = held_final(asked.spec, reading, asked.field)
-            asked = Form(final, asked.left_out, asked.field)
+            other = asked.otherwise and held_final(asked.otherwise, reading, asked.field)
+            asked = dataclasses.replace(asked, spec=final, otherwise=other)
         params = replace(params, skip_special_tokens=False)
     params = replace(params, structured_outputs=asked.spec)
     if reading.special_thoughts:
@@ -166,6 +168,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
+        otherwise=asked.otherwise,
     )
     one_call, thoughts = (
         request.parallel_tool_calls is False,
@@ -173,13 +176,16 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     )
     spec = params.structured_outputs
     padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
-    reader = reading.reader(schemas, one_call, thoughts, padded)
+    schemas = None if tools is None else tools.schemas
+    custom = () if tools is None else tools.custom
+    reader = reading.reader(schemas, one_call, thoughts, padded, custom)
+    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning))
     job = _job(request, [call], params.n, shown)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
-    calling = Calling(reading.tool_parser.ids, before, bool(named_function(request)))
-    job = replace(job, left_out=asked.left_out, form=asked.field)
+    calling = Calling(reading.tool_parser.ids, before, tools is not None and tools.named)
+    job = replace(job, asked=asked)
     return replace(job, reader=reader, params=params, calling=calling)
 
 
@@ -216,7 +222,8 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
         params = replace(params, n=made, logprobs=params.logprobs or 0)
     _check_count(len(prompts), "best_of" if best else "n", made, terms)
     special = request.add_special_tokens is not False
-    common = replace(_common(request, params, terms, trace), return_prompt_text=shown.echo)
+    common = _common(request, params, terms, trace)
+    common = replace(common, return_prompt_text=shown.echo, otherwise=asked.otherwise)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -227,7 +234,7 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
     job = _job(request, calls(), len(prompts) * made, shown)
-    return replace(job, prompts=len(prompts), best=best, left_out=asked.left_out, form=asked.field)
+    return replace(job, prompts=len(prompts), best=best, asked=asked)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
@@ -376,12 +383,12 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
 
 
 class ChatPrompt(NamedTuple):
-    """What a prompt is made of: messages, and all variables of the template. `schemas`: of the
-    tools that are among these, by name; None if none are."""
+    """What a prompt is made of: messages, and all variables of the template. `tools` that are among
+    these; None if none are."""
 
     chat: list[JsonObject]
     arguments: JsonObject
-    schemas: dict[str, JsonObject] | None
+    tools: Offered | None
 
 
 def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
@@ -391,14 +398,14 @@ def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
     _check_sendable("chat_template_kwargs", arguments)
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
-    schemas = tool_schemas(request)
-    tools: list[JsonObject] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+    tools = offered(request)
     if reading.harmony:
         check_effort(arguments)
-        chat, tools = as_shown(chat), described(tools)
-    if schemas is not None:
-        arguments["tools"] = list[JsonValue](tools)
-    return ChatPrompt(chat, arguments, schemas)
+        chat = as_shown(chat)
+    if tools is not None:
+        shown = described(tools.shown) if reading.harmony else tools.shown
+        arguments["tools"] = list[JsonValue](shown)
+    return ChatPrompt(chat, arguments, tools)
 
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
@@ -409,7 +416,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
     check_arguments(call for m in messages for call in m.tool_calls or ())
-    return [_message(i, message) for i, message in enumerate(messages)]
+    return without_marks([_message(i, message) for i, message in enumerate(messages)])
 
 
 def _check_sendable(param: str, value: JsonValue) -> None:
@@ -428,8 +435,13 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     message = replace(message, reasoning_content=shown, thinking=None, reasoning=None)
     plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
     if message.tool_calls is not None:
-        plain["tool_calls"] = [for_template(call) for call in message.tool_calls]
-    content = message.refusal if message.content is None else message.content
+        plain["tool_calls"] = [
+            for_template(call, f"messages[{i}].tool_calls[{j}]")
+            for j, call in enumerate(message.tool_calls)
+        ]
+    content = message.content
+    if message.refusal is not None and not content:
+        content = message.refusal
     if isinstance(content, list):
         plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
     elif content is not None:

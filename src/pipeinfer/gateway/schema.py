@@ -23,7 +23,8 @@ from pipeinfer.gateway.unsupported_fields import (
     Refusals,
     asks_for_nothing,
 )
-from pipeinfer.json_values import JsonObject
+from pipeinfer.gateway.whole_numbers import with_whole_numbers
+from pipeinfer.json_values import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
@@ -49,6 +50,7 @@ PROMPTING = frozenset(
     )
 )  # fmt: skip
 Salt = Annotated[str, Meta(max_length=MOST_SALT)]
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
@@ -67,23 +69,6 @@ class JsonSchema(msgspec.Struct, frozen=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's form of an answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's form of an answer; exactly one is given. `grammar`: Lark or GBNF."""
-
-    json: JsonObject | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +143,35 @@ class Part(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name} is not supported by this server")
 
 
+class ResponseFormat(Part, frozen=True):
+    """OpenAI's form of an answer. `schema`: where llama.cpp and others look for it."""
+
+    unsupported = ("value",)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: JsonObject | bool | None = None
+    value: JsonValue = None
+
+
+class Structured(Part, frozen=True, forbid_unknown_fields=True):
+    """vLLM's form of an answer; exactly one is given. `grammar`: Lark or GBNF."""
+
+    unsupported = (
+        "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
+        "structural_tag",
+    )  # fmt: skip
+    json: JsonObject | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None  # to another compiler, of which there is one here
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | JsonObject | None = None
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message's content; only the types "text" and "refusal" are served."""
 
@@ -192,33 +206,77 @@ class Function(Part, frozen=True, omit_defaults=True):
     """A tool. `parameters`: the JSON schema of its arguments."""
 
     unsupported = ("defer_loading",)
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
 
 
+class GrammarFormat(msgspec.Struct, frozen=True):
+    """What the input of a custom tool is: a text of this grammar."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class InputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a custom tool: any text, or one of the `grammar`."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarFormat | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool that takes a text."""
+
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
 class Tool(Part, frozen=True, omit_defaults=True):
-    """What a model may call."""
+    """What a model may call. `type`: "function" or "custom", and the field of that name is given;
+    tools.py refuses others by name."""
 
     unsupported = ("defer_loading",)
-    type: Literal["function"]
-    function: Function
+    type: str
+    function: Function | None = None
+    custom: CustomTool | None = None
     defer_loading: bool | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The function that must be called."""
+    """The name of a tool."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    """A tool that must be called."""
+    """A tool of the request, by its name: `type` says which field has it."""
 
-    type: Literal["function"]
-    function: Chosen
+    type: str
+    function: Chosen | None = None
+    custom: Chosen | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """The tools that may be called ("auto"), or of which some must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MOST_TOOLS)]
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """The tool that must be called; or, with the type "allowed_tools", those that may be."""
+
+    type: str
+    function: Chosen | None = None
+    custom: Chosen | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+Choice = Literal["none", "auto", "required"] | ToolChoice
 
 
 class ChatRequest(Generation, frozen=True, kw_only=True):
@@ -231,7 +289,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     enable_thinking: bool | None = None
@@ -267,11 +325,12 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     ignored: ClassVar[frozenset[str]] = SAMPLED
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = None
     tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Choice | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
     documents: list[JsonObject] | None = None
@@ -317,7 +376,7 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         others = {name: fields[name] for name in fields if name not in known}
         if others:
             _check_unsupported(others, kind, strange)
-        decoded = msgspec.json.decode(body, type=kind)
+        decoded = _typed(body, fields, kind)
         if unknown := unknown_within(fields, kind):
             strange(unknown)
         return decoded
@@ -325,6 +384,16 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _typed(body: bytes, fields: Mapping[str, msgspec.Raw], kind: type[Request]) -> Request:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        whole = with_whole_numbers(fields, kind)
+        if whole is None:
+            raise
+        return msgspec.json.decode(whole, type=kind)
 
 
 def _check_unsupported(

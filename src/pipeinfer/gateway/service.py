@@ -21,7 +21,8 @@ from pipeinfer.gateway.web_pages import WebPages
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known.
+    `fingerprint`: of what makes the answers. `tokenizer_info`: JSON."""
 
     core: GatewayCore
     port: Port
@@ -32,6 +33,8 @@ class Service:
     pages: WebPages
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
+    fingerprint: str = ""
+    tokenizer_info: bytes = b"{}"
     sight: Sight | None = None  # None: there is no page
     access: Access = field(default_factory=lambda: Access(Traces()))
     created: int = field(default_factory=lambda: int(time.time()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -63,6 +63,7 @@ class Calling(msgspec.Struct, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True):
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
+    `fingerprint`: of the server.
 
     `reader`: makes what reads one choice; None where all is content."""
 
@@ -73,6 +74,7 @@ class Answer(msgspec.Struct, frozen=True):
     shown: Shown = Shown()
     reader: MakeReader | None = None
     calling: Calling = Calling()
+    fingerprint: str = ""
 
     def call_id(self, index: int, call: int, name: str) -> str:
         """Of call number `call` in choice `index`, of the function `name`."""
@@ -90,42 +92,52 @@ class Usage:
     prompt: int = 0
     output: int = 0
     cached: int = 0
+    reasoning: int = 0  # of the output
 
-    def add(self, delta: Delta) -> None:
-        """Those of a choice, whose last delta it is."""
+    def add(self, delta: Delta, reasoning: int = 0) -> None:
+        """Those of a choice, whose last delta it is; so many of its tokens are thoughts."""
+        self.reasoning += reasoning
         self.prompt += delta.prompt_tokens
         self.output += delta.output_tokens
         self.cached += delta.cached_tokens
 
-    def fields(self) -> JsonObject:
-        return {
+    def fields(self, chat: bool) -> JsonObject:
+        """As they are shown; tokens of thoughts where OpenAI has them, and where SGLang has."""
+        fields: JsonObject = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
             "total_tokens": self.prompt + self.output,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if chat:
+            fields["completion_tokens_details"] = {"reasoning_tokens": self.reasoning}
+            fields["reasoning_tokens"] = self.reasoning
+        return fields
 
-    def so_far(self) -> JsonObject:
+    def so_far(self, chat: bool) -> JsonObject:
         """Of an answer that has not ended: what the cache had is not known yet."""
-        fields = self.fields()
+        fields = self.fields(chat)
         del fields["prompt_tokens_details"]
         return fields
 
 
 @dataclass
 class Said:
-    """What a reader has made of a choice; of each call its name, then pieces of its arguments."""
+    """What a reader has made of a choice; of each call its name, then pieces of its arguments or,
+    of the `custom` ones, of its input."""
 
     content: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[list[str]] = field(default_factory=list[list[str]])
+    custom: set[int] = field(default_factory=set[int])
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Further ones, in order."""
         for piece in pieces:
-            if piece.kind == "call":
+            if piece.kind in ("call", "custom"):
+                self.custom |= {len(self.calls)} if piece.kind == "custom" else set()
                 self.calls.append([piece.text])
-            elif piece.kind == "arguments":
+            elif piece.kind in ("arguments", "input"):
                 self.calls[piece.call].append(piece.text)
             elif piece.kind == "reasoning":
                 self.reasoning.append(piece.text)
@@ -182,15 +194,23 @@ class Chunks:
         if self._counts is not None:
             self._counts[index].prompt = started.prompt_tokens
 
-    def count(self, index: int, delta: Delta) -> None:
-        """Comes before the chunks of the delta."""
+    def count(self, index: int, delta: Delta, reasoning: int) -> None:
+        """Comes before the chunks of the delta, with the choice's tokens of thoughts so far."""
         if self._counts is None:
             return
         so_far = delta.token_offset + len(unpack(delta.ids))
         self._counts[index].output = so_far if delta.finish is None else delta.output_tokens
-        total = Usage(sum(n.prompt for n in self._counts), sum(n.output for n in self._counts))
-        self._usage = b',"usage":%s}\n\n' % _json.encode(total.so_far())
+        self._counts[index].reasoning = reasoning
+        self._usage = self._said_so_far(self._counts)
         self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + self._usage
+
+    def _said_so_far(self, counts: Sequence[Usage]) -> bytes:
+        total = Usage(
+            sum(n.prompt for n in counts),
+            sum(n.output for n in counts),
+            reasoning=sum(n.reasoning for n in counts),
+        )
+        return b',"usage":%s}\n\n' % _json.encode(total.so_far(self._answer.chat))
 
     def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
         """What comes before a choice's first text: the role, in a chat, and the prompt's ids, if
@@ -201,7 +221,11 @@ class Chunks:
         said = b'[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]' % (index, delta)
         if prompt_ids is not None:
             said += b',"prompt_token_ids":%s' % _json.encode(prompt_ids)
-        return b'data: %s,"choices":%s%s' % (self._head, said, self._usage)
+        usage = self._usage
+        if self._counts is not None:  # no token of this choice has been told yet
+            untold = replace(self._counts[index], output=0, reasoning=0)
+            usage = self._said_so_far([untold, *self._counts[:index], *self._counts[index + 1 :]])
+        return b'data: %s,"choices":%s%s' % (self._head, said, usage)
 
     def text(self, index: int, text: str) -> bytes:
         """A chunk of text; the hot path of streaming."""
@@ -254,7 +278,8 @@ class Chunks:
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk without choices that stream_options.include_usage asks for."""
-        return b'data: %s,"choices":[],"usage":%s}\n\n' % (self._head, _json.encode(usage.fields()))
+        fields = _json.encode(usage.fields(self._answer.chat))
+        return b'data: %s,"choices":[],"usage":%s}\n\n' % (self._head, fields)
 
     @staticmethod
     def error(error: ApiError) -> bytes:
@@ -274,7 +299,7 @@ def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
     return b'%s,"choices":%s,"usage":%s%s}' % (
         _head(answer, kind),
         _json.encode(listed),
-        _json.encode(usage.fields()),
+        _json.encode(usage.fields(answer.chat)),
         of_prompt,
     )
 
@@ -286,6 +311,7 @@ def _head(answer: Answer, kind: str) -> bytes:
         "object": kind,
         "created": answer.created,
         "model": answer.model,
+        "system_fingerprint": answer.fingerprint or None,
     }
     return _json.encode(fields)[:-1]
 
@@ -299,17 +325,19 @@ def _delta(answer: Answer, index: int, piece: Piece) -> JsonObject:
         begun: JsonObject = {"name": piece.text, "arguments": ""}
         return {"function_call": begun if piece.kind == "call" else {"arguments": piece.text}}
     call: JsonObject = {"index": piece.call, "function": {"arguments": piece.text}}
-    if piece.kind == "call":
-        call = {
-            "index": piece.call,
-            **_call(answer.call_id(index, piece.call, piece.text), piece.text, ""),
-        }
+    if piece.kind == "input":
+        call = {"index": piece.call, "custom": {"input": piece.text}}
+    elif piece.kind != "arguments":
+        call_id = answer.call_id(index, piece.call, piece.text)
+        call = {"index": piece.call, **_call(call_id, piece.text, "", piece.kind == "custom")}
     return {"tool_calls": [call]}
 
 
-def _call(call_id: str, name: str, arguments: str) -> JsonObject:
-    function: JsonObject = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+def _call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
+    """`text`: its arguments, or the input of a custom one."""
+    if custom:
+        return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
@@ -325,8 +353,8 @@ def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
     elif said.calls:
         message["tool_calls"] = [
-            _call(answer.call_id(index, number, name), name, "".join(arguments))
-            for number, (name, *arguments) in enumerate(said.calls)
+            _call(answer.call_id(index, number, name), name, "".join(texts), number in said.custom)
+            for number, (name, *texts) in enumerate(said.calls)
         ]
     return message
 

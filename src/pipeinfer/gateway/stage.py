@@ -20,24 +20,27 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.driver import HttpDriver
+from pipeinfer.gateway.fingerprint import fingerprint
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.reading.registry import UNKNOWN_FORM, reading
+from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.gateway.tracing import Traces
 from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
+from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
+from pipeinfer.text.tokenizer_info import tokenizer_info
 from pipeinfer.topology.addresses import is_loopback
 
 log = logging.getLogger(__name__)
@@ -63,16 +66,20 @@ def build(context: StageContext) -> Stage:
     metrics = Metrics(core.health, core.answering, targets)
     certificate = tls.certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
+    files = _files(settings, folder)
+    context_length = _context_length(settings, folder)
     service = Service(
         core,
         Port(metrics),
         metrics,
         settings.model_name,
-        terms(settings, folder),
+        terms(settings, folder, files),
         admission,
         _web_pages(settings, admission),
         settings.max_body_mib * 2**20,
-        _context_length(settings, folder),
+        context_length,
+        fingerprint=fingerprint(settings, folder),
+        tokenizer_info=tokenizer_info(*files, context_length),
         sight=None if settings.no_page else Sight(context.topology.ids()),
         access=Access(traces),
     )
@@ -92,20 +99,28 @@ def build(context: StageContext) -> Stage:
     )
 
 
-def terms(settings: Settings, folder: Path) -> Terms:
-    """What the server grants with the checkpoint in `folder`. Raises ConfigurationError."""
+Files = tuple[JsonObject, dict[str, str]]  # the tokenizer's configuration, and chat templates
+
+
+def _files(settings: Settings, folder: Path) -> Files:
+    config = read_tokenizer_config(folder)
+    return config, template_sources(folder, config, settings.chat_template)
+
+
+def terms(settings: Settings, folder: Path, files: Files | None = None) -> Terms:
+    """What the server grants with the checkpoint in `folder`, of which `files` were read perhaps.
+    Raises ConfigurationError."""
     # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
-    config = read_tokenizer_config(folder)
-    templates = template_sources(folder, config, settings.chat_template)
+    config, templates = files or _files(settings, folder)
     read = reading(
         settings.tool_parser,
         settings.reasoning_parser,
         "\n".join(templates.values()),
         added_tokens(folder, config),
     )
-    if read.no_calls == UNKNOWN_FORM:
-        log.warning("tools are refused unless tool_choice demands a call: %s", UNKNOWN_FORM)
+    if read.takes_tools and not read.tools and not read.off:
+        log.warning("tools are refused unless tool_choice demands a call: %s", read.no_calls)
     closed = not settings.allow_additional_properties
     return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 

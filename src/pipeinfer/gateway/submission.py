@@ -54,6 +54,9 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         only_encode=call.only_encode,
         choices=tuple(range(call.params.n)),
         client=call.client,
+        otherwise=call.otherwise,
+        token_offsets=call.token_offsets,
+        return_token_strs=call.return_token_strs,
     )
 
 

@@ -32,7 +32,11 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
     if request.prompt is None:
         chat = ChatRequest(**{field: getattr(request, field) for field in OF_CHATS})
-        return replace(prompt_call(chat, name, terms), return_prompt_ids=True)
+        return replace(
+            prompt_call(chat, name, terms),
+            return_prompt_ids=True,
+            return_token_strs=bool(request.return_token_strs),
+        )
     return Call(
         request_id=name,
         params=ONE,
@@ -40,6 +44,7 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
         text=request.prompt,
         add_special_tokens=request.add_special_tokens is not False,
         return_prompt_ids=True,
+        return_token_strs=bool(request.return_token_strs),
         only_encode=True,
     )
 
@@ -103,4 +108,9 @@ class Encoded:
 def tokens_shown(started: Started, context_length: int) -> JsonObject:
     """The answer of /tokenize, as vLLM's."""
     ids = unpack(started.prompt_ids).tolist()
-    return {"count": len(ids), "max_model_len": context_length, "tokens": ids}
+    return {
+        "count": len(ids),
+        "max_model_len": context_length,
+        "tokens": ids,
+        "token_strs": list(started.token_strs) or None,
+    }

@@ -1,6 +1,6 @@
-"""Tools that a chat offers to the model, and calls that it has made before.
+"""Calls of tools: what holds an answer to them, and those that were made before.
 
-Knows the schema of requests; no model and no text of an answer.
+Knows no request and no text of an answer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.forms import Form, unheld
-from pipeinfer.gateway.reading.call_grammars import CallGrammar, Inexpressible, Wanted
+from pipeinfer.gateway.offered import Offered, check_kind
+from pipeinfer.gateway.pieces import INPUT
+from pipeinfer.gateway.reading.call_grammars import (
+    CallGrammar,
+    Inexpressible,
+    UnheldText,
+    Wanted,
+)
 from pipeinfer.gateway.reading.harmony_grammar import final_form
 from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.survey import CHAT, TooMuch, survey
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.grammars.json_schema import held
@@ -26,83 +32,64 @@ from pipeinfer.params import StructuredOutputs
 MOST_ARGUMENTS = 2**20
 
 
-def tool_schemas(request: ChatRequest) -> dict[str, JsonObject] | None:
-    """Schemas of the parameters of the tools that may be called, by name; None: none may be.
-
-    ApiError 400.
-    """
-    tools, choice = request.tools or [], request.tool_choice
-    if not tools:
-        if choice not in (None, "none"):
-            message = "tool_choice is only allowed with tools"
-            raise ApiError(400, message, "tool_choice", "invalid_value")
-        return None
-    schemas: dict[str, JsonObject] = {}
-    for i, tool in enumerate(tools):
-        function, where = tool.function, f"tools[{i}].function"
-        if function.name in schemas:
-            message = f"{where}.name: there are two tools {function.name!r}"
-            raise ApiError(400, message, f"{where}.name", "invalid_value")
-        schemas[function.name] = function.parameters or {}
-    _check_sendable(schemas)
-    return None if choice == "none" else schemas
-
-
-def check_calls(request: ChatRequest, reading: Reading) -> None:
+def check_calls(tools: Offered | None, reading: Reading) -> None:
     """ApiError 400 for tools that the model may call or not, if it cannot."""
-    if request.tools and request.tool_choice in (None, "auto") and reading.no_calls:
+    if tools is not None and not tools.forced and reading.no_calls:
         message = f"this server's model cannot call tools: {reading.no_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
 
 
-def named_function(request: ChatRequest) -> str:
-    """The function that must be called; none where the model may choose one."""
-    choice = request.tool_choice
-    if choice is None or choice in ("none", "auto", "required"):
-        return ""
-    return choice.function.name
-
-
 def call_grammar(
-    request: ChatRequest,
-    schemas: Mapping[str, JsonObject],
-    reading: Reading,
-    form: Form,
-    closed: bool,
+    tools: Offered, parallel: bool, reading: Reading, form: Form, closed: bool
 ) -> Form:
-    """What holds an answer to calls that must be made, to the schemas of `strict` functions, or to
-    calls or its `form`; `schemas` are tool_schemas's. `closed`: see forms.form. ApiError 400."""
-    choice = request.tool_choice
-    strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
-    forced = choice not in (None, "auto")
-    if not forced and not strict and form.spec is None:
+    """What holds an answer to calls that must be made, to those that are allowed, to the schemas of
+    `strict` functions and the texts of custom tools, or to calls or its `form`. `parallel`: several
+    calls are wanted. `closed`: see forms.form. ApiError 400."""
+    strict, forced = tools.strict & tools.allowed, tools.forced
+    if not (forced or strict or tools.narrowed) and form.spec is None:
         return form
-    wanted_schemas: dict[str, JsonObject | None] = dict(schemas)
-    many, param = request.parallel_tool_calls is not False, "tools"
-    if name := named_function(request):
-        many, param = False, "tool_choice"
-        if name not in schemas:
-            message = f"tool_choice: there is no tool {name[:100]!r}"
-            raise ApiError(400, message, "tool_choice", "invalid_value")
-        wanted_schemas = {name: schemas[name]}
-    elif not forced:
-        wanted_schemas = {
-            name: schema if name in strict else None for name, schema in schemas.items()
-        }
+    held = tools.allowed if forced else strict | (tools.custom & tools.allowed)
+    schemas: dict[str, JsonObject | None] = {
+        name: schema if name in held else None
+        for name, schema in tools.schemas.items()
+        if name in tools.allowed
+    }
+    many, param = parallel and not tools.named, "tool_choice" if tools.named else "tools"
     free, thinks = not forced and form.spec is None, bool(reading.reasoning)
-    content = None if forced else form.spec
+    content, instead = (None, None) if forced else (form.spec, form.otherwise or form.spec)
     left_out: dict[str, tuple[str, ...]] = {}  # by function
+    write = reading.tool_parser.grammar
     try:
-        for name, schema in wanted_schemas.items():
-            wanted_schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
-        wanted = Wanted(wanted_schemas, many, free, reading.added, thinks, content)
-        grammar = _grammar(reading.tool_parser.grammar, wanted, strict, left_out)
-        spec = StructuredOutputs(grammar=grammar)
-        check(spec)
+        for name, schema in schemas.items():
+            schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
+        wanted = Wanted(schemas, many, free, reading.added, thinks, content, tools.texts)
+        spec = StructuredOutputs(grammar=_grammar(write, wanted, strict, left_out))
+        kept = strict | tools.custom
+        any_object = {name: s if name in kept else None for name, s in schemas.items()}
+        looser = dataclasses.replace(wanted, schemas=any_object, form=instead)
+        loses = ", ".join(
+            [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
+            + [form.loses] * (content is not instead)
+        )
+        otherwise = StructuredOutputs(grammar=write(looser)) if loses else None
+        check(otherwise or spec)
+    except UnheldText as error:
+        param = tools.places[error.tool]
+        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
     except (Inexpressible, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    places = (place for each in left_out.values() for place in each)
-    return Form(spec, (*form.left_out, *places), param)
+    texts = tools.texts.keys() & schemas.keys()
+    if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom):
+        param = tools.places[texts.pop()]  # nothing else can be wrong with the grammar
+    try:
+        check(spec)
+    except GrammarError as error:
+        return Form(otherwise, (f"{loses}: {error}",), param)
+    return Form(spec, _places(form, left_out), param, otherwise, loses)
+
+
+def _places(form: Form, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return (*form.left_out, *(place for each in left_out.values() for place in each))
 
 
 def _grammar(
@@ -134,7 +121,12 @@ def _held(
     Raises GrammarError where a strict one is not held."""
     if not schema:
         return schema, ()
-    found = held(schema, closed, narrow=strict)
+    try:
+        found = held(schema, closed, narrow=strict)
+    except GrammarError as error:
+        if strict:
+            raise GrammarError(f"{name}: {error}") from None
+        return None, (f"parameters of {name}: {error}",)
     if strict and found.left_out:
         raise GrammarError(f"{name}: {unheld(found.left_out)}")
     places = tuple(f"{each} of {name}" for each in found.left_out)
@@ -152,14 +144,6 @@ def held_final(form: StructuredOutputs, reading: Reading, field: str) -> Structu
     return spec
 
 
-def _check_sendable(schemas: dict[str, JsonObject]) -> None:
-    """Free-form JSON may hold numbers that the bus cannot carry."""
-    try:
-        msgspec.msgpack.encode(schemas)
-    except OverflowError as error:
-        raise ApiError(400, f"tools: {error}", "tools", "invalid_value") from None
-
-
 def check_arguments(calls: Iterable[JsonObject]) -> None:
     """ApiError 400 where calls that were made before have more arguments than are read again."""
     texts = map(_arguments, calls)
@@ -174,8 +158,14 @@ def _arguments(call: JsonObject) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def for_template(call: JsonObject) -> JsonObject:
-    """A call that was made before, as chat templates write it: with its arguments as an object."""
+def for_template(call: JsonObject, where: str) -> JsonObject:
+    """A call that was made before, as chat templates write it: of a function, with its arguments as
+    an object. ApiError 400 for a call of another kind."""
+    kind = call.get("type")
+    if isinstance(kind, str):
+        check_kind(kind, f"{where}.type")
+    if kind == "custom":
+        return _of_text(call, f"{where}.custom")
     text, function = _arguments(call), call.get("function")
     if text is None or not isinstance(function, dict):
         return call
@@ -188,3 +178,15 @@ def for_template(call: JsonObject) -> JsonObject:
     except (TooMuch, msgspec.DecodeError, UnicodeDecodeError, OverflowError):
         return call  # as it is: what the model said, templates can write as text as well
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _of_text(call: JsonObject, where: str) -> JsonObject:
+    """The call of a custom tool as one of a function."""
+    custom = call.get("custom")
+    given = custom if isinstance(custom, dict) else {}
+    name, text = given.get("name"), given.get("input")
+    if not isinstance(name, str) or not isinstance(text, str):
+        message = f"{where} must be an object with texts name and input"
+        raise ApiError(400, message, where, "invalid_type")
+    others = {key: value for key, value in call.items() if key != "custom"}
+    return {**others, "type": "function", "function": {"name": name, "arguments": {INPUT: text}}}

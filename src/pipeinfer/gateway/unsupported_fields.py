@@ -30,10 +30,8 @@ REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
         "function_call": ("none", "auto"),  # of all but chats
         "modalities": (["text"],),
         "audio": (),
-        "prediction": (),
         "web_search_options": (),
         "reasoning_effort": (),  # of a completion
-        "verbosity": (),
     },
     "vLLM": {
         "length_penalty": (1, 1.0),
@@ -212,6 +210,7 @@ REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
         "tool_choice": ("none", "auto"),
         "tools": ([],),
         "truncate_prompt_tokens": (),
+        "truncation": ("disabled",),
         "truncation_side": ("left",),
     },
     "others": {
@@ -281,7 +280,6 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 RESPONSES_ALONE: dict[str, tuple[JsonValue, ...]] = {
     "conversation": (),
     "previous_response_id": ("",),
-    "truncation": ("disabled",),
     "context_management": ([],),
     "enable_response_messages": (False,),
     "previous_input_messages": ([],),
@@ -331,6 +329,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "repeat_last_n", "post_sampling_probs", "routed_experts_prompt_start",
         "routed_experts_start_len", "return_flat_raw_top_logprobs_b64",
     ),
+    "what is expected of an answer, which it may be or not": ("prediction", "verbosity"),
     "bounds of tools that a server has itself; here are none": ("max_tool_calls",),
     "versions of a protocol, and strictness, which always holds": ("betas", "strict"),
 }  # fmt: skip

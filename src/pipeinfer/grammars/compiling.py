@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.json_schema import held
 from pipeinfer.grammars.lark import as_lark, with_options
+from pipeinfer.grammars.lookaround import with_plain_digits
 from pipeinfer.grammars.work import work_of
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
@@ -200,7 +201,7 @@ def _definition(spec: StructuredOutputs) -> str:
     if form == "json":
         return _of_schema(spec.json or "")
     if form == "regex":
-        return LLMatcher.grammar_from_regex(spec.regex or "")
+        return LLMatcher.grammar_from_regex(with_plain_digits(spec.regex or ""))
     if form == "choice":
         # One expression: the parser has an item for each alternative, in each mask.
         texts = (_SPECIAL.sub(r"\\\g<0>", text) for text in spec.choice or ())
@@ -211,6 +212,8 @@ def _definition(spec: StructuredOutputs) -> str:
 def _of_schema(text: str) -> str:
     """GrammarError for what a schema asks for and no grammar can hold an answer to."""
     found = held(schema_of(text), closed=False, narrow=True)
+    if found.malformed:
+        raise GrammarError(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
     if found.left_out:
         raise GrammarError(f"an answer cannot be held to {', '.join(found.left_out[:5])}")
     said = found.schema

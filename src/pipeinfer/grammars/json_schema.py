@@ -8,11 +8,12 @@ Source: https://json-schema.org/draft/2020-12.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 from typing import cast
 
-from pipeinfer.grammars.lookaround import without_lookaround
+from pipeinfer.grammars.lookaround import spelled, without_lookaround
 from pipeinfer.grammars.schema_facts import (
     DEFINITIONS,
     MOST_STEPS,
@@ -29,6 +30,7 @@ from pipeinfer.grammars.schema_facts import (
     types,
     values,
 )
+from pipeinfer.grammars.schema_shapes import malformed, tidied
 from pipeinfer.json_values import JsonObject, JsonValue
 
 # Formats of strings that the compiler knows. JSON Schema lets others be ignored.
@@ -59,15 +61,18 @@ _UNKNOWN = (
 _TYPES = {"null", "boolean", "object", "array", "number", "string"}
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _CONDITION = ("if", "then", "else")
+_DEFINED = re.compile(r"#/(?:\$defs|definitions)/[^/]*$")
 
 
 @dataclass(frozen=True)
 class Held:
     """`schema`: to be compiled. `left_out`: keywords that it does not hold an answer to, each with
-    its place, such as "uniqueItems at properties.tags"."""
+    its place, such as "uniqueItems at properties.tags". `malformed`: those of them whose values are
+    no JSON Schema."""
 
     schema: JsonObject | bool
     left_out: tuple[str, ...] = ()
+    malformed: tuple[str, ...] = ()
 
 
 def held(schema: JsonObject | bool, closed: bool = True, narrow: bool = False) -> Held:
@@ -77,8 +82,8 @@ def held(schema: JsonObject | bool, closed: bool = True, narrow: bool = False) -
     if isinstance(schema, bool):
         return Held(schema)
     rewriting = _Rewriting(schema, closed, narrow)
-    made = cast(JsonObject, rewriting.schema(schema, ""))
-    return Held(made, tuple(rewriting.left_out))
+    made = rewriting.whole(schema)
+    return Held(made, tuple(rewriting.left_out), tuple(rewriting.malformed))
 
 
 class _Rewriting:
@@ -89,13 +94,30 @@ class _Rewriting:
         self._closed = closed
         self._narrow = narrow
         self.left_out: dict[str, None] = {}
+        self.malformed: dict[str, None] = {}
+        self._moved: dict[str, str] = {}  # names of definitions, by what refers to them
+
+    def whole(self, root: JsonObject) -> JsonObject:
+        """The root, with what is referred to elsewhere than among its definitions moved there."""
+        made = cast(JsonObject, self.schema(root, ""))
+        moved, taken = JsonObject(), named(made, "$defs")
+        while len(moved) < len(self._moved):  # they may refer to more
+            to, name = list(self._moved.items())[len(moved)]
+            moved[name] = self.schema(self._facts.at(to), to.removeprefix("#/"))
+        return {**made, "$defs": {**taken, **moved}} if moved else made
 
     def schema(self, given: Schema, at: str, within: bool = False) -> Schema:
         """`within`: it is about the same value as the schema around it, which closes the object."""
-        if not isinstance(given, dict):
+        if isinstance(given, bool):
             return given
         self._facts.look()
-        made, more = dict(given), list[Schema]()  # what holds beside it
+        if not isinstance(given, dict):
+            self._bad("schema", at)
+            return True
+        made, more = tidied(given), list[Schema]()  # what holds beside it
+        for key in malformed(made):
+            del made[key]
+            self._bad(key, at)
         if self._closed and not within and "additionalProperties" not in made:
             self._close(made, self._facts.names(made))
         self._literals(made, at)
@@ -106,13 +128,14 @@ class _Rewriting:
         self._conditions(made, at)
         self._set(made)
         self._contains(made, at)
-        self._property_names(made)
+        self._property_names(made, at)
         self._count(made, more, at)
         self._dependencies(made, more, at)
         self._unevaluated(made)
         for key in _UNKNOWN:
             if key in made:
                 self._leave(key, at)
+        self._reference(made, at)
         made = {key: value for key, value in made.items() if key in _HELD}
         if more:
             made["allOf"] = [*listed(made, "allOf"), *more]
@@ -140,6 +163,26 @@ class _Rewriting:
 
     def _leave(self, key: str, at: str) -> None:
         self.left_out[f"{key} at {at}" if at else key] = None
+
+    def _bad(self, key: str, at: str) -> None:
+        self._leave(key, at)
+        self.malformed[f"{key} at {at}" if at else key] = None
+
+    def _reference(self, made: JsonObject, at: str) -> None:
+        """To what is not there, or elsewhere."""
+        to = made.get("$ref")
+        if not isinstance(to, str):
+            return
+        if self._facts.found(to):
+            if to.startswith("#/") and not _DEFINED.match(to):
+                name = self._moved.setdefault(to, f"moved-{len(self._moved)}")
+                made["$ref"] = f"#/$defs/{name}"
+            return
+        del made["$ref"]
+        if to.startswith("#"):
+            self._bad("$ref", at)
+        else:
+            self._leave("$ref", at)
 
     # ------------------------------------------------------------------------------------- scalars
 
@@ -171,22 +214,28 @@ class _Rewriting:
         """Formats that are unknown say nothing; what looks ahead is said by several patterns."""
         if made.get("format") not in FORMATS:
             made.pop("format", None)
-        pattern = made.get("pattern")
+        pattern = made.pop("pattern", None)
         if isinstance(pattern, str):
-            patterns, whole = without_lookaround(pattern)
-            made["pattern"] = patterns[0]
+            patterns, whole = _patterns(pattern)
+            if patterns:
+                made["pattern"] = patterns[0]
             for other in patterns[1:]:
                 more.append({"pattern": other})
             if not whole:
                 self._leave("pattern", at)
+        if "patternProperties" in made:
+            made["patternProperties"] = self._by_pattern(made, at)
+
+    def _by_pattern(self, made: JsonObject, at: str) -> JsonObject:
+        """Properties by patterns of their names, each of which is one that the compiler knows."""
         plain = JsonObject()
         for name, part in named(made, "patternProperties").items():
-            patterns, whole = without_lookaround(name)
-            plain[patterns[0]] = part
-            if len(patterns) > 1 or not whole:
+            patterns, whole = _patterns(name)
+            if patterns:
+                plain[patterns[0]] = part
+            if len(patterns) != 1 or not whole:
                 self._leave("patternProperties", at)
-        if plain:
-            made["patternProperties"] = plain
+        return plain
 
     def _negation(self, made: JsonObject) -> None:
         """Of types, of values that are listed, and of a property."""
@@ -330,7 +379,7 @@ class _Rewriting:
 
     # ------------------------------------------------------------------------------------- objects
 
-    def _property_names(self, made: JsonObject) -> None:
+    def _property_names(self, made: JsonObject, at: str) -> None:
         """Names that are listed, or that match a pattern."""
         names = self._facts.resolved(made.get("propertyNames"))
         if names is True or (isinstance(names, dict) and set(names) <= {"type"} | REMARKS):
@@ -343,8 +392,9 @@ class _Rewriting:
         keys = set(names) - REMARKS - {"type"}
         if options is not None:
             made["properties"] = {one: value for one in options if isinstance(one, str)}
-        elif keys == {"pattern"}:
-            made["patternProperties"] = {str(names["pattern"]): value}
+        elif keys == {"pattern"} and isinstance(names["pattern"], str):
+            made["patternProperties"] = {names["pattern"]: value}
+            made["patternProperties"] = self._by_pattern(made, at)
         elif keys <= {"minLength", "maxLength"}:
             least, most = names.get("minLength", 0), names.get("maxLength", "")
             made["patternProperties"] = {f"^[\\s\\S]{{{least},{most}}}$": value}
@@ -443,6 +493,13 @@ def _list(made: JsonObject, some: list[JsonValue]) -> None:
     made.pop("const", None)
     made.pop("type", None)
     made["enum"] = some
+
+
+def _patterns(pattern: str) -> tuple[list[str], bool]:
+    """As without_lookaround, in the compiler's dialect; perhaps none."""
+    patterns, whole = without_lookaround(pattern)
+    each = [spelled(one) for one in patterns]
+    return [one for one in each if one is not None], whole and None not in each
 
 
 def _rounded(value: JsonValue) -> bool:

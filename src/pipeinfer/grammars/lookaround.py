@@ -1,7 +1,8 @@
-"""Regular expressions that look ahead, as several that do not and must all match.
+"""Regular expressions as the compiler of grammars takes them.
 
-The compiler of grammars knows no look-around. Patterns of the wild have it at their beginning:
-pydantic's of decimal numbers, zod's of addresses, rules for passwords.
+It knows no look-around: what looks ahead becomes several that do not and must all match. Patterns
+of the wild look ahead at their beginning: pydantic's of decimal numbers, zod's of addresses, rules
+for passwords. And its digits are those of all scripts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,25 @@ _ALL_OF = re.compile(rf"\^?{_ONE}[*+]\$")
 _SOMEWHERE = re.compile(rf"\.\*{_ONE}")
 _TWICE = re.compile(rf"\.\*{_ONE}(?P=one)")
 _FIRST = re.compile(_ONE)
+# An escaped letter, the beginning of a class with a bracket that is one of its letters, its end.
+_DIGITS_AND_CLASSES = re.compile(r"\\.|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
 _LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")
+
+
+def with_plain_digits(pattern: str) -> str:
+    """`\\d` as 0 to 9, which every engine takes for digits, also within classes. Where it says what
+    does not match it stays: then digits of other scripts match neither."""
+    parts: list[str] = []
+    negated: list[bool] = []  # by class around the place
+    for piece in _DIGITS_AND_CLASSES.findall(pattern):
+        if piece == "\\d" and not any(negated):
+            piece = "0-9" if negated else "[0-9]"
+        elif piece[0] == "[":
+            negated.append(piece.startswith("[^"))
+        elif piece == "]" and negated:
+            negated.pop()
+        parts.append(piece)
+    return "".join(parts)
 
 
 def without_lookaround(pattern: str) -> tuple[list[str], bool]:
@@ -96,3 +115,50 @@ def _closing(pattern: str, at: int) -> int:
                 return i
         i += 1
     return -1
+
+
+# ----------------------------------------------------------------------------------------- dialects
+
+_PIECE = re.compile(
+    r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\c[A-Za-z]|\\[pPux]\{[^}]*\}|\\.|\{\d+(?:,\d*)?\}|\(\?.|\{,\d|.",
+    re.S,
+)
+# No boundaries of words, no references to groups, no atomic groups.
+_UNKNOWN = re.compile(r"\\[1-9bBGkZ]|\(\?[>#(]|\{,\d")
+_BEGINS = re.compile(r"(?:^|[(|]|\(\?:|\(\?P?<\w+>)$")
+# Letters that are themselves within classes, but not to the compiler: it knows [a&&b] and [[a]b].
+_CLASS = re.compile(
+    r"(?<=.)(?:\\.|\[|&(?=&)|~(?=~)|-(?=-|\\[dDsSwW])|(?<=\\[dDsSwW])-(?!\]$))", re.S
+)
+
+
+def spelled(pattern: str) -> str | None:
+    """The same in the compiler's dialect, where it has no look-around; None if there are no words
+    for it there. Patterns of JSON Schema are those of ECMA-262, and in practice Python's and Go's.
+    """
+    parts: list[str] = []
+    for found in _PIECE.finditer(pattern):
+        piece = found[0]
+        if len(piece) > 1 and piece[0] == "[":
+            piece = _CLASS.sub(_in_class, piece)
+        elif _UNKNOWN.match(piece):
+            return None
+        elif piece.startswith("\\c") and len(piece) > 2:
+            piece = f"\\x{ord(piece[2]) % 32:02x}"
+        elif piece == "\\0":
+            piece = "\\x00"
+        elif piece == "{":
+            piece = "\\{"
+        elif (piece == "^" and not _BEGINS.search(pattern[: found.start()])) or (
+            piece == "$" and pattern[found.end() : found.end() + 1] not in ("", ")", "|")
+        ):
+            return None
+        parts.append(piece)
+    return "".join(parts)
+
+
+def _in_class(found: re.Match[str]) -> str:
+    piece = found[0]
+    if piece[0] != "\\":
+        return f"\\{piece}"
+    return "\\x08" if piece == "\\b" else piece

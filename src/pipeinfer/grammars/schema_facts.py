@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from typing import cast
+from urllib.parse import unquote
 
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -141,14 +143,42 @@ class Facts:
                 break
             if not to.startswith("#") or set(schema) - {"$ref"} - REMARKS:
                 break
-            found: JsonValue = self._root
-            for step in to.split("/")[1:]:
-                key = step.replace("~1", "/").replace("~0", "~")
-                found = found.get(key) if isinstance(found, dict) else None
+            found = self.at(to)
             if found is None:
                 break
             schema = found
         return schema
+
+    def at(self, to: str) -> JsonValue:
+        """What stands there in the root; None if nothing does."""
+        found: JsonValue = self._root
+        for step in unquote(to).split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = dict(zip(map(str, range(len(found))), found, strict=True))
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
+
+    def found(self, to: str) -> bool:
+        """Whether the compiler finds what a reference names. Parts with an address of their own
+        are found by it, which is not looked into here."""
+        if to == "#" or (to.startswith("#/") and isinstance(self.at(to), dict | bool)):
+            return True
+        return self._addressed
+
+    @cached_property
+    def _addressed(self) -> bool:
+        """Whether some part has an address, or a name."""
+        parts: list[JsonValue] = [self._root]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, dict):
+                if any(isinstance(part.get(key), str) for key in _ADDRESSES):
+                    return True
+                parts += part.values()
+            elif isinstance(part, list):
+                parts += part
+        return False
 
     def together(self, schema: Schema, level: int = 0) -> Iterator[JsonObject]:
         """The schema and those that a value must fit as well, by allOf and references."""
@@ -263,6 +293,7 @@ class Facts:
                 yield from self._names(part, level + 1)
 
 
+_ADDRESSES = ("$id", "id", "$anchor", "$dynamicAnchor")
 _OPENING = ("patternProperties", "propertyNames")
 
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-# Units, each about a microsecond of one core of 2020: of one mask, of the tokens that follow it.
-# Measured with vocabularies of 49,000 and 262,000 tokens.
+# Units: of one mask, of the tokens that follow it. They order grammars by cost, and are no times: a
+# unit of ambiguous rules takes 0.05 to 0.3 microseconds, of a lexer that is being built about ten
+# (docs/benchmarks.md). Fitted with vocabularies of 49,000 and 262,000 tokens.
 PER_ITEM = 2.0  # of the parser
 PER_FUEL = 1 / 40  # of the lexer
 PER_NODE = 1 / 250  # of the tree of all tokens

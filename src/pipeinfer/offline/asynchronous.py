@@ -8,25 +8,40 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import msgspec
 
-from pipeinfer import other_names
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
-from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
-from pipeinfer.offline.calls import Message, Prompt
-from pipeinfer.offline.outputs import ChoiceStream, Collector, Delta, DeltaStream, RequestError
+from pipeinfer.offline.calls import ChatOptions, Message, Options, Prompt
+from pipeinfer.offline.keywords import settings_of
+from pipeinfer.offline.outputs import (
+    Asked,
+    ChoiceStream,
+    Collector,
+    Delta,
+    DeltaStream,
+    Progress,
+    RequestError,
+    RequestOutput,
+    output_of,
+)
 from pipeinfer.offline.pipeline import Pipeline
-from pipeinfer.params import SamplingParams
+from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
+from pipeinfer.offline.tokenizer import tokenizer_of
 from pipeinfer.runtime.local import prepare
-from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +51,18 @@ class AsyncLLM:
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the fields of
     Settings, which are the flags of `pipeinfer serve` with underscores, also under the names of
-    other servers (other_names.py); ConfigurationError names a wrong one. Use it as
+    other servers (other_names.py). Keywords of theirs that ask for nothing are left out;
+    ConfigurationError names all that are wrong. Chats may bring a template. Use it as
     `async with AsyncLLM(...) as llm`, or call start() and close().
     """
 
-    def __init__(self, model: str = "", **settings: object) -> None:
-        given = {"model": model, **settings} if model else settings
-        try:
-            self._given = other_names.translated(given)
-        except other_names.NamedTwice as error:
-            raise ConfigurationError(str(error)) from None
+    def __init__(self, model: str | os.PathLike[str] = "", **settings: object) -> None:
+        given = {"model": os.fspath(model), **settings} if model else settings
+        # Whoever gives a template here runs in this process already.
+        self._given = {"trust_request_chat_template": True, **settings_of(given)}
         config.build(self._given)
         self._defaults = SamplingParams()
+        self._folder = Path()
         self._pipeline: Pipeline | None = None
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
         self._numbers = itertools.count()  # drawn from by any thread
@@ -77,8 +92,18 @@ class AsyncLLM:
             await self._pipeline.stop()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without params gets: vLLM's defaults under the checkpoint's own."""
-        return self._defaults
+        """What a request without params gets: vLLM's defaults under the checkpoint's own. A copy,
+        which the caller may change."""
+        return self._defaults.clone()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer as transformers has it, once this is started."""
+        self._running()
+        return tokenizer_of(self._folder)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes that no request uses; whether all groups have done so."""
+        return await self._running().reset_prefix_cache()
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics of each stage, as of its latest heartbeat (twice a second)."""
@@ -87,121 +112,108 @@ class AsyncLLM:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: AnyParams | None = None,
         request_id: str | None = None,
         *,
-        priority: int = 0,
-        timeout: float = 0.0,
-        cache_salt: str = "",
+        params: AnyParams | None = None,
+        **options: Unpack[Options],
     ) -> AsyncGenerator[Delta, None]:
         """Completes a text or token ids; leaving the iterator early aborts the request. Of several
-        choices (`params.n`) the deltas come as they come; `index` says whose each is.
+        choices (`n`) the deltas come as they come; `index` says whose each is.
 
-        timeout: seconds after which the request ends with "abort", 0 is never. cache_salt: shares
-        cached prefixes only with requests of the same. Raises RequestError if it is refused,
-        PipelineStopped if the stages are gone.
+        params: another name of sampling_params. priority: a lower one goes first. timeout: seconds
+        after which the request ends with "abort", 0 is never. cache_salt: shares cached prefixes
+        only with requests of the same. add_special_tokens: of a text. Raises RequestError if it is
+        refused, PipelineStopped if the stages are gone.
         """
-        call = calls.completion(
-            self.name(request_id),
-            prompt,
-            self._checked(params),
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-        )
-        return self._stream(call)
+        given = self._chosen(sampling_params, params)
+        return self.stream(calls.completion(self.name(request_id), prompt, given, **options))
 
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: AnyParams | None = None,
         request_id: str | None = None,
         *,
+        params: AnyParams | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
-        priority: int = 0,
-        timeout: float = 0.0,
-        cache_salt: str = "",
+        **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Delta, None]:
         """Answers `messages` (dicts with "role" and "content") by the model's chat template.
 
-        chat_template_kwargs: further variables of the template; `tools` are one, in OpenAI's form.
+        chat_template_kwargs: further variables of the template; `tools`, in OpenAI's form, are one
+        of them. chat_template, add_generation_prompt and continue_final_message as in vLLM's chats.
         The rest is as for generate().
         """
-        call = calls.chat(
-            self.name(request_id),
-            messages,
-            self._checked(params),
-            chat_template_kwargs,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-        )
-        return self._stream(call)
+        given = self._chosen(sampling_params, params)
+        arguments, rest = calls.template_arguments(chat_template_kwargs, options)
+        return self.stream(calls.chat(self.name(request_id), messages, given, arguments, **rest))
 
-    async def collect(
-        self, batch: Sequence[Call], on_end: Callable[[Collector], None]
-    ) -> list[list[Collector]]:
-        """Runs all calls to their ends, those with the largest max_tokens first; the collectors are
-        in the batch's order, one for each choice.
+    async def collect(self, batch: Sequence[Asked], progress: Progress) -> list[RequestOutput]:
+        """Runs all calls to their ends, those with the largest max_tokens first; the outputs are in
+        the batch's order.
 
         The first refusal aborts the others and is raised, as is a cancellation.
         """
         pipeline = self._running()
-        batch = [msgspec.structs.replace(call, return_prompt_ids=True) for call in batch]
+        sent = [msgspec.structs.replace(asked.call, return_prompt_ids=True) for asked in batch]
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = sum(call.params.n for call in batch)
 
         def ended(collector: Collector) -> None:
-            nonlocal left
-            left -= 1
-            on_end(collector)
-            if not over.done() and (left == 0 or collector.refusal is not None):
+            progress.ended += 1
+            if not over.done() and (progress.is_over() or collector.refusal is not None):
                 over.set_result(None)
 
-        collectors = [[Collector(call, ended) for _ in range(call.params.n)] for call in batch]
+        collectors = [[Collector(call, ended) for _ in range(call.params.n)] for call in sent]
+        progress.choices = [one for some in collectors for one in some]
         try:
-            for call, some in calls.longest_first(batch, collectors):
+            for call, some in calls.longest_first(sent, collectors):
                 pipeline.open(call, some)
-            if batch:
+            if sent:
                 await over
         finally:
-            for call in batch:
+            for call in sent:
                 pipeline.hang_up(call)
         for index, some in enumerate(collectors):
             refusal = next((one.refusal for one in some if one.refusal is not None), None)
             if refusal is not None:
-                text = str(refusal) if len(batch) == 1 else f"prompt {index}: {refusal}"
+                text = str(refusal) if len(sent) == 1 else f"prompt {index}: {refusal}"
                 raise RequestError(text, refusal.param, refusal.code)
-        return collectors
+        return [output_of(some, asked) for some, asked in zip(collectors, batch, strict=True)]
 
     def name(self, wanted: str | None = None) -> str:
         """An id for one more request, unique even if the wanted one is used twice."""
         return f"{wanted or 'request'}-{self._prefix}-{next(self._numbers)}"
 
-    async def _stream(self, call: Call) -> AsyncGenerator[Delta, None]:
-        pipeline, stream, left = self._running(), DeltaStream(), call.params.n
+    async def stream(self, *batch: Asked) -> AsyncGenerator[Delta, None]:
+        """The deltas of all choices of all calls, as they come; their `index` counts through."""
+        pipeline, stream, left = self._running(), DeltaStream(), 0
         async with self._one_begins:  # of many at once, one in each iteration of the loop
-            pipeline.open(call, [ChoiceStream(stream, index) for index in range(left)])
+            for asked in batch:
+                numbers = range(left, left + asked.call.params.n)
+                pipeline.open(asked.call, [ChoiceStream(stream, n, asked) for n in numbers])
+                left = numbers.stop
         try:
             while left:
                 delta = await stream.next()
                 left -= delta.finish_reason is not None
                 yield delta
         finally:
-            pipeline.hang_up(call)
+            for asked in batch:
+                pipeline.hang_up(asked.call)
 
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
         settings = prepare(self._given, log.info)
-        folder = Path(settings.model)
-        read_outline(folder, settings.model_impl)
-        defaults = sampling_defaults(folder)
-        limit = defaults.max_tokens or COMPLETION_MAX_TOKENS
-        self._defaults = msgspec.structs.replace(defaults, max_tokens=limit)
+        self._folder = Path(settings.model)
+        read_outline(self._folder, settings.model_impl)
+        defaults = public(sampling_defaults(self._folder))
+        defaults.max_tokens = defaults.max_tokens or COMPLETION_MAX_TOKENS
+        self._defaults = defaults
         return settings
 
-    def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        return calls.checked(self._defaults if params is None else params)
+    def _chosen(self, first: AnyParams | None, second: AnyParams | None) -> AnyParams:
+        return next((one for one in (first, second) if one is not None), self._defaults)
 
     def _running(self) -> Pipeline:
         if self._pipeline is None:

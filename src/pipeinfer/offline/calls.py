@@ -7,21 +7,42 @@ would be dropped, and its request never answered. Knows no pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
 import numpy as np
 
 from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.offline.outputs import RequestError
+from pipeinfer.offline.keywords import asks_nothing
+from pipeinfer.offline.outputs import Asked, RequestError
+from pipeinfer.offline.sampling import AnyParams, public
+from pipeinfer.offline.sampling import SamplingParams as OfCallers
+from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
 T = TypeVar("T")
-Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, JsonValue]
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a dict, as vLLM has it; cache_salt: shares cached prefixes only with the same."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids as a dict, as vLLM has it. prompt: the text, to be given back."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class Options(TypedDict, total=False):
@@ -30,11 +51,12 @@ class Options(TypedDict, total=False):
     priority: int
     timeout: float
     cache_salt: str
+    add_special_tokens: bool
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several: a text or a sequence of ids is one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0])):
+    """One prompt, or several: a text, a dict or a sequence of ids is one."""
+    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and _is_id(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -46,21 +68,67 @@ def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[
     return [list(chat) for chat in messages]  # type: ignore[arg-type]
 
 
-def matched(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
-) -> list[SamplingParams]:
-    """Checked parameters for `count` prompts. Raises ValueError if there are not as many."""
-    if params is None or isinstance(params, SamplingParams):
-        return [checked(default if params is None else params)] * count
-    if len(params) != count:
-        raise ValueError(f"{count} prompts, but {len(params)} SamplingParams")
-    return [checked(one) for one in params]
+def each_params(given: AnyParams | Sequence[AnyParams], count: int) -> list[AnyParams]:
+    """Those of each of `count` prompts. Raises ValueError if there are not as many."""
+    if isinstance(given, (OfCallers, SamplingParams)):
+        return [given] * count
+    return each(given, count, "SamplingParams")
 
 
-def checked(params: SamplingParams) -> SamplingParams:
-    """`params` as stages take them. Raises RequestError for a wrong value or type."""
+def each(given: Sequence[T], count: int, name: str) -> list[T]:
+    """One for each of `count` prompts. Raises ValueError if there are not as many."""
+    if len(given) != count:
+        raise ValueError(f"{count} prompts, but {len(given)} {name}")
+    return list(given)
+
+
+def with_options(
+    count: int,
+    priority: int | Sequence[int] | None,
+    lora_request: object,
+    tokenization_kwargs: Mapping[str, object] | None,
+    mm_processor_kwargs: Mapping[str, object] | None,
+) -> list[Options]:
+    """Of each of `count` prompts, from the keywords of vLLM's methods. Raises ValueError if there
+    are not as many priorities, RequestError for what there is not."""
+    adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
+    if any(one is not None for one in adapters):
+        raise RequestError(f"lora_request: {NO_ADAPTERS}", "lora_request")
+    if not asks_nothing(mm_processor_kwargs):
+        raise RequestError(f"mm_processor_kwargs: {TEXTS_ONLY}", "mm_processor_kwargs")
+    given = dict(tokenization_kwargs or {})
+    special = bool(given.pop("add_special_tokens", True))
+    for name, value in given.items():
+        if not asks_nothing(value):
+            message = f"tokenization_kwargs: {name}: use truncate_prompt_tokens of SamplingParams"
+            raise RequestError(message, "tokenization_kwargs")
+    if priority is None or isinstance(priority, int):
+        priority = [priority or 0] * count
+    ranks = each(priority, count, "priorities")
+    return [Options(priority=rank, add_special_tokens=special) for rank in ranks]
+
+
+def check_content_format(name: str) -> None:
+    """Raises RequestError for what a template's messages cannot be."""
+    if name not in ("auto", "string"):
+        param = "chat_template_content_format"
+        message = f"{param}={name!r}: parts of type text reach the template as one text"
+        raise RequestError(message, param)
+
+
+def without_texts(given: AnyParams) -> OfCallers:
+    """The same, with outputs that have no texts."""
+    made = given.clone() if isinstance(given, OfCallers) else public(given)
+    made.detokenize = False
+    return made
+
+
+def checked(given: AnyParams) -> SamplingParams:
+    """As stages take them. Raises RequestError for a wrong value or type."""
+    params = given.plain() if isinstance(given, OfCallers) else given
     if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", "params")
+        message = f"sampling_params must be SamplingParams, not {type(params).__name__}"
+        raise RequestError(message, "params")
     try:
         params = normalized(params)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
@@ -71,36 +139,70 @@ def checked(params: SamplingParams) -> SamplingParams:
 
 
 def completion(
-    request_id: str, prompt: Prompt, params: SamplingParams, **options: Unpack[Options]
-) -> Call:
-    """The call for a text or for token ids; `params` are checked. Raises RequestError."""
-    if isinstance(prompt, str):
-        call = Call(request_id, params, text=prompt, **options)
+    request_id: str, prompt: Prompt, given: AnyParams, **options: Unpack[Options]
+) -> Asked:
+    """What is asked of a text or of token ids. Raises RequestError."""
+    params, detokenize, only_prompt = _as_sent(given)
+    text, ids, salt = _parts(prompt)
+    if salt:
+        options["cache_salt"] = salt
+    if ids is None:
+        call = Call(request_id, params, text=text, **options)
     else:
-        call = Call(request_id, params, prompt_ids=_packed(prompt), **options)
-    return _sendable(call, "prompt")
+        call = Call(request_id, params, prompt_ids=_packed(ids), **options)
+    return Asked(_sendable(call, "prompt"), text, detokenize, only_prompt)
 
 
-def with_tools(
-    variables: Mapping[str, JsonValue] | None, tools: Sequence[JsonObject] | None
-) -> Mapping[str, JsonValue]:
-    """A chat template's variables with these tools, if there are any."""
-    shown: dict[str, JsonValue] = {"tools": list(tools)} if tools else {}
-    return {**(variables or {}), **shown}
+class ChatOptions(Options, total=False):
+    """What a chat may say beside its messages; None is what is not given.
+
+    chat_template: another template, as text. tools: a variable of it, in OpenAI's form.
+    continue_final_message: the last message goes on; add_generation_prompt must be False then.
+    """
+
+    chat_template: str | None
+    tools: Sequence[JsonObject] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def template_arguments(
+    variables: Mapping[str, JsonValue] | None, options: ChatOptions
+) -> tuple[JsonObject, Options]:
+    """A chat template's variables, with what `options` say of it; and the other options.
+
+    Nothing is said of what is so anyway: some templates take a variable's presence as a wish.
+    """
+    rest: dict[str, Any] = dict(options)
+    arguments: dict[str, Any] = dict(variables or {})
+    if rest.pop("add_generation_prompt", True) is False:
+        arguments["add_generation_prompt"] = False
+    for name in ("chat_template", "continue_final_message"):
+        if given := rest.pop(name, None):
+            arguments[name] = given
+    if tools := rest.pop("tools", None):
+        arguments["tools"] = list(tools)
+    return arguments, cast(Options, rest)
 
 
 def chat(
     request_id: str,
     messages: Sequence[Message],
-    params: SamplingParams,
-    template_arguments: Mapping[str, JsonValue] | None = None,
+    given: AnyParams,
+    arguments: Mapping[str, JsonValue] | None = None,
     **options: Unpack[Options],
-) -> Call:
-    """The call for a chat; `params` are checked. Raises RequestError."""
-    arguments = cast(JsonObject, template_arguments or {})  # looked at when it is packed
-    chat = cast(list[JsonObject], list(messages))
-    call = Call(request_id, params, chat=chat, template_arguments=arguments, **options)
-    return _sendable(call, "messages")
+) -> Asked:
+    """What is asked of a chat, whose template has these `arguments`. Raises RequestError."""
+    params, detokenize, only_prompt = _as_sent(given)
+    call = Call(
+        request_id,
+        params,
+        chat=cast(list[JsonObject], list(messages)),
+        template_arguments=cast(JsonObject, arguments or {}),  # looked at when it is packed
+        return_prompt_text=True,
+        **options,
+    )
+    return Asked(_sendable(call, "messages"), None, detokenize, only_prompt)
 
 
 def longest_first(batch: Sequence[Call], beside: Sequence[T]) -> list[tuple[Call, T]]:
@@ -115,6 +217,34 @@ def longest_first(batch: Sequence[Call], beside: Sequence[T]) -> list[tuple[Call
         return float("inf") if wanted is None else wanted
 
     return sorted(zip(batch, beside, strict=True), key=most, reverse=True)
+
+
+def _as_sent(given: AnyParams) -> tuple[SamplingParams, bool, bool]:
+    """(as stages take them, whether outputs have texts, whether they have no tokens)."""
+    detokenize = True
+    if isinstance(given, OfCallers):
+        detokenize, given = given.detokenize, given.plain()
+    only_prompt = isinstance(given, SamplingParams) and given.max_tokens == 0
+    if only_prompt:
+        given = msgspec.structs.replace(given, max_tokens=1, min_tokens=0)
+    return checked(given), detokenize, only_prompt
+
+
+def _parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
+    """(text, token ids, cache_salt); the text is the prompt where there are no ids."""
+    if isinstance(prompt, str):
+        return prompt, None, ""
+    if not isinstance(prompt, Mapping):
+        return None, prompt, ""
+    given: dict[str, Any] = dict(prompt)
+    text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
+    salt = given.pop("cache_salt", None) or ""
+    for name, value in given.items():
+        if not asks_nothing(value):
+            raise RequestError(f"prompt: {name}: {TEXTS_ONLY}", "prompt")
+    if text is None and ids is None:
+        raise RequestError('a prompt has "prompt" or "prompt_token_ids"', "prompt")
+    return text, ids, salt
 
 
 def _sendable(call: Call, param: str) -> Call:

@@ -6,12 +6,14 @@ the event loop of its shell only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pipeinfer.choices import choice_ids
+from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
-from pipeinfer.messages import Message
+from pipeinfer.gateway.health import Row
+from pipeinfer.messages import CacheReset, Message
 
 
 class Sink(Protocol):
@@ -31,6 +33,7 @@ class OfflineDriver:
         self._on_ready = on_ready
         self._sinks: dict[str, Sink] = {}
         self._feed: Callable[[Message], None] | None = None
+        self._resets = CacheResets()
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
@@ -48,6 +51,11 @@ class OfflineDriver:
         if self._sinks.pop(request_id, None) is not None and self._feed is not None:
             self._feed(Hangup(request_id))
 
+    async def reset_caches(self, stages: Iterable[Row]) -> set[int]:
+        """Groups of `stages` that were asked to forget what is cached, and have not said so."""
+        assert self._feed is not None
+        return await self._resets.ask(self._feed, stages)
+
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs; what nobody waits for is dropped."""
         if isinstance(message, Delta):  # hot path: once for every token of every request
@@ -63,6 +71,8 @@ class OfflineDriver:
         elif isinstance(message, Failed):
             if (sink := self._sinks.pop(message.request_id, None)) is not None:
                 sink.failed(message)
+        elif isinstance(message, CacheReset):
+            self._resets.told(message)
         elif isinstance(message, StatusChanged) and message.status == "ready":
             self._on_ready()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import uvloop
@@ -44,6 +44,10 @@ class LoopThread:
             if future.cancel():
                 over.wait(CANCELLING)
             raise
+
+    def submit(self, coroutine: Coroutine[object, None, T]) -> Future[T]:
+        """Begins the coroutine for a caller that waits otherwise, as on a loop of its own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def start(self, coroutine: Coroutine[object, None, object]) -> None:
         """Begins the coroutine and does not wait for it."""

@@ -6,6 +6,7 @@ Knows the gateway's local events; no pipeline and no threads.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +53,8 @@ class Delta:
     (prompt tokens found in the prefix cache) and `error`, which belongs to finish_reason "error".
     logprobs: of each of token_ids, if asked for. prompt_logprobs: of further tokens of the prompt,
     all of them before the first output token; None in place of those of its first one.
-    index: of the choice. cached_tokens are those of the first: a prompt counts once.
+    index: of the choice. prompt_tokens: of the prompt. Of several choices the first alone has them
+    and cached_tokens: a prompt counts once.
     """
 
     text: str
@@ -65,6 +67,7 @@ class Delta:
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     index: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -72,7 +75,8 @@ class CompletionOutput:
     """One completion. token_ids: without the stop token, but with those of a stop string.
 
     stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
-    happened if finish_reason is "error". logprobs: of each of token_ids, if asked for.
+    happened if finish_reason is "error". logprobs: of each of token_ids, if asked for;
+    cumulative_logprob: their sum.
     """
 
     index: int
@@ -82,6 +86,18 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[Logprobs] | None = None
     error: str = ""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probs of token_ids; None if they were not asked for."""
+        if self.logprobs is None:
+            return None
+        chosen = zip(self.token_ids, self.logprobs, strict=True)
+        return math.fsum(found[token].logprob for token, found in chosen)
+
+    def finished(self) -> bool:
+        """Whether it ended, as all that LLM returns have."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -104,10 +120,12 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request; outputs: its choices. prompt: None if ids or a chat were given.
+    """A finished request; outputs: its choices. prompt: the text, of a chat what the template made
+    of it; None if only ids were given.
 
-    cached_tokens: how many of the prompt's tokens were found in the prefix cache. prompt_logprobs:
-    of each of the prompt's tokens, if asked for; None in place of those of the first one.
+    cached_tokens: how many of the prompt's tokens were found in the prefix cache, for scripts of
+    vLLM also num_cached_tokens. prompt_logprobs: of each of the prompt's tokens, if asked for; None
+    in place of those of the first one.
     """
 
     request_id: str
@@ -117,6 +135,20 @@ class RequestOutput:
     cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[Logprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs ended, as all that LLM returns have."""
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """cached_tokens, as vLLM calls it."""
+        return self.cached_tokens
+
+    @property
+    def lora_request(self) -> None:
+        """None: there are no adapters."""
 
 
 def logprobs_of(delta: events.Delta) -> list[Logprobs] | None:
@@ -164,6 +196,21 @@ def _end_of(failed: Failed) -> tuple[FinishReason, str]:
     return "error", failed.message
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call, and what of its answer the caller is to see.
+
+    prompt: the text, where the caller gave one. detokenize: whether outputs have texts.
+    only_prompt: whether outputs have no tokens, either; the call then asks for one, as no step
+    computes less.
+    """
+
+    call: Call
+    prompt: str | None = None
+    detokenize: bool = True
+    only_prompt: bool = False
+
+
 class Collector:
     """Gathers one whole choice. `done(collector)` is called once, at its end."""
 
@@ -175,8 +222,11 @@ class Collector:
         "_metrics",
         "_prompt_ids",
         "_prompt_logprobs",
+        "_prompt_text",
         "_text",
         "end",
+        "output_tokens",
+        "prompt_tokens",
         "refusal",
     )
 
@@ -186,6 +236,9 @@ class Collector:
         self._text: list[str] = []
         self._ids: list[bytes] = []
         self._prompt_ids = b""
+        self._prompt_text: str | None = None
+        self.prompt_tokens = 0  # once they are known; of the first choice alone
+        self.output_tokens = 0  # so far
         params = call.params
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self._prompt_logprobs: list[Logprobs | None] | None = (
@@ -197,6 +250,9 @@ class Collector:
 
     def started(self, started: Started) -> None:
         self._prompt_ids = started.prompt_ids
+        self.prompt_tokens = started.prompt_tokens
+        if self._call.return_prompt_text:
+            self._prompt_text = started.prompt_text
 
     def delta(self, delta: events.Delta) -> None:
         """Hot path: once for every token."""
@@ -204,6 +260,7 @@ class Collector:
             self._metrics.first_token_time = time.monotonic()
         self._text.append(delta.text)
         self._ids.append(delta.ids)
+        self.output_tokens += len(delta.ids) // 4
         if self._logprobs is not None:
             self._logprobs += logprobs_of(delta) or []
         if self._prompt_logprobs is not None:
@@ -225,11 +282,7 @@ class Collector:
         self.end = {"finish_reason": reason, "error": error}
         self._done(self)
 
-    def tokens(self) -> int:
-        """Output tokens so far."""
-        return sum(map(len, self._ids)) // 4
-
-    def output(self, prompt: str | None) -> RequestOutput:
+    def output(self) -> RequestOutput:
         """What was gathered, as of a request with this choice alone."""
         cached = self.end.pop("cached_tokens", 0)
         ids = unpack(b"".join(self._ids)).tolist()
@@ -239,7 +292,7 @@ class Collector:
         name = self._call.request_id
         return RequestOutput(
             name,
-            prompt,
+            self._prompt_text,
             prompt_ids,
             [completion],
             cached,
@@ -248,14 +301,48 @@ class Collector:
         )
 
 
-def output_of(choices: Sequence[Collector], prompt: str | None) -> RequestOutput:
+class Progress:
+    """How far a batch is: `ended` of its choices, and the tokens so far. Written on one thread,
+    read on any."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.ended = 0
+        self.choices: list[Collector] = []
+
+    def is_over(self) -> bool:
+        """Whether all choices ended."""
+        return self.ended == self.total
+
+    def tokens(self) -> tuple[int, int]:
+        """(of prompts, of outputs)"""
+        choices = self.choices
+        return sum(c.prompt_tokens for c in choices), sum(c.output_tokens for c in choices)
+
+
+def output_of(choices: Sequence[Collector], asked: Asked) -> RequestOutput:
     """What was gathered of a request; of its prompt the first choice knows."""
-    whole, *others = [choice.output(prompt) for choice in choices]
+    whole, *others = [choice.output() for choice in choices]
     for index, other in enumerate(others, start=1):
         other.outputs[0].index = index
         whole.outputs += other.outputs
         whole.metrics.add(other.metrics)
+    if asked.prompt is not None:
+        whole.prompt = asked.prompt
+    for output in whole.outputs:
+        if not asked.detokenize:
+            output.text = ""
+        if asked.only_prompt:
+            _clear(output)
     return whole
+
+
+def _clear(output: CompletionOutput | Delta) -> None:
+    """Takes away the one token that a request without output has computed nevertheless."""
+    output.text, output.token_ids, output.stop_reason = "", [], None
+    output.logprobs = None if output.logprobs is None else []
+    if output.finish_reason == "stop":
+        output.finish_reason = "length"
 
 
 class DeltaStream:
@@ -287,33 +374,37 @@ class DeltaStream:
 class ChoiceStream:
     """The sink of one choice, in front of the stream that all of them share."""
 
-    __slots__ = ("_index", "_received", "_stream")
+    __slots__ = ("_asked", "_index", "_prompt_tokens", "_received", "_stream")
 
-    def __init__(self, stream: DeltaStream, index: int) -> None:
+    def __init__(self, stream: DeltaStream, index: int, asked: Asked) -> None:
         self._stream = stream
         self._index = index
         self._received = 0
+        self._prompt_tokens = 0
+        self._asked = asked
 
     def started(self, started: Started) -> None:
-        """The prompt's ids are no output."""
+        self._prompt_tokens = started.prompt_tokens
 
     def delta(self, delta: events.Delta) -> None:
         """Hot path: once for every token."""
         ids = unpack_few(delta.ids)
         self._received = delta.token_offset + len(ids)
-        self._stream.put(
-            Delta(
-                delta.text,
-                ids,
-                delta.token_offset,
-                delta.finish,
-                delta.stop_reason,
-                delta.cached_tokens,
-                logprobs=logprobs_of(delta),
-                prompt_logprobs=prompt_logprobs_of(delta),
-                index=self._index,
-            )
+        made = Delta(
+            delta.text if self._asked.detokenize else "",
+            ids,
+            delta.token_offset,
+            delta.finish,
+            delta.stop_reason,
+            delta.cached_tokens,
+            logprobs=logprobs_of(delta),
+            prompt_logprobs=prompt_logprobs_of(delta),
+            index=self._index,
+            prompt_tokens=self._prompt_tokens,
         )
+        if self._asked.only_prompt:
+            _clear(made)
+        self._stream.put(made)
 
     def failed(self, failed: Failed) -> None:
         if is_refusal(failed):

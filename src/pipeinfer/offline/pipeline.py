@@ -76,6 +76,12 @@ class Pipeline:
         for name in choice_ids(call.request_id, range(call.params.n)):
             self._driver.hang_up(name)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes that no request uses; whether all groups have done so."""
+        if self._core is None or self._cause or self._stopped is not None:
+            raise PipelineStopped(self._cause or "it was closed")
+        return not await self._driver.reset_caches(self._core.health.rows.values())
+
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics in each stage's latest heartbeat, by stage id."""
         rows = {} if self._core is None else self._core.health.rows

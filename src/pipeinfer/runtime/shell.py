@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 
 from pipeinfer import control
-from pipeinfer.beats import HEARTBEAT, period
+from pipeinfer.beats import FORGET, HEARTBEAT, period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
@@ -71,7 +71,8 @@ class Shell:
         self.identity, self.settings = identity, settings
         self.incarnation = process.incarnation or time.time_ns()
         self._born = _clock()
-        self.bus = Bus(identity, self.incarnation, topology, context)
+        patience = FORGET * settings.host_loss
+        self.bus = Bus(identity, self.incarnation, topology, context, patience=patience)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]

@@ -33,10 +33,10 @@ TAKES = {
 }  # channels whose messages reach the core of each stage
 
 TAKES_NOT: dict[str, tuple[type[Message], ...]] = {
-    "gateway": (Recovered, HandOver, Delivered),
+    "gateway": (Recovered, Delivered),
     "tokenizer": (HandOver, Fenced),
     "scheduler": (Fenced,),
-    "detokenizer": (Delivered,),
+    "detokenizer": (HandOver, Delivered),
 }  # of these channels, what only others are told
 LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
 

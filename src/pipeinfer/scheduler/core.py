@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from pipeinfer.awake import AwakeClock
+from pipeinfer.beats import FORGET
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.grammars.bounds import FULL
@@ -88,7 +89,7 @@ class SchedulerCore:
         self._stays: Stays = "yes"
         neighbours = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
-        self._ledger = Ledger(tokenizers, detokenizers)
+        self._ledger = Ledger(tokenizers, detokenizers, FORGET * options.host_loss)
         self._outbox = Outbox(group)
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(ENDS, 0))
 
@@ -487,6 +488,8 @@ class SchedulerCore:
         if self._roll_call.complete:
             for to, abort in self._ledger.lost(self._now):
                 self._outbox.send("tokens", to, abort)
+            for ended in self._ledger.unclaimed(self._now):
+                self._outbox.send_each("recovery", self._ledger.tokenizers, ended)
         if self._announcer.ranks.check(now) and self._epochs.running and self.options.groups > 1:
             reason = f"an engine rank was not heard for {self.options.host_loss:g} s"
             self._end_epoch(reason, now, blameless=True)  # another group may go on

@@ -148,6 +148,8 @@ class Flights:
             if request.phase == "over" or request.admission != admission:
                 continue
             repeated = request.prompt_len + len(request.outputs) - end  # of ids that were forced
+            if repeated < 0 and request.phase != "running":
+                continue  # behind a row of trouble, which is computed again with the next admission
             troubled = slot in bad or slot in result.refused
             if repeated < 0 or not (repeated or tokens or troubled):
                 raise Impossible(

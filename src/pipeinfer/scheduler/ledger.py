@@ -19,13 +19,17 @@ from pipeinfer.scheduler.request import Request
 REMEMBERED = 10_000  # ids of requests that are over, at most
 LATELY = 60.0  # seconds for which they are remembered
 ORPHANED = 60.0  # seconds that what was delivered waits for its work
-KEPT = 3_600.0  # seconds, at least, that a finished request waits for its Done
+KEPT = 3_600.0  # seconds, at most, after which one that has finished is asked after
 
 
 class Ledger:
-    """Of one scheduler; `tokenizers` and `detokenizers` are the stages that may know a request."""
+    """Of one scheduler; `tokenizers` and `detokenizers` are the stages that may know a request.
+    patience: seconds, at least, that a finished request waits for its Done; no more than KEPT."""
 
-    def __init__(self, tokenizers: Sequence[str], detokenizers: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizers: Sequence[str], detokenizers: Sequence[str], patience: float = KEPT
+    ) -> None:
+        self._patience = min(patience, KEPT)
         self.tokenizers = tuple(tokenizers)
         self.detokenizers = tuple(detokenizers)
         self.kept: dict[str, tuple[Request, Last]] = {}
@@ -111,7 +115,7 @@ class Ledger:
             self._delivered[name] = delivered, now
 
     def lost(self, now: float) -> Iterator[tuple[str, Abort]]:
-        """(detokenizer, what to tell it) of requests whose end or whose work never came.
+        """(detokenizer, what to tell it) of requests whose work never came.
 
         Not to be asked before the neighbours have told all.
         """
@@ -120,10 +124,15 @@ class Ledger:
             del self._delivered[delivered.request_id]
             abort = Abort(delivered.request_id, delivered.attempt, "nobody asked for it")
             yield from ((to, abort) for to in self.detokenizers)
+
+    def unclaimed(self, now: float) -> list[Delivered]:
+        """Of those that have finished, and that no Done came for: what to tell a tokenizer, which
+        aborts them wherever they are. Their gateway is lost, or somebody has lost their end."""
         if now < self._sweep_at:
-            return
-        for name in [name for name in self.kept if name in self._aged]:
-            request, _ = self.kept.pop(name)
-            yield home(request), Abort(name, request.work.attempt, "its end was lost")
+            return []
+        aged = [request for name, (request, _) in self.kept.items() if name in self._aged]
         self._aged = set(self.kept)
-        self._sweep_at = now + KEPT
+        self._sweep_at = now + self._patience
+        return [
+            Delivered(request_id=r.id, attempt=r.work.attempt, ids=b"", ended=True) for r in aged
+        ]

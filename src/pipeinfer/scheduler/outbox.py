@@ -67,6 +67,7 @@ class Outbox:
             context_ids=work.prompt_ids[-CONTEXT_TOKENS * TOKEN_BYTES :],
             trace=work.trace,
             group=self._group,
+            token_offsets=work.token_offsets,
         )
         return Send("tokens", home(request), opened)
 

@@ -198,12 +198,16 @@ class Request:
     def resume(self, delivered: Delivered) -> None:
         """It will go on after output that another scheduler had sampled, and that was delivered.
 
-        How much of its prompt was cached then is not known any more.
+        How much of its prompt was cached then is not known any more. Scores that nobody knows any
+        more, because a gateway alone has the ids, are zeros: its client has them.
         """
         self.outputs = array("i", delivered.ids)
         self.logprobs = bytearray(delivered.logprobs)
         if len(delivered.prompt_logprobs) > len(self.prompt_logprobs):
             self.prompt_logprobs = bytearray(delivered.prompt_logprobs)
+        if self.outputs:
+            _fill(self.logprobs, len(self.outputs) * self.score_size)
+            _fill(self.prompt_logprobs, self.prompt_len * self.prompt_score_size)
         self.cached = 0
         self.arrival -= RESUMED
 
@@ -254,6 +258,11 @@ class Request:
     def leave(self) -> None:
         """It has no slot any more; rows in flight still report."""
         self.slot = -1
+
+
+def _fill(scores: bytearray, size: int) -> None:
+    """Zeros up to `size` bytes."""
+    scores.extend(bytes(max(size - len(scores), 0)))
 
 
 def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:

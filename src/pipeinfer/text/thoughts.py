@@ -16,11 +16,13 @@ SPACE = " \t\r\n"
 
 class Tags(NamedTuple):
     """Texts around the thoughts. `answer`: those around what the model says behind them, which is
-    content without them; none if it has no such tags."""
+    content without them; none if it has no such tags. `never`: what a template has only where
+    `answer` stands around something else, such as the results of tools."""
 
     opening: str
     closing: str
     answer: tuple[str, str] = ("", "")
+    never: tuple[str, ...] = ()
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -34,7 +36,7 @@ COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
 # answers, and a tag of thoughts.
 REASONING_PARSERS: dict[str, Tags] = {
     "hunyuan_a13b": Tags(*THINK.pair, ("<answer>", "</answer>")),
-    "ernie45": Tags(*THINK.pair, ("<response>", "</response>")),
+    "ernie45": Tags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
     **dict.fromkeys(
         (
             "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47",
@@ -57,7 +59,8 @@ def parser_of(template: str) -> str:
     """The name of the tags that a chat template shows; none if it shows none."""
     for name, tags in REASONING_PARSERS.items():
         answers = all(tag in template for tag in tags.answer)
-        if answers and any(tag in template for tag in tags.pair):
+        others = any(mark in template for mark in tags.never)
+        if answers and not others and any(tag in template for tag in tags.pair):
             return name
     return ""
 

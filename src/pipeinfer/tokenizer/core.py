@@ -8,6 +8,7 @@ vocabulary and its length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import msgspec
@@ -139,19 +140,31 @@ class TokenizerCore:
             weight = self._encoder.weigh(event)
         except Rejected as error:
             return self._reject(event, error)
-        spec = None if event.only_encode else event.params.structured_outputs
-        if spec is not None:
-            grammar = digest(spec)
-            verdict = self._encoding.verdicts.get(grammar)
-            if verdict is None:
-                self._encoding.put(LongPrompt(event, alone, grammar))
-                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, event.client))]
-            if verdict.refusal:
-                return self._refuse_all(event, 400, verdict.refusal, GRAMMAR)
+        prompt, verdict = self._judged(LongPrompt(event, alone))
+        if verdict is None:
+            self._encoding.put(prompt)
+            return [_to_try(prompt)]
+        if verdict.refusal:
+            return self._refuse_all(event, 400, verdict.refusal, GRAMMAR)
         if weight > AT_ONCE:
-            self._encoding.put(LongPrompt(event, alone))
+            self._encoding.put(prompt)
             return self._in_turn(event, weight)
-        return self._encode(event, alone)
+        return self._encode(prompt)
+
+    def _judged(self, prompt: LongPrompt) -> tuple[LongPrompt, Verdict | None]:
+        """`prompt` with the first of its grammars that is not refused, and what is known of that;
+        None where it is to be tried."""
+        submit = prompt.submit
+        spec = None if submit.only_encode else submit.params.structured_outputs
+        if spec is None:
+            return prompt, Verdict()
+        grammar = digest(spec)
+        verdict = self._encoding.verdicts.get(grammar)
+        if verdict is None:
+            return replace(prompt, untried=grammar), None
+        if verdict.refusal and submit.otherwise is not None:
+            return self._judged(prompt.with_other_grammar(verdict.refusal))
+        return prompt, verdict
 
     def _in_turn(self, event: Submit, weight: int) -> list[Send]:
         """Its prompt is encoded when it is its client's turn, here or in another process."""
@@ -168,15 +181,15 @@ class TokenizerCore:
             waiting = self._encoding.get(name, attempt)
             if waiting is not None:
                 self._encoding.encoded(name)
-                return self._encode(waiting.submit, waiting.alone)
+                return self._encode(waiting)
         return []
 
-    def _encode(self, event: Submit, alone: bool) -> list[Send]:
+    def _encode(self, asked: LongPrompt) -> list[Send]:
         try:
-            prompt = self._encoder.prompt(event)
+            prompt = self._encoder.prompt(asked.submit)
         except Rejected as error:
-            return self._reject(event, error)
-        return self._pass_on(event, prompt, alone)
+            return self._reject(asked.submit, error)
+        return self._pass_on(asked, prompt)
 
     def _reject(self, event: Submit, error: Rejected) -> list[Send]:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
@@ -193,17 +206,25 @@ class TokenizerCore:
         here = 0
         for name in names:
             waiting = self._encoding.tried(name)
+            status, message = event.status, event.message
+            if event.grammar and status == 400:
+                waiting, verdict = self._judged(waiting)
+                self._encoding.waits(name, waiting)
+                if verdict is None:
+                    out.append(_to_try(waiting))
+                    continue
+                status, message = (400, verdict.refusal) if verdict.refusal else (0, "")
             submit = waiting.submit
-            weight = 0 if event.status else self._encoder.weigh(submit)  # which it has passed
+            weight = 0 if status else self._encoder.weigh(submit)  # which it has passed
             here += weight
             if weight > AT_ONCE or here > HERE:
                 out += self._in_turn(submit, weight)
                 continue
             self._encoding.encoded(name)
-            if event.status:
-                out += self._refuse_all(submit, event.status, event.message, GRAMMAR)
+            if status:
+                out += self._refuse_all(submit, status, message, GRAMMAR)
             else:
-                out += self._encode(submit, waiting.alone)
+                out += self._encode(waiting)
         return out
 
     def _unknown(self, event: Submit) -> Submit | None:
@@ -224,7 +245,7 @@ class TokenizerCore:
             why = (event.status, event.message, event.param, event.code)
             return self._refuse_all(waiting.submit, *why)
         prompt = Prompt(unpack(event.prompt_ids), event.left, event.thoughts)
-        return self._pass_on(waiting.submit, prompt, waiting.alone)
+        return self._pass_on(waiting, prompt)
 
     def _refuse_all(
         self,
@@ -258,15 +279,16 @@ class TokenizerCore:
         )
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
-    def _pass_on(self, event: Submit, prompt: Prompt, alone: bool) -> list[Send]:
-        """To a group, all choices to one. `alone`: as for LongPrompt."""
+    def _pass_on(self, asked: LongPrompt, prompt: Prompt) -> list[Send]:
+        """To a group, all choices to one."""
+        event, alone = asked.submit, asked.alone
         names, ids = _names(event), prompt.ids
         for name in names:
             self._encoding.forget(name)  # an attempt before this one
         self._counts["prompt_tokens"] += len(ids)
         if event.only_encode:
             self._counts["encoded"] += len(names)
-            return [self._accepted(event, prompt, -1)]
+            return [self._accepted(asked, prompt, -1)]
         routed = event.group in self._watch.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
@@ -278,21 +300,25 @@ class TokenizerCore:
         works = self._works(event, prompt)
         for work in works:
             self._ledger.put(Entry(work, group, routed or alone, alone))
-        accepted = self._accepted(event, prompt, group)
+        accepted = self._accepted(asked, prompt, group)
         return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
-    def _accepted(self, event: Submit, prompt: Prompt, group: int) -> Send:
-        ids = prompt.ids
+    def _accepted(self, asked: LongPrompt, prompt: Prompt, group: int) -> Send:
+        event, ids = asked.submit, prompt.ids
         texted = event.return_prompt_text and event.text is None
+        # What a template made of a chat: without special tokens its turns would run together.
+        skip = event.params.skip_special_tokens and event.chat is None
         accepted = Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
             prompt_tokens=len(ids),
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
-            prompt_text=self._encoder.text(ids, event.params) if texted else "",
+            prompt_text=self._encoder.text(ids, skip) if texted else "",
             choices=event.choices,
             thoughts=prompt.left,
+            refusal=asked.refusal,
+            token_strs=self._encoder.token_strs(ids) if event.return_token_strs else (),
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
 
@@ -331,6 +357,7 @@ class TokenizerCore:
             client=event.client,
             slow_grammar=verdict is not None and verdict.slow,
             thoughts=prompt.thoughts,
+            token_offsets=event.token_offsets,
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
@@ -410,7 +437,7 @@ class TokenizerCore:
         return out
 
     def _leave_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: the detokenizer knows what they delivered. What
+        """The same for groups that cannot be asked: gateways know what of it clients have. What
         nobody takes fails in the end."""
         out: list[Send] = []
         for group, seconds in self._watch.lost(now):
@@ -423,7 +450,7 @@ class TokenizerCore:
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
                 asked = HandOver(work.request_id, work.attempt, self._roll_call.stage)
-                out.append(Send("recovery", f"detokenizer-{work.detokenizer}", asked))
+                out.append(Send("recovery", f"gateway-{work.gateway}", asked))
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
@@ -433,9 +460,13 @@ class TokenizerCore:
             self._asked[group] = now
         return due
 
-    def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
-        """A group has handed a request over, with its output so far; or a detokenizer has, as the
-        next attempt, and what its group still does is in vain."""
+    def _on_delivered(self, event: Delivered, now: float) -> list[Send]:
+        """A group has handed a request over, with its output so far; or a gateway has, as the next
+        attempt, and what its group still does is in vain. One that has ended nobody takes, and all
+        forget it."""
+        if event.ended:
+            gone = Abort(event.request_id, event.attempt, "nobody has taken its end")
+            return self._on_abort(gone, now)
         entry = self._ledger.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
@@ -522,6 +553,12 @@ class TokenizerCore:
         Leave: _on_leave,
         Unsent: _on_unsent,
     }
+
+
+def _to_try(prompt: LongPrompt) -> Send:
+    """To the driver: its grammar."""
+    submit = prompt.submit
+    return Send(LOCAL, "", Try(first_choice(submit), submit.attempt, submit.client))
 
 
 def _names(event: Submit) -> list[str]:

@@ -19,11 +19,20 @@ from pipeinfer.tokenizer.verdicts import Verdicts
 class LongPrompt:
     """What one Submit asks for. `alone`: as for ledger.Entry; said when it came, since it may be an
     older one that the gateways told of. `untried`: the digest of its grammar, while that is tried.
+    `refusal`: why its first grammar is not served, where it has the other one.
     """
 
     submit: Submit
     alone: bool
     untried: bytes = b""
+    refusal: str = ""
+
+    def with_other_grammar(self, refusal: str) -> LongPrompt:
+        """The same where the first grammar is refused."""
+        other = self.submit.otherwise
+        params = structs.replace(self.submit.params, structured_outputs=other)
+        submit = structs.replace(self.submit, params=params, otherwise=None)
+        return replace(self, submit=submit, refusal=refusal)
 
 
 def first_choice(submit: Submit) -> str:
@@ -72,7 +81,11 @@ class Encoding:
 
     def tried(self, name: str) -> LongPrompt:
         """It waits for no trial any more."""
-        prompt = self._prompts[name] = replace(self._prompts[name], untried=b"")
+        return self.waits(name, replace(self._prompts[name], untried=b""))
+
+    def waits(self, name: str, prompt: LongPrompt) -> LongPrompt:
+        """What is known by that name is `prompt` now."""
+        self._prompts[name] = prompt
         return prompt
 
     def knows(self, request_id: str, attempt: int) -> bool:

@@ -25,6 +25,8 @@ from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 # Ids at the end of a prompt that are read again: for a text that it may end with; and for tags that
 # are several tokens, which a longer prompt costs too much to be searched for.
 LAST, FAR = 32, 4096
+# Contexts: whoever asks how long a prompt is hears it also of one that is too long, up to so many.
+COUNTED = 16
 
 
 class Rejected(ValueError):
@@ -95,8 +97,7 @@ class PromptEncoder:
                 raise Rejected(str(error), error.param) from None
         if submit.text is None:
             return 0
-        if not submit.params.truncate_prompt_tokens:
-            self._check_bytes(submit.text, "prompt")
+        self._check_bytes(submit.text, submit, "prompt")
         return weight(submit.text)
 
     def encode(self, submit: Submit) -> np.ndarray:
@@ -110,20 +111,22 @@ class PromptEncoder:
         if submit.chat is not None:
             ids, state = self._chat(submit)
         elif submit.text is not None:
-            if not submit.params.truncate_prompt_tokens:
-                self._check_bytes(submit.text, param)
+            self._check_bytes(submit.text, submit, param)
             ids = self._tokenize(submit.text, submit.add_special_tokens, param)
         elif submit.prompt_ids is not None:
             ids = unpack(submit.prompt_ids)
         else:
             raise Rejected("the request has no prompt", param)
         if not len(ids):
+            if submit.only_encode and submit.chat is None:
+                return Prompt(ids)  # whoever counts texts has empty ones among them
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
         kept = self._truncated(ids, submit.params)
         if len(kept) < len(ids) and submit.params.truncation_side == "right":
             state = None  # what the template wrote last is gone
-        self._check_length(len(kept), submit.params, param)
+        if not submit.only_encode:
+            self._check_length(len(kept), submit.params, param)
         return self._left(submit, kept, state)
 
     def _left(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
@@ -191,12 +194,18 @@ class PromptEncoder:
             raise Rejected(message, "bad_words")
         return tuple(ids)
 
-    def text(self, ids: np.ndarray, params: SamplingParams) -> str:
+    def text(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
         """What these ids say; nothing where there is no tokenizer."""
         if self._tokenizer is None:
             return ""
-        known, special = ids.tolist(), params.skip_special_tokens
-        return self._tokenizer.decode(known, skip_special_tokens=special)
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+
+    def token_strs(self, ids: np.ndarray) -> tuple[str, ...]:
+        """These ids as the vocabulary writes them; nothing for ids that it pads itself with, and
+        where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ("",) * len(ids)
+        return tuple(self._tokenizer.id_to_token(token) or "" for token in ids.tolist())
 
     # ------------------------------------------------------------------------------------- encoding
 
@@ -209,8 +218,7 @@ class PromptEncoder:
             if tags is not None:
                 text = rendered.text
                 state = self._chats.left(submit.chat, submit.template_arguments, text, tags)
-            if not submit.params.truncate_prompt_tokens:
-                self._check_bytes(rendered.text, "messages")
+            self._check_bytes(rendered.text, submit, "messages")
             if rendered.marked is None or self._stand_ins is None:
                 # The template has written the special tokens already.
                 return self._tokenize(rendered.text, False, "messages"), state
@@ -256,10 +264,12 @@ class PromptEncoder:
 
     # ------------------------------------------------------------------------------------- refusing
 
-    def _check_bytes(self, text: str, param: str) -> None:
-        """Refuses what has too many tokens however it is encoded."""
+    def _check_bytes(self, text: str, submit: Submit, param: str) -> None:
+        """Refuses what has too many tokens however it is encoded, unless they are cut off."""
+        if submit.params.truncate_prompt_tokens:
+            return
         fewest = 0 if self._cover is None else self._cover.fewest(text)
-        if fewest >= self._max_model_len:
+        if fewest >= self._max_model_len * (COUNTED if submit.only_encode else 1):
             raise self._too_long(f"at least {fewest}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:

@@ -12,13 +12,17 @@ from typing import Literal, NamedTuple
 from pipeinfer.gateway.pieces import NEXT, Kind, Piece
 from pipeinfer.json_values import JsonValue
 
+BlockKind = Literal["content", "reasoning", "call", "custom"]
+CALLS = ("call", "custom")
+
 
 @dataclass
 class Block:
     """`number`: its place in the answer. `call`: the number of the call, and `name` its tool's.
-    `texts`: of it so far, arguments of a call. `logprobs`: of its tokens, if asked for."""
+    `texts`: of it so far, arguments of a call, the input of a custom one. `logprobs`: of its
+    tokens, if asked for."""
 
-    kind: Literal["content", "reasoning", "call"]
+    kind: BlockKind
     number: int
     call: int = -1
     name: str = ""
@@ -49,7 +53,7 @@ class Blocks:
     @property
     def called(self) -> bool:
         """Whether any of them is a call."""
-        return any(block.kind == "call" for block in self.all)
+        return any(block.kind in CALLS for block in self.all)
 
     def take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
         """What further pieces do, in order."""
@@ -61,7 +65,7 @@ class Blocks:
                 yield from self.close()
                 yield Step("open", self._new(piece))
             block = self._open
-            if piece.kind != "call" and piece.text and block is not None:
+            if piece.kind not in CALLS and piece.text and block is not None:
                 block.texts.append(piece.text)
                 yield Step("more", block, piece.text)
 
@@ -77,21 +81,23 @@ class Blocks:
 
     def _goes_on(self, piece: Piece) -> bool:
         block = self._open
-        if block is None or piece.kind == "call":
+        if block is None or piece.kind in CALLS:
             return False
         return block.kind == KINDS[piece.kind] and block.call == piece.call
 
     def _new(self, piece: Piece) -> Block:
-        name = piece.text if piece.kind == "call" else ""
+        name = piece.text if piece.kind in CALLS else ""
         block = Block(KINDS[piece.kind], len(self.all), piece.call, name)
         self.all.append(block)
         self._open = block
         return block
 
 
-KINDS: dict[Kind, Literal["content", "reasoning", "call"]] = {
+KINDS: dict[Kind, BlockKind] = {
     "content": "content",
     "reasoning": "reasoning",
     "call": "call",
     "arguments": "call",
+    "custom": "custom",
+    "input": "custom",
 }

@@ -16,6 +16,7 @@ from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import chat_token
 from pipeinfer.gateway.pieces import Plain, Reader
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.gateway.requests import Job, Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.shapes import Answer, Usage
@@ -33,12 +34,11 @@ class End:
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.usage = Usage()
-        self.thought = 0  # tokens of thoughts, about
 
-    def fill(self, delta: Delta) -> None:
-        """From the last delta."""
+    def fill(self, delta: Delta, reasoning: int) -> None:
+        """From the last delta, and the count of tokens that are thoughts."""
         self.finish, self.stop_reason = delta.finish, delta.stop_reason
-        self.usage.add(delta)
+        self.usage.add(delta, reasoning)
 
 
 class Speech(Protocol):
@@ -71,6 +71,7 @@ class SpeechOutlet:
     def __init__(self, answer: Answer, speech: Speech, streams: bool) -> None:
         self._make_reader = answer.reader
         self._reader: Reader = Plain()
+        self._reasoning = ReasoningTokens()
         self._speech = speech
         self._streams = streams
         self._blocks = Blocks()
@@ -86,7 +87,8 @@ class SpeechOutlet:
     def started(self, index: int, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
         if self._make_reader is not None:
-            self._reader = self._make_reader(started.thoughts)
+            reader = self._make_reader(started.thoughts)
+            self._reader, self._reasoning = reader, reader.reasoning
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if not delta.text and not delta.ids and delta.finish is None:
@@ -107,15 +109,14 @@ class SpeechOutlet:
             yield from speech.begun(self._prompt_tokens)
         if delta.logprobs is not None:
             self._scores += map(chat_token, token_scores([(delta.logprobs, delta.ids)]))
+        self._reasoning.add(delta.offsets)
         pieces = [*self._reader.read(delta.text)]
         if delta.finish is not None:
             pieces += self._reader.end()
         yield from self._shown(blocks.take(pieces))
-        if all(block.kind == "reasoning" for block in blocks.all):
-            self._end.thought += len(delta.ids) // 4 if blocks.all else 0
         if delta.finish is None:
             return
-        self._end.fill(delta)
+        self._end.fill(delta, self._reasoning.count)
         if not blocks.all:
             yield from self._shown(blocks.empty())
         yield from self._shown(blocks.close())
@@ -142,6 +143,6 @@ def dialect_job(
     """chat_job, whose errors name the fields as the dialect calls them: `names` by chat's."""
     try:
         job = chat_job(request, base, terms, trace)
-        return replace(job, form=names.get(job.form, job.form))
+        return replace(job, asked=job.asked.called(names))
     except ApiError as error:
         raise renamed(error, names) from None

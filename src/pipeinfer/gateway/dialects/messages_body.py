@@ -5,6 +5,7 @@ Anthropic's Messages API: what a turn says is a list of blocks, and the system s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from msgspec import Meta
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.schema import (
+    INT32,
     MOST_MESSAGES,
     MOST_TIMEOUT,
     MOST_TOOLS,
@@ -21,14 +23,15 @@ from pipeinfer.gateway.schema import (
     Bounded,
     ChatMessage,
     ChatRequest,
+    Choice,
     Chosen,
     Function,
     JsonSchema,
-    NamedTool,
     Part,
     ResponseFormat,
     Salt,
     Tool,
+    ToolChoice,
 )
 from pipeinfer.gateway.unsupported_fields import HARMLESS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject
@@ -45,19 +48,41 @@ NAMES = {
 LOW, MEDIUM = 4_096, 16_384
 
 
-class TextBlock(msgspec.Struct, frozen=True):
-    """A text, of the system or of what a tool gave."""
+class SourceBlock(msgspec.Struct, frozen=True):
+    """A text within a document."""
 
     type: str
     text: str | None = None
 
 
-class MessageBlock(msgspec.Struct, frozen=True):
-    """A block of a turn. `type`: text, thinking, redacted_thinking, tool_use or tool_result; each
-    has some of the other fields."""
+class Source(msgspec.Struct, frozen=True):
+    """Where a document's text is: `data`, with "text", or `content`, with "content"."""
 
     type: str
-    text: str | None = None
+    media_type: str | None = None
+    data: str | None = None
+    content: str | list[SourceBlock] | None = None
+
+
+class CitationsOptions(msgspec.Struct, frozen=True):
+    """Whether answers are to cite a document."""
+
+    enabled: bool | None = None
+
+
+class TextBlock(SourceBlock, frozen=True):
+    """A text, of the system or of what a tool gave; there also a document."""
+
+    source: Source | None = None
+    title: str | None = None
+    context: str | None = None
+    citations: CitationsOptions | list[JsonObject] | None = None
+
+
+class MessageBlock(TextBlock, frozen=True):
+    """A block of a turn. `type`: text, document, thinking, redacted_thinking, tool_use or
+    tool_result; each has some of the other fields."""
+
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -78,7 +103,7 @@ class InputTool(Part, frozen=True):
     """A tool of the client; `input_schema` is the JSON schema of its arguments."""
 
     unsupported = ("defer_loading",)
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")] | None = None
     input_schema: JsonObject | None = None
     description: str | None = None
     type: str | None = None
@@ -86,7 +111,7 @@ class InputTool(Part, frozen=True):
     defer_loading: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class MessagesToolChoice(msgspec.Struct, frozen=True):
     """Whether and which tools are called; `name` goes with "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -98,7 +123,7 @@ class ThinkingOptions(msgspec.Struct, frozen=True):
     """Whether the model thinks, with "enabled" how many tokens at most, and whether it shows."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Bounded | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=INT32)] | None = None  # -1 is no limit in chats
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -126,7 +151,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[InputTool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -237,19 +262,20 @@ def _tools(request: CountRequest) -> list[Tool] | None:
             where = f"tools[{i}].type"
             message = f"{where}: {tool.type[:100]!r} is not supported, only 'custom' is"
             raise ApiError(400, message, where, "unsupported_parameter")
-        function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
+        name = _given(tool.name, f"tools[{i}].name")
+        function = Function(name, tool.description, tool.input_schema, tool.strict)
         tools.append(Tool("function", function))
     return tools
 
 
-def _choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedTool | None:
+def _choice(choice: MessagesToolChoice | None) -> Choice | None:
     if choice is None:
         return None
     if choice.type == "tool":
         if choice.name is None:
             message = "tool_choice.name must be given"
             raise ApiError(400, message, "tool_choice.name", "invalid_value")
-        return NamedTool("function", Chosen(choice.name))
+        return ToolChoice("function", Chosen(choice.name))
     return "required" if choice.type == "any" else choice.type
 
 
@@ -287,6 +313,9 @@ def _say(turns: Turns, turn: Turn, where: str) -> None:
         if block.type == "text":
             texts.append(_given(block.text, f"{here}.text"))
             continue
+        if block.type == "document" and turn.role == "user":
+            texts.append(_document(block, here))
+            continue
         if texts:
             turns.say(turn.role, texts)
             texts = []
@@ -309,7 +338,11 @@ def _called(turns: Turns, block: MessageBlock, where: str) -> None:
 
 
 def _gave(turns: Turns, block: MessageBlock, where: str) -> None:
-    texts = [""] if block.content is None else _texts(block.content, f"{where}.content")
+    content, here = block.content or "", f"{where}.content"
+    texts = [content] if isinstance(content, str) else []
+    for j, part in enumerate([] if isinstance(content, str) else content):
+        shown = _document if part.type == "document" else _text
+        texts.append(shown(part, f"{here}[{j}]"))
     turns.result(_given(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
@@ -326,18 +359,51 @@ _BLOCKS = {
 }
 
 
-def _texts(content: str | list[TextBlock], where: str) -> list[str]:
+def _document(block: TextBlock, where: str) -> str:
+    """What a model is shown of a document: tags around its title, its context and its text."""
+    citations = block.citations
+    if citations is not None and not isinstance(citations, list) and citations.enabled:
+        param = f"{where}.citations"
+        message = f"{param}: citations are not supported by this server"
+        raise ApiError(400, message, param, "unsupported_parameter")
+    source = block.source
+    if source is None:
+        raise ApiError(400, f"{where}.source must be given", f"{where}.source", "invalid_value")
+    param = f"{where}.source"
+    if source.type == "text":
+        if source.media_type not in (None, "text/plain"):
+            param = f"{param}.media_type"
+            message = f"{param}: {source.media_type[:100]!r} is not supported, text/plain is"
+            raise ApiError(400, message, param, "unsupported_parameter")
+        text = _given(source.data, f"{param}.data")
+    elif source.type == "content":
+        if source.content is None:
+            raise ApiError(400, f"{param}.content must be given", f"{param}.content")
+        text = "\n\n".join(_texts(source.content, f"{param}.content"))
+    else:
+        message = f"{param}.type: {source.type[:100]!r} is not supported, 'text' and 'content' are"
+        raise ApiError(400, message, f"{param}.type", "unsupported_parameter")
+    head = [
+        f"<{name}>{said}</{name}>"
+        for name, said in (("title", block.title), ("context", block.context))
+        if said
+    ]
+    return "\n".join(("<document>", *head, text, "</document>", ""))
+
+
+def _texts(content: str | Sequence[SourceBlock], where: str) -> list[str]:
     """Of its blocks, all of which must be texts."""
     if isinstance(content, str):
         return [content]
-    texts: list[str] = []
-    for j, block in enumerate(content):
-        if block.type != "text":
-            param = f"{where}[{j}].type"
-            message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
-            raise ApiError(400, message, param, "unsupported_parameter")
-        texts.append(_given(block.text, f"{where}[{j}].text"))
-    return texts
+    return [_text(block, f"{where}[{j}]") for j, block in enumerate(content)]
+
+
+def _text(block: SourceBlock, where: str) -> str:
+    if block.type != "text":
+        param = f"{where}.type"
+        message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
+        raise ApiError(400, message, param, "unsupported_parameter")
+    return _given(block.text, f"{where}.text")
 
 
 def _given(value: str | None, where: str) -> str:

@@ -34,14 +34,16 @@ DELTAS = {
 
 
 class MessageSpeech:
-    """A speech of /v1/messages. `omits`: blocks of thoughts are empty."""
+    """A speech of /v1/messages. `omits`: blocks of thoughts are empty. `request_id`: as the answer
+    calls its request."""
 
-    def __init__(self, answer: Answer, omits: bool = False) -> None:
+    def __init__(self, answer: Answer, omits: bool = False, request_id: str | None = None) -> None:
         self._answer = answer
+        self._request_id = request_id
         self._omits = omits
 
     def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
-        usage = _whole_usage(Usage(prompt_tokens), 0)
+        usage = _whole_usage(Usage(prompt_tokens))
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
         yield {"type": "ping"}
 
@@ -68,16 +70,16 @@ class MessageSpeech:
         yield {
             "type": "message_delta",
             "delta": _ended(reason, sequence),
-            "usage": _usage(end.usage, end.thought),
+            "usage": _usage(end.usage),
         }
         yield {"type": "message_stop"}
 
     def whole(self, blocks: Blocks, end: End) -> JsonObject:
         content: list[JsonValue] = [self._content(block) for block in blocks.all]
-        return self._message(content, *_reason(blocks, end), _whole_usage(end.usage, end.thought))
+        return self._message(content, *_reason(blocks, end), _whole_usage(end.usage))
 
     def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
-        return error_object(error)
+        return error_object(error, self._request_id)
 
     def _message(
         self, content: list[JsonValue], reason: str | None, sequence: str | None, usage: JsonObject
@@ -137,22 +139,22 @@ def _ended(reason: str | None, sequence: str | None) -> JsonObject:
     }
 
 
-def _usage(usage: Usage, thought: int) -> JsonObject:
+def _usage(usage: Usage) -> JsonObject:
     """`input_tokens` are those that were not found in the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.output,
-        "output_tokens_details": {"thinking_tokens": thought},
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
         "server_tool_use": None,
     }
 
 
-def _whole_usage(usage: Usage, thought: int) -> JsonObject:
+def _whole_usage(usage: Usage) -> JsonObject:
     """With what a message says once."""
     further: JsonObject = {"cache_creation": None, "inference_geo": None, "service_tier": None}
-    return {**_usage(usage, thought), **further}
+    return {**_usage(usage), **further}
 
 
 def status_of(error: ApiError) -> int:
@@ -160,8 +162,9 @@ def status_of(error: ApiError) -> int:
     return OVERLOADED if error.status == 503 else error.status
 
 
-def error_object(error: ApiError) -> JsonObject:
-    """An error as Anthropic's clients read it."""
+def error_object(error: ApiError, request_id: str | None = None) -> JsonObject:
+    """An error as Anthropic's clients read it; `request_id`: of the header `request-id`."""
     status = status_of(error)
     kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    detail: JsonObject = {"type": kind, "message": error.message}
+    return {"type": "error", "error": detail, "request_id": request_id}

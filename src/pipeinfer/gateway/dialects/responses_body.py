@@ -5,24 +5,31 @@ OpenAI's Responses API without memory: each request brings its whole conversatio
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.offered import check_kind
 from pipeinfer.gateway.schema import (
     INT32,
     MOST_MESSAGES,
     MOST_TIMEOUT,
     MOST_TOOLS,
+    SAMPLED,
+    AllowedTools,
     Body,
     Bounded,
     ChatMessage,
     ChatRequest,
+    Choice,
     Chosen,
+    CustomTool,
     Function,
+    GrammarFormat,
+    InputFormat,
     JsonSchema,
     NamedTool,
     Part,
@@ -33,6 +40,8 @@ from pipeinfer.gateway.schema import (
     Structured,
     TokenId,
     Tool,
+    ToolChoice,
+    ToolName,
 )
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
 from pipeinfer.json_values import JsonObject
@@ -43,11 +52,16 @@ INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
 # Of the server's own tools, of which there are none, so a function's calls never count.
 CallBound = Annotated[int, Meta(ge=1, le=INT32)]
 TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+CALLS = ("function_call", "custom_tool_call")
+RESULTS = ("function_call_output", "custom_tool_call_output")
+UNFINISHED = frozenset(("in_progress", "incomplete"))
 # What chats call a field, and what it is called here.
 NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "tools": "tools",
+    "tool_choice": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -63,7 +77,7 @@ class InputPart(msgspec.Struct, frozen=True):
 
 class InputItem(msgspec.Struct, frozen=True):
     """One item of the conversation. `type`: message (also where there is none), function_call,
-    function_call_output, or reasoning; each has some of the other fields."""
+    custom_tool_call, the same with _output, or reasoning; each has some of the other fields."""
 
     type: str | None = None
     role: Role | None = None
@@ -71,28 +85,57 @@ class InputItem(msgspec.Struct, frozen=True):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     phase: str | None = None
+    status: str | None = None
 
 
-class FunctionTool(Part, frozen=True):
-    """A tool; `parameters` is the JSON schema of its arguments. Only functions are served."""
+class ToolFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the input of a custom tool is: any text, or one of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class ResponsesTool(Part, frozen=True):
+    """A tool: a function, of which `parameters` is the JSON schema of its arguments, or a custom
+    one that takes a text of the `format`."""
 
     unsupported = ("defer_loading",)
     type: str
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")] | None = None
+    name: ToolName | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    format: ToolFormat | None = None
     defer_loading: bool | None = None
 
+    def said_again(self) -> JsonObject:
+        """As an answer shows it."""
+        shown: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
+        if self.type == "function":
+            return {**shown, "parameters": self.parameters, "strict": self.strict}
+        return {**shown, "format": msgspec.to_builtins(self.format) or {"type": "text"}}
 
-class NamedFunction(msgspec.Struct, frozen=True):
-    """The function that must be called."""
 
-    type: Literal["function"]
-    name: str
+class ResponsesNamedTool(msgspec.Struct, frozen=True):
+    """A tool of the request, by its name."""
+
+    type: str
+    name: str | None = None
+
+
+class ResponsesToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tool that must be called; or, with the type "allowed_tools", those `tools` that may be or
+    ("required") of which some must be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ResponsesNamedTool], Meta(max_length=MOST_TOOLS)] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -106,10 +149,10 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """What the answer's text is like."""
+    """What the answer's text is like. `verbosity` is a wish, and changes nothing."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -120,15 +163,32 @@ class Reasoning(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Body, frozen=True, kw_only=True):
-    """The body of /v1/responses."""
+class PromptOfResponse(Body, frozen=True, kw_only=True):
+    """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
+    one that does not fit."""
 
     refused: ClassVar[Refusals] = RESPONSES
     input: str | list[InputItem]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class InputTokensRequest(PromptOfResponse, frozen=True, kw_only=True):
+    """The body of /v1/responses/input_tokens. Fields with which a response is only sampled are
+    ignored, so that a response's body can be counted."""
+
+    ignored: ClassVar[frozenset[str]] = SAMPLED | {"max_output_tokens", "include", "personality"}
+
+
+class ResponsesRequest(PromptOfResponse, frozen=True, kw_only=True):
+    """The body of /v1/responses."""
+
     max_tool_calls: CallBound | None = None
     max_output_tokens: Bounded | None = None
     temperature: float | None = None
@@ -148,8 +208,6 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     structured_outputs: Structured | None = None
     top_logprobs: Bounded | None = None
     include: list[str] | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
@@ -162,15 +220,56 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
-    chat_template_kwargs: JsonObject | None = None
+
+
+Responses = TypeVar("Responses", bound=PromptOfResponse)
+
+
+def turns(request: PromptOfResponse) -> list[int]:
+    """Where its turns but the first begin, by items: with messages of the user. What is before one
+    of them can be left out, if the request asks for that where it does not fit; else empty."""
+    items = request.input
+    if request.truncation != "auto" or isinstance(items, str):
+        return []
+    return [i for i, item in enumerate(items) if i and _is_message(item) and item.role == "user"]
+
+
+def beginning(request: Responses, first: int) -> Responses:
+    """The same from item `first` on. What system and developer say stays; results go where their
+    calls go."""
+    assert isinstance(request.input, list)
+    gone, rest = request.input[:first], request.input[first:]
+    calls = {item.call_id for item in gone if item.type in CALLS}
+    kept = [item for item in gone if _is_message(item) and item.role in ("system", "developer")]
+    kept += [i for i in rest if i.type not in RESULTS or i.call_id not in calls]
+    return msgspec.structs.replace(request, input=kept)
+
+
+def _is_message(item: InputItem) -> bool:
+    return item.type in (None, "message")
+
+
+def prompt_chat(request: PromptOfResponse) -> ChatRequest:
+    """The chat, without how it is to be answered. ApiError 400."""
+    messages = _messages(request)
+    goes_on = _goes_on(request, messages)
+    return ChatRequest(
+        messages=messages,
+        continue_final_message=goes_on or None,
+        add_generation_prompt=False if goes_on else None,
+        model=request.model,
+        chat_template_kwargs=_arguments(request),
+        tools=_tools(request),
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as the body of a chat. ApiError 400."""
-    logprobs = _logprobs(request)
-    chat = ChatRequest(
-        messages=_messages(request),
-        model=request.model,
+    logprobs, chat = _logprobs(request), prompt_chat(request)
+    chat = msgspec.structs.replace(
+        chat,
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -195,16 +294,23 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         timeout=request.timeout,
         cache_salt=request.cache_salt,
         extra_key=request.extra_key,
-        chat_template_kwargs=_arguments(request),
-        tools=_tools(request),
-        tool_choice=_choice(request),
-        parallel_tool_calls=request.parallel_tool_calls,
     )
     form = request.text.format if request.text is not None else None
     if form is None:
         return chat
+    if chat.continue_final_message and form.type != "text":
+        message = "text.format: what goes on from an unfinished message has no form of its own"
+        raise ApiError(400, message, "text.format", "unsupported_parameter")
     schema = JsonSchema(form.schema, form.name, form.description, form.strict)
     return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
+
+
+def _goes_on(request: PromptOfResponse, messages: list[ChatMessage]) -> bool:
+    """Whether the last item is a message of the assistant that its status calls unfinished."""
+    last = None if isinstance(request.input, str) else request.input[-1]
+    if last is None or last.status not in UNFINISHED or last.role != "assistant":
+        return False
+    return (last.type or "message") == "message" and bool(messages[-1].content)
 
 
 def _logprobs(request: ResponsesRequest) -> bool:
@@ -216,7 +322,7 @@ def _logprobs(request: ResponsesRequest) -> bool:
     return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
-def _arguments(request: ResponsesRequest) -> JsonObject | None:
+def _arguments(request: PromptOfResponse) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
@@ -227,30 +333,54 @@ def _arguments(request: ResponsesRequest) -> JsonObject | None:
     return {**asked, **(request.chat_template_kwargs or {})}
 
 
-def _tools(request: ResponsesRequest) -> list[Tool] | None:
+def _tools(request: PromptOfResponse) -> list[Tool] | None:
     if request.tools is None:
         return None
-    tools: list[Tool] = []
-    for i, tool in enumerate(request.tools):
-        where = f"tools[{i}]"
-        if tool.type != "function":
-            message = f"{where}.type: {tool.type[:100]!r} is not supported, only 'function' is"
-            raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
-        name = _given(tool.name, f"{where}.name")
-        function = Function(name, tool.description, tool.parameters, tool.strict)
-        tools.append(Tool("function", function))
-    return tools
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
 
 
-def _choice(
-    request: ResponsesRequest,
-) -> Literal["none", "auto", "required"] | NamedTool | None:
+def _tool(tool: ResponsesTool, where: str) -> Tool:
+    check_kind(tool.type, f"{where}.type")
+    name = _given(tool.name, f"{where}.name")
+    if tool.type == "function":
+        return Tool("function", Function(name, tool.description, tool.parameters, tool.strict))
+    format = None if tool.format is None else _format(tool.format, f"{where}.format")
+    return Tool("custom", custom=CustomTool(name, tool.description, format))
+
+
+def _format(given: ToolFormat, where: str) -> InputFormat:
+    if given.type == "text":
+        return InputFormat("text")
+    definition = _given(given.definition, f"{where}.definition")
+    if given.syntax is None:
+        raise ApiError(400, f"{where}.syntax must be given", f"{where}.syntax", "invalid_value")
+    return InputFormat("grammar", GrammarFormat(given.syntax, definition))
+
+
+def _choice(request: PromptOfResponse) -> Choice | None:
     choice = request.tool_choice
     if choice == "auto" and not request.tools:
         return None  # the API's own default, which clients send along
     if isinstance(choice, str) or choice is None:
         return choice
-    return NamedTool("function", Chosen(choice.name))
+    if choice.type != "allowed_tools":
+        one = _named(choice.type, choice.name, "tool_choice")
+        return ToolChoice(one.type, one.function, one.custom)
+    mode = choice.mode
+    if mode is None or choice.tools is None:
+        where = f"tool_choice.{'mode' if mode is None else 'tools'}"
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    tools = [
+        _named(tool.type, tool.name, f"tool_choice.tools[{i}]")
+        for i, tool in enumerate(choice.tools)
+    ]
+    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
+
+
+def _named(kind: str, name: str | None, where: str) -> NamedTool:
+    check_kind(kind, f"{where}.type", *(("allowed_tools",) if where == "tool_choice" else ()))
+    chosen = Chosen(_given(name, f"{where}.name"))
+    return NamedTool(kind, **{kind: chosen})
 
 
 def _given(value: str | None, where: str) -> str:
@@ -259,7 +389,7 @@ def _given(value: str | None, where: str) -> str:
     return value
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: PromptOfResponse) -> list[ChatMessage]:
     turns = Turns()
     if request.instructions:
         turns.say("system", [request.instructions])
@@ -290,7 +420,11 @@ def _say(turns: Turns, item: InputItem, where: str) -> None:
         call_id = _given(item.call_id, f"{where}.call_id")
         arguments = _given(item.arguments, f"{where}.arguments")
         turns.call(call_id, _given(item.name, f"{where}.name"), arguments)
-    elif kind == "function_call_output":
+    elif kind == "custom_tool_call":
+        call_id = _given(item.call_id, f"{where}.call_id")
+        text = _given(item.input, f"{where}.input")
+        turns.call_custom(call_id, _given(item.name, f"{where}.name"), text)
+    elif kind in RESULTS:
         call_id = _given(item.call_id, f"{where}.call_id")
         turns.result(call_id, _texts(item.output, f"{where}.output"))
     else:

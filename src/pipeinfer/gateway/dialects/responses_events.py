@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from pipeinfer.gateway.dialects.blocks import Block, Blocks, Step
+from pipeinfer.gateway.dialects.blocks import CALLS, Block, Blocks, Step
 from pipeinfer.gateway.dialects.dialect import End
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.errors import ApiError
@@ -19,7 +19,12 @@ from pipeinfer.gateway.shapes import Answer
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import SamplingParams
 
-PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
+PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
+# Of calls: the type of the item, its field that grows, and the events of that.
+ITEMS = {
+    "call": ("function_call", "arguments", "response.function_call_arguments"),
+    "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
+}
 ABORTED = "the request was ended before its answer was complete: its time was up"
 
 
@@ -49,7 +54,7 @@ class ResponseSpeech:
         elif step.what == "open":
             item = self._item(block, "in_progress")
             yield self._event("response.output_item.added", output_index=block.number, item=item)
-            if block.kind != "call":
+            if block.kind not in CALLS:
                 yield self._event(
                     "response.content_part.added", **self._at(block), part=_part(block)
                 )
@@ -82,12 +87,10 @@ class ResponseSpeech:
         return self._event("response.failed", response=response)
 
     def _more(self, block: Block, text: str, scores: list[JsonValue]) -> JsonObject:
-        if block.kind == "call":
+        if block.kind in CALLS:
+            _, _, name = ITEMS[block.kind]
             return self._event(
-                "response.function_call_arguments.delta",
-                item_id=self._id(block),
-                output_index=block.number,
-                delta=text,
+                f"{name}.delta", item_id=self._id(block), output_index=block.number, delta=text
             )
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **self._at(block), delta=text)
@@ -96,14 +99,11 @@ class ResponseSpeech:
         )
 
     def _closed(self, block: Block) -> Iterator[JsonObject]:
-        if block.kind == "call":
-            yield self._event(
-                "response.function_call_arguments.done",
-                item_id=self._id(block),
-                output_index=block.number,
-                name=block.name,
-                arguments=block.text,
-            )
+        if block.kind in CALLS:
+            _, field, name = ITEMS[block.kind]
+            said: JsonObject = {"name": block.name} if block.kind == "call" else {}
+            said = {"output_index": block.number, **said, field: block.text}
+            yield self._event(f"{name}.done", item_id=self._id(block), **said)
         elif block.kind == "reasoning":
             yield self._event("response.reasoning_text.done", **self._at(block), text=block.text)
         else:
@@ -113,7 +113,7 @@ class ResponseSpeech:
                 text=block.text,
                 logprobs=block.logprobs,
             )
-        if block.kind != "call":
+        if block.kind not in CALLS:
             yield self._event("response.content_part.done", **self._at(block), part=_part(block))
         item = self._item(block, "completed")
         yield self._event("response.output_item.done", output_index=block.number, item=item)
@@ -132,14 +132,12 @@ class ResponseSpeech:
     def _item(self, block: Block, status: str) -> JsonObject:
         item: JsonObject = {"id": self._id(block), "status": status}
         parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
-        if block.kind == "call":
+        if block.kind in CALLS:
+            kind, field, _ = ITEMS[block.kind]
+            call_id = self._answer.call_id(0, block.call, block.name)
             return {
-                **item,
-                "type": "function_call",
-                "call_id": self._answer.call_id(0, block.call, block.name),
-                "name": block.name,
-                "arguments": block.text,
-            }
+                **item, "type": kind, "call_id": call_id, "name": block.name, field: block.text
+            }  # fmt: skip
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": parts}
         return {**item, "type": "message", "role": "assistant", "content": parts}
@@ -165,7 +163,7 @@ def _usage(end: End) -> JsonObject:
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},
         "output_tokens": usage.output,
-        "output_tokens_details": {"reasoning_tokens": end.thought},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.output,
     }
 
@@ -174,6 +172,7 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
     """What does not change while the answer grows."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     form = request.text.format if request.text is not None else None
+    verbosity = request.text.verbosity if request.text is not None else None
     shown: JsonObject = {"type": "text"}
     if form is not None:
         shown = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
@@ -201,12 +200,12 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
         "service_tier": "default",
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": shown},
+        "text": {"format": shown, "verbosity": verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
-        "tools": [msgspec.to_builtins(tool) for tool in request.tools or ()],
+        "tools": [tool.said_again() for tool in request.tools or ()],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None,
         "user": request.user,
         "metadata": request.metadata or {},

@@ -60,6 +60,11 @@ class Turns:
         call: JsonObject = {"id": call_id, "type": "function", "function": function}
         self._speaking().calls.append(call)
 
+    def call_custom(self, call_id: str, name: str, text: str) -> None:
+        """A call of a custom tool."""
+        custom: JsonObject = {"name": name, "input": text}
+        self._speaking().calls.append({"id": call_id, "type": "custom", "custom": custom})
+
     def result(self, call_id: str, texts: Sequence[str]) -> None:
         """What a call gave."""
         self._flush()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from pipeinfer.gateway.pieces import INPUT
 from pipeinfer.gateway.reading.elements import ElementTags
+from pipeinfer.gateway.reading.lark_text import ESCAPED, Recursive, Unfit, as_regex, may_say
 from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
+from pipeinfer.grammars.lookaround import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
@@ -32,6 +35,9 @@ _OF_OBJECT = _REMARKS | {
 }  # fmt: skip
 # Of a schema that stands within another one only definitions move along.
 _ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
+_BEFORE_TEXT = f'{{"{INPUT}": "'
+_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
+_CLASSES = {"D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
 _KEY = r"[^<>\s\"]{1,200}"
 
 
@@ -39,12 +45,21 @@ class Inexpressible(ValueError):
     """Parameters that the form cannot be held to; the text says which, for the client."""
 
 
+class UnheldText(Inexpressible):
+    """A text that no call of this form can be held to; `tool` is the custom tool's name."""
+
+    def __init__(self, tool: str, message: str) -> None:
+        super().__init__(message)
+        self.tool = tool
+
+
 @dataclass(frozen=True)
 class Wanted:
     """`schemas`: of the parameters of each function that may be called; None: any object.
     `many`: several calls may follow each other. `free`: content may stand around or in place of
     calls. `tokens`: of the model, by their text. `thinks`: white space may come first. `form`: of
-    an answer that has no calls; None if it must have some, or is free."""
+    an answer that has no calls; None if it must have some, or is free. `texts`: of some functions,
+    which have one parameter that is a text, what that is held to."""
 
     schemas: Mapping[str, JsonObject | None]
     many: bool
@@ -52,6 +67,7 @@ class Wanted:
     tokens: Mapping[str, Added] | None = None
     thinks: bool = False
     form: StructuredOutputs | None = None
+    texts: Mapping[str, StructuredOutputs] = field(default_factory=dict[str, StructuredOutputs])
 
     def tag(self, text: str) -> str:
         """As the special token that the model has for it, or as text."""
@@ -70,8 +86,7 @@ def hermes(wanted: Wanted) -> str:
     """<tool_call> and </tool_call> around objects."""
     closing = wanted.tag(HERMES.closing)
     bodies = [
-        f'"\\n" {_call(name, "arguments", schema)} "\\n" {closing}'
-        for name, schema in wanted.schemas.items()
+        f'"\\n" {_call(wanted, name, "arguments")} "\\n" {closing}' for name in wanted.schemas
     ]
     return _tagged(wanted, HERMES.opening, bodies, "", '"\\n"')
 
@@ -100,7 +115,7 @@ def llama3(wanted: Wanted) -> str:
     calls = _repeated(wanted, "call", '"; "')
     # Where an answer may be another object, what opens a call must be lexed as that object is.
     call = _call if wanted.form is None else _object
-    rules = [rule("call", [call(n, "parameters", s) for n, s in wanted.schemas.items()])]
+    rules = [rule("call", [call(wanted, name, "parameters") for name in wanted.schemas])]
     if wanted.free:
         calls = f"{calls} | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
@@ -112,7 +127,7 @@ def mistral(wanted: Wanted) -> str:
     if "[ARGS]" not in (wanted.tokens or {}):
         return in_lists(MISTRAL)(wanted)
     args = wanted.tag("[ARGS]")
-    bodies = [f"{quoted(n)} {args} {json_arguments(s)}" for n, s in wanted.schemas.items()]
+    bodies = [f"{quoted(n)} {args} {json_arguments(wanted, n)}" for n in wanted.schemas]
     return _tagged(wanted, MISTRAL.opening, bodies, "", "")
 
 
@@ -120,7 +135,7 @@ def in_lists(marks: Marks) -> CallGrammar:
     """A list of objects behind a marker, or between two."""
 
     def grammar(wanted: Wanted) -> str:
-        objects = [_call(name, "arguments", schema) for name, schema in wanted.schemas.items()]
+        objects = [_call(wanted, name, "arguments") for name in wanted.schemas]
         closing = f" {wanted.tag(marks.closing)}" if marks.closing else ""
         listed = f'"[" {_repeated(wanted, "object", quoted(", "))} "]"{closing}'
         once = replace(wanted, many=False)
@@ -141,11 +156,11 @@ def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> C
             _sequence(
                 wanted.tag(marks.opening),
                 *(wanted.tag(part.replace("{}", name)) for part in head),
-                json_arguments(schema),
+                json_arguments(wanted, name),
                 _apart(foot),
                 wanted.tag(marks.closing),
             )
-            for name, schema in wanted.schemas.items()
+            for name in wanted.schemas
         ]
         listed = f"{_repeated(wanted, 'object', _apart(between))} {wanted.tag(end)}"
         form = _tagged(replace(wanted, many=False), begin, [listed], marks.opening, "")
@@ -157,7 +172,7 @@ def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> C
 def json_list(wanted: Wanted) -> str:
     """A list of objects and nothing else, for models that have no form of their own."""
     listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
-    calls = [_call(name, "parameters", schema) for name, schema in wanted.schemas.items()]
+    calls = [_call(wanted, name, "parameters") for name in wanted.schemas]
     return "\n".join((_start(wanted, listed), rule("call", calls)))
 
 
@@ -238,14 +253,16 @@ def rule(name: str, alternatives: Iterable[str]) -> str:
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
-def _call(name: str, key: str, schema: JsonObject | None) -> str:
+def _call(wanted: Wanted, name: str, key: str) -> str:
     head = f'{{"name": {quoted(name)}, "{key}": '
-    return f'{quoted(head)} {json_arguments(schema)} "}}"'
+    return f'{quoted(head)} {json_arguments(wanted, name)} "}}"'
 
 
-def _object(name: str, key: str, schema: JsonObject | None) -> str:
+def _object(wanted: Wanted, name: str, key: str) -> str:
     """The same as _call, as one schema."""
-    arguments = _arguments(schema)
+    text = wanted.texts.get(name)
+    regex = None if text is None else _text_regex(name, text, None)
+    arguments = _arguments(_schema(wanted, name, regex))
     if _ELSEWHERE.search(msgspec.json.encode(arguments).decode()):
         raise Inexpressible(f"{name}: beside a form, a $ref may only name a definition")
     call: JsonObject = {
@@ -258,9 +275,63 @@ def _object(name: str, key: str, schema: JsonObject | None) -> str:
     return f"%json {msgspec.json.encode(call).decode()}"
 
 
-def json_arguments(schema: JsonObject | None) -> str:
-    """A function's arguments by the schema of its parameters; None: any object."""
-    return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
+def json_arguments(wanted: Wanted, name: str) -> str:
+    """A function's arguments by the schema of its parameters, or by what holds its text."""
+    text = wanted.texts.get(name)
+    regex = None if text is None else _text_regex(name, text, ESCAPED)
+    if text is None or regex is not None:
+        schema = _schema(wanted, name, regex)
+        return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
+    return f'{quoted(_BEFORE_TEXT)} {_nested(text)} "\\"}}"'
+
+
+def _schema(wanted: Wanted, name: str, regex: str | None) -> JsonObject | None:
+    """None: any object. `regex`: of a custom tool's text."""
+    if regex is None:
+        return wanted.schemas[name]
+    return input_schema({"pattern": f"^(?:{_in_schema(regex)})$"})
+
+
+def _in_schema(regex: str) -> str:
+    """For a schema, in which some classes have fewer letters than in an expression by itself."""
+    return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
+
+
+def input_schema(told: JsonObject) -> JsonObject:
+    """Of the parameters of a custom tool, whose one parameter is its input, of which more is
+    `told`."""
+    return {
+        "type": "object",
+        "properties": {INPUT: {"type": "string", **told}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | None:
+    """The regular expression of a custom tool's text. None for a grammar that is none and may be
+    nested, since its texts have none of the letters `apart`; where these are None, none may be.
+    Raises UnheldText."""
+    if text.grammar is None:
+        return with_plain_digits(text.regex or "")
+    try:
+        return as_regex(text.grammar)
+    except Recursive as error:
+        reason = error
+    except Unfit as error:
+        raise UnheldText(tool, str(error)) from None
+    try:
+        if apart is not None and not may_say(text.grammar, apart):
+            return None
+    except Unfit as error:
+        raise UnheldText(tool, str(error)) from None
+    where = "beside a form" if apart is None else "with letters that are escaped or begin a tag"
+    raise UnheldText(tool, f"{where} it cannot be held within a call of this model: {reason}")
+
+
+def _nested(text: StructuredOutputs) -> str:
+    """A grammar with rules of its own, in a rule."""
+    return f"%lark {{\n{text.grammar}\n}}"
 
 
 def _arguments(schema: JsonObject | None) -> JsonObject:
@@ -303,7 +374,8 @@ class _Elements:
         end = wanted.tag(tags.value_end)
         self._closing = _sequence(self._line, end, self._apart)
         never = _without(*tags.ends_of_value)
-        if wanted.special(tags.value_end):  # which no text can spell
+        self._special = wanted.special(tags.value_end)
+        if self._special:  # which no text can spell
             line = " & /(?s:.*)\\n/" * tags.lines
             self.rules = [f"value: VALUE {_sequence(end, self._apart)}", f"VALUE: {never}{line}"]
         else:
@@ -316,7 +388,11 @@ class _Elements:
         opening, closing = _apart(opening), self._wanted.tag(end) if end else ""
         before = self._apart if opening and not self._tags.together else ""
         named = quoted(name + self._tags.name_end + self._tags.apart)
-        parameters = self._parameters(name, prefix, schema)
+        text = self._wanted.texts.get(name)
+        if text is not None:
+            parameters = self._text(name, prefix, text)
+        else:
+            parameters = self._parameters(name, prefix, schema)
         behind = self._apart if closing else ""
         return _sequence(before, opening, named, parameters, closing, behind)
 
@@ -325,6 +401,27 @@ class _Elements:
         tag, value = self._wanted.tag, self._tags.value
         between = (self._apart, tag(value)) if value else ()
         return _sequence(tag(self._tags.key), key, tag(self._tags.key_end), *between, self._line)
+
+    def _text(self, name: str, prefix: str, text: StructuredOutputs) -> str:
+        """The one parameter of a custom tool, whose text is held."""
+        closing = "" if self._special else msgspec.json.decode(self._closing, type=str)
+        regex = _text_regex(name, text, closing and closing[0] + "<")
+        if regex is not None:
+            value = self._regex(prefix, regex)
+        else:
+            value = f"{_nested(text)} {self._closing}"
+        self.rules.append(f"{prefix}: {self._key(quoted(INPUT))} {value}")
+        return prefix
+
+    def _regex(self, prefix: str, regex: str) -> str:
+        """A text of a regular expression, and its end."""
+        name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
+        held = f"/{slashed(regex)}/ & {_without(*self._tags.ends_of_value)}"
+        if self._special:
+            self.rules.append(f"{upper}: {held}")
+            return f"{upper} {self._closing}"
+        self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {held}"]
+        return name
 
     def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
         if given is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from pipeinfer.gateway.pieces import NEXT, SPACE, Piece
 from pipeinfer.gateway.reading.held import find
 from pipeinfer.gateway.reading.json_text import CallObject, decodes
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
 from pipeinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
@@ -108,10 +110,15 @@ class Harmony:
         goes_on: bool = False,
         thinks: bool = True,
         shown: bool = True,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         """`schemas`: of the parameters of functions, by name; None: no calls are looked for.
         `goes_on`: the prompt ends amid a final message. `thinks`: analysis is reasoning, else it is
-        content. `shown`: reasoning is not left out."""
+        content. `shown`: reasoning is not left out. `reasoning`: is told where it lies."""
+        self._reasoning = reasoning or ReasoningTokens()
+        self._reasoning.read = 0
+        self._letters = 0  # of all text so far
+        self._at = 0  # the place in the whole text of the marker or end that is being read
         self._schemas = schemas
         self._thinks = thinks
         self._shown = shown
@@ -125,6 +132,7 @@ class Harmony:
 
     def read(self, text: str) -> Sequence[Piece]:
         self._text += text
+        self._letters += len(text)
         pieces: list[Piece] = []
         while self._text:
             found = find(self._text, MARKERS)
@@ -133,7 +141,10 @@ class Harmony:
             self._text = found.rest
             if found.marker is None:
                 break
+            self._at = self._letters - len(self._text) - len(found.marker)
             self._mark(found.marker, pieces)
+        if self._header is None:  # a header's text may turn out to be a message
+            self._reasoning.read = self._letters - len(self._text)
         return pieces
 
     def end(self) -> Sequence[Piece]:
@@ -141,7 +152,9 @@ class Harmony:
         if self._text:
             self._say(self._text, pieces)
         self._text = ""
+        self._at = self._letters
         self._close(pieces)
+        self._reasoning.read = inf
         return pieces
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
@@ -175,6 +188,12 @@ class Harmony:
             header.turn("type")
         elif marker == MESSAGE:
             self._begin(self._kind_of(header), _function(header.recipient), pieces)
+            self._note(self._at + len(MESSAGE))
+
+    def _note(self, at: int) -> None:
+        """The message's text begins there."""
+        if self._kind == "reasoning":
+            self._reasoning.begin(at)
 
     def _kind_of(self, header: Header) -> Kind:
         to, thought = header.recipient, header.channel == "analysis"
@@ -187,9 +206,7 @@ class Harmony:
             thought = True
         elif self._schemas is not None and to not in EVERYBODY and name and name.isprintable():
             return "call"
-        if not thought or not self._thinks:
-            return "content"
-        return "reasoning" if self._shown else "nothing"
+        return "reasoning" if thought and self._thinks else "content"
 
     def _begin(self, kind: Kind, name: str, pieces: list[Piece]) -> None:
         """The text of a message comes."""
@@ -204,6 +221,8 @@ class Harmony:
         kind = self._kind
         if kind == "call":
             pieces += self._call.read(text)
+        elif kind == "reasoning" and not self._shown:
+            return
         elif kind != "nothing" and text:
             if not self._begun and self._said[kind]:
                 pieces.append(Piece(kind, "\n", NEXT))
@@ -214,6 +233,7 @@ class Harmony:
         """Nothing comes of the message any more, or of its header."""
         header, self._header = self._header, Header()
         if header is None:
+            self._reasoning.end(self._at)
             if self._kind == "call":
                 pieces += self._call.end()
         elif header.bare.strip(SPACE):
@@ -221,6 +241,7 @@ class Harmony:
             self._header = Header()
         elif unread := header.unread:
             self._begin(self._kind_of(header), _function(header.recipient), pieces)
+            self._note(self._at - len(unread))
             self._tell(unread, pieces)
             self._close(pieces)
 

@@ -65,10 +65,10 @@ def _calls(wanted: Wanted) -> list[str]:
     """A call of each function. The recipient stands before or behind the channel."""
     channel, message = wanted.tag(CHANNEL), wanted.tag(MESSAGE)
     rules: list[str] = []
-    for i, (name, schema) in enumerate(wanted.schemas.items()):
+    for i, name in enumerate(wanted.schemas):
         rules.append(f"to{i}: {quoted(f' to=functions.{name}')}")
         head = f'({channel} "commentary" to{i} | to{i} {channel} "commentary") json? {message}'
-        rules.append(f"call{i}: {head} {json_arguments(schema)}")
+        rules.append(f"call{i}: {head} {json_arguments(wanted, name)}")
     return [rule("call", [f"call{i}" for i in range(len(wanted.schemas))]), *rules]
 
 

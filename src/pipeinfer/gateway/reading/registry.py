@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from pipeinfer.gateway.pieces import CallIds, MakeReader, Piece, Plain, Reader
+from pipeinfer.gateway.pieces import AnswerReader, CallIds, MakeReader, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
@@ -22,6 +22,7 @@ from pipeinfer.gateway.reading.call_grammars import (
     llama3,
     mistral,
 )
+from pipeinfer.gateway.reading.custom_inputs import CustomInputs
 from pipeinfer.gateway.reading.elements import (
     GLM45,
     GLM47,
@@ -51,6 +52,7 @@ from pipeinfer.gateway.reading.marked import (
     Marks,
 )
 from pipeinfer.gateway.reading.thinking import Thinking
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
@@ -159,6 +161,21 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 }  # fmt: skip
 # Of models that have no form of their own, and say what a grammar makes them say.
 ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
+# Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
+UNREAD_FORMS = {
+    "pythonic": r"func_name1\(param",
+    "lfm2": r"<\|tool_call_start\|>",
+    "deepseek_v32": "｜DSML｜",
+    "functiongemma": "<start_function_call>",
+    "gemma4": r"<\|tool_call>call:",
+    "cohere_command": r"<\|START_ACTION\|>",
+    "internlm": r"<\|action_start\|>",
+    "apertus": r"<\|tools_prefix\|>",
+    "granite-20b-fc": "<function_call>",
+    "minicpm5": "<function name=",
+    "minimax_m1": "<tool_calls></tool_calls>",
+    "nemotron": "<TOOLCALL>",
+}
 # Parts of one reader, by vLLM's names.
 HARMONY = ("openai", "openai_gptoss")
 
@@ -168,7 +185,7 @@ class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
     `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
     `goes_on`: the prompt ends amid the answer's last message. `off`: the settings want no
-    parser of tools."""
+    parser of tools. `unread`: a form that the template shows, and no parser reads."""
 
     tools: str = ""
     reasoning: str = ""
@@ -176,6 +193,7 @@ class Reading:
     added: Mapping[str, Added] = field(default_factory=dict[str, Added])
     goes_on: bool = False
     off: bool = False
+    unread: str = ""
 
     @property
     def harmony(self) -> bool:
@@ -198,7 +216,13 @@ class Reading:
             return "its chat template has no tools"
         if self.off:
             return "--tool-parser is none"
-        return "" if self.tools else UNKNOWN_FORM
+        return "" if self.tools else self._unknown_form
+
+    @property
+    def _unknown_form(self) -> str:
+        named = f"{self.unread}, a form" if self.unread else "a form"
+        parsers = ", ".join(TOOL_PARSERS)
+        return f"its chat template writes calls in {named} that no --tool-parser knows: {parsers}"
 
     @property
     def tool_parser(self) -> ToolParser:
@@ -236,10 +260,24 @@ class Reading:
         one_call: bool = False,
         thoughts: bool = True,
         padded: bool = False,
+        custom: Collection[str] = (),
     ) -> MakeReader | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
         not looked for. `one_call`: further ones are left out. `thoughts`: they are shown.
-        `padded`: as for Thinking."""
+        `padded`: as for Thinking. `custom`: tools that take a text."""
+        made = self._reader(schemas, one_call, thoughts, padded)
+        if made is None or not custom:
+            return made
+
+        def translated(state: ThoughtState) -> AnswerReader:
+            reader = made(state)
+            return InParts(CustomInputs(reader, custom), reader.reasoning)
+
+        return translated
+
+    def _reader(
+        self, schemas: Schemas | None, one_call: bool, thoughts: bool, padded: bool
+    ) -> MakeReader | None:
         if self.harmony:
             return self._harmony(schemas, one_call, thoughts)
         calls = self.tool_parser.make if schemas is not None else None
@@ -247,7 +285,7 @@ class Reading:
         if calls is None and tags is None:
             return None
 
-        def make(state: ThoughtState = "before") -> Reader:
+        def make(state: ThoughtState = "before") -> AnswerReader:
             reader: Reader = Plain() if calls is None else calls(schemas or {})
             if one_call:
                 reader = FirstCall(reader)
@@ -255,22 +293,21 @@ class Reading:
                 reader = Enclosed(reader, *tags.answer)
             if tags is None or state == "over":
                 return InParts(reader)
-            return InParts(Thinking(reader, tags, state == "open", thoughts, padded))
+            reasoning = ReasoningTokens()
+            begun = state == "open"
+            return InParts(Thinking(reader, tags, begun, thoughts, padded, reasoning), reasoning)
 
         return make
 
     def _harmony(self, schemas: Schemas | None, one_call: bool, thoughts: bool) -> MakeReader:
-        def make(_state: ThoughtState = "before") -> Reader:
-            reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts)
-            return InParts(FirstCall(reader) if one_call else reader)
+        def make(_state: ThoughtState = "before") -> AnswerReader:
+            reasoning = ReasoningTokens()
+            reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts, reasoning)
+            return InParts(FirstCall(reader) if one_call else reader, reasoning)
 
         return make
 
 
-UNKNOWN_FORM = (
-    "its chat template writes calls in a form that no --tool-parser knows; they are "
-    + ", ".join(TOOL_PARSERS)
-)
 NOTHING = Reading()
 PART = 1024  # letters
 
@@ -279,17 +316,24 @@ class InParts:
     """Reads a text in parts: what follows a marker is copied, which in a whole text of markers,
     after a stall or where a gateway took over, would grow as its square."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, reasoning: ReasoningTokens | None = None) -> None:
+        """`reasoning`: as the reader fills it; None where it finds no thoughts."""
         self._reader = reader
+        self.reasoning = reasoning or ReasoningTokens()
 
     def read(self, text: str) -> Sequence[Piece]:
         if len(text) <= PART:
-            return self._reader.read(text)
-        parts = (text[at : at + PART] for at in range(0, len(text), PART))
-        return [piece for part in parts for piece in self._reader.read(part)]
+            pieces = self._reader.read(text)
+        else:
+            parts = (text[at : at + PART] for at in range(0, len(text), PART))
+            pieces = [piece for part in parts for piece in self._reader.read(part)]
+        self.reasoning.settle()
+        return pieces
 
     def end(self) -> Sequence[Piece]:
-        return self._reader.end()
+        pieces = self._reader.end()
+        self.reasoning.settle()
+        return pieces
 
 
 class FirstCall:
@@ -322,7 +366,11 @@ def reading(
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
-    return Reading(tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none")
+    told = (name for name, mark in UNREAD_FORMS.items() if re.search(mark, template))
+    return Reading(
+        tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none",
+        unread=next(told, ""),
+    )  # fmt: skip
 
 
 def _named(flag: str, name: str, known: Collection[str], found: str) -> str:

@@ -6,10 +6,12 @@ Knows no calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
 from pipeinfer.gateway.pieces import SPACE, Piece, Reader
 from pipeinfer.gateway.reading.held import find
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.text.thoughts import Tags
 
 
@@ -18,8 +20,18 @@ class Thinking:
     space at either end. `padded`: white space before the answer is not part of it."""
 
     def __init__(
-        self, behind: Reader, tags: Tags, begun: bool, shown: bool = True, padded: bool = False
+        self,
+        behind: Reader,
+        tags: Tags,
+        begun: bool,
+        shown: bool = True,
+        padded: bool = False,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
+        """`reasoning`: is told where the thoughts lie."""
+        self._reasoning = reasoning or ReasoningTokens()
+        self._reasoning.read = 0
+        self._letters = 0  # of all text so far
         self._behind = behind
         self._tags = tags
         self._begun = begun
@@ -31,8 +43,14 @@ class Thinking:
         self._held: list[str] = []  # white space after thoughts
         self._said = False
 
+    @property
+    def _at(self) -> int:
+        """The place in the whole text of the first letter that waits."""
+        return self._letters - len(self._text)
+
     def read(self, text: str) -> Sequence[Piece]:
         self._text += text
+        self._letters += len(text)
         pieces: list[Piece] = []
         steps = {
             "begin": self._begin,
@@ -42,15 +60,21 @@ class Thinking:
         }
         while self._text and steps[self._state](pieces):
             pass
+        if self._state != "begin":
+            self._reasoning.read = self._at
         return pieces
 
     def end(self) -> Sequence[Piece]:
         pieces: list[Piece] = []
-        if self._state == "thoughts" or (self._state == "begin" and self._begun):
+        if self._state == "begin" and self._begun:
+            self._state = "thoughts"
+            self._reasoning.begin(0)
+        if self._state == "thoughts":
             self._think(self._text, pieces)
         elif self._state == "begin":
             pieces += self._behind.read(self._whole(self._text))
         self._text = ""
+        self._reasoning.read = inf
         return (*pieces, *self._behind.end())
 
     def _begin(self, _pieces: list[Piece]) -> bool:
@@ -59,10 +83,12 @@ class Thinking:
         self._text = bare
         if bare.startswith(opening):
             self._text, self._state = bare[len(opening) :], "thoughts"
+            self._reasoning.begin(self._at)
         elif opening.startswith(bare):
             return False
         elif self._begun:
             self._state = "thoughts"
+            self._reasoning.begin(0)
         else:
             self._text, self._state = self._whole(bare), "answer"
         return True
@@ -77,6 +103,7 @@ class Thinking:
         self._text = found.rest
         if found.marker is None:
             return False
+        self._reasoning.end(self._at - len(found.marker))
         self._state = "space"
         return True
 

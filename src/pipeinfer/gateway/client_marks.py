@@ -1,0 +1,41 @@
+"""What a client writes into the system's message for its maker's accounts, and not for the model.
+
+Claude Code begins it with a line that is another one in each request. In front of all prompts it
+would keep every one of them from being found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.json_values import JsonObject, JsonValue
+
+BILLING = "x-anthropic-billing-header:"
+
+
+def without_marks(chat: list[JsonObject]) -> list[JsonObject]:
+    """The conversation without that line at the beginning of system messages and of their parts.
+    What is left empty is left out, unless it is all there is."""
+    kept = [message for message in map(_cleaned, chat) if message is not None]
+    return kept or chat
+
+
+def _cleaned(message: JsonObject) -> JsonObject | None:
+    content = message.get("content")
+    if message.get("role") != "system":
+        return message
+    if isinstance(content, str) and content.startswith(BILLING):
+        rest = _rest(content)
+        return {**message, "content": rest} if rest else None
+    if isinstance(content, list) and any(_text(part).startswith(BILLING) for part in content):
+        texts = [_rest(text) for text in map(_text, content)]
+        parts: list[JsonValue] = [{"type": "text", "text": text} for text in texts if text]
+        return {**message, "content": parts} if parts else None
+    return message
+
+
+def _text(part: JsonValue) -> str:
+    return str(part["text"]) if isinstance(part, dict) else ""
+
+
+def _rest(text: str) -> str:
+    """Behind the line, if there is one."""
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text

@@ -1,0 +1,336 @@
+"""Lark grammars of clients as regular expressions, which unlike them can stand within a call.
+
+Calls have tags and escapes, and a compiler reads terminals greedily: a terminal that ends where an
+escape begins would swallow it. One expression for all of a text has no such seam. A grammar whose
+rules refer to themselves is none; of such it is known which letters its texts may have.
+Knows no call and no model; compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MOST_DEFINITION = 64 * 1024  # letters
+MOST_LETTERS = 32 * 1024  # of an expression: rules that are put in each other's places may multiply
+MOST_WORK = 16 * MOST_LETTERS  # letters that are put together on the way
+MOST_ATOMS = 1_000  # different letters and classes that are looked at
+MOST_LEVELS = 64  # of rules and brackets within each other
+# A JSON string has these as escapes alone.
+ESCAPED = '"\\' + "".join(map(chr, range(32)))
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|\#[^\n]*)
+      | (?P<first>"(?:\\.|[^"\\\n])*")\s*\.\.\s*(?P<last>"(?:\\.|[^"\\\n])*")
+      | (?P<string>"(?:\\.|[^"\\\n])*")(?P<fold>i?)
+      | /(?P<regex>(?:\\.|[^/\\\n])+)/(?P<flags>[a-z]*)
+      | %import\s+common\s*\.\s*(?P<common>\w+)(?:\s*->\s*(?P<alias>\w+))?
+      | %import\s+common\s*\((?P<several>[\w\s,]*)\)
+      | (?P<ignore>%ignore)
+      | (?:[?!])?(?P<head>\b[A-Za-z_]\w*)\s*:
+      | (?P<times>\{[\s\d,]*\}|~\s*\d+(?:\s*\.\.\s*\d+)?|[?*+])
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<named>->\s*\w+)
+      | (?P<mark>[()\[\]|])
+      | (?P<line>\s*\n\s*)
+      | (?P<space>\s+)
+      | (?P<other>[%@<]?[^\s]{1,40}|.)""",
+    re.VERBOSE,
+)
+_COMMON = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": r"[+\-]?[0-9]+",
+    "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)",
+    "_EXP": r"[eE][+\-]?[0-9]+",
+    "FLOAT": r"(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+\-]?[0-9]+)?|[0-9]+[eE][+\-]?[0-9]+)",
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "ESCAPED_STRING": r'"(?:[^"\\]|\\.)*"',
+    "SH_COMMENT": r"#[^\n]*",
+    "CPP_COMMENT": r"\/\/[^\n]*",
+    "SQL_COMMENT": r"--[^\n]*",
+    "C_COMMENT": r"\/\*(?s:.)*?\*\/",
+}
+_COMMON["NUMBER"] = f"(?:{_COMMON['FLOAT']}|[0-9]+)"
+_COMMON["SIGNED_FLOAT"] = rf"[+\-]?{_COMMON['FLOAT']}"
+_COMMON["SIGNED_NUMBER"] = rf"[+\-]?{_COMMON['NUMBER']}"
+_MEANS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in an expression
+_FLAGS = frozenset("imsux")
+
+
+class Unfit(ValueError):
+    """A grammar that is not read here; the text says why, for the client."""
+
+
+class Recursive(Unfit):
+    """A grammar that no expression is for: a rule refers to itself."""
+
+
+class _Token(NamedTuple):
+    """`kind`: the name of its group in _TOKEN; texts and expressions are "regex" all."""
+
+    kind: str
+    text: str
+
+
+def as_regex(definition: str) -> str:
+    """One expression for all texts of the grammar. Raises Recursive, and Unfit."""
+    return _Grammar(definition).expression()
+
+
+def may_say(definition: str, letters: str) -> bool:
+    """Whether any text of the grammar may have one of the `letters`, which are ASCII; rather yes
+    than no. Raises Unfit."""
+    atoms: set[_Atom] = set()
+    for tokens in _Grammar(definition).bodies():
+        for token in tokens:
+            atoms.update(_atoms(token.text) if token.kind == "regex" else ())
+            if len(atoms) > MOST_ATOMS:
+                return True
+    return any(_hits(atom, letters) for atom in atoms)
+
+
+class _Grammar:
+    """Rules and terminals by name, each as the tokens of what it is."""
+
+    def __init__(self, definition: str) -> None:
+        self._rules: dict[str, list[_Token]] = {}
+        self._ignored: list[list[_Token]] = []
+        self._known: dict[str, str] = {}
+        self._made = 0  # letters, in all
+        self._within: list[str] = []  # rules that are being put together
+        if len(definition) > MOST_DEFINITION:
+            raise Unfit(f"it has {len(definition)} letters, at most {MOST_DEFINITION} are read")
+        self._read(definition)
+        self._apart = ""
+
+    def bodies(self) -> Iterator[list[_Token]]:
+        """Of all."""
+        yield from self._rules.values()
+        yield from self._ignored
+
+    def expression(self) -> str:
+        """Of `start`."""
+        ignored = [self._all(tokens, within=False) for tokens in self._ignored]
+        self._apart = f"(?:{'|'.join(ignored)})*" if ignored else ""
+        return self._rule("start") + self._apart
+
+    def _read(self, definition: str) -> None:
+        body: list[_Token] = []
+        for found in _TOKEN.finditer(definition):
+            kind = found.lastgroup or ""
+            if found["head"]:
+                body = self._rules[found["head"]] = []
+            elif found["ignore"]:
+                body = []
+                self._ignored.append(body)
+            elif found["common"]:
+                self._import(found["common"], found["alias"] or found["common"])
+            elif found["several"] is not None:
+                for name in found["several"].replace(",", " ").split():
+                    self._import(name, name)
+            elif found["other"]:
+                raise Unfit(f"{found['other'][:40]!r} in it cannot be held within a call")
+            elif (expression := _expression(found)) is not None:
+                body.append(_Token("regex", expression))
+            elif kind in ("times", "name", "mark"):
+                body.append(_Token(kind, found[0]))
+
+    def _import(self, name: str, alias: str) -> None:
+        if name not in _COMMON:
+            raise Unfit(f"there is no common.{name[:100]}")
+        self._rules[alias] = [_Token("regex", _COMMON[name])]
+
+    def _rule(self, name: str) -> str:
+        if name in self._within:
+            raise Recursive(f"its rule {name[:100]} refers to itself")
+        if name not in self._rules:
+            raise Unfit(f"it has no rule {name[:100]}")
+        if name not in self._known:
+            self._within.append(name)
+            self._known[name] = self._all(self._rules[name], within=not name.isupper())
+            self._within.pop()
+        return self._known[name]
+
+    def _all(self, tokens: list[_Token], within: bool) -> str:
+        said, at = self._choice(tokens, 0, within, 0)
+        if at < len(tokens):
+            raise Unfit(f"a bracket {tokens[at].text} closes none")
+        return said
+
+    def _choice(self, tokens: list[_Token], at: int, within: bool, level: int) -> tuple[str, int]:
+        """(alternatives from `at` on, where they end). `within`: a rule, in which what is ignored
+        may stand before terminals."""
+        if level + len(self._within) > MOST_LEVELS:
+            raise Unfit(f"its rules are nested deeper than {MOST_LEVELS} levels")
+        choices: list[list[str]] = [[]]
+        while at < len(tokens) and tokens[at].text not in (")", "]"):
+            token = tokens[at]
+            if token == _Token("mark", "|"):
+                choices.append([])
+            elif token.kind == "mark":
+                said, at = self._choice(tokens, at + 1, within, level + 1)
+                if at == len(tokens) or tokens[at].text != {"(": ")", "[": "]"}[token.text]:
+                    raise Unfit(f"a bracket {token.text} is not closed")
+                choices[-1].append(said + "?" * (token.text == "["))
+            elif token.kind == "times":
+                if not choices[-1]:
+                    raise Unfit(f"{token.text} repeats nothing")
+                choices[-1][-1] = f"(?:{choices[-1][-1]}){_times(token.text)}"
+            elif token.kind == "regex":
+                choices[-1].append(f"{self._apart if within else ''}{token.text}")
+            else:
+                apart = self._apart if within and token.text.isupper() else ""
+                choices[-1].append(apart + self._rule(token.text))
+            at += 1
+            self._count(len(choices[-1][-1]) if choices[-1] else 1)
+        parts = ["".join(choice) for choice in choices]
+        said = parts[0] if len(parts) == 1 and level == 0 else f"(?:{'|'.join(parts)})"
+        self._count(len(said))
+        return said, at
+
+    def _count(self, letters: int) -> None:
+        """That were put together anew."""
+        self._made += letters
+        if letters > MOST_LETTERS or self._made > MOST_WORK:
+            raise Unfit("it is too large when its rules are put together")
+
+
+def _expression(found: re.Match[str]) -> str | None:
+    """Of a text, a range of letters or an expression; None for any other token."""
+    if found["first"]:
+        return f"[{_quoted(_text(found['first']))}-{_quoted(_text(found['last']))}]"
+    if found["string"]:
+        said = _quoted(_text(found["string"]))
+        return f"(?i:{said})" if found["fold"] else f"(?:{said})"
+    if not found["regex"]:
+        return None
+    flags = found["flags"]
+    if set(flags) - _FLAGS:
+        raise Unfit(f"the flags {flags} of /{found['regex'][:100]}/ are not known")
+    return f"(?{flags}:{found['regex']})"
+
+
+def _times(text: str) -> str:
+    """How often, as expressions say it."""
+    bare = re.sub(r"[\s{}~]", "", text)
+    return bare if bare in ("?", "*", "+") else f"{{{bare.replace('..', ',')}}}"
+
+
+def _text(literal: str) -> str:
+    try:
+        return json.loads(literal, strict=False)
+    except ValueError:
+        raise Unfit(f"the text {literal[:100]} is not written as in JSON") from None
+
+
+def _quoted(text: str) -> str:
+    """An expression of this text."""
+    return _MEANS.sub(r"\\\g<0>", text).replace("\n", "\\n")
+
+
+# ---------------------------------------------------------------------- letters of an expression
+
+_GROUP = re.compile(r"\((?:\?(?:P?<\w+>|(?P<flags>[a-z-]*)(?P<alone>[:)])))?")
+_CLASS_NAMES = {  # of POSIX, in ASCII
+    "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z",
+    "word": r"\w", "xdigit": "0-9a-fA-F", "space": r"\s", "blank": r" \t", "cntrl": r"\x00-\x1f",
+    "punct": r"!-\/:-@\[-`{-~", "graph": "!-~", "print": " -~", "ascii": r"\x00-\x7f",
+}  # fmt: skip
+_IN_CLASS = re.compile(r"\[:(\w+):\]|\\x\{([0-9a-fA-F]{1,6})\}")
+_ESCAPE = re.compile(
+    r"\\(?:[pP](?:\{[^{}]*\}|\w)|[xuU]\{[0-9a-fA-F]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}"
+    r"|U[0-9a-fA-F]{8}|.)"
+)
+_TIMES = re.compile(r"\{\d*,?\d*\}")
+
+
+class _Atom(NamedTuple):
+    """What stands for one letter. `dotall`: a dot may be a line end."""
+
+    text: str
+    dotall: bool
+
+
+def _hits(atom: _Atom, letters: str) -> bool:
+    """Whether it may stand for one of them."""
+    text = atom.text
+    if text == ".":
+        return atom.dotall or letters != "\n"
+    if text[0] == "[":
+        text = _IN_CLASS.sub(_in_python, text)
+        if re.search(r"&&|--|~~|(?<!\\)\[|\\[pPuU]\{|\\[pP]", text[1:]):
+            return True
+    elif text[:2] in (r"\p", r"\P") or text[1:3] in ("x{", "u{", "U{"):
+        return True
+    try:
+        return re.search(text, letters, re.ASCII) is not None
+    except re.error:
+        return True
+
+
+def _in_python(found: re.Match[str]) -> str:
+    if found[2]:
+        return rf"\U{int(found[2], 16):08x}"
+    return _CLASS_NAMES.get(found[1], r"\x00-\x7f")
+
+
+def _atoms(body: str) -> Iterator[_Atom]:
+    """What an expression has for letters, in order."""
+    dotall, at = False, 0
+    outside: list[bool] = []
+    while at < len(body):
+        text = letter = body[at]
+        if letter == "(":
+            group = _GROUP.match(body, at)
+            if group is None:
+                raise Unfit(f"{body[at : at + 100]} in an expression cannot be held within a call")
+            on, _, off = (group["flags"] or "").partition("-")
+            if group["alone"] != ")":
+                outside.append(dotall)
+            dotall = ("s" in on or dotall) and "s" not in off
+            text = group[0]
+        elif letter == ")":
+            dotall = outside.pop() if outside else dotall
+        elif letter == "{" and (times := _TIMES.match(body, at)):
+            text = times[0]
+        elif letter == "[":
+            text = body[at : _class_end(body, at)]
+            yield _Atom(text, dotall)
+        elif letter == "\\":
+            escape = _ESCAPE.match(body, at)
+            text = escape[0] if escape else letter
+            yield _Atom(text, dotall)
+        elif letter == ".":
+            yield _Atom(letter, dotall)
+        elif letter not in "|*+?^$":
+            yield _Atom(re.escape(letter), dotall)
+        at += len(text)
+
+
+def _class_end(body: str, at: int) -> int:
+    """Behind the bracket that closes the class that opens at `at`."""
+    depth, i = 0, at
+    while i < len(body):
+        if body[i] == "[":
+            depth += 1
+            i += 1 + body.startswith("^", i + 1)
+            i += body.startswith("]", i)  # the first one is a letter
+            continue
+        if body[i] == "]":
+            depth -= 1
+            if not depth:
+                return i + 1
+        i += 1 + (body[i] == "\\")
+    raise Unfit(f"the class {body[at : at + 100]} has no end")
