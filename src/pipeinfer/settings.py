@@ -57,9 +57,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
-    quantization: Literal["auto", "none", "fp8", "awq", "compressed-tensors", "gptq", "mxfp4"] = (
-        "auto"  # checkpoint/quantization.py
-    )
+    quantization: Literal[  # checkpoint/quantization.py
+        "auto", "none", "fp8", "int8", "awq", "compressed-tensors", "gptq", "mxfp4"
+    ] = "auto"
     model_impl: Literal["auto", "pipeinfer", "transformers"] = "auto"
     tp: Positive = 1
     dp: Positive = 1

@@ -150,8 +150,11 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "dtype": Told(
             "",
-            "auto: float32 on a CPU, else the checkpoint's",
-            more="What the model computes in.",
+            "auto: the checkpoint's; float32 on a CPU that lacks it",
+            more="What the model computes in. `auto` is what the checkpoint is stored in, and "
+            "`bfloat16` for a GGUF file; on a CPU it is `float32` unless that is `bfloat16` and "
+            "the CPU has instructions for it (AVX512-BF16 or AMX). `float32` on a CPU is for "
+            "exactness.",
         ),
         "load_format": Told(
             "",
@@ -160,10 +163,12 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "quantization": Told(
             "NAME",
-            "auto: as stored; none: plain; fp8: plain weights are rounded",
+            "auto: as stored; none: plain; fp8, int8: plain weights are rounded",
             more="The [number format](number-formats.md) of the layers' matrices. `auto` takes "
             "them as the checkpoint has them. `none` makes them plain as they are loaded. `fp8` "
-            "rounds plain ones to FP8, row by row. `awq`, `compressed-tensors`, `gptq` and `mxfp4` "
+            "rounds plain ones to FP8, row by row, `int8` to whole numbers of eight bits, on CPUs "
+            "that compute in bfloat16; there `auto` means so for a GGUF file whose matrices have "
+            "eight bits or less. `awq`, `compressed-tensors`, `gptq` and `mxfp4` "
             "are like `auto`, and refuse a checkpoint that has another format.",
         ),
         "model_impl": Told(

@@ -60,7 +60,7 @@ def narrow(model) -> LoadedEngine:
 
 def every_position(model, **further) -> LoadedEngine:
     sizes = {"page_size": PAGE, "kv_pages": WINDOW // PAGE}
-    settings = config.build({"model": str(model), "dtype": "float32", **sizes, **further})
+    settings = config.build({"model": str(model), "dtype": "float32"} | sizes | further)
     engine = load_engine(settings, resolve_model(settings.model))
     engine.runner._model = EveryPosition(engine.runner._model)
     return engine
@@ -142,6 +142,18 @@ def test_text_is_about_as_likely_with_weights_in_8_bits(references, rounded, win
     assert abs(more) < 2e-2, more
     expected = (ours - exact).square().mean() / 2
     assert 5e-3 < expected < 2e-2, expected
+
+
+def test_text_is_about_as_likely_with_whole_numbers_in_bfloat16(references, model, windows):
+    """What a CPU with instructions for bfloat16 computes by itself. Perplexity was 0.1 % lower than
+    in float32, and errors cost 0.8 % on average."""
+    eight = every_position(model, dtype="bfloat16", quantization="int8")
+    ours = torch.cat([likelihoods(eight, windows[at], at * WINDOW) for at in NARROW])
+    exact = torch.cat([references[at] for at in NARROW])
+    more = math.exp(exact.mean() - ours.mean()) - 1  # perplexity
+    expected = (ours - exact).square().mean() / 2
+    assert abs(more) < 5e-3, more
+    assert 2e-3 < expected < 1.5e-2, expected
 
 
 def test_weights_are_bit_by_bit_those_of_transformers(model, theirs):

@@ -18,6 +18,7 @@ GROUPS = (32, 64, 128)  # columns that share a scale of 4 bits, beside all of a 
 REPEATS = re.compile(r"[*+?{]")
 REPEATED_GROUP = re.compile(r"\)[*+?{]")  # whose matches can take exponential time
 MOST_REPEATS = 3
+EXPERTS = (re.compile(r"\.experts"),)  # modules that no product with whole numbers takes
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Int4:
 
 
 @dataclass(frozen=True)
+class Int8:
+    """Whole numbers of eight bits, times a scale for each row: plain weights, or those of a GGUF
+    file, are rounded so as they are loaded."""
+
+    bits: ClassVar[int] = 8
+
+
+@dataclass(frozen=True)
 class Mxfp4:
     """Experts of four bits, e2m1, 32 in a row with one exponent. Source: OCP Microscaling Formats,
     version 1.0."""
@@ -58,7 +67,7 @@ class Mxfp4:
     bits: ClassVar[int] = 4
 
 
-Format = Fp8 | Int4 | Mxfp4
+Format = Fp8 | Int4 | Int8 | Mxfp4
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,8 @@ def chosen(stored: Quantization | None, asked: str) -> Quantization | None:
         return None if stored is None else replace(stored, decoded=True)
     if asked == "fp8" and stored is None:
         return Quantization("fp8", Fp8(at_load=True))
+    if asked == "int8" and stored is None:
+        return Quantization("int8", Int8(), EXPERTS)
     if asked == "fp8" and stored is not None and stored.format.bits == 8:
         return stored
     what = "plain" if stored is None else stored.method

@@ -22,6 +22,9 @@ from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.start import Start
+from pipeinfer.gguf.filename import is_gguf
+from pipeinfer.gguf.header import read_header
+from pipeinfer.gguf.names import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
@@ -110,11 +113,12 @@ def choose(
     Raises ConfigurationError that names the culprit.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
-    outline = _in_format(read_outline(folder, settings.model_impl), settings.quantization)
+    outline = read_outline(folder, settings.model_impl)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     max_model_len = _max_model_len(settings.max_model_len, outline)
-    foreign, config = None, outline.own
     dtype = _dtype(settings.dtype, outline, device)
+    outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
+    foreign, config = None, outline.own
     narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
         foreign = _foreign(settings, folder, outline, max_model_len)
@@ -353,14 +357,37 @@ def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[Scales, .
 
 
 def _dtype(name: str, outline: Outline, device: str) -> torch.dtype:
-    """`auto` is the checkpoint's dtype, but float32 on a CPU.
+    """`auto` is the checkpoint's dtype, but float32 on a CPU without instructions for bfloat16.
 
-    Few CPUs multiply 16-bit matrices fast, and those that do not are several times slower than in
-    float32; who has one says --dtype bfloat16.
+    Which it is follows from the CPU alone and not from a measurement: an engine that starts anew
+    must go on with the numbers that it left.
     """
     if name == "auto":
-        name = "float32" if device == "cpu" else outline.dtype
+        name = outline.dtype
+        if device == "cpu" and not (name == "bfloat16" and multiplies_bfloat16()):
+            name = "float32"
     return getattr(torch, name)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it: AVX512-BF16 or AMX."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> str:
+    """`auto` of a GGUF file of at most eight bits, computed in bfloat16 on a CPU, is `int8`.
+
+    Raises ConfigurationError for `int8` where there are no products with it.
+    """
+    fits = device == "cpu" and dtype == torch.bfloat16
+    if name == "int8" and not fits:
+        raise ConfigurationError(
+            "--quantization int8 is for CPUs, and computes in bfloat16; here it would be "
+            f"{str(dtype).removeprefix('torch.')} on {device}"
+        )
+    if name == "auto" and fits and is_gguf(folder) and few_bits(read_header(folder)):
+        return "int8"
+    return name
 
 
 def _max_model_len(asked: int, outline: Outline) -> int:

@@ -37,6 +37,7 @@ SANDWICH = PARTS | {
 }
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+PLAIN = ("F32", "F16", "BF16", "F64")
 UNUSED = ("rope_freqs.weight",)  # read as a configuration, see hyperparameters.py
 
 
@@ -56,6 +57,16 @@ class Packed:
     offset: int
     turned_heads: int = 0
     added: float = 0.0
+
+
+def few_bits(header: Header) -> bool:
+    """Whether all matrices have eight bits a value or less, but the small ones that choose
+    experts."""
+    return all(
+        tensor.type not in PLAIN
+        for tensor in header.tensors.values()
+        if len(tensor.shape) > 1 and "ffn_gate_inp" not in tensor.name
+    )
 
 
 def packed_tensors(header: Header) -> dict[str, Packed]:

@@ -6,17 +6,27 @@ divide. Knows no tokenizer: an id is a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.checkpoint.quantization import Int8
+from pipeinfer.layers.int8_products import int8_products
+from pipeinfer.layers.int8_values import Int8Values
+from pipeinfer.layers.kept import Kept
+from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.placement import Placement, Source
+
+Vectors = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VocabularyRows:
-    """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden]."""
+    """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
+
+    matrix: for products. vectors: of rows int64 [T], counted from this rank's first, [T, hidden].
+    """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         shard = placement.shard
@@ -25,16 +35,28 @@ class VocabularyRows:
         self.vocab_size = vocab_size
         self.start = min(shard.rank * share, vocab_size)
         self.stop = min(self.start + share, vocab_size)
-        self.matrix = Matrix(placement.empty(share, hidden_size))
-        self.matrix.weight[self.stop - self.start :].zero_()
+        self._hidden = hidden_size
+        self.matrix, self.vectors = _held((share, hidden_size), self.stop - self.start, placement)
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
-        weight = self.matrix.weight
-        hidden = weight.shape[1]
-        slices = (slice(self.start, self.stop), slice(0, hidden))
-        target = weight[: self.stop - self.start]
-        yield Source(f"{prefix}{self._name}.weight", (self.vocab_size, hidden), slices, target)
+        held, shape = slice(0, self.stop - self.start), (self.vocab_size, self._hidden)
+        slices = (slice(self.start, self.stop), slice(0, self._hidden))
+        yield from self.matrix.sources(f"{prefix}{self._name}", held, shape, slices)
+
+
+def _held(size: tuple[int, int], used: int, placement: Placement) -> tuple[Weight, Vectors]:
+    """Room for the matrix, zeros after its `used` first rows, and how its rows are looked up."""
+    form = None if placement.quantization is None else placement.quantization.format
+    products = int8_products(form, size, placement) if isinstance(form, Int8) else None
+    if products is None or not isinstance(form, Int8):
+        table = placement.empty(*size)
+        table[used:].zero_()
+        return Matrix(table), partial(functional.embedding, weight=table)
+    values = Int8Values.empty(size, form, placement)
+    for part in (values.weight, values.scale):
+        part[used:].zero_()
+    return Kept(values, None, products, split=False), values.rows
 
 
 class Embedding:
@@ -42,16 +64,15 @@ class Embedding:
 
     def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
         self.rows = rows
-        self._table = rows.matrix.weight
         self._placement = placement
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = self.rows
         if self._placement.alone:
-            return functional.embedding(tokens, self._table)
+            return rows.vectors(tokens)
         local = tokens - rows.start
         foreign = (local < 0) | (local >= rows.stop - rows.start)
-        vectors = functional.embedding(local.masked_fill(foreign, 0), self._table)
+        vectors = rows.vectors(local.masked_fill(foreign, 0))
         return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
 
 

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Mxfp4
+from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
 from pipeinfer.layers.decoded import Decoded, Values
 from pipeinfer.layers.fp8_products import fp8_products, fp8_stack
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.int4_products import int4_products
 from pipeinfer.layers.int4_values import Int4Values
+from pipeinfer.layers.int8_products import int8_products
+from pipeinfer.layers.int8_values import Int8Values
 from pipeinfer.layers.kept import Kept, Products
 from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.placement import Placement
@@ -36,10 +38,12 @@ class Stacked(Values, Protocol):
 ROOM: Mapping[type, Callable[[tuple[int, ...], Any, Placement], Stacked]] = {
     Fp8: Fp8Values.empty,
     Int4: Int4Values.empty,
+    Int8: Int8Values.empty,
 }
 PRODUCTS: Mapping[type, Callable[[Any, tuple[int, int], Placement], Products[Any] | None]] = {
     Fp8: fp8_products,
     Int4: int4_products,
+    Int8: int8_products,
 }
 # Room for a stack whose kernels take it as it is stored, None without.
 EIGHT_BITS: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Values | None]] = {

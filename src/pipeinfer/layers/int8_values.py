@@ -1,0 +1,75 @@
+"""What is kept of a matrix in eight bits: whole numbers, and a scale for each row.
+
+Knows no product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pipeinfer.checkpoint.quantization import Int8
+from pipeinfer.layers.placement import Placement, Source
+
+LARGEST = 127  # of the whole numbers of a row, in magnitude
+LEAST = 1e-12  # stands for the magnitude of a row of zeros
+
+
+@dataclass(frozen=True)
+class Int8Values:
+    """Values (decoded.py). weight: int8 [rows, columns]; scale: [rows], in the model's dtype."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def empty(cls, size: tuple[int, ...], form: Int8, placement: Placement) -> Int8Values:
+        """Not yet filled; `size` is rows and columns, before which a stack may have others."""
+        weight = torch.empty(size, dtype=torch.int8, device=placement.device)
+        return cls(weight, placement.empty(*size[:-1]))
+
+    def __getitem__(self, index: int) -> Int8Values:
+        """One of a stack."""
+        return Int8Values(self.weight[index], self.scale[index])
+
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight.to(dtype).mul_(self.scale.to(dtype)[..., None])
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids`, int64 [T], in the model's dtype: [T, columns]."""
+        return self.weight[ids].to(self.scale.dtype).mul_(self.scale[ids][:, None])
+
+    def permute(self, rows: torch.Tensor) -> None:
+        for part in (self.weight, self.scale):
+            part[: len(rows)] = part[rows]
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[Source]:
+        target = Rounding(self.weight[rows], self.scale[rows])
+        yield Source(f"{name}.weight", shape, slices, target)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A Target that rounds plain rows [n, columns] to whole numbers, the largest of a row to
+    LARGEST."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def copy_(self, values: torch.Tensor) -> None:
+        wide = values.to(self.device, torch.float32)
+        # Numbers are rounded by the scale as it is kept, so that its own rounding costs nothing.
+        self.scale.copy_(wide.abs().amax(-1).clamp_(min=LEAST) / LARGEST)
+        rounded = (wide / self.scale.to(torch.float32)[:, None]).round_()
+        self.weight.copy_(rounded.clamp_(-LARGEST, LARGEST))
+
+    def __getitem__(self, rows: slice) -> Rounding:
+        return Rounding(self.weight[rows], self.scale[rows])

@@ -1,0 +1,135 @@
+"""Matrices that stay in whole numbers of eight bits, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.checkpoint.quantization import Int8, Quantization
+from pipeinfer.engine import loading
+from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.formats import weight
+from pipeinfer.layers.int8_products import MANY
+from pipeinfer.layers.int8_values import LARGEST, Int8Values
+from pipeinfer.layers.kept import Kept
+from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.settings import ConfigurationError
+
+CPU = torch.device("cpu")
+HALF = torch.bfloat16
+
+
+def placement(dtype: torch.dtype = HALF, shard: Shard | None = None) -> Placement:
+    quantization = Quantization("int8", Int8())
+    return Placement(shard or Shard(), dtype, CPU, quantization=quantization)
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(-2, 1, rows)[:, None]
+    return torch.randn(rows, columns, generator=generator) * scales
+
+
+def filled(held, full: torch.Tensor) -> None:
+    for source in held.sources("w", slice(0, full.shape[0]), full.shape, (slice(None),) * 2):
+        source.target.copy_(full[source.slices])
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 1000))
+def test_a_value_is_rounded_by_half_a_step_of_its_row(rows: int, columns: int, seed: int) -> None:
+    full = matrix(rows, columns, seed)
+    full[0] = 0
+    values = Int8Values.empty((rows, columns), Int8(), placement(torch.float32))
+    filled(values, full)
+    step = full.abs().amax(1, keepdim=True) / LARGEST
+    assert ((values.decoded(torch.float32) - full).abs() <= step * 0.5001 + 1e-9).all()
+    assert values.weight.abs().amax(1)[1:].eq(LARGEST).all(), "a row has all the numbers there are"
+    ids = torch.tensor([rows - 1, 0])
+    assert torch.equal(values.rows(ids), values.decoded(torch.float32)[ids])
+
+
+@pytest.mark.parametrize("count", [1, 5, MANY - 1, MANY, 3 * MANY])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_are_those_of_the_plain_matrix(count: int, bias: bool) -> None:
+    added = torch.randn(48).to(HALF) if bias else None
+    held = weight(placement(), ["w"], (48, 64), added)
+    assert isinstance(held, Kept)
+    filled(held, matrix(48, 64))
+    held.pack()
+    x = torch.randn(count, 64).to(HALF)
+    plain = held._values.decoded(torch.float32)
+    expected = x.float() @ plain.t() + (0 if added is None else added.float())
+    got = held(x)
+    assert got.dtype == HALF and got.shape == (count, 48)
+    assert (got.float() - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_few_rows_come_out_alike_however_many_there_are() -> None:
+    held = weight(placement(), ["w"], (48, 64), None)
+    filled(held, matrix(48, 64))
+    x = torch.randn(MANY - 1, 64).to(HALF)
+    whole = held(x)
+    for size in (1, 2, 3, 7, 16):
+        assert torch.equal(torch.cat([held(part) for part in x.split(size)]), whole)
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(64, torch.float32), (72, HALF)])
+def test_a_matrix_that_has_no_product_becomes_plain(columns: int, dtype: torch.dtype) -> None:
+    held = weight(placement(dtype), ["w"], (8, columns), None)
+    filled(held, matrix(8, columns))
+    held.pack()
+    assert not isinstance(held, Kept)
+    assert held(torch.zeros(3, columns, dtype=dtype)).shape == (3, 8)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_head_and_embedding_share_their_numbers(rank: int) -> None:
+    """Of 45 ids the second of two ranks has 22, and a row of zeros."""
+    at = placement(shard=Shard(rank, 2))
+    rows = VocabularyRows("embed", 45, 64, at)
+    full = matrix(45, 64)
+    for source in rows.sources("model."):
+        assert source.name == "model.embed.weight"
+        source.target.copy_(full[source.slices])
+    held = full[rows.start : rows.stop]
+    ids = torch.arange(rows.stop - rows.start)
+    looked_up = rows.vectors(ids).float()
+    assert (looked_up - held).norm() < 0.01 * held.norm()
+    x = torch.randn(3, 64).to(HALF)
+    logits = Head(rows, at).local(x).float()
+    expected = x.float() @ looked_up.t()
+    assert (logits[:, : len(held)] - expected).norm() < 4e-3 * expected.norm()
+    assert not logits[:, len(held) :].any()
+    if rank == 0:
+        alone = VocabularyRows("embed", 45, 64, placement())
+        assert Embedding(alone, placement())(torch.tensor([3, 3])).shape == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "fast", "expected"),
+    [
+        ("bfloat16", "cpu", True, HALF),
+        ("bfloat16", "cpu", False, torch.float32),
+        ("float16", "cpu", True, torch.float32),
+        ("float32", "cpu", True, torch.float32),
+        ("bfloat16", "cuda", False, HALF),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_where_it_has_instructions_for_it(
+    monkeypatch, stored, device, fast, expected
+) -> None:
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: fast)
+    outline = loading.Outline("LlamaForCausalLM", 10, 10, stored)
+    assert loading._dtype("auto", outline, device) == expected
+    assert loading._dtype("float32", outline, device) == torch.float32
+
+
+def test_eight_bits_are_refused_where_nothing_multiplies_them() -> None:
+    for device, dtype in (("cpu", torch.float32), ("cuda", HALF)):
+        with pytest.raises(ConfigurationError, match="--quantization int8 is for CPUs"):
+            loading._quantization("int8", Path("model"), device, dtype)
+    assert loading._quantization("auto", Path("model"), "cpu", HALF) == "auto"
