@@ -371,7 +371,8 @@ def _dtype(name: str, outline: Outline, device: str) -> torch.dtype:
 
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for it: AVX512-BF16 or AMX."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    known = torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
+    return known or torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
 
 
 def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> str:

@@ -47,9 +47,10 @@ class VocabularyRows:
 
 def _held(size: tuple[int, int], used: int, placement: Placement) -> tuple[Weight, Vectors]:
     """Room for the matrix, zeros after its `used` first rows, and how its rows are looked up."""
-    form = None if placement.quantization is None else placement.quantization.format
-    products = int8_products(form, size, placement) if isinstance(form, Int8) else None
-    if products is None or not isinstance(form, Int8):
+    form, how = Int8(), placement.quantization
+    stays = how is not None and how.format == form
+    products = int8_products(form, size, placement) if stays else None
+    if products is None:
         table = placement.empty(*size)
         table[used:].zero_()
         return Matrix(table), partial(functional.embedding, weight=table)

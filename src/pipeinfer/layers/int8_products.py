@@ -33,7 +33,7 @@ class Int8Products:
     ) -> torch.Tensor:
         if x.shape[0] >= MANY:
             return functional.linear(x, values.decoded(x.dtype), bias)
-        product = torch._weight_int8pack_mm(x, values.weight, values.scale)
+        product = torch.ops.aten._weight_int8pack_mm(x, values.weight, values.scale)
         return product if bias is None else product.add_(bias)
 
     def later(
