@@ -54,8 +54,8 @@ class Submit(Message, frozen=True):
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
     `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text, of a
-    chat always with special tokens.
-    `only_encode`: that is all that is wanted, and no group hears of it. `choices`: which of it are
+    chat always with special tokens. `only_encode`: that is all that is wanted, and no group hears
+    of it; with max_tokens 0 the prompt may be longer than the context. `choices`: which of it are
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
     `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py). `otherwise`:
     what the output must be where the grammar of `params` is refused; None: that is an error then.

@@ -23,7 +23,8 @@ from pipeinfer.params import SamplingParams
 
 # Fields that the body of /tokenize shares with a chat's: all that a chat's prompt depends on.
 OF_CHATS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__)
-ONE = SamplingParams(max_tokens=1, skip_special_tokens=False)  # a prompt leaves room for an answer
+# Without an answer a prompt may be longer than the context.
+ALONE = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
 def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
@@ -39,7 +40,7 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
         )
     return Call(
         request_id=name,
-        params=ONE,
+        params=ALONE,
         timeout=terms.timeout,
         text=request.prompt,
         add_special_tokens=request.add_special_tokens is not False,
@@ -59,7 +60,7 @@ def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
         raise (error if with_tools is None else renamed(error, OLD_NAMES)) from None
     return Call(
         request_id=name,
-        params=ONE,
+        params=ALONE,
         timeout=terms.timeout,
         chat=prompt.chat,
         template_arguments=prompt.arguments,
@@ -72,7 +73,7 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
     """What asks for the text."""
     return Call(
         request_id=name,
-        params=replace(ONE, skip_special_tokens=bool(request.skip_special_tokens)),
+        params=replace(ALONE, skip_special_tokens=bool(request.skip_special_tokens)),
         timeout=terms.timeout,
         prompt_ids=pack(request.tokens),
         return_prompt_text=True,

@@ -125,7 +125,7 @@ class PromptEncoder:
         kept = self._truncated(ids, submit.params)
         if len(kept) < len(ids) and submit.params.truncation_side == "right":
             state = None  # what the template wrote last is gone
-        if not submit.only_encode:
+        if not _counted(submit):
             self._check_length(len(kept), submit.params, param)
         return self._left(submit, kept, state)
 
@@ -269,7 +269,7 @@ class PromptEncoder:
         if submit.params.truncate_prompt_tokens:
             return
         fewest = 0 if self._cover is None else self._cover.fewest(text)
-        if fewest >= self._max_model_len * (COUNTED if submit.only_encode else 1):
+        if fewest >= self._max_model_len * (COUNTED if _counted(submit) else 1):
             raise self._too_long(f"at least {fewest}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
@@ -329,6 +329,11 @@ class PromptEncoder:
                 "max_tokens",
                 "context_length_exceeded",
             )
+
+
+def _counted(submit: Submit) -> bool:
+    """Whether only the prompt is wanted, and no room behind it for an answer."""
+    return submit.only_encode and submit.params.max_tokens == 0
 
 
 def _tags_of(tokenizer: Tokenizer | None) -> Tags | None:

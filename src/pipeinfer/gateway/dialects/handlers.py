@@ -82,15 +82,16 @@ class DialectHandlers:
         body = await self._answering.body(request, InputTokensRequest)
         with in_words(responses_body.NAMES):
             try:
-                tokens = await self._count(request, body)
+                tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
             except ApiError as error:
-                tokens = await self._count(request, await self._shortened(request, body, error, 1))
+                tokens = await self._count(
+                    request, await self._shortened(request, body, error, 1), 1
+                )
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
-    async def _count(
-        self, request: web.Request, body: PromptOfResponse, room: int | None = 1
-    ) -> int:
-        """Tokens of the prompt, which leaves `room` for an answer; None: for one of any length."""
+    async def _count(self, request: web.Request, body: PromptOfResponse, room: int | None) -> int:
+        """Tokens of the prompt, which leaves `room` for an answer; None: for one of any length; 0:
+        the prompt may be longer than the context."""
         chat = responses_body.prompt_chat(body)
         call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
         call = replace(call, params=replace(call.params, max_tokens=room))
