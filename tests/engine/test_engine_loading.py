@@ -12,7 +12,7 @@ import torch
 from single_steps import Row, build_step
 
 from kept_logits import logits_of
-from pipeinfer.engine import machine
+from pipeinfer.engine import loading, machine
 from pipeinfer.engine.artificial import allow_all, largest_step
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
@@ -28,11 +28,13 @@ def folder(checkpoint):
     return checkpoint("Qwen3ForCausalLM")
 
 
-def test_automatic_choices_on_a_cpu(checkpoint):
+@pytest.mark.parametrize(("fast", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_automatic_choices_on_a_cpu(checkpoint, monkeypatch, fast, dtype):
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: fast)
     choices = choose(Settings(), checkpoint("LlamaForCausalLM", dtype=torch.bfloat16))
     assert (choices.device, choices.attention, choices.page_size) == ("cpu", "torch", 16)
     assert choices.config.dtype == "bfloat16"
-    assert choices.dtype == torch.float32
+    assert choices.dtype == dtype
     assert choices.max_model_len == 512
 
 
