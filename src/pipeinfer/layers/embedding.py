@@ -19,13 +19,14 @@ from pipeinfer.layers.kept import Kept
 from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.placement import Placement, Source
 
+# Of rows int64 [T], counted from this rank's first: [T, hidden].
 Vectors = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VocabularyRows:
     """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
 
-    matrix: for products. vectors: of rows int64 [T], counted from this rank's first, [T, hidden].
+    matrix: for products.
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -36,7 +37,25 @@ class VocabularyRows:
         self.start = min(shard.rank * share, vocab_size)
         self.stop = min(self.start + share, vocab_size)
         self._hidden = hidden_size
-        self.matrix, self.vectors = _held((share, hidden_size), self.stop - self.start, placement)
+        size, used, form = (share, hidden_size), self.stop - self.start, Int8()
+        how = placement.quantization
+        stays = how is not None and how.format == form
+        products = int8_products(form, size, placement) if stays else None
+        self._values = None if products is None else Int8Values.empty(size, form, placement)
+        if products is None or self._values is None:
+            self._plain = Matrix(placement.empty(*size))
+            self._plain.weight[used:].zero_()
+            self.matrix: Weight = self._plain
+            return
+        self.matrix = Kept(self._values, None, products, split=False)
+        for part in (self._values.weight, self._values.scale):
+            part[used:].zero_()
+
+    def vectors(self) -> Vectors:
+        """Looks rows up, for whoever asks before the matrix is packed; a plain one stays then."""
+        if self._values is not None:
+            return self._values.rows
+        return partial(functional.embedding, weight=self._plain.weight)
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
@@ -45,35 +64,21 @@ class VocabularyRows:
         yield from self.matrix.sources(f"{prefix}{self._name}", held, shape, slices)
 
 
-def _held(size: tuple[int, int], used: int, placement: Placement) -> tuple[Weight, Vectors]:
-    """Room for the matrix, zeros after its `used` first rows, and how its rows are looked up."""
-    form, how = Int8(), placement.quantization
-    stays = how is not None and how.format == form
-    products = int8_products(form, size, placement) if stays else None
-    if products is None:
-        table = placement.empty(*size)
-        table[used:].zero_()
-        return Matrix(table), partial(functional.embedding, weight=table)
-    values = Int8Values.empty(size, form, placement)
-    for part in (values.weight, values.scale):
-        part[used:].zero_()
-    return Kept(values, None, products, split=False), values.rows
-
-
 class Embedding:
     """Ids int64 [T] to vectors [T, hidden], a new tensor; the sum over ranks."""
 
     def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
         self.rows = rows
+        self._vectors = rows.vectors()
         self._placement = placement
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = self.rows
         if self._placement.alone:
-            return rows.vectors(tokens)
+            return self._vectors(tokens)
         local = tokens - rows.start
         foreign = (local < 0) | (local >= rows.stop - rows.start)
-        vectors = rows.vectors(local.masked_fill(foreign, 0))
+        vectors = self._vectors(local.masked_fill(foreign, 0))
         return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
 
 
