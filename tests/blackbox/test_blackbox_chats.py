@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from asked import COUNTED, END, MODEL, NAMED, ONE, TOOL, USER, said, system, text, user
+from asked import CONTEXT, COUNTED, END, MODEL, NAMED, ONE, TOOL, USER, said, system, text, user
 
 CHAT = "/v1/chat/completions"
 USAGE = {"include_usage": True}
@@ -159,6 +160,30 @@ def test_an_answer_goes_on_from_its_last_message(ask):
     assert (content(answer), answer.choices[0].finish_reason) == (" 6 7 8 9", "stop")
 
 
+def test_a_cut_prompt_leaves_room_for_as_many_more_tokens(http, ask):
+    every = http.ask("/tokenize", {"messages": USER})["tokens"]
+    ends = {"logit_bias": {END: 100}}  # at once, whatever may still come
+    for side, kept in (("right", every[:4]), ("left", every[-4:])):
+        extra = {"return_token_ids": True, "truncate_prompt_tokens": 4, "truncation_side": side}
+        answer = ask(extra=extra, max_completion_tokens=CONTEXT - 4, **ends)
+        assert (answer.prompt_token_ids, answer.usage.completion_tokens) == (kept, 1)
+    body = {"messages": USER, "max_tokens": CONTEXT - 3, "truncate_prompt_tokens": 4}
+    status, answer = http.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    long = {"messages": [user("a" * 3_000)], "truncate_prompt_tokens": -1, **ends}
+    assert http.ask(CHAT, {**long, "max_tokens": 50})["usage"]["prompt_tokens"] == CONTEXT - 50
+    usage = http.ask(CHAT, long)["usage"]
+    assert usage["prompt_tokens"] < CONTEXT and usage["completion_tokens"] == 1
+    assert http.ask(CHAT, {**long, "messages": USER})["usage"]["prompt_tokens"] == len(every)
+
+
+def test_many_without_a_limit_need_no_room_for_their_longest_answers(ask):
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: ask(max_completion_tokens=None), range(48)))
+    assert {content(answer) for answer in answers} == {COUNTED}
+    assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_what_ended_an_answer_is_told(http, path):
     prompt = "<|im_start|>user\nCount from 3 to 9.<|im_end|>\n<|im_start|>assistant\n"
@@ -223,6 +248,9 @@ def test_what_changes_nothing_is_taken(ask):
         "no_stop_trim": False, "lora_path": None, "priority": -5, "some_future_field": {"a": 1},
         "tool_choice": "none", "tools": None, "response_format": {"type": "text"},
         "structured_outputs": None, "logit_bias": {}, "stop": None, "seed": None,
+        "return_hidden_states": False, "stop_regex": [], "custom_logit_processor": None,
+        "session_params": None, "watermarking": False, "data_parallel_rank": 0,
+        "return_prompt_token_ids": False, "prompt_cache_retention": "24h",
     }  # fmt: skip
     assert content(ask(extra=extra)) == COUNTED[:10]
 

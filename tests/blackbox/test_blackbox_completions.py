@@ -134,6 +134,23 @@ def test_prompts_and_their_ends(ask):
     assert ask("abc", extra={"suffix": ""}).choices[0].text == ask("abc").choices[0].text
 
 
+@pytest.mark.parametrize(
+    "prompts", [["ab", "cde"], [[97, 98], [99, 100, 101]]], ids=["texts", "ids"]
+)
+def test_each_of_several_prompts_is_said_again_before_its_own_answer(ask, prompts):
+    asked = {"echo": True, "n": 2, "temperature": 1, "seed": 9}
+    whole = ask(prompts, **asked).choices
+    begins = ["ab", "ab", "cde", "cde"]
+    alone = [choice.text for prompt in prompts for choice in ask(prompt, **asked).choices]
+    for choice, begin, text in zip(whole, begins, alone, strict=True):
+        assert choice.text.startswith(begin)
+        assert choice.text == text
+    told = [""] * 4
+    for chunk in ask(prompts, **asked, stream=True):
+        told[chunk.choices[0].index] += chunk.choices[0].text
+    assert told == [choice.text for choice in whole]
+
+
 def test_the_best_of_many_are_likelier_than_all(ask):
     asked = {"temperature": 2, "seed": 7, "logprobs": 0, "max_tokens": 5}
     every = ask(n=6, **asked).choices

@@ -89,7 +89,11 @@ def test_log_probs_come_whole_and_in_a_stream(ask):
             assert event.logprobs and all(token.logprob <= 0 for token in event.logprobs)
             assert all(len(token.top_logprobs) == 3 for token in event.logprobs)
             told += event.logprobs
+        elif event.type == "response.output_item.done":
+            item = event.item
     assert "".join(token.token for token in told) == COUNTED
+    assert event.response.output == [item]
+    assert [score.token for score in item.content[0].logprobs] == [score.token for score in told]
     assert ask().output[0].content[0].logprobs == []
 
 
@@ -109,6 +113,41 @@ def test_parameters_of_other_endpoints_work(ask):
     assert {name: getattr(found, name) for name in asked} == asked
     assert (found.background, found.store) == (False, False)
     assert found.previous_response_id is None
+
+
+def test_penalties_of_chats_work_and_what_asks_for_nothing_is_taken(ask):
+    assert ask(extra={"frequency_penalty": 2, "presence_penalty": 2}).output_text != COUNTED
+    extra = {
+        "frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "previous_input_messages": [],
+        "prompt_cache_retention": "in-memory", "prompt_cache_options": {"mode": "explicit"},
+    }  # fmt: skip
+    asked = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    asked |= {"previous_response_id": None, "include": None, "user": None, "top_p": 1.0}
+    assert ask(extra=extra, **asked).output_text == COUNTED
+
+
+def test_the_first_event_says_the_request_again(ask):
+    format = {"type": "json_schema", "name": "one", "schema": ONE, "strict": True}
+    asked = {"text": {"format": format}, "prompt_cache_key": "k", "safety_identifier": "s"}
+    first, *_, last = ask(**asked, metadata={"a": "b"}, stream=True)
+    for event in (first, last):
+        shown = event.response.model_dump(by_alias=True)
+        assert shown["text"]["format"]["schema"] == ONE
+        assert "schema_" not in shown["text"]["format"]
+        assert (shown["prompt_cache_key"], shown["safety_identifier"]) == ("k", "s")
+        assert shown["metadata"] == {"a": "b"}
+    assert (first.response.output, first.response.usage) == ([], None)
+    plain = next(iter(ask(stream=True))).response
+    assert plain.prompt_cache_key is None and plain.safety_identifier is None
+
+
+def test_a_stream_that_is_cut_is_incomplete_to_its_last_item(ask):
+    *events, last = ask(max_output_tokens=5, stream=True)
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert done.status == "incomplete" and last.response.output == [done]
+    assert done.content[0].text == COUNTED[:5]
 
 
 def test_forms_are_those_of_the_api(ask):

@@ -21,6 +21,14 @@ RIGHT = {
 }
 BEYOND = VOCABULARY
 UNKNOWN_REF = {"type": "object", "properties": {"foo": "bar"}}
+UNKNOWN_TYPE = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"a": {"type": "unknown"}}},
+    },
+}
 NO_GBNF = 'root ::= statementwithouta\nstatement ::= "a"'
 
 # Of chats and completions: the fields, and the parameter that the error names.
@@ -168,6 +176,9 @@ OF_CHATS = [
     ({"tools": "abc"}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"description": "a"}}]},
+     "tools[0].function.name"),
+    ({"tools": [UNKNOWN_TYPE], "tool_choice": "required"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
      "tools[0].function.parameters"),
@@ -209,7 +220,13 @@ OF_RESPONSES = [
     ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
     ({"input": [user([{"type": "input_image", "image_url": "http://a"}])]},
      "input[0].content[0].type"),
+    ({"input": "a" * 3000}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": CONTEXT}, "max_output_tokens"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"kv_transfer_params": {"prompt_token_ids": [1]}}, "kv_transfer_params"),
+    ({"previous_input_messages": USER}, "previous_input_messages"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
     ({"background": True}, "background"),
     ({"background": True, "store": False}, "background"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -286,6 +303,19 @@ def test_errors_of_messages_have_anthropics_form(http):
         assert answer["error"]["type"] == "invalid_request_error", fields
         assert answer["error"]["message"], fields
     http.ask(MESSAGES, RIGHT[MESSAGES])
+
+
+def test_a_stream_that_cannot_begin_is_a_plain_error(http):
+    long = {
+        CHAT: {"messages": [user("a" * 3000)]},
+        COMPLETION: {"prompt": "a" * 3000},
+        RESPONSES: {"input": "a" * 3000},
+        MESSAGES: {"messages": [user("a" * 3000)], "max_tokens": 4},
+    }
+    for path, body in long.items():
+        for stream in (True, False):
+            status, answer = http.post(path, {**body, "stream": stream})
+            assert status == 400 and str(CONTEXT) in answer["error"]["message"], path
 
 
 @pytest.mark.parametrize("path", RIGHT)

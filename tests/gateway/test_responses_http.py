@@ -253,6 +253,23 @@ async def test_a_cut_answer_is_incomplete(gateway: Gateway) -> None:
     assert made.max_output_tokens == 2 and made.output[0].status == "incomplete"  # type: ignore
 
 
+async def test_wherever_an_answer_is_cut_its_items_are_complete_or_not_in_all_that_say_so(
+    calling: Gateway,
+) -> None:
+    create, found = calling.client().responses.create, set[tuple[str, ...]]()
+    for most in range(1, len(ALL.split()) + 1):
+        ask: Any = {"model": "test", "input": ALL, "tools": [WEATHER], "max_output_tokens": most}
+        whole = await create(**ask)
+        events: list[Any] = [event async for event in await create(**ask, stream=True)]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert events[-1].response.output == done
+        statuses = tuple(str(item.status) for item in done)
+        assert statuses == tuple(item.status for item in whole.output)
+        assert set(statuses[:-1]) <= {"completed"}, "what something follows is complete"
+        found.add(statuses)
+    assert {("incomplete",), ("completed", "incomplete")} < found
+
+
 async def test_a_stream_that_breaks_ends_with_response_failed(gateway: Gateway) -> None:
     stream = await gateway.client().responses.create(model="test", input="break it", stream=True)
     last: Any = [event async for event in stream][-1]

@@ -20,7 +20,7 @@ CALLS = ("call", "custom")
 class Block:
     """`number`: its place in the answer. `call`: the number of the call, and `name` its tool's.
     `texts`: of it so far, arguments of a call, the input of a custom one. `logprobs`: of its
-    tokens, if asked for."""
+    tokens, if asked for. `complete`: closed, and not because the answer was cut within it."""
 
     kind: BlockKind
     number: int
@@ -28,6 +28,7 @@ class Block:
     name: str = ""
     texts: list[str] = field(default_factory=list[str])
     logprobs: list[JsonValue] = field(default_factory=list[JsonValue])
+    complete: bool = False
 
     @property
     def text(self) -> str:
@@ -69,10 +70,11 @@ class Blocks:
                 block.texts.append(piece.text)
                 yield Step("more", block, piece.text)
 
-    def close(self) -> Iterator[Step]:
-        """Ends the block that is open, if one is."""
+    def close(self, *, cut: bool = False) -> Iterator[Step]:
+        """Ends the block that is open, if one is. `cut`: there might have been more of it."""
         block, self._open = self._open, None
         if block is not None:
+            block.complete = not cut
             yield Step("close", block)
 
     def empty(self) -> Iterator[Step]:

@@ -24,6 +24,8 @@ from pipeinfer.gateway.token_scores import token_scores
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
 
+CUT = ("length", "abort")  # how an answer ends that might have gone on
+
 _json = msgspec.json.Encoder()
 
 
@@ -119,7 +121,7 @@ class SpeechOutlet:
         self._end.fill(delta, self._reasoning.count)
         if not blocks.all:
             yield from self._shown(blocks.empty())
-        yield from self._shown(blocks.close())
+        yield from self._shown(blocks.close(cut=delta.finish in CUT))
         yield from speech.over(blocks, self._end)
 
     def _shown(self, steps: Iterable[Step]) -> Iterator[JsonObject]:

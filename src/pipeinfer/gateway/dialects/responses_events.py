@@ -67,10 +67,7 @@ class ResponseSpeech:
 
     def whole(self, blocks: Blocks, end: End) -> JsonObject:
         status = {"length": "incomplete", "abort": "failed"}.get(end.finish or "", "completed")
-        output = [self._item(block, "completed") for block in blocks.all]
-        if status != "completed" and output:
-            output[-1] = self._item(blocks.all[-1], "incomplete")
-        response = self._response(status, list[JsonValue](output))
+        response = self._response(status, list[JsonValue](map(self._item, blocks.all)))
         response["usage"] = _usage(end)
         if status == "completed":
             response["completed_at"] = int(self._clock())
@@ -81,8 +78,7 @@ class ResponseSpeech:
         return response
 
     def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
-        output: list[JsonValue] = [self._item(block, "incomplete") for block in blocks.all]
-        response = self._response("failed", output)
+        response = self._response("failed", list[JsonValue](map(self._item, blocks.all)))
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=response)
 
@@ -115,7 +111,7 @@ class ResponseSpeech:
             )
         if block.kind not in CALLS:
             yield self._event("response.content_part.done", **self._at(block), part=_part(block))
-        item = self._item(block, "completed")
+        item = self._item(block)
         yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, /, **fields: JsonValue) -> JsonObject:
@@ -129,7 +125,8 @@ class ResponseSpeech:
         name = f"{self._answer.id}-{block.number}".encode()
         return f"{PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
 
-    def _item(self, block: Block, status: str) -> JsonObject:
+    def _item(self, block: Block, status: str = "") -> JsonObject:
+        status = status or ("completed" if block.complete else "incomplete")
         item: JsonObject = {"id": self._id(block), "status": status}
         parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
         if block.kind in CALLS:
