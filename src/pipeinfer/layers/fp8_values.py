@@ -13,7 +13,7 @@ import torch
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.kernels.fp8 import round_rows_closely
-from pipeinfer.layers.placement import DUMMY_STD, Placement, Source
+from pipeinfer.layers.placement import DUMMY_STD, Placement, Rounding, Source
 from pipeinfer.settings import ConfigurationError
 
 STORED = ("F8_E4M3",)
@@ -75,7 +75,7 @@ class Fp8Values:
         """ConfigurationError if `slices` cut through a block."""
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
         if self.form.at_load:
-            rounding = Rounding(self.weight[rows], self.scale[rows])
+            rounding = Rounding(self.weight[rows], self.scale[rows], round_rows_closely)
             yield Source(weight, shape, slices, rounding)
             return
         yield Source(weight, shape, slices, self.weight[rows], STORED, dummy=DUMMY_VALUES)
@@ -92,26 +92,6 @@ class Fp8Values:
         else:
             total, held, target = (1,), (slice(0, 1),), self.scale[rows]
         yield Source(scale, total, held, target, dummy=DUMMY_SCALE)
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """A Target that rounds plain rows [n, columns] to FP8, as closely as a scale each lets it."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def copy_(self, values: torch.Tensor) -> None:
-        rounded, scale = round_rows_closely(values.to(self.device))
-        self.weight.copy_(rounded)
-        self.scale.copy_(scale)
-
-    def __getitem__(self, rows: slice) -> Rounding:
-        return Rounding(self.weight[rows], self.scale[rows])
 
 
 def _blocks(name: str, cut: slice, size: int, side: int) -> slice:

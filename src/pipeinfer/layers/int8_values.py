@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from pipeinfer.checkpoint.quantization import Int8
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.placement import Placement, Rounding, Source
 
 LARGEST = 127  # of the whole numbers of a row, in magnitude
 LEAST = 1e-12  # stands for the magnitude of a row of zeros
@@ -48,28 +49,16 @@ class Int8Values:
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[Source]:
-        target = Rounding(self.weight[rows], self.scale[rows])
+        how = partial(round_rows, scales=self.scale.dtype)
+        target = Rounding(self.weight[rows], self.scale[rows], how)
         yield Source(f"{name}.weight", shape, slices, target)
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """A Target that rounds plain rows [n, columns] to whole numbers, the largest of a row to
-    LARGEST."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
-    def copy_(self, values: torch.Tensor) -> None:
-        wide = values.to(self.device, torch.float32)
-        # Numbers are rounded by the scale as it is kept, so that its own rounding costs nothing.
-        self.scale.copy_(wide.abs().amax(-1).clamp_(min=LEAST) / LARGEST)
-        rounded = (wide / self.scale.to(torch.float32)[:, None]).round_()
-        self.weight.copy_(rounded.clamp_(-LARGEST, LARGEST))
-
-    def __getitem__(self, rows: slice) -> Rounding:
-        return Rounding(self.weight[rows], self.scale[rows])
+def round_rows(values: torch.Tensor, scales: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of plain rows; the
+    largest of a row becomes LARGEST."""
+    wide = values.to(torch.float32)
+    # Numbers are rounded by the scale as it is kept, so that its own rounding costs nothing.
+    scale = (wide.abs().amax(-1).clamp_(min=LEAST) / LARGEST).to(scales)
+    rounded = (wide / scale.to(torch.float32)[:, None]).round_()
+    return rounded.clamp_(-LARGEST, LARGEST), scale

@@ -165,6 +165,28 @@ class Converted:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """A Target that keeps plain rows [n, columns] as `round` gives them: `weight` [n, columns], in
+    fewer bits, and `scale`, one or more of each row."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    round: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def copy_(self, values: torch.Tensor) -> None:
+        rounded, scale = self.round(values.to(self.device))
+        self.weight.copy_(rounded)
+        self.scale.copy_(scale)
+
+    def __getitem__(self, rows: slice) -> Rounding:
+        return Rounding(self.weight[rows], self.scale[rows], self.round)
+
+
+@dataclass(frozen=True)
 class Source:
     """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its `slices`.
 
