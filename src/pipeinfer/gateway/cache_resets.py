@@ -44,10 +44,10 @@ class CacheResets:
             del self._waiting[name]
         return reset.missing
 
-    def told(self, told: CacheReset) -> None:
+    def on_answer(self, answer: CacheReset) -> None:
         """A group's answer; one to an unknown question is fine."""
-        reset = self._waiting.get(told.name)
+        reset = self._waiting.get(answer.name)
         if reset is not None:
-            reset.missing.discard(told.group)
+            reset.missing.discard(answer.group)
             if not reset.missing:
                 reset.done.set()

@@ -125,7 +125,7 @@ class Port:
                 self._close(message.request_id, message.finish)
             route.sink.delta(route.index, message)
         elif isinstance(message, CacheReset):
-            self._resets.told(message)
+            self._resets.on_answer(message)
         else:
             self._begin_or_end(message)
 

@@ -72,7 +72,7 @@ class OfflineDriver:
             if (sink := self._sinks.pop(message.request_id, None)) is not None:
                 sink.failed(message)
         elif isinstance(message, CacheReset):
-            self._resets.told(message)
+            self._resets.on_answer(message)
         elif isinstance(message, StatusChanged) and message.status == "ready":
             self._on_ready()
 

@@ -297,12 +297,12 @@ def _in_schema(regex: str) -> str:
     return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
-def input_schema(told: JsonObject) -> JsonObject:
-    """Of the parameters of a custom tool, whose one parameter is its input, of which more is
-    `told`."""
+def input_schema(more: JsonObject) -> JsonObject:
+    """Of the parameters of a custom tool, whose one parameter is its input, of which `more`
+    is said."""
     return {
         "type": "object",
-        "properties": {INPUT: {"type": "string", **told}},
+        "properties": {INPUT: {"type": "string", **more}},
         "required": [INPUT],
         "additionalProperties": False,
     }
