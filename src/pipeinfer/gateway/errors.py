@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,8 @@ WHERE = re.compile(
     r"^(?P<what>.*) - at (?P<key>`key` in )?`(?P<path>.*?)(\[\.\.\.\])?`$", re.DOTALL
 )
 
+
+T = TypeVar("T")
 
 _NESTED = re.compile(r"\.(function|custom)(?=\.|$)")  # what chats alone put a tool's fields within
 
@@ -83,6 +86,13 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
         path = f"{path}.{unsupported[1]}" if path else unsupported[1]
         return ApiError(400, message, path, "unsupported_parameter")
     return ApiError(400, message, path, "invalid_type")
+
+
+def required(value: T | None, where: str) -> T:
+    """`value`, which a body must have at `where`. ApiError 400."""
+    if value is None:
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    return value
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, required
 from pipeinfer.gateway.reading.call_grammars import input_schema
 from pipeinfer.gateway.schema import (
     ChatRequest,
@@ -27,8 +26,6 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
 KINDS = ("function", "custom")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,9 @@ def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
     check_kind(tool.type, f"{where}.type")
     where = f"{where}.{tool.type}"
     if tool.type == "function":
-        function = _given(tool.function, where)
+        function = required(tool.function, where)
     else:
-        custom = _given(tool.custom, where)
+        custom = required(tool.custom, where)
         function = Function(custom.name, custom.description, input_schema(_told(custom, where)))
     if function.name in kinds:
         message = f"{where}.name: there are two tools {function.name!r}"
@@ -120,7 +117,7 @@ def _told(tool: CustomTool, where: str) -> JsonObject:
     """What a model is told of the tool's input. ApiError 400 for a grammar that is not there."""
     if tool.format is None or tool.format.type == "text":
         return {}
-    grammar = _given(tool.format.grammar, f"{where}.format.grammar")
+    grammar = required(tool.format.grammar, f"{where}.format.grammar")
     kind = "Lark grammar" if grammar.syntax == "lark" else "regular expression"
     return {"description": f"A text of this {kind}:\n{grammar.definition}"}
 
@@ -142,7 +139,7 @@ def _allowed(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset
     if choice.type != "allowed_tools":
         one = NamedTool(choice.type, choice.function, choice.custom)
         return frozenset((_named(one, "tool_choice", kinds),)), True
-    allowed = _given(choice.allowed_tools, "tool_choice.allowed_tools")
+    allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
     where = "tool_choice.allowed_tools.tools"
     if not allowed.tools:
         message = f"{where} must not be empty; tool_choice none offers no tools"
@@ -155,18 +152,12 @@ def _named(tool: NamedTool, where: str, kinds: Mapping[str, str]) -> str:
     """The name of a tool that the request offers."""
     check_kind(tool.type, f"{where}.type")
     given = tool.function if tool.type == "function" else tool.custom
-    name = _given(given, f"{where}.{tool.type}").name
+    name = required(given, f"{where}.{tool.type}").name
     if kinds.get(name) != tool.type:
         where += f".{tool.type}.name" if where != "tool_choice" else ""
         message = f"{where}: there is no {tool.type} tool {name[:100]!r} in tools"
         raise ApiError(400, message, where, "invalid_value")
     return name
-
-
-def _given(value: T | None, where: str) -> T:
-    if value is None:
-        raise ApiError(400, f"{where} must be given", where, "invalid_value")
-    return value
 
 
 def _check_sendable(schemas: dict[str, JsonObject]) -> None:

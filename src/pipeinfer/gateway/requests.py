@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from pipeinfer.gateway.client_marks import without_marks
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
-from pipeinfer.gateway.errors import ApiError, renamed
+from pipeinfer.gateway.errors import ApiError, renamed, required
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.forms import Form, form
 from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
@@ -463,7 +463,4 @@ def _text_part(i: int, j: int, part: ContentPart) -> JsonObject:
         text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
         raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
     text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        param = f"{where}.{part.type}"
-        raise ApiError(400, f"{param} must be given", param, "invalid_value")
-    return {"type": "text", "text": text}
+    return {"type": "text", "text": required(text, f"{where}.{part.type}")}

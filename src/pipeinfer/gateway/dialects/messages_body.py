@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.dialects.turns import Turns
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, required
 from pipeinfer.gateway.schema import (
     INT32,
     MOST_MESSAGES,
@@ -262,7 +262,7 @@ def _tools(request: CountRequest) -> list[Tool] | None:
             where = f"tools[{i}].type"
             message = f"{where}: {tool.type[:100]!r} is not supported, only 'custom' is"
             raise ApiError(400, message, where, "unsupported_parameter")
-        name = _given(tool.name, f"tools[{i}].name")
+        name = required(tool.name, f"tools[{i}].name")
         function = Function(name, tool.description, tool.input_schema, tool.strict)
         tools.append(Tool("function", function))
     return tools
@@ -311,7 +311,7 @@ def _say(turns: Turns, turn: Turn, where: str) -> None:
     for j, block in enumerate(turn.content):
         here = f"{where}[{j}]"
         if block.type == "text":
-            texts.append(_given(block.text, f"{here}.text"))
+            texts.append(required(block.text, f"{here}.text"))
             continue
         if block.type == "document" and turn.role == "user":
             texts.append(_document(block, here))
@@ -325,7 +325,7 @@ def _say(turns: Turns, turn: Turn, where: str) -> None:
 
 
 def _thought(turns: Turns, block: MessageBlock, where: str) -> None:
-    turns.think(_given(block.thinking, f"{where}.thinking"))
+    turns.think(required(block.thinking, f"{where}.thinking"))
 
 
 def _unreadable(turns: Turns, block: MessageBlock, where: str) -> None:
@@ -333,7 +333,7 @@ def _unreadable(turns: Turns, block: MessageBlock, where: str) -> None:
 
 
 def _called(turns: Turns, block: MessageBlock, where: str) -> None:
-    call_id, name = _given(block.id, f"{where}.id"), _given(block.name, f"{where}.name")
+    call_id, name = required(block.id, f"{where}.id"), required(block.name, f"{where}.name")
     turns.call(call_id, name, msgspec.json.encode(block.input or {}).decode())
 
 
@@ -343,7 +343,7 @@ def _gave(turns: Turns, block: MessageBlock, where: str) -> None:
     for j, part in enumerate([] if isinstance(content, str) else content):
         shown = _document if part.type == "document" else _text
         texts.append(shown(part, f"{here}[{j}]"))
-    turns.result(_given(block.tool_use_id, f"{where}.tool_use_id"), texts)
+    turns.result(required(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
 def _refused(turns: Turns, block: MessageBlock, where: str) -> None:
@@ -366,20 +366,17 @@ def _document(block: TextBlock, where: str) -> str:
         param = f"{where}.citations"
         message = f"{param}: citations are not supported by this server"
         raise ApiError(400, message, param, "unsupported_parameter")
-    source = block.source
-    if source is None:
-        raise ApiError(400, f"{where}.source must be given", f"{where}.source", "invalid_value")
     param = f"{where}.source"
+    source = required(block.source, param)
     if source.type == "text":
         if source.media_type not in (None, "text/plain"):
             param = f"{param}.media_type"
             message = f"{param}: {source.media_type[:100]!r} is not supported, text/plain is"
             raise ApiError(400, message, param, "unsupported_parameter")
-        text = _given(source.data, f"{param}.data")
+        text = required(source.data, f"{param}.data")
     elif source.type == "content":
-        if source.content is None:
-            raise ApiError(400, f"{param}.content must be given", f"{param}.content")
-        text = "\n\n".join(_texts(source.content, f"{param}.content"))
+        content = required(source.content, f"{param}.content")
+        text = "\n\n".join(_texts(content, f"{param}.content"))
     else:
         message = f"{param}.type: {source.type[:100]!r} is not supported, 'text' and 'content' are"
         raise ApiError(400, message, f"{param}.type", "unsupported_parameter")
@@ -403,10 +400,4 @@ def _text(block: SourceBlock, where: str) -> str:
         param = f"{where}.type"
         message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
         raise ApiError(400, message, param, "unsupported_parameter")
-    return _given(block.text, f"{where}.text")
-
-
-def _given(value: str | None, where: str) -> str:
-    if value is None:
-        raise ApiError(400, f"{where} must be given", where, "invalid_value")
-    return value
+    return required(block.text, f"{where}.text")

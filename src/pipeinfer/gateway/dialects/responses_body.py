@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.dialects.turns import Turns
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, required
 from pipeinfer.gateway.offered import check_kind
 from pipeinfer.gateway.schema import (
     INT32,
@@ -267,9 +267,9 @@ def prompt_chat(request: PromptOfResponse) -> ChatRequest:
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as the body of a chat. ApiError 400."""
-    logprobs, chat = _logprobs(request), prompt_chat(request)
+    logprobs = _logprobs(request)
     chat = msgspec.structs.replace(
-        chat,
+        prompt_chat(request),
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -341,7 +341,7 @@ def _tools(request: PromptOfResponse) -> list[Tool] | None:
 
 def _tool(tool: ResponsesTool, where: str) -> Tool:
     check_kind(tool.type, f"{where}.type")
-    name = _given(tool.name, f"{where}.name")
+    name = required(tool.name, f"{where}.name")
     if tool.type == "function":
         return Tool("function", Function(name, tool.description, tool.parameters, tool.strict))
     format = None if tool.format is None else _format(tool.format, f"{where}.format")
@@ -351,10 +351,9 @@ def _tool(tool: ResponsesTool, where: str) -> Tool:
 def _format(given: ToolFormat, where: str) -> InputFormat:
     if given.type == "text":
         return InputFormat("text")
-    definition = _given(given.definition, f"{where}.definition")
-    if given.syntax is None:
-        raise ApiError(400, f"{where}.syntax must be given", f"{where}.syntax", "invalid_value")
-    return InputFormat("grammar", GrammarFormat(given.syntax, definition))
+    definition = required(given.definition, f"{where}.definition")
+    syntax: Literal["lark", "regex"] = required(given.syntax, f"{where}.syntax")
+    return InputFormat("grammar", GrammarFormat(syntax, definition))
 
 
 def _choice(request: PromptOfResponse) -> Choice | None:
@@ -366,27 +365,18 @@ def _choice(request: PromptOfResponse) -> Choice | None:
     if choice.type != "allowed_tools":
         one = _named(choice.type, choice.name, "tool_choice")
         return ToolChoice(one.type, one.function, one.custom)
-    mode = choice.mode
-    if mode is None or choice.tools is None:
-        where = f"tool_choice.{'mode' if mode is None else 'tools'}"
-        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    mode: Literal["auto", "required"] = required(choice.mode, "tool_choice.mode")
+    listed = required(choice.tools, "tool_choice.tools")
     tools = [
-        _named(tool.type, tool.name, f"tool_choice.tools[{i}]")
-        for i, tool in enumerate(choice.tools)
+        _named(tool.type, tool.name, f"tool_choice.tools[{i}]") for i, tool in enumerate(listed)
     ]
     return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
 
 
 def _named(kind: str, name: str | None, where: str) -> NamedTool:
     check_kind(kind, f"{where}.type", *(("allowed_tools",) if where == "tool_choice" else ()))
-    chosen = Chosen(_given(name, f"{where}.name"))
+    chosen = Chosen(required(name, f"{where}.name"))
     return NamedTool(kind, **{kind: chosen})
-
-
-def _given(value: str | None, where: str) -> str:
-    if value is None:
-        raise ApiError(400, f"{where} must be given", where, "invalid_value")
-    return value
 
 
 def _messages(request: PromptOfResponse) -> list[ChatMessage]:
@@ -417,15 +407,15 @@ def _say(turns: Turns, item: InputItem, where: str) -> None:
         if shown:  # what is only encrypted comes from elsewhere, and says nothing here
             turns.think("\n".join(_texts(shown, f"{where}.content")))
     elif kind == "function_call":
-        call_id = _given(item.call_id, f"{where}.call_id")
-        arguments = _given(item.arguments, f"{where}.arguments")
-        turns.call(call_id, _given(item.name, f"{where}.name"), arguments)
+        call_id = required(item.call_id, f"{where}.call_id")
+        arguments = required(item.arguments, f"{where}.arguments")
+        turns.call(call_id, required(item.name, f"{where}.name"), arguments)
     elif kind == "custom_tool_call":
-        call_id = _given(item.call_id, f"{where}.call_id")
-        text = _given(item.input, f"{where}.input")
-        turns.call_custom(call_id, _given(item.name, f"{where}.name"), text)
+        call_id = required(item.call_id, f"{where}.call_id")
+        text = required(item.input, f"{where}.input")
+        turns.call_custom(call_id, required(item.name, f"{where}.name"), text)
     elif kind in RESULTS:
-        call_id = _given(item.call_id, f"{where}.call_id")
+        call_id = required(item.call_id, f"{where}.call_id")
         turns.result(call_id, _texts(item.output, f"{where}.output"))
     else:
         message = f"{where}.type: {kind[:100]!r} is not supported by this server"
@@ -442,10 +432,10 @@ def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
     for j, part in enumerate(content):
         here = f"{where}[{j}]"
         if part.type == "refusal":
-            texts.append(_given(part.refusal, f"{here}.refusal"))
+            texts.append(required(part.refusal, f"{here}.refusal"))
             continue
         if part.type not in TEXTS:
             message = f"{here}.type: {part.type[:100]!r} is not supported, only texts are"
             raise ApiError(400, message, f"{here}.type", "unsupported_parameter")
-        texts.append(_given(part.text, f"{here}.text"))
+        texts.append(required(part.text, f"{here}.text"))
     return texts
