@@ -69,6 +69,7 @@ def test_the_model_is_shown(http, api):
     assert api.models.retrieve(MODEL) == model
     status, answer = http.get("/v1/models/another")
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert http.ask("/v1/chat/completions", {"model": "", "messages": USER})["model"] == MODEL
 
 
 def test_the_server_says_how_it_is(http):

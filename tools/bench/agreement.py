@@ -2,7 +2,8 @@
 
 The reference is transformers in float32. A way of rounding reads the reference's answers at once,
 rounds what it rounds, and is asked for the best token at each place: up to the first other token
-that is what it would have answered itself. pipeinfer answers by itself. Needs a GGUF file.
+that is what it would have answered itself. pipeinfer answers by itself, and then reads the
+reference's answers, too. Needs a GGUF file.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
                 _show(name, found[name])
     for name, more in OWN.items():
         if _wanted(name, options.ways):
-            others = _answers({**settings, **more}, ids, options.answer_tokens)
-            found[name] = _compared(chats, others)
+            with LLM(**settings | more) as llm:
+                others = _answered(llm, ids, options.answer_tokens)
+                forced = _compared(chats, _best_of(llm, chats))
+            found[name] = _compared(chats, others) | {"tokens": forced["tokens"]}
             _show(name, found[name])
     return found
 
@@ -110,8 +113,24 @@ def _answers(
 ) -> list[list[int]]:
     """Of pipeinfer, which in float32 gives transformers' (tests/smollm2)."""
     with LLM(**settings) as llm:
-        results = llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=tokens))
+        return _answered(llm, prompts, tokens)
+
+
+def _answered(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    results = llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=tokens))
     return [list(result.outputs[0].token_ids) for result in results]
+
+
+def _best_of(llm: LLM, chats: Sequence[Chat]) -> list[list[int]]:
+    """pipeinfer's best token at each place of each answer, behind the tokens before it."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    results = llm.generate([chat.prompt + chat.answer[:-1] for chat in chats], params)
+    found = []
+    for chat, result in zip(chats, results, strict=True):
+        scores = (result.prompt_logprobs or [])[len(chat.prompt) :]
+        ranked = [{one.rank: token for token, one in (place or {}).items()} for place in scores]
+        found.append([place[1] for place in ranked] + list(result.outputs[0].token_ids))
+    return found
 
 
 class Reference:

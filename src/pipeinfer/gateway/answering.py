@@ -102,8 +102,8 @@ class Answering:
             yield replace(call, client=client)
 
     def check_model(self, model: str | None) -> None:
-        """ApiError 404 for another model than the one that is served."""
-        if model is not None and model != self.service.model:
+        """ApiError 404 for another model than the one that is served; an empty name is none."""
+        if model and model != self.service.model:
             message = (
                 f"the model {model[:200]!r} does not exist; this server has {self.service.model!r}"
             )
