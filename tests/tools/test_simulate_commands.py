@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_clusters import MODEL, tallied
+from simulated_clusters import tallied
 
 import servers
 from bench import workload
 from pipeinfer.bench.span import Span
 from simulate import workloads
 from simulate.deployment import Deployment
-from simulate.folded import FoldedGroup
 from simulate.step_model import StepModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,17 +71,6 @@ def test_the_same_seed_gives_the_same_result(simulate_tool):
     assert once == again != other
 
 
-def test_stepwise_runs_give_the_same_numbers(simulate_tool):
-    words = ("--groups", "2", "--requests", "30", "--rate", "50", "--output-tokens", "5:60",
-             "--routing", "least-loaded")  # fmt: skip
-    fast, whole = (simulate_tool(*words, *more)["least-loaded"] for more in ((), ("--stepwise",)))
-    for one in (fast, whole):
-        del one["simulated_in_s"]
-    assert whole.pop("ttft_ms") == pytest.approx(fast.pop("ttft_ms"))
-    assert whole.pop("e2e_ms") == pytest.approx(fast.pop("e2e_ms"))
-    assert fast == whole
-
-
 def test_a_recorded_trace_is_played_at_its_times(simulate_tool, tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [(100.0, 50, 7), (109.0, 80, 3), (104.0, 20, 9)]
@@ -122,7 +109,7 @@ def test_one_request_takes_what_the_model_says():
         outbound=(0.07,),
     )  # fmt: skip
     arriving = list(workloads.poisson(1.0, 1, Span(40, 40), Span(10, 10), 0))
-    tally = tallied(FoldedGroup, Deployment(), arriving, model=model)
+    tally = tallied(Deployment(), arriving, model=model)
     assert tally.first[0] == pytest.approx(0.1 + 1e-3 + 40e-5 + 0.5 + 0.07)
     gaps = [1e-3 + 1e-6 * context for context in range(41, 50)]
     assert tally.whole[0] - tally.first[0] == pytest.approx(sum(gaps))
@@ -132,22 +119,11 @@ def test_one_request_takes_what_the_model_says():
 def test_a_request_that_never_fits_is_refused_alone():
     arriving = list(workloads.poisson(5.0, 12, Span(10, 90), Span(5, 5), 0))
     deployment = Deployment(max_model_len=50)
-    tally = tallied(FoldedGroup, deployment, arriving, groups=2)
+    tally = tallied(deployment, arriving, groups=2)
     fits = sum(len(one.prompt) + 5 <= 50 for one in arriving)
     assert 0 < fits < 12
     assert sum(group.finished for group in tally.groups) == fits
     assert sum(group.refused for group in tally.groups) == 12 - fits
-
-
-def test_simulating_is_fast():
-    """100,000 requests on 64 groups must take less than a minute: 0.6 ms each. Here with room for
-    a machine that does other things; as slow as the whole cores it would take 7 ms."""
-    arriving = list(workloads.shared(1500.0, 1500, 16, 512, Span(50, 150), Span(100, 300), 0))
-    begin = time.process_time()
-    tally = tallied(FoldedGroup, Deployment(), arriving, groups=16, model=MODEL)
-    each = (time.process_time() - begin) / len(arriving)
-    assert sum(group.finished for group in tally.groups) == len(arriving)
-    assert each < 3e-3, f"{1e3 * each:.2f} ms a request"
 
 
 def test_a_simulation_knows_the_targets_once_engines_measure_their_steps(simulate_tool, tmp_path):

@@ -23,7 +23,6 @@ from replay.recording import Recording
 from simulate import delays, fitting, measured, noise_fit, observed, step_model
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
-from simulate.folded import FoldedGroup
 from simulate.measured import MeasuredStep
 from simulate.step_model import StepModel, attended
 
@@ -101,7 +100,7 @@ def test_shipped_models_can_be_loaded_and_simulated():
         model = step_model.load(name)
         assert model.seconds(4, 400) > 0 and model.noise.scatter and model.outbound
         arriving = [Arrival(n, 0.0, np.full(300, n, np.int32), 50) for n in range(32)]
-        tally = tallied(FoldedGroup, Deployment(), arriving, model=model)
+        tally = tallied(Deployment(), arriving, model=model)
         assert tally.groups[0].output == 32 * 50
         # At least its decodes one after the other, and not ten times what all steps should take.
         assert 49 * model.seconds(1, 300) / 3 < tally.last < 10 * 110 * model.seconds(32, 32 * 350)
@@ -211,7 +210,7 @@ def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(r
         for n, work in enumerate(works)
     ]
     assert len(arriving) == 24
-    tally = tallied(FoldedGroup, Deployment(max_model_len=2048), arriving, model=model)
+    tally = tallied(Deployment(max_model_len=2048), arriving, model=model)
     assert tally.groups[0].steps == pytest.approx(len(steps), abs=12)
     assert tally.last == pytest.approx(sum(step.seconds for step in steps), rel=0.25)
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from simulate import measured, metrics, observed, step_model
-from simulate.folded import FoldedGroup
 from simulate.observed import Stream
 from simulate.run import simulate
 
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     deployment, groups, routing = observed.deployment(found)
     arriving = observed.arrivals(kept)
     tallies = [
-        simulate(FoldedGroup, deployment, model, iter(arriving), routing, groups, seed)
+        simulate(deployment, model, iter(arriving), routing, groups, seed)
         for seed in range(max(options.repeat, 1))
     ]
     real = _metrics(kept) | {"steps": measured.steps_since(found, kept[0].sent)}

@@ -1,45 +1,21 @@
 """Many groups behind the server's own router, in virtual time.
 
 Between two arrivals groups do not know of each other, so each runs by itself until the next one.
-Knows no scheduler, no memory and no model: groups are behind a small interface.
+Knows no scheduler, no memory and no model; see group.py.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from pipeinfer.beats import HEARTBEAT
-from pipeinfer.messages import GroupStatus
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 from simulate.arrivals import Arrival
+from simulate.group import Group
 
 FOREVER = float("inf")
-
-
-class Group(Protocol):
-    """A scheduler and its engine. `ended`: ids of requests that ended since somebody cleared it."""
-
-    ended: list[str]
-
-    @property
-    def next_at(self) -> float:
-        """When something happens next by itself; infinite when nothing is under way."""
-        ...
-
-    def submit(self, arrival: Arrival, now: float) -> None:
-        """A request comes; the group has run until `now`."""
-        ...
-
-    def run_until(self, until: float) -> None:
-        """Everything that happens by itself up to `until`, included."""
-        ...
-
-    def told(self) -> GroupStatus:
-        """What its scheduler says of it now."""
-        ...
 
 
 class Cluster:

@@ -1,6 +1,6 @@
 """`run`: the same arrivals through a cluster, once for each routing policy.
 
-Knows what to simulate; how is in cluster.py and folded.py.
+Knows what to simulate; how is in cluster.py and group.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from simulate import metrics, plot, step_model, step_times, workloads
 from simulate.arrivals import Arrival
 from simulate.cluster import Cluster
 from simulate.deployment import Deployment
-from simulate.folded import FoldedGroup
+from simulate.group import Group
 from simulate.step_model import StepModel
-from simulate.stepwise import StepwiseGroup
 from simulate.tally import GroupTally, Tally
 
 SHARED = Span(50, 150)  # tokens behind a shared prefix
@@ -58,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--noise-seed", type=int, default=0, help="of the scatter of steps and messages")
     add("--measured-steps", action="store_true",
         help="engines measure their steps first, as on a GPU, so that targets count")  # fmt: skip
-    add("--stepwise", action="store_true", help="whole cores and real messages; much slower")
     add("--plot", type=Path, metavar="OUT.png", help="or .svg")
     for field in SETTINGS:
         kind = type(field.default)
@@ -85,13 +83,10 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
         cost = step_times.step_cost(model, options.max_step_tokens or DEFAULT_STEP_TOKENS)
     deployment = Deployment(**values, step_cost=cost)
     arrive = _workload(options)
-    kind = StepwiseGroup if options.stepwise else FoldedGroup
     found: dict[str, Any] = {}
     for policy in options.routing:
         begin = time.process_time()
-        tally = simulate(
-            kind, deployment, model, arrive(), policy, options.groups, options.noise_seed
-        )
+        tally = simulate(deployment, model, arrive(), policy, options.groups, options.noise_seed)
         found[policy] = metrics.of(tally, time.process_time() - begin)
         metrics.show(policy, found[policy])
     if options.plot:
@@ -100,7 +95,6 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
 
 
 def simulate(
-    kind: Callable[[int, Deployment, StepModel, Tally, int], FoldedGroup | StepwiseGroup],
     deployment: Deployment,
     model: StepModel,
     arrivals: Iterator[Arrival],
@@ -108,9 +102,9 @@ def simulate(
     groups: int,
     noise_seed: int = 0,
 ) -> Tally:
-    """One run: `groups` groups of `kind` behind a router with `policy`."""
+    """One run: `groups` groups behind a router with `policy`."""
     tally = Tally([GroupTally() for _ in range(groups)], model.inbound)
-    members = [kind(index, deployment, model, tally, noise_seed) for index in range(groups)]
+    members = [Group(index, deployment, model, tally, noise_seed) for index in range(groups)]
     cluster = Cluster(members, Router(policy, groups))
     with _without_collections():
         cluster.run(arrivals)

@@ -56,9 +56,9 @@ class Tally:
         tally.prompt += len(arrival.prompt)
         tally.cached += cached
 
-    def gap(self, seconds: float, rows: int = 1) -> None:
-        """`rows` requests got a token, each `seconds` after the one before."""
-        self._gaps[floor(log(seconds) * RESOLUTION) if seconds > 0 else NO_TIME] += rows
+    def gap(self, seconds: float) -> None:
+        """A request got a token, `seconds` after the one before."""
+        self._gaps[floor(log(seconds) * RESOLUTION) if seconds > 0 else NO_TIME] += 1
 
     def ended(self, group: int, arrival: Arrival, output: int, now: float) -> None:
         """The last token of `arrival` came, its `output`th."""
@@ -96,10 +96,3 @@ class Tally:
             if place > NO_TIME
         )
         return weighted / total if total else 0.0
-
-    def comparable(self) -> tuple[object, ...]:
-        """All of it as plain values, for a comparison with another run."""
-        return (
-            self.groups, sorted(self.first), sorted(self.whole), self.last,
-            sorted(self._gaps.items()),
-        )  # fmt: skip

@@ -1,7 +1,7 @@
-"""One group, step by step: the server's own scheduler core, engine core and memory, whole.
+"""One group: the server's own scheduler core, engine core and memory, in virtual time.
 
 Every plan and result is a real message; only the device is a step-time model, and messages take no
-time. Exact and slow: folded.py is the fast path that must equal it.
+time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class _Stream:
         self.arrival, self.last, self.tokens = arrival, 0.0, 0
 
 
-class StepwiseGroup:
-    """See cluster.Group. The same `seed` scatters the steps of group `index` alike."""
+class Group:
+    """A scheduler and its engine. The same `seed` scatters the steps of group `index` alike.
+
+    ended: ids of requests that ended since somebody cleared it.
+    """
 
     def __init__(
         self, index: int, deployment: Deployment, model: StepModel, tally: Tally, seed: int = 0
@@ -77,6 +80,7 @@ class StepwiseGroup:
         return self._steps[0][0] if self._steps else float("inf")
 
     def submit(self, arrival: Arrival, now: float) -> None:
+        """A request comes; the group has run until `now`, in virtual seconds."""
         self._streams[arrival.id] = _Stream(arrival)
         params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
         self._to_scheduler(
@@ -93,6 +97,7 @@ class StepwiseGroup:
         )
 
     def run_until(self, until: float) -> None:
+        """Everything that happens by itself up to `until`, included."""
         while (self._results or self._steps) and self.next_at <= until:
             if self._results:
                 now, result = self._results.popleft()
@@ -102,7 +107,7 @@ class StepwiseGroup:
                 self._to_engine(done, now)
 
     def told(self) -> GroupStatus:
-        """With what was evicted until now, and not when the scheduler heard last."""
+        """What its scheduler says of it, with what was evicted until now."""
         evicted = self._memory.evicted_pages * self._memory.page_size
         return structs.replace(self.scheduler.told(), evicted=evicted)
 
