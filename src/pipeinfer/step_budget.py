@@ -47,7 +47,7 @@ NO_TARGETS = Targets()
 
 
 @dataclass(frozen=True)
-class MixedBudget:
+class PrefillBudget:
     """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known;
     small: of that the sizes that are spared for prompts whatever waits.
     """
@@ -62,7 +62,7 @@ class MixedBudget:
         """Whether it matters which prompts wait behind the first."""
         return self.cost is not None and self.targets.ttft > 0
 
-    def prompts(self, rows: int, context: int, waiting: Sequence[Prompt] = ()) -> int:
+    def tokens_beside(self, rows: int, context: int, waiting: Sequence[Prompt] = ()) -> int:
         """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
         all of them. `waiting`: all prompts, in the order in which they will be computed; the first
         is enough if nothing is looked ahead.
@@ -78,14 +78,14 @@ class MixedBudget:
     def cheapest(self, rows: int, context: int, waiting: Sequence[Prompt], left: int) -> int:
         """Tokens of prompts that cost least each, at least FEWEST if there are as many; `waiting`:
         all prompts that wait. left: steps that the longest of the decodes will still take, 0
-        if more prompts wait than have room. Where nothing was measured, as `prompts`.
+        if more prompts wait than have room. Where nothing was measured, as `tokens_beside`.
 
         A token costs what the step takes longer than its decodes are worth. If all prompts will be
         computed beside decodes that run anyway, that is what these take alone. Else steps should
         be full: then each is worth what it takes among the most that there may be.
         """
         if self.cost is None:
-            return self.prompts(rows, context, waiting)
+            return self.tokens_beside(rows, context, waiting)
         sizes = [(tokens - rows, time) for tokens, time in self.cost.steps(rows, 0, waiting)]
         every, alone = sum([prompt.tokens for prompt in waiting]), self.cost.alone(rows)
         found = _cheapest(sizes, every, alone)
@@ -131,7 +131,7 @@ class MixedBudget:
 
 
 def said(targets: Targets, tokens: float, rate: float) -> str:
-    """For a person; tokens, rate: see MixedBudget.allows()."""
+    """For a person; tokens, rate: see PrefillBudget.allows()."""
     if not targets.ttft:
         return "no --ttft-target: steps beside streams are short, however many prompts wait"
     itl = f"{1e3 * targets.itl:g} ms" if targets.itl else "no bound"
@@ -148,17 +148,17 @@ def measured(tokens: float, rate: float) -> str:
     )
 
 
-def mixed_budget(
+def prefill_budget(
     asked: int, budget: int, cost: StepCost | None = None, targets: Targets = NO_TARGETS
-) -> MixedBudget:
+) -> PrefillBudget:
     """`asked` (--mixed-step-tokens) comes first, then what the engine measured; without either it
     is a part of `budget`, the most tokens of any step, and never more than that.
     """
     if asked:
-        return MixedBudget(min(asked, budget))
+        return PrefillBudget(min(asked, budget))
     tokens = min(max(budget // PART, LEAST), budget)
     small = None if cost is None else cost.up_to(MOST_SPARED)
-    return MixedBudget(tokens, cost, small, targets)
+    return PrefillBudget(tokens, cost, small, targets)
 
 
 def _spared(cost: StepCost, rows: int, context: int, depth: int) -> int:

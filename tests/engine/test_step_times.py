@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.building import all_find
 from pipeinfer.engine.step_times import SLOWER, filled, padded, priced, slow, without_outliers
-from pipeinfer.step_budget import Targets, mixed_budget
+from pipeinfer.step_budget import Targets, prefill_budget
 from pipeinfer.step_cost import TOKENS, Prompt, StepCost
 
 MS, US = 10**9, 10**6
@@ -29,8 +29,8 @@ def test_a_price_of_depth_that_larger_steps_do_not_have_is_theirs():
 def test_steps_of_a_size_are_made_although_its_depth_was_measured_too_long():
     def tokens(mixed) -> int:
         cost = StepCost(((1, 7 * MS), (64, 9 * MS)), tuple(mixed))
-        budget = mixed_budget(0, 8192, cost, Targets(0.025, 0.5))
-        return 8 + budget.prompts(8, 8000, [Prompt(8000, 2000, 1.0)] * 8)
+        budget = prefill_budget(0, 8192, cost, Targets(0.025, 0.5))
+        return 8 + budget.tokens_beside(8, 8000, [Prompt(8000, 2000, 1.0)] * 8)
 
     assert tokens(MEASURED) == 448
     assert tokens(without_outliers(MEASURED)) == 512

@@ -21,7 +21,7 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.policies.mixed import Mixed
 from pipeinfer.settings import Settings
@@ -33,11 +33,11 @@ class Nuisance:
     def __init__(self) -> None:
         self._mixed, self._steps = Mixed(), 0
 
-    def compose(self, board: Board) -> None:
+    def compose(self, step: StepComposer) -> None:
         self._steps += 1
         if self._steps % 9 == 0:
-            board.relieve()
-        self._mixed.compose(board)
+            step.relieve()
+        self._mixed.compose(step)
 
 
 class Cores:

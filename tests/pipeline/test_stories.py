@@ -16,7 +16,7 @@ from pipeinfer.engine.requests import constrained
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.messages import Admit
 from pipeinfer.scheduler import deadlines
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.preparation import Preparation
 from pipeinfer.scheduler.request import Request
@@ -85,16 +85,16 @@ class Forgetful(deadlines.Deadlines):
         return iter(())
 
 
-def hasty(board: Board, request: Request) -> bool:
-    """As Board._may_admit, but steps in flight do not count."""
+def hasty(step: StepComposer, request: Request) -> bool:
+    """As StepComposer._may_admit, but steps in flight do not count."""
     steps, request.steps_in_flight = request.steps_in_flight, 0
     try:
-        return may_admit(board, request)
+        return may_admit(step, request)
     finally:
         request.steps_in_flight = steps
 
 
-may_admit = Board._may_admit
+may_admit = StepComposer._may_admit
 jump = Request.jump
 
 
@@ -114,7 +114,7 @@ FAULTS = {
         Preparation, "begin", lambda *_: None
     ),
     "somebody is admitted anew before the last step reported": lambda patch: patch.setattr(
-        Board, "_may_admit", hasty
+        StepComposer, "_may_admit", hasty
     ),
     "deadlines are dropped": lambda patch: patch.setattr(
         "pipeinfer.scheduler.live.Deadlines", Forgetful

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mixed_budget import LARGE, SMALL, US, Composed, Watched, costs, linear
+from test_prefill_budget import LARGE, SMALL, US, Composed, Watched, costs, linear
 
 from pipeinfer.messages import Work
 from pipeinfer.offline.synchronous import for_batches
@@ -14,7 +14,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
 from pipeinfer.scheduler.request import Request, from_work
 from pipeinfer.scheduler.slots import Slots
-from pipeinfer.step_budget import FEWEST, mixed_budget
+from pipeinfer.step_budget import FEWEST, prefill_budget
 from pipeinfer.step_cost import Prompt, StepCost
 
 waiting = st.lists(
@@ -54,7 +54,7 @@ def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context,
         close = len(prompts) * most_more + 1e-9 * max(map(abs, known.values()))
         return found in known and known[found] <= min(known.values()) + close
 
-    found = mixed_budget(0, 8192, cost).cheapest(rows, context, prompts, left)
+    found = prefill_budget(0, 8192, cost).cheapest(rows, context, prompts, left)
     beside = cheapest(found, alone) and every <= found * left
     assert beside or cheapest(found, min(alone, rows * full / most))
 
@@ -71,12 +71,12 @@ def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context,
     ],
 )  # fmt: skip
 def test_prompts_of_a_large_model_go_where_weights_are_read_anyway(rows, left, prompts):
-    found = mixed_budget(0, 8192, LARGE).cheapest(rows, rows * 700, [Prompt(500)] * 40, left)
+    found = prefill_budget(0, 8192, LARGE).cheapest(rows, rows * 700, [Prompt(500)] * 40, left)
     assert found == prompts
 
 
 def test_what_does_not_fit_into_the_steps_that_are_left_is_computed_in_full_ones():
-    budget = mixed_budget(0, 8192, LARGE)
+    budget = prefill_budget(0, 8192, LARGE)
     prompts = [Prompt(500)] * 40
     assert budget.cheapest(128, 0, prompts, left=157) == 128  # 20,096 tokens beside them
     assert budget.cheapest(128, 0, prompts, left=156) == 768 - 128
@@ -84,8 +84,8 @@ def test_what_does_not_fit_into_the_steps_that_are_left_is_computed_in_full_ones
 
 def test_where_nothing_was_measured_it_is_as_many_as_ever():
     for asked, cost in ((0, None), (300, SMALL)):
-        budget = mixed_budget(asked, 2048, cost)
-        one = budget.prompts(7, 700, [Prompt(1000)])
+        budget = prefill_budget(asked, 2048, cost)
+        one = budget.tokens_beside(7, 700, [Prompt(1000)])
         assert budget.cheapest(7, 700, [Prompt(1000)], 100) == one
 
 

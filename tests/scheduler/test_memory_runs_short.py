@@ -7,11 +7,13 @@ import numpy as np
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.credits import Allowance, Credits
+from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.slots import Slots
+from pipeinfer.step_budget import PrefillBudget
 
 PAGES, SIZE = 100, 4
 
@@ -86,7 +88,10 @@ def test_the_oldest_half_computed_prompt_is_spared_although_it_came_last():
     """Else prompts could take each other's pages for ever, and none would ever be computed."""
     decodes = [running(name, n, 8, 8) for n, name in enumerate(("first", "second"))]
     prompt = running("prompt", 2, 40, 20)
-    board = Board([*decodes, prompt], WaitingQueue(), Allowance(Credits(SIZE, 0)), 0, 64, False)
-    board.decode_all()  # both need a page, and there is none
-    assert board.preempted == [decodes[1]]
-    assert [request.id for request, _ in board.rows] == ["first"]
+    slots = Slots()
+    slots.begin(0, Credits(SIZE, 0))
+    slots.running = {request.id: request for request in (*decodes, prompt)}
+    step = StepComposer(slots, WaitingQueue(), 64, PrefillBudget(64))
+    step.decode_all()  # both need a page, and there is none
+    assert step.preempted == [decodes[1]]
+    assert [request.id for request, _ in step.rows] == ["first"]

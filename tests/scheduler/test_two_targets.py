@@ -8,10 +8,10 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_mixed_budget import US, Watched, linear
+from test_prefill_budget import US, Watched, linear
 
 from pipeinfer.scheduler.core import SchedulerOptions
-from pipeinfer.step_budget import MixedBudget, Targets, mixed_budget
+from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
 from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
 
 SIZES = (*range(128, 513, 64), 640, 768, 1024, 1536, 2048, 4096, 6144, 8192)
@@ -40,7 +40,7 @@ targets = st.builds(Targets, st.sampled_from((0.0, 0.005, 0.025, 0.2)), st.float
 
 def spared(cost: StepCost, rows: int, context: int, waiting: list[Prompt]) -> int:
     """What prompts get however few they are."""
-    return mixed_budget(0, 8192, cost).prompts(rows, context, waiting)
+    return prefill_budget(0, 8192, cost).tokens_beside(rows, context, waiting)
 
 
 def taken(cost: StepCost, tokens: int, rows: int, context: int, waiting: list[Prompt]) -> float:
@@ -56,7 +56,7 @@ def taken(cost: StepCost, tokens: int, rows: int, context: int, waiting: list[Pr
 def test_a_step_is_the_shortest_in_which_all_are_in_time_or_the_longest_within_the_target(
     cost, rows, context, waiting, asked
 ):
-    found = mixed_budget(0, 8192, cost, asked).prompts(rows, context, waiting)
+    found = prefill_budget(0, 8192, cost, asked).tokens_beside(rows, context, waiting)
     least = spared(cost, rows, context, waiting)
     assert found >= least
     all_of_them = sum(prompt.tokens for prompt in waiting)
@@ -86,13 +86,16 @@ def test_a_step_is_the_shortest_in_which_all_are_in_time_or_the_longest_within_t
 def test_one_prompt_that_comes_is_no_reason_for_longer_steps(tokens):
     waiting = [Prompt(tokens)]
     usual = spared(GPU, 64, 64 * 500, waiting)
-    assert mixed_budget(0, 8192, GPU, Targets(0.025, 0.5)).prompts(64, 64 * 500, waiting) == usual
+    assert (
+        prefill_budget(0, 8192, GPU, Targets(0.025, 0.5)).tokens_beside(64, 64 * 500, waiting)
+        == usual
+    )
 
 
 def test_a_server_full_of_long_prompts_computes_them_nearly_at_the_full_rate():
-    budget = mixed_budget(0, 8192, GPU, Targets(0.025, 0.5))
+    budget = prefill_budget(0, 8192, GPU, Targets(0.025, 0.5))
     waiting = [Prompt(8000) for _ in range(64)]
-    found = budget.prompts(8, 8 * 8000, waiting)
+    found = budget.tokens_beside(8, 8 * 8000, waiting)
     seconds = taken(GPU, found + 8, 8, 8 * 8000, waiting)
     assert 0.015 < seconds <= 0.025
     alone = taken(GPU, 8192, 0, 0, waiting)
@@ -101,36 +104,36 @@ def test_a_server_full_of_long_prompts_computes_them_nearly_at_the_full_rate():
 
 
 def test_without_a_target_of_streams_steps_may_be_as_long_as_they_can():
-    budget = mixed_budget(0, 8192, GPU, Targets(0.0, 0.5))
-    assert budget.prompts(8, 8 * 8000, [Prompt(8000) for _ in range(64)]) == 8192 - 8
+    budget = prefill_budget(0, 8192, GPU, Targets(0.0, 0.5))
+    assert budget.tokens_beside(8, 8 * 8000, [Prompt(8000) for _ in range(64)]) == 8192 - 8
 
 
 def test_without_a_target_of_prompts_nothing_is_looked_ahead():
-    budget = mixed_budget(0, 8192, GPU, Targets(0.025, 0.0))
+    budget = prefill_budget(0, 8192, GPU, Targets(0.025, 0.0))
     waiting = [Prompt(8000, 0, 99.0) for _ in range(64)]
     assert not budget.looks_ahead
-    assert budget.prompts(8, 8 * 8000, waiting) == spared(GPU, 8, 8 * 8000, waiting)
-    assert not MixedBudget(128, None, None, Targets(0.025, 0.5)).looks_ahead, "nothing is known"
+    assert budget.tokens_beside(8, 8 * 8000, waiting) == spared(GPU, 8, 8 * 8000, waiting)
+    assert not PrefillBudget(128, None, None, Targets(0.025, 0.5)).looks_ahead, "nothing is known"
 
 
 @given(devices, *beside, prompts, st.integers(1, 10**6))
 def test_what_waits_behind_makes_no_step_shorter_where_any_length_will_do(
     cost, rows, context, waiting, behind
 ):
-    budget = mixed_budget(0, 8192, cost, Targets(0.0, 0.5))
+    budget = prefill_budget(0, 8192, cost, Targets(0.0, 0.5))
     late = [prompt._replace(age=1.0) for prompt in waiting]
-    found = budget.prompts(rows, context, late)
-    assert budget.prompts(rows, context, [*late, Prompt(behind)]) >= found
+    found = budget.tokens_beside(rows, context, late)
+    assert budget.tokens_beside(rows, context, [*late, Prompt(behind)]) >= found
 
 
 def test_what_the_targets_allow_is_what_a_server_full_of_prompts_does():
     targets = Targets(0.025, 0.5)
-    tokens, rate = mixed_budget(0, 8192, GPU, targets).allows()
+    tokens, rate = prefill_budget(0, 8192, GPU, targets).allows()
     waiting = [Prompt(8192)]
     assert taken(GPU, tokens, 64, 64_000, waiting) <= 0.025
     assert rate == pytest.approx((tokens - 64) / taken(GPU, tokens, 64, 64_000, waiting), rel=1e-3)
-    assert mixed_budget(0, 8192, GPU, Targets(0.001, 0.5)).allows() == (0, 0.0)
-    assert mixed_budget(0, 8192).allows() == (0, 0.0)
+    assert prefill_budget(0, 8192, GPU, Targets(0.001, 0.5)).allows() == (0, 0.0)
+    assert prefill_budget(0, 8192).allows() == (0, 0.0)
 
 
 def hurried(age: float, asked: Targets, prompts: int = 12, tokens: int = 1000) -> list[int]:

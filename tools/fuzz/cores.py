@@ -46,7 +46,7 @@ class Cores:
 
     instrumented = (
         "pipeinfer.gateway.core", "pipeinfer.tokenizer.core", "pipeinfer.scheduler.core",
-        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.board",
+        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.composer",
         "pipeinfer.tokenizer.prompts", "pipeinfer.scheduler.flights", "pipeinfer.scheduler.request",
         "pipeinfer.scheduler.planner", "pipeinfer.engine.core", "pipeinfer.memory.manager",
     )  # fmt: skip

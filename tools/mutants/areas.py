@@ -63,7 +63,7 @@ AREAS = {
     "scheduler": Area(
         ("scheduler/*.py", "scheduler/policies/*.py"),
         (
-            "tests/scheduler/test_board.py",
+            "tests/scheduler/test_composer.py",
             "tests/scheduler/test_request_state.py",
             "tests/scheduler/test_request_phases.py",
             "tests/scheduler/test_probation.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import MixedBudget, Targets, mixed_budget
+from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
 from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
 from simulate import plot, step_model, step_times
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
         raise ConfigurationError("streams and their tokens must be at least 1, and prompts' too")
     cost = step_times.step_cost(step_model.load(options.model), options.max_step_tokens)
     targets = Targets(options.itl_target, options.ttft_target)
-    budget = mixed_budget(0, options.max_step_tokens, cost, targets)
+    budget = prefill_budget(0, options.max_step_tokens, cost, targets)
     rows, context = options.streams, options.streams * options.stream_tokens
     found = [_chosen(budget, cost, rows, context, n, options.prompt_tokens) for n in MANY]
     tokens, rate = budget.allows(rows, context)
@@ -67,11 +67,11 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
 
 
 def _chosen(
-    budget: MixedBudget, cost: StepCost, rows: int, context: int, many: int, each: int
+    budget: PrefillBudget, cost: StepCost, rows: int, context: int, many: int, each: int
 ) -> dict[str, float]:
     """The step while `many` prompts of `each` tokens have just come."""
     waiting = [Prompt(each)] * many
-    tokens = rows + budget.prompts(rows, context, waiting)
+    tokens = rows + budget.tokens_beside(rows, context, waiting)
     times = list(cost.steps(rows, context, waiting))
     size, time = next((one for one in times if one[0] >= tokens), times[-1])
     prompts = min(size - rows, many * each)

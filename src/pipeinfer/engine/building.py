@@ -24,7 +24,7 @@ from pipeinfer.kernels.e4m3 import Scales
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
+from pipeinfer.step_budget import Targets, most_tokens, prefill_budget, said
 from pipeinfer.step_cost import TOKENS, StepCost
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
     log.info("what steps take, in ms: %s", cost)
     if not settings.mixed_step_tokens:
         targets = Targets(settings.itl_target, settings.ttft_target)
-        log.info("%s", said(targets, *mixed_budget(0, tokens, cost, targets).allows()))
+        log.info("%s", said(targets, *prefill_budget(0, tokens, cost, targets).allows()))
 
 
 def _capture(

@@ -6,82 +6,32 @@ nothing of what becomes of a request's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
-from pipeinfer.messages import Admit, Extend, Hello, Plan, Prepare, Prepared, Release
+from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.board import Beside, Board, Row
-from pipeinfer.scheduler.credits import Allowance, Credits
+from pipeinfer.scheduler.composer import StepComposer
+from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.flights import Flights
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
 from pipeinfer.scheduler.probation import Probation
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.step_budget import MixedBudget, mixed_budget
-from pipeinfer.step_cost import Prompt
+from pipeinfer.scheduler.slots import Slots
+from pipeinfer.step_budget import PrefillBudget, prefill_budget
 
-AHEAD = 64  # prompts in the queue that are looked at one by one
 DEFERRALS = 2  # of one request in a row, after which somebody else must give way
-
-
-class Running(Protocol):
-    """Requests that hold a slot."""
-
-    def values(self) -> Collection[Request]:
-        """In the order of their admission."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
-class SlotsToPlan(Protocol):
-    """What a plan needs of the slots; see slots.py."""
-
-    @property
-    def running(self) -> Running: ...
-    @property
-    def ahead(self) -> dict[str, Request]: ...
-    @property
-    def credits(self) -> Credits: ...
-    @property
-    def released_pages(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-    @property
-    def releasing(self) -> bool: ...
-
-    def begin(self, count: int, credits: Credits) -> None: ...
-    def context(self, rows: Iterable[Row]) -> int: ...
-    def left(self, rows: Iterable[Row]) -> int: ...
-    def release(self, request: Request, count_pages: bool = True) -> None: ...
-    def publish(self) -> tuple[Release, ...]: ...
-    def jumping(self) -> dict[str, Request]: ...
-    def extend(self, rows: Iterable[Row]) -> tuple[Extend, ...]: ...
-    def take_reset(self) -> bool: ...
-    def shared_by(self, requests: Sequence[Request]) -> bytes: ...
-    def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]: ...
-
-
-class StepsInFlight(Protocol):
-    """What a plan needs of those that were published before it; see flights.py."""
-
-    def __len__(self) -> int: ...
-    def launch(self, number: int, rows: list[Row], now: float) -> int: ...
-    def late(self, now: float) -> bool: ...
 
 
 class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
     Gives out `slots` and launches `flights`; what engines say of either, their owner hears.
-    `counts` go into the statistics, and `allowed`, what MixedBudget.allows says.
+    `counts` go into the statistics, and `allowed`, what PrefillBudget.allows says.
     """
 
-    def __init__(
-        self, options: SchedulerOptions, slots: SlotsToPlan, flights: StepsInFlight
-    ) -> None:
+    def __init__(self, options: SchedulerOptions, slots: Slots, flights: Flights) -> None:
         self._slots = slots
         self._flights = flights
         counted = "plans", "planned_tokens", "jumped_tokens", "preemptions"
@@ -89,7 +39,7 @@ class Planner:
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
-        self._mixed_budget = MixedBudget(0)
+        self._prefill_budget = PrefillBudget(0)
         self.allowed = (0, 0.0)
         self._queue = WaitingQueue(options.tp)
         self._probation = Probation()
@@ -102,8 +52,8 @@ class Planner:
         self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
-        self._mixed_budget = mixed_budget(asked, self._budget, shape.step_cost, targets)
-        self.allowed = self._mixed_budget.allows()
+        self._prefill_budget = prefill_budget(asked, self._budget, shape.step_cost, targets)
+        self.allowed = self._prefill_budget.allows()
         slots = min(shape.max_slots, self._options.max_running, self._budget)
         self._slots.begin(slots, Credits(shape.page_size, shape.pages))
         self._number = 0
@@ -202,24 +152,19 @@ class Planner:
         budget = queue.preparation.mask_budget
         while request := budget.next(len(slots.running) + len(queue)):
             queue.push(request)
-        board = Board(
-            running=list(slots.running.values()),
-            queue=self._queue,
-            pages=Allowance(slots.credits, slots.released_pages),
-            free_slots=slots.free,
-            budget=self._budget,
+        step = StepComposer(
+            slots,
+            queue,
+            max_tokens=self._budget,
+            prefill_budget=self._prefill_budget,
+            now=now,
             nothing_in_flight=not len(self._flights),
-            beside=Beside(
-                partial(self._beside, now),
-                partial(self._cheapest, now),
-                slots.jumping() if slots.ahead else {},
-            ),
         )
-        if not self._compose(board):
+        if not self._compose(step):
             return None
-        if not board.rows and not board.preempted and not slots.releasing:
+        if not step.rows and not step.preempted and not slots.releasing:
             return None
-        return self._written(board, epoch, now)
+        return self._written(step, epoch, now)
 
     def probe(self, epoch: int, now: float) -> Plan | None:
         """An empty plan where results are late. An engine that missed one sees a gap before it; if
@@ -231,53 +176,24 @@ class Planner:
         self._slots.credits.plan(number, 0)
         return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
-    def _beside(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
-        """Tokens of prompts that go with these decodes; `prompts` are half-computed."""
-        waiting = _half_computed(prompts, now)
-        if self._mixed_budget.looks_ahead:
-            waiting += self._coming(now)
-        context = self._slots.context(decodes)
-        return self._mixed_budget.prompts(len(decodes), context, waiting)
-
-    def _cheapest(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
-        """The same, of those that cost least."""
-        left = 0
-        if len(self._queue) + self._queue.held <= self._slots.free:
-            left = self._slots.left(decodes)
-        waiting = _half_computed(prompts, now) + self._coming(now)
-        context = self._slots.context(decodes)
-        return self._mixed_budget.cheapest(len(decodes), context, waiting, left)
-
-    def _coming(self, now: float) -> list[Prompt]:
-        """The queue; of what is far behind only the mean length is known, and no age."""
-        queue = self._queue
-        near = queue.first(AHEAD)
-        coming = [Prompt(r.queued, r.length - r.queued, now - r.since) for r in near]
-        behind, tokens = len(queue) - len(near), queue.tokens - sum(r.queued for r in near)
-        if behind > 0:
-            mean, many = max(tokens // behind, 1), min(behind, AHEAD)
-            coming += [Prompt(mean)] * many
-            coming.append(Prompt(max(tokens - mean * many, 0)))
-        return coming
-
-    def _compose(self, board: Board) -> bool:
-        """Fills the board; False if the steps in flight must report first."""
+    def _compose(self, step: StepComposer) -> bool:
+        """Composes the step; False if the steps in flight must report first."""
         head = self._queue.head()
         if self._probation.tried or (self._probation and (head is None or not head.admission)):
             suspect = self._probation.next()
             if suspect is not None and not self._prepares(suspect):
                 if len(self._flights):
                     return False  # it runs alone, at depth 1
-                self._try(suspect, board)
+                self._try(suspect, step)
                 return True
-        self._share(board)
+        self._share(step)
         return True
 
     def _prepares(self, suspect: Request) -> bool:
         """Whether engines still compile its grammar; the others go on meanwhile."""
         return suspect.phase == "suspected" and self._queue.preparation.lacks(suspect)
 
-    def _try(self, suspect: Request, board: Board) -> None:
+    def _try(self, suspect: Request, step: StepComposer) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
@@ -285,39 +201,39 @@ class Planner:
         short = any(request.deferrals for request in self._slots.running.values())
         self._others = not (self._others or short)
         if suspect.deferrals:
-            board.make_way(suspect)
+            step.make_way(suspect)
         if self._others:
-            board.leave_out(suspect)
-            self._share(board)
-        if not board.rows:
-            board.run_alone(suspect)
+            step.leave_out(suspect)
+            self._share(step)
+        if not step.rows:
+            step.run_alone(suspect)
 
-    def _share(self, board: Board) -> None:
+    def _share(self, step: StepComposer) -> None:
         """A step of all that run, as the policy likes it."""
         if any(request.deferrals >= DEFERRALS for request in self._slots.running.values()):
-            board.relieve()
+            step.relieve()
         running = self._slots.running.values()
         if out := self._queue.preparation.mask_budget.left_out(running):
-            board.leave_out(*out)
-        self._policy.compose(board)
+            step.leave_out(*out)
+        self._policy.compose(step)
 
-    def _written(self, board: Board, epoch: int, now: float) -> Plan:
+    def _written(self, step: StepComposer, epoch: int, now: float) -> Plan:
         """The plan: releases, then admits, then rows."""
-        for request in board.preempted:
+        for request in step.preempted:
             self._preempt(request)
         releases = self._slots.publish()
-        shares = self._slots.shared_by(board.admitted)
-        admits = self._slots.admit(board.admitted)
-        rows = [(request, count) for request, count in board.rows if request.phase == "running"]
+        shares = self._slots.shared_by(step.admitted)
+        admits = self._slots.admit(step.admitted)
+        rows = [(request, count) for request, count in step.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
         if self._slots.ahead:
-            jumps = [(request, count) for request, count in rows if board.jumps(request, count)]
+            jumps = [(request, count) for request, count in rows if step.jumps(request, count)]
             self.counts["jumped_tokens"] += sum(count - 1 for _, count in jumps)
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
         self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
-        self._slots.credits.plan(number, board.pages.taken)
+        self._slots.credits.plan(number, step.pages.taken)
         self._queue.preparation.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
         return Plan(
@@ -333,12 +249,7 @@ class Planner:
         )
 
     def _preempt(self, request: Request) -> None:
-        self._slots.release(request, count_pages=False)  # the board has counted them
+        self._slots.release(request, count_pages=False)  # the composer has counted them
         request.deferrals = 0
         self._queue.push(request)
         self.counts["preemptions"] += 1
-
-
-def _half_computed(prompts: Iterable[Request], now: float) -> list[Prompt]:
-    """What is left of prompts that hold a slot."""
-    return [Prompt(r.known - r.projected, r.projected, now - r.since) for r in prompts]

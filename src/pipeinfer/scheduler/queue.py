@@ -14,7 +14,9 @@ from pipeinfer.scheduler.families import Families
 from pipeinfer.scheduler.prefixes import Prefixes
 from pipeinfer.scheduler.preparation import Preparation
 from pipeinfer.scheduler.request import Request
+from pipeinfer.step_cost import Prompt
 
+AHEAD = 64  # prompts that are looked at one by one
 LOOKED_AT = 4  # entries for each that is asked for: most may be gone
 FEW_GONE = 64
 
@@ -103,6 +105,18 @@ class WaitingQueue:
         """At most `count` that come next; fewer also where most of the next are gone."""
         near = self._order[: count * LOOKED_AT]
         return [request for _, _, request in near if request.phase != "over"][:count]
+
+    def prompts(self, now: float) -> list[Prompt]:
+        """All prompts in it, in their order; of those that are far behind only the mean length is
+        known, and no age. now: seconds, by the clock of Request.since."""
+        near = self.first(AHEAD)
+        found = [Prompt(r.queued, r.length - r.queued, now - r.since) for r in near]
+        behind, tokens = len(self) - len(near), self.tokens - sum(r.queued for r in near)
+        if behind > 0:
+            mean, many = max(tokens // behind, 1), min(behind, AHEAD)
+            found += [Prompt(mean)] * many
+            found.append(Prompt(max(tokens - mean * many, 0)))
+        return found
 
     def pop(self) -> Request:
         """Removes and returns the head; IndexError if there is none."""

@@ -77,10 +77,6 @@ class Slots:
         resets, self._resets = self._resets, False
         return resets
 
-    def context(self, rows: Iterable[tuple[Request, int]]) -> int:
-        """Tokens that come before those of the rows, once the steps in flight are done."""
-        return sum([request.projected for request, _ in rows])
-
     def left(self, rows: Iterable[tuple[Request, int]]) -> int:
         """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
         as much as requests took lately, unless the model cannot end it."""
@@ -95,7 +91,7 @@ class Slots:
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
         as far as it was confirmed. A prompt that nothing was sampled from before its client left
-        does not: its logits may be bad. count_pages: False if a board has counted them already."""
+        does not: its logits may be bad. count_pages: False if a StepComposer has counted them."""
         del self.running[request.id]
         self.ahead.pop(request.id, None)
         ids = pack(request.confirmed)

@@ -1,6 +1,7 @@
 """Who runs in the next step: one file per policy, found by name.
 
-A policy knows the board (what could run, what budget is left) and nothing else; see board.py.
+A policy knows a StepComposer (what could run, what tokens and pages are left) and nothing else; see
+composer.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.settings import ConfigurationError
 
 POLICIES = {
@@ -22,8 +23,8 @@ POLICIES = {
 class Policy(Protocol):
     """Composes one step; may keep state of its own, but reads no clock."""
 
-    def compose(self, board: Board) -> None:
-        """Puts rows on the board, in the order in which memory and budget are given out."""
+    def compose(self, step: StepComposer) -> None:
+        """Gives the step its rows, in the order in which memory and tokens are given out."""
         ...
 
 

@@ -5,7 +5,7 @@ The steadiest gap between tokens; prompts wait up to PATIENCE steps, so they nev
 
 from __future__ import annotations
 
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 
 PATIENCE = 8  # steps of decodes in a row while a prompt waits
 
@@ -16,16 +16,16 @@ class DecodeFirst:
     def __init__(self) -> None:
         self._decoded = 0
 
-    def compose(self, board: Board) -> None:
-        if board.prompts_wait and self._decoded >= PATIENCE:
-            self._prompts(board)
-        if not board.rows:
-            board.decode_all()
+    def compose(self, step: StepComposer) -> None:
+        if step.prompts_wait and self._decoded >= PATIENCE:
+            self._prompts(step)
+        if not step.rows:
+            step.decode_all()
             self._decoded += 1
-        if not board.rows:
-            self._prompts(board)
+        if not step.rows:
+            self._prompts(step)
 
-    def _prompts(self, board: Board) -> None:
-        board.continue_prompts()
-        board.admit_while_possible()
+    def _prompts(self, step: StepComposer) -> None:
+        step.continue_prompts()
+        step.admit_while_possible()
         self._decoded = 0

@@ -6,14 +6,14 @@ is bounded (see step_budget.py). With nobody decoding, prompts get the whole bud
 
 from __future__ import annotations
 
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 
 
 class Mixed:
     """Decodes, then half-computed prompts, then new ones."""
 
-    def compose(self, board: Board) -> None:
-        board.decode_all()
-        board.spare_decodes()
-        board.continue_prompts()
-        board.admit_while_possible()
+    def compose(self, step: StepComposer) -> None:
+        step.decode_all()
+        step.limit_prefill()
+        step.continue_prompts()
+        step.admit_while_possible()

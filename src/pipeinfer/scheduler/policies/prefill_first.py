@@ -5,14 +5,14 @@ A steady flow of prompts stops every running request; meant for offline batches 
 
 from __future__ import annotations
 
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 
 
 class PrefillFirst:
     """A step of prompts alone while there is one to compute, else a step of decodes."""
 
-    def compose(self, board: Board) -> None:
-        board.continue_prompts()
-        board.admit_while_possible()
-        if not board.rows:
-            board.decode_all()
+    def compose(self, step: StepComposer) -> None:
+        step.continue_prompts()
+        step.admit_while_possible()
+        if not step.rows:
+            step.decode_all()

@@ -6,14 +6,14 @@ As `mixed`, but how many tokens of prompts go beside the decodes is a question o
 
 from __future__ import annotations
 
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.composer import StepComposer
 
 
 class Throughput:
     """Decodes, then half-computed prompts, then new ones."""
 
-    def compose(self, board: Board) -> None:
-        board.decode_all()
-        board.spend_least()
-        board.continue_prompts()
-        board.admit_while_possible()
+    def compose(self, step: StepComposer) -> None:
+        step.decode_all()
+        step.limit_prefill(cheapest=True)
+        step.continue_prompts()
+        step.admit_while_possible()

@@ -1,17 +1,17 @@
-"""The board on which one step is composed: what may run, and what budget and memory are left.
+"""Composes one step: which requests compute how many tokens, within its tokens, pages and slots.
 
-Knows tokens and counts of pages, no policy: policies call its four verbs. Preemption happens here,
-when running requests cannot all grow.
+Knows tokens and counts of pages, no policy: a policy calls the methods of a StepComposer in its own
+order. Preemption happens here, when running requests cannot all grow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-
 from pipeinfer.scheduler.credits import Allowance
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
+from pipeinfer.scheduler.slots import Slots
+from pipeinfer.step_budget import PrefillBudget
+from pipeinfer.step_cost import Prompt
 
 Row = tuple[Request, int]  # and how many tokens of it
 
@@ -21,47 +21,39 @@ MOST_JUMPS = 32
 JUMPS_PART = 2
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What may go beside decodes. tokens: how many tokens of prompts beside these decodes, where
-    these requests are half-computed; cheapest: the same where nobody waits for single tokens.
-    ahead: requests of which more ids are known than steps in flight compute, by id."""
+class StepComposer:
+    """Of one step.
 
-    tokens: Callable[[list[Row], list[Request]], int]
-    cheapest: Callable[[list[Row], list[Request]], int]
-    ahead: Mapping[str, Request] = field(default_factory=dict[str, Request])
-
-
-class Board:
-    """Composition of one step.
-
-    rows: (request, count) in order. admitted, preempted: what the plan admits and takes back.
-    pages: what all of it takes, net of what preemption gives back.
+    rows: (request, tokens) in the order in which they were given out.
+    admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.
+    pages: the Allowance of pages; `pages.taken` is net of what preemption gives back.
     """
 
     def __init__(
         self,
-        running: list[Request],
+        slots: Slots,
         queue: WaitingQueue,
-        pages: Allowance,
-        free_slots: int,
-        budget: int,
-        nothing_in_flight: bool,
-        beside: Beside | None = None,
+        max_tokens: int,
+        prefill_budget: PrefillBudget,
+        now: float = 0.0,
+        nothing_in_flight: bool = False,
     ) -> None:
-        """`beside`: None: any number of tokens, and nobody is ahead."""
+        """max_tokens: of the step. now: seconds, by the clock of Request.since."""
         self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
-        self.pages = pages
-        self._running = running
+        self.pages = Allowance(slots.credits, slots.released_pages)
+        self._slots = slots
         self._queue = queue
-        self._free_slots = free_slots
-        self._budget = budget  # tokens
-        self._beside = beside
-        self._desperate = nothing_in_flight
-        self._prompts = [r for r in running if r.projected < r.known]  # half-computed
-        self._reserved = sum([pages.between(r.projected, r.known) for r in self._prompts])
+        self._running = list(slots.running.values())
+        self._free_slots = slots.free
+        self._tokens_left = max_tokens
+        self._prefill_budget = prefill_budget
+        self._now = now
+        self._nothing_in_flight = nothing_in_flight
+        self._prompts = [r for r in self._running if r.projected < r.known]  # half-computed
+        between = self.pages.between
+        self._reserved = sum([between(r.projected, r.known) for r in self._prompts])  # pages
 
     @property
     def prompts_wait(self) -> bool:
@@ -81,21 +73,21 @@ class Board:
         if need > self.pages.left:
             decodes = self._make_room(decodes, need)
             need = self._needed(decodes)
-        del decodes[max(self._budget, 0) :]
+        del decodes[max(self._tokens_left, 0) :]
         self.pages.take(need)
-        self._budget -= len(decodes)
+        self._tokens_left -= len(decodes)
         self.rows += [(request, 1) for request in decodes]
-        if self._beside is not None and self._beside.ahead:
-            self._jump(self._beside)
+        if self._slots.ahead:
+            self._jump()
 
-    def _jump(self, beside: Beside) -> None:
-        """Rows of requests that are ahead get what they know, as far as the others can bear it.
-        Those that get nothing decode meanwhile what is known of them."""
-        spare = min(self._budget, beside.tokens(self.rows, self._prompts))
+    def _jump(self) -> None:
+        """Rows of requests whose next ids are known already compute those ids, as far as the other
+        decodes can bear it. A request that gets no more than one token decodes on meanwhile."""
+        spare = min(self._tokens_left, self._prefill_tokens(cheapest=False))
         left = spare // JUMPS_PART if self._prompts or self._admissible() else spare
         places = {request.id: at for at, (request, _) in enumerate(self.rows)}
         jumps = 0
-        for request in beside.ahead.values():  # in the order in which they were found so
+        for request in self._slots.jumping().values():  # in the order in which they were found so
             at = places.get(request.id)
             if at is None or jumps == MOST_JUMPS:
                 continue
@@ -106,7 +98,7 @@ class Board:
                 continue
             self.pages.take(pages)
             self.rows[at] = request, 1 + more
-            self._budget -= more
+            self._tokens_left -= more
             left -= more
             jumps += 1
 
@@ -114,37 +106,42 @@ class Board:
         """Whether a row of so many tokens has some that the engine was not told."""
         return count > 1 and request.projected >= request.known
 
-    def spare_decodes(self) -> None:
-        """After decode_all: prompts get what they need, as far as the decodes can bear it, and
-        never nothing, however many requests run. See step_budget.py.
+    def limit_prefill(self, cheapest: bool = False) -> None:
+        """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
+        many requests run. cheapest: as many as cost least each, however long the decodes then take.
+        See step_budget.py.
         """
-        if self._beside is not None:
-            self._leave(self._beside.tokens)
-
-    def spend_least(self) -> None:
-        """After decode_all: prompts get as many tokens as cost least each, however long the decodes
-        wait for it. See step_budget.py."""
-        if self._beside is not None:
-            self._leave(self._beside.cheapest)
-
-    def _leave(self, tokens: Callable[[list[Row], list[Request]], int]) -> None:
-        """To prompts, if there are some, what `tokens` says may go beside the decodes."""
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
-            spare = tokens(self.rows, self._prompts)
-            self._budget = min(self._budget, max(spare - jumped, 1))
+            spare = self._prefill_tokens(cheapest)
+            self._tokens_left = min(self._tokens_left, max(spare - jumped, 1))
+
+    def _prefill_tokens(self, cheapest: bool) -> int:
+        """Tokens of prompts that may go beside the decodes in `rows`."""
+        budget, decodes = self._prefill_budget, len(self.rows)
+        context = sum([request.projected for request, _ in self.rows])
+        waiting = [
+            Prompt(r.known - r.projected, r.projected, self._now - r.since) for r in self._prompts
+        ]
+        if cheapest or budget.looks_ahead:
+            waiting += self._queue.prompts(self._now)
+        if not cheapest:
+            return budget.tokens_beside(decodes, context, waiting)
+        all_fit = len(self._queue) + self._queue.held <= self._slots.free
+        left = self._slots.left(self.rows) if all_fit else 0
+        return budget.cheapest(decodes, context, waiting, left)
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""
         for request in self._prompts:
-            if self._budget <= 0:
+            if self._tokens_left <= 0:
                 return
             if request not in self.preempted:
                 self._chunk(request)
 
     def admit_while_possible(self) -> None:
         """New prompts in the queue's order, never out of it."""
-        while self._budget > 0 and self._admissible():
+        while self._tokens_left > 0 and self._admissible():
             self._admit(self._queue.pop())
 
     def leave_out(self, *requests: Request) -> None:
@@ -212,14 +209,14 @@ class Board:
         self._free_slots -= 1
         pages = self.pages.between(request.hit, request.known)
         self.pages.take(pages)
-        self._row(request, min(self._budget, request.known - request.hit))
+        self._row(request, min(self._tokens_left, request.known - request.hit))
 
     def _chunk(self, request: Request) -> None:
-        count = min(self._budget, request.known - request.projected)
+        count = min(self._tokens_left, request.known - request.projected)
         need = self.pages.between(request.projected, request.projected + count)
         if need > self.pages.left:
             count = min(count, self.pages.room(request.projected))
-        if count <= 0 and self._desperate and not self.rows:
+        if count <= 0 and self._nothing_in_flight and not self.rows:
             victim = self._victim()
             if victim is not None and victim is not request:
                 self._preempt(victim)
@@ -249,7 +246,7 @@ class Board:
         left = self.pages.left
         for request in decodes:
             pages = between(request.projected, request.projected + 1)
-            if pages <= left or (self._desperate and not fitting):
+            if pages <= left or (self._nothing_in_flight and not fitting):
                 fitting.append(request)
                 left -= pages
         return fitting
@@ -282,7 +279,7 @@ class Board:
 
     def _row(self, request: Request, count: int) -> None:
         self.rows.append((request, count))
-        self._budget -= count
+        self._tokens_left -= count
 
 
 def _least_important(request: Request) -> tuple[int, int]:

@@ -23,8 +23,8 @@ from pipeinfer.step_budget import (
     SHORT_SLOWER,
     SHORT_TOKENS,
     SLOWER,
-    mixed_budget,
     most_tokens,
+    prefill_budget,
 )
 from pipeinfer.step_cost import Prompt, StepCost
 from pipeinfer.trace.restore import restore
@@ -123,7 +123,7 @@ def planned(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(8, 40))
-def test_prompts_take_what_decodes_leave_of_the_mixed_budget_and_never_nothing(
+def test_prompts_take_what_decodes_leave_of_the_prefill_budget_and_never_nothing(
     running, prompts, budget
 ):
     options = SchedulerOptions("mixed", 2, 64, 256, mixed_step_tokens=budget)
@@ -139,16 +139,16 @@ def test_without_decodes_prompts_take_the_whole_budget():
 
 
 def test_the_budget_of_mixed_steps_follows_that_of_all_steps():
-    assert mixed_budget(0, 8192).tokens == most_tokens(512, 8192) == 512
-    assert mixed_budget(0, 1024).tokens == 128
-    assert mixed_budget(0, 100).tokens == most_tokens(0, 100) == 100
-    assert mixed_budget(300, 8192).tokens == 300
-    assert mixed_budget(300, 100).tokens == most_tokens(300, 100) == 100
+    assert prefill_budget(0, 8192).tokens == most_tokens(512, 8192) == 512
+    assert prefill_budget(0, 1024).tokens == 128
+    assert prefill_budget(0, 100).tokens == most_tokens(0, 100) == 100
+    assert prefill_budget(300, 8192).tokens == 300
+    assert prefill_budget(300, 100).tokens == most_tokens(300, 100) == 100
 
 
 @given(costs, *decodes, depths)
 def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, context, depth):
-    prompts = mixed_budget(0, 8192, cost).prompts(rows, context, [Prompt(1, depth)])
+    prompts = prefill_budget(0, 8192, cost).tokens_beside(rows, context, [Prompt(1, depth)])
     assert ROOM <= prompts <= max(SIZES[-1] - rows, FEWEST)
     times = {tokens: time + more * depth for tokens, time, more in cost.mixed}
     alone = {rows: max(time for size, time in cost.decodes if size <= rows)
@@ -167,10 +167,10 @@ def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, 
 def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
     cost, rows, context, depth, more
 ):
-    budget = mixed_budget(0, 8192, cost)
-    found = budget.prompts(rows, context, [Prompt(1, depth)])
-    assert budget.prompts(rows, context + more, [Prompt(1, depth)]) >= found
-    assert budget.prompts(rows, context, [Prompt(1, depth + more)]) <= found
+    budget = prefill_budget(0, 8192, cost)
+    found = budget.tokens_beside(rows, context, [Prompt(1, depth)])
+    assert budget.tokens_beside(rows, context + more, [Prompt(1, depth)]) >= found
+    assert budget.tokens_beside(rows, context, [Prompt(1, depth + more)]) <= found
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,9 @@ def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
     ],
 )
 def test_what_prompts_get_beside_the_decodes_of_a_small_model(rows, context, depth, prompts):
-    assert mixed_budget(0, 8192, SMALL).prompts(rows, context, [Prompt(1, depth)]) == prompts
+    assert (
+        prefill_budget(0, 8192, SMALL).tokens_beside(rows, context, [Prompt(1, depth)]) == prompts
+    )
 
 
 # Of 14B on an H200, as measured, in microseconds: products of 257 to 320 rows take half as long
@@ -205,17 +207,17 @@ LARGE = StepCost(
     [(8, 248), (64, 192), (150, 106), (200, 56), (224, 32), (225, 448 - 225), (256, 512 - 256)],
 )
 def test_steps_end_where_the_device_takes_far_longer_for_a_few_tokens_more(rows, prompts):
-    assert mixed_budget(0, 8192, LARGE).prompts(rows, rows * 700) == prompts
+    assert prefill_budget(0, 8192, LARGE).tokens_beside(rows, rows * 700) == prompts
 
 
 def test_steps_that_take_long_to_launch_hold_as_many_tokens_as_take_no_longer():
     """Without graphs of prompts: 20 ms for whatever a step holds, where decodes take 1."""
     cost = StepCost(((1, 900 * US), (64, 1000 * US)), tuple((n, 20_000 * US, 0) for n in SIZES))
-    assert mixed_budget(0, 8192, cost).prompts(64, 64 * 400) == SIZES[-1] - 64
+    assert prefill_budget(0, 8192, cost).tokens_beside(64, 64 * 400) == SIZES[-1] - 64
 
 
 def test_what_a_user_asks_for_comes_before_what_was_measured():
-    assert mixed_budget(300, 8192, SMALL).prompts(64, 10**6) == 300 - 64
+    assert prefill_budget(300, 8192, SMALL).tokens_beside(64, 10**6) == 300 - 64
 
 
 @settings(max_examples=20, deadline=None)
@@ -230,7 +232,7 @@ def test_each_step_is_cut_by_what_its_own_rows_read(running, before, kv_token, m
     whole = [plan for plan in plans if plan.prompts]
     assert whole
     for plan in whole[:-1]:  # the last has what is left
-        wanted = mixed_budget(0, 2048, cost).prompts(
+        wanted = prefill_budget(0, 2048, cost).tokens_beside(
             plan.decodes, plan.context, [Prompt(1, plan.depth)]
         )
         assert plan.prompts == wanted, plan
@@ -252,5 +254,5 @@ def test_a_scheduler_hears_what_was_measured_and_keeps_it_in_a_snapshot():
         now = core.core.handle(following, core.now)
         assert fresh.handle(following, core.now) == now
     [plan] = [send.message for send in now if isinstance(send.message, Plan)]
-    wanted = mixed_budget(0, 2048, SMALL).prompts(1, 300, [Prompt(1500)])
+    wanted = prefill_budget(0, 2048, SMALL).tokens_beside(1, 300, [Prompt(1500)])
     assert max(unpack(plan.counts)) == wanted < 1500
