@@ -11,7 +11,7 @@ from __future__ import annotations
 PAUSE = 1.0
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """As the clock of the events, less all but PAUSE seconds of each longer gap between ticks."""
 
     def __init__(self) -> None:

@@ -33,9 +33,9 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
-from pipeinfer.scheduler.condemned import ASK_AGAIN
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.engine_state import MOST_UNCOMPARED, DigestAgreement, RanksDisagree
+from pipeinfer.scheduler.epochs import ASK_AGAIN_SECONDS
 from pipeinfer.steps.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
@@ -179,7 +179,7 @@ def test_a_fault_of_one_of_several_ranks_restarts_all_of_them():
     plans = len(group.plans)
     group.tick()  # the old processes are still there, and say nothing new
     assert len(group.plans) == plans and len(group.faults) == 1
-    group.wait(ASK_AGAIN)  # and if nobody hears that they should end, it is said again
+    group.wait(ASK_AGAIN_SECONDS)  # and if nobody hears that they should end, it is said again
     assert len(group.plans) == plans and len(group.faults) == 2
 
 
@@ -322,22 +322,22 @@ def test_late_word_of_a_death_condemns_no_rank_that_began_after_it():
 
 
 def test_digests_that_leave_plans_out_are_no_agreement():
-    agreement = Agreement(2)
-    agreement.result(5)
-    with pytest.raises(Disagreement, match="rank 1 told of plan 1, 0 was expected"):
-        agreement.told(Digests(1, 1, 1, np.array([5], dtype="<u8").tobytes()))
+    agreement = DigestAgreement(2)
+    agreement.on_result(5)
+    with pytest.raises(RanksDisagree, match="rank 1 told of plan 1, 0 was expected"):
+        agreement.on_digests(Digests(1, 1, 1, np.array([5], dtype="<u8").tobytes()))
 
 
 def test_a_rank_that_says_nothing_is_noticed():
-    agreement = Agreement(2)
-    with pytest.raises(Disagreement, match=f"rank 1 said nothing of {SILENT + 1} plans"):
-        for _ in range(SILENT + 1):
-            agreement.result(1)
+    agreement = DigestAgreement(2)
+    with pytest.raises(RanksDisagree, match=f"rank 1 said nothing of {MOST_UNCOMPARED + 1} plans"):
+        for _ in range(MOST_UNCOMPARED + 1):
+            agreement.on_result(1)
 
 
 def test_plans_of_a_rank_that_has_nobody_to_agree_with_are_not_compared():
-    agreement = Agreement(1)
-    agreement.result(5)
+    agreement = DigestAgreement(1)
+    agreement.on_result(5)
     assert agreement.compared == 0
-    with pytest.raises(Disagreement, match="there is no rank 1 beside rank 0"):
-        agreement.told(Digests(1, 1, 0, np.array([5], dtype="<u8").tobytes()))
+    with pytest.raises(RanksDisagree, match="there is no rank 1 beside rank 0"):
+        agreement.on_digests(Digests(1, 1, 0, np.array([5], dtype="<u8").tobytes()))

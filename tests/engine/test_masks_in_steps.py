@@ -21,7 +21,7 @@ from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
-from pipeinfer.scheduler.mask_budget import SHARE
+from pipeinfer.scheduler.queue import SHARE
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
 

@@ -23,7 +23,7 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.policies.mixed import Mixed
+from pipeinfer.scheduler.policies import Mixed
 from pipeinfer.settings import Settings
 
 
@@ -36,7 +36,7 @@ class Nuisance:
     def compose(self, step: StepComposer) -> None:
         self._steps += 1
         if self._steps % 9 == 0:
-            step.relieve()
+            step.preempt_one()
         self._mixed.compose(step)
 
 

@@ -136,7 +136,7 @@ def test_a_scored_prompt_that_was_taken_back_is_not_scored_twice(known):
 
     cores.engine.handle = handle  # type: ignore[method-assign]
     cores.submit("r", its.prompts[-1], params_of((1, 1)), seed=1)
-    cores.run(lambda: cores.scheduler._live["r"].scored > 40)
+    cores.run(lambda: cores.scheduler._live["r"].num_scored > 40)
     request = cores.scheduler._live["r"]
     cores.scheduler._planner._preempt(request)
     cores.run()

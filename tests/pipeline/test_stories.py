@@ -15,10 +15,10 @@ from stories import EVENTS, Story, Watch, reached
 from pipeinfer.engine.requests import constrained
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.messages import Admit
-from pipeinfer.scheduler import deadlines
+from pipeinfer.scheduler import core
 from pipeinfer.scheduler.composer import StepComposer
-from pipeinfer.scheduler.credits import Credits
-from pipeinfer.scheduler.preparation import Preparation
+from pipeinfer.scheduler.engine_state import PageCredits
+from pipeinfer.scheduler.queue import GrammarQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.steps.step import Constrained
 
@@ -80,8 +80,8 @@ def told_by(story) -> str:
     return ""
 
 
-class Forgetful(deadlines.Deadlines):
-    def over(self, now):
+class Forgetful(core.Deadlines):
+    def take_over(self, now):
         return iter(())
 
 
@@ -108,24 +108,26 @@ FAULTS = {
         "pipeinfer.engine.requests.constrained", from_the_beginning
     ),
     "who waits for a grammar is left alone when it ends": lambda patch: patch.setattr(
-        Preparation, "forget", lambda *_: None
+        GrammarQueue, "remove", lambda *_: None
     ),
     "a new engine is not asked for grammars": lambda patch: patch.setattr(
-        Preparation, "begin", lambda *_: None
+        GrammarQueue, "begin", lambda *_: None
     ),
     "somebody is admitted anew before the last step reported": lambda patch: patch.setattr(
         StepComposer, "_may_admit", hasty
     ),
     "deadlines are dropped": lambda patch: patch.setattr(
-        "pipeinfer.scheduler.live.Deadlines", Forgetful
+        "pipeinfer.scheduler.core.Deadlines", Forgetful
     ),
     "outputs are released that were known at admission": lambda patch: patch.setattr(
-        Request, "confirmed", property(lambda r: r.outputs[max(r.known - r.prompt_len - 1, 0) :])
+        Request,
+        "confirmed",
+        property(lambda r: r.outputs[max(r.known_len - r.prompt_len - 1, 0) :]),
     ),
     "the last output is not confirmed": lambda patch: patch.setattr(
         Request,
         "confirmed",
-        property(lambda r: r.outputs[r.known - r.prompt_len :] + r.outputs[-1:]),
+        property(lambda r: r.outputs[r.known_len - r.prompt_len :] + r.outputs[-1:]),
     ),
     "an engine is told of a jump without its first token": lambda patch: patch.setattr(
         Request, "jump", lambda request, count: jump(request, count)[1:]
@@ -143,9 +145,11 @@ def test_a_fault_is_found_in_one_of_the_stories(fault, monkeypatch):
 
 
 PAGES_WRONG = {
-    "what plans take is forgotten": lambda patch: patch.setattr(Credits, "plan", lambda *_: None),
+    "what plans take is forgotten": lambda patch: patch.setattr(
+        PageCredits, "plan", lambda *_: None
+    ),
     "what requests grow by is not counted": lambda patch: patch.setattr(
-        Credits, "between", lambda *_: 0
+        PageCredits, "between", lambda *_: 0
     ),
 }
 

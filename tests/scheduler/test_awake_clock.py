@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
-from pipeinfer.awake import PAUSE, AwakeClock
+from pipeinfer.awake import PAUSE, SuspendAwareClock
 from pipeinfer.events import Tick
 from pipeinfer.messages import GroupFault
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 5, width=32)), max_size=40))
 def test_the_clock_never_runs_back_and_counts_at_most_a_pause_between_ticks(steps):
-    clock, now, before, since = AwakeClock(), 100.0, 100.0, None
+    clock, now, before, since = SuspendAwareClock(), 100.0, 100.0, None
     for ticks, seconds in steps:
         now += seconds
         if ticks:

@@ -12,8 +12,8 @@ from pipeinfer.offline.synchronous import for_batches
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
-from pipeinfer.scheduler.request import Request, from_work
-from pipeinfer.scheduler.slots import Slots
+from pipeinfer.scheduler.engine_state import Slots
+from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_budget import FEWEST, prefill_budget
 from pipeinfer.step_cost import Prompt, StepCost
 
@@ -125,16 +125,16 @@ def ended(slots: Slots, prompt: int, most: int, outputs: int, ignore_eos: bool =
     one = decoding("ended", prompt, most, ignore_eos)
     one.outputs.extend(range(outputs))
     slots.running[one.id] = one
-    one.move("over")
+    one.move("finished")
     slots.release(one)
 
 
 def decoding(name: str, prompt: int, most: int, ignore_eos: bool = False) -> Request:
     """One whose prompt is computed, and that may have `most` outputs."""
     params = SamplingParams(max_tokens=most, ignore_eos=ignore_eos)
-    one = from_work(Work(name, 1, 0, 0, pack([5] * prompt), params, 0), 0, 0.0)
+    one = request_of(Work(name, 1, 0, 0, pack([5] * prompt), params, 0), 0, 0.0)
     one.phase = "running"
-    one.told = one.known = one.computed = one.projected = prompt
+    one.admitted_len = one.known_len = one.computed = one.projected = prompt
     one.max_total = prompt + most
     return one
 
@@ -142,12 +142,12 @@ def decoding(name: str, prompt: int, most: int, ignore_eos: bool = False) -> Req
 def test_how_long_decodes_go_on_is_guessed_by_those_that_ended():
     slots = Slots()
     rows = [(decoding("a", 20, 1000), 1), (decoding("b", 20, 300), 1)]
-    assert slots.left(rows) == 1000 and slots.left([]) == 0
+    assert slots.remaining_steps(rows) == 1000 and slots.remaining_steps([]) == 0
     for _ in range(100):
         ended(slots, 30, 400, 40)
-    assert slots.left(rows) == pytest.approx(100, abs=2), "a tenth of what they may have"
+    assert slots.remaining_steps(rows) == pytest.approx(100, abs=2), "a tenth of what they may have"
     sure = (decoding("c", 20, 250, ignore_eos=True), 1)
-    assert slots.left([*rows, sure]) == 250
-    guessed = slots.left(rows)
+    assert slots.remaining_steps([*rows, sure]) == 250
+    guessed = slots.remaining_steps(rows)
     ended(slots, 30, 400, 400, ignore_eos=True)
-    assert slots.left(rows) == guessed, "the model had no part in their lengths"
+    assert slots.remaining_steps(rows) == guessed, "the model had no part in their lengths"

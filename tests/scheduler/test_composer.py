@@ -6,10 +6,9 @@ import pytest
 from test_memory_runs_short import SIZE, running, work
 
 from pipeinfer.scheduler.composer import MOST_JUMPS, StepComposer
-from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
-from pipeinfer.scheduler.request import Request, from_work
-from pipeinfer.scheduler.slots import Slots
+from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_budget import PrefillBudget
 from pipeinfer.step_cost import Prompt
 
@@ -38,10 +37,12 @@ def composer(
     nothing_in_flight=False,
 ) -> StepComposer:  # fmt: skip
     slots = Slots()
-    slots.begin(free, Credits(SIZE, pages))
+    slots.begin(free, PageCredits(SIZE, pages))
     slots.running = {request.id: request for request in requests}
-    slots.ahead = {
-        request.id: request for request in requests if not request.prefilling and request.ahead > 1
+    slots.knowing_ahead = {
+        request.id: request
+        for request in requests
+        if not request.prefilling and request.known_ahead > 1
     }
     prefill = spare if isinstance(spare, PrefillBudget) else Spare(spare)
     queue = WaitingQueue() if queue is None else queue
@@ -51,7 +52,7 @@ def composer(
 def waiting(*tokens: int) -> WaitingQueue:
     queue = WaitingQueue()
     for n, many in enumerate(tokens):
-        queue.push(from_work(work(f"w{n}", many), n, 0.0))
+        queue.push(request_of(work(f"w{n}", many), n, 0.0))
     return queue
 
 
@@ -68,7 +69,7 @@ def test_pages_are_what_a_plan_takes_less_what_it_takes_back():
 
 def test_pages_from_the_cache_are_not_given_back_by_who_only_shares_them():
     decodes = [running(f"r{n}", n, 8, 8) for n in range(3)]
-    decodes[2].hit = 8
+    decodes[2].cache_hit = 8
     short = composer(decodes, pages=0)
     short.decode_all()
     assert short.preempted == [decodes[2], decodes[1]]
@@ -198,17 +199,17 @@ def test_who_is_admitted_leaves_a_page_for_each_to_grow_into():
 def test_relief_takes_the_latest_back_and_never_the_last():
     runs = [running(f"r{n}", n, 8, 8) for n in range(2)]
     step = composer(runs)
-    step.relieve()
-    step.relieve()
+    step.preempt_one()
+    step.preempt_one()
     assert step.preempted == [runs[1]]
     alone = composer(runs[:1])
-    alone.relieve()
+    alone.preempt_one()
     assert alone.preempted == []
 
 
 def test_who_runs_alone_takes_the_pages_of_as_many_as_it_needs():
     runs = [running(f"r{n}", n, 8, 8) for n in range(3)]
-    suspect = from_work(work("suspect", 16), 9, 0.0)
+    suspect = request_of(work("suspect", 16), 9, 0.0)
     suspect.max_total = 60
     step = composer(runs, pages=1)
     step.run_alone(suspect)
@@ -248,10 +249,10 @@ def test_a_prompt_for_which_others_give_way_takes_their_pages_in_the_same_step()
 def test_nobody_counts_on_the_pages_of_who_gives_way_in_the_same_step():
     oldest, leader = running("oldest", 0, 8, 8), running("leader", 1, 16, 17)
     leader.computed = 16
-    follower = from_work(work("follower", 16), 2, 0.0)
-    follower.behind = leader
-    assert leader.lends and follower.shared == 15
+    follower = request_of(work("follower", 16), 2, 0.0)
+    follower.prefix_source = leader
+    assert leader.provides_prefix and follower.prefix_tokens == 15
     step = composer([oldest, leader])
-    assert step._hit(follower) == 12, "of whole pages"
+    assert step._known_cache_hit(follower) == 12, "of whole pages"
     step._preempt(leader)
-    assert step._hit(follower) == 0
+    assert step._known_cache_hit(follower) == 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
-from pipeinfer.scheduler.credits import Allowance, Credits
+from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits
 
 POLICIES = ["mixed", "throughput", "prefill-first", "decode-first"]
 
@@ -61,7 +61,7 @@ def test_where_there_is_room_for_all_nothing_is_deferred_and_nobody_is_taken_bac
 
 
 def test_what_a_later_plan_left_stands_when_an_earlier_one_reports():
-    credits = Credits(page_size=4, pages=20)
+    credits = PageCredits(page_size=4, pages=20)
     for number in range(3):
         credits.plan(number, 5)
     assert credits.report(1, free=10, evictable=0)
@@ -75,7 +75,7 @@ def test_what_a_later_plan_left_stands_when_an_earlier_one_reports():
 
 @given(start=st.integers(0, 40), left=st.integers(0, 9), size=st.integers(1, 8))
 def test_room_is_as_many_tokens_as_the_pages_that_are_left_can_take(start, left, size):
-    credits = Credits(size, left)
-    room = Allowance(credits).room(start)
+    credits = PageCredits(size, left)
+    room = PageAllowance(credits).tokens_that_fit(start)
     assert credits.between(start, start + room) <= left
     assert credits.between(start, start + room + 1) == left + 1

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
-from pipeinfer.scheduler.condemned import ASK_AGAIN
-from pipeinfer.scheduler.epochs import AGREED, Epochs
+from pipeinfer.scheduler.epochs import AGREED, ASK_AGAIN_SECONDS, Epochs
 
 FIRST = 40
 
@@ -133,29 +132,29 @@ def test_a_hello_that_cannot_be_meant_is_named(wrong, reason):
 
 def test_a_rank_is_lost_when_that_process_or_an_older_one_said_hello():
     epochs = begun()
-    assert epochs.lost(1, 102)
-    assert epochs.lost(1, 101)
-    assert not epochs.lost(1, 100), "of the process before"
-    assert not epochs.lost(2, 500)
+    assert epochs.has_joined(1, 102)
+    assert epochs.has_joined(1, 101)
+    assert not epochs.has_joined(1, 100), "of the process before"
+    assert not epochs.has_joined(2, 500)
 
 
 def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_stay():
     epochs = running()
-    epochs.condemn("no result", 10.0)
+    epochs.restart_ranks("no result", 10.0)
     assert not epochs.running and epochs.reason == "no result"
-    condemned = epochs.condemned
-    assert condemned.doomed == (100, 101)
-    assert not condemned.complain(10.0 + ASK_AGAIN - 0.01)
-    assert condemned.complain(10.0 + ASK_AGAIN)
-    assert not condemned.complain(10.0 + ASK_AGAIN), "only just now"
+    condemned = epochs.fenced
+    assert condemned.to_kill == (100, 101)
+    assert not condemned.is_due(10.0 + ASK_AGAIN_SECONDS - 0.01)
+    assert condemned.is_due(10.0 + ASK_AGAIN_SECONDS)
+    assert not condemned.is_due(10.0 + ASK_AGAIN_SECONDS), "only just now"
     assert not epochs.hello(hello(0))
     assert epochs.begin(11.0) == Begin(FIRST + 1, ()), "all of them must say hello again"
     epochs.hello(hello(0, 500))
-    assert condemned.doomed == (101,), "another process is in its place"
-    condemned.gone(1, 100)
-    assert condemned.doomed == (101,)
-    condemned.gone(1, 101)
-    assert condemned.doomed == () and not condemned.complain(99.0)
+    assert condemned.to_kill == (101,), "another process is in its place"
+    condemned.on_ended(1, 100)
+    assert condemned.to_kill == (101,)
+    condemned.on_ended(1, 101)
+    assert condemned.to_kill == () and not condemned.is_due(99.0)
     epochs.hello(hello(1, 500))
     assert epochs.begin(11.0) == Begin(FIRST + 2, (500, 501))
 
@@ -163,20 +162,20 @@ def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_sta
 def test_processes_that_began_after_a_death_or_said_nothing_yet():
     epochs = Epochs(2, FIRST)
     epochs.hello(hello(0, 700))
-    epochs.condemn("rank 1 has ended", 1.0, alive=[(1, 650)], until=600)
-    assert epochs.condemned.doomed == ()
+    epochs.restart_ranks("rank 1 has ended", 1.0, alive=[(1, 650)], until=600)
+    assert epochs.fenced.to_kill == ()
     epochs.hello(hello(1, 700))
     assert epochs.begin(1.0) == Begin(FIRST + 1, (700, 701)), "both have begun since"
-    epochs.condemn("no result", 2.0, alive=[(1, 701)])
-    assert epochs.condemned.doomed == (700, 701)
+    epochs.restart_ranks("no result", 2.0, alive=[(1, 701)])
+    assert epochs.fenced.to_kill == (700, 701)
 
 
 def test_a_single_rank_that_was_only_slow_goes_on():
     epochs = running(1)
-    epochs.condemn("no result", 1.0)
-    assert epochs.condemned.doomed == (100,)
+    epochs.restart_ranks("no result", 1.0)
+    assert epochs.fenced.to_kill == (100,)
     epochs.hello(hello())
-    assert epochs.condemned.doomed == ()
+    assert epochs.fenced.to_kill == ()
     assert epochs.begin(1.0) == Begin(FIRST + 2, (100,))
 
 

@@ -14,7 +14,7 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import WaitingQueue
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.request import Request, request_of
 
 PROMPT = 5
 WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])
@@ -22,7 +22,7 @@ WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])
 
 def member(arrival: int, leader: str) -> Request:
     work = Work(f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), SamplingParams(), 0, leader=leader)
-    request = from_work(work, arrival, 0.0)
+    request = request_of(work, arrival, 0.0)
     request.max_total = PROMPT + 20
     return request
 
@@ -52,16 +52,16 @@ class Holding(RuleBasedStateMachine):
     def is_admitted(self) -> None:
         request = self.queue.pop()
         request.move("running")
-        request.begin()
+        request.admit()
 
     @rule(data=st.data(), count=st.integers(1, PROMPT))
     def comes_further(self, data, count: int) -> None:
         request = self.some(data, "running")
         if request is not None:
             before = request.projected
-            request.take(count)
+            request.project(count)
             request.confirm(request.projected)
-            if request.computed >= request.known and request.projected > before:
+            if request.computed >= request.known_len and request.projected > before:
                 request.outputs.append(1)
 
     @rule(data=st.data(), phase=st.sampled_from(["running", "lost"]))
@@ -74,44 +74,46 @@ class Holding(RuleBasedStateMachine):
 
     @rule(data=st.data(), spoiled=st.booleans())
     def ends(self, data, spoiled: bool) -> None:
-        request = self.some(data, "waiting", "held", "running")
+        request = self.some(data, "waiting", "waiting_for_prefix", "running")
         if request is not None:
-            phase, request.spoiled = request.phase, spoiled
-            request.move("over")
+            phase, request.bad_logits = request.phase, spoiled
+            request.move("finished")
             if phase == "waiting":
-                self.queue.forget(request)
-            self.queue.over(request, phase == "running")
+                self.queue.remove(request)
+            self.queue.on_finished(request, phase == "running")
             self.live.remove(request)
 
     @rule()
     def a_plan_begins(self) -> None:
-        self.queue.free([request for request in self.live if request.phase == "running"])
+        self.queue.release_waiting([request for request in self.live if request.phase == "running"])
         for request in self.live:
-            lending = [r for r in self.of(request.work.leader) if r.lends]
-            assert request.phase != "held" or not lending, "its prompt is there"
+            lending = [r for r in self.of(request.work.leader) if r.provides_prefix]
+            assert request.phase != "waiting_for_prefix" or not lending, "its prompt is there"
 
     def of(self, leader: str) -> list[Request]:
         return [request for request in self.live if request.work.leader == leader]
 
     @invariant()
     def everybody_is_where_the_phase_says(self) -> None:
-        queued = [one for _, _, one in self.queue._order if one.phase != "over"]
+        queued = [one for _, _, one in self.queue._order if one.phase != "finished"]
         assert {one.id for one in queued} == {r.id for r in self.live if r.phase == "waiting"}
-        assert self.queue.held == sum(r.phase == "held" for r in self.live)
+        assert self.queue.waiting_for_prefix == sum(
+            r.phase == "waiting_for_prefix" for r in self.live
+        )
         assert len(self.queue) == len(queued)
 
     @invariant()
     def whoever_is_held_waits_for_somebody_who_can_come(self) -> None:
         for request in self.live:
-            if request.phase == "held":
+            if request.phase == "waiting_for_prefix":
                 others = [r.phase for r in self.of(request.work.leader)]
                 assert request.work.leader and {"waiting", "running"} & set(others)
 
     @invariant()
     def nothing_is_kept_of_families_that_are_gone(self) -> None:
-        families = self.queue._families
+        families = self.queue._sampling_groups
         leaders = {request.work.leader for request in self.live}
-        assert families._leads.keys() <= leaders and families._held.keys() <= leaders
+        assert families._leaders.keys() <= leaders and families._waiting.keys() <= leaders
 
 
 Holding.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -164,7 +166,7 @@ def test_whoever_comes_behind_choices_that_are_held_goes_before_them(policy, dep
 
 
 def test_where_nothing_is_shared_nobody_is_held():
-    core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, shares=False))
+    core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, shares_prefixes=False))
     for name in choice_ids("r", range(4)):
         core.handle(Work(name, 1, 0, 0, pack([1] * 9), SamplingParams(), 0, leader="r"), 0.0)
     assert core.stats()["held"] == 0 and core.stats()["waiting"] == 4

@@ -21,11 +21,9 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.aboard import Aboard
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.credits import Credits
-from pipeinfer.scheduler.flights import Flights
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.engine_state import EngineState, PageCredits, StepsInFlight
+from pipeinfer.scheduler.request import Request, request_of
 
 MANY = 2**31 - 1
 
@@ -113,9 +111,9 @@ def test_an_admission_whose_result_has_come_is_late_and_changes_nothing():
     while p.core.stats()["in_flight"] and not p.clients["r0"].outputs:
         p.deliver()
     request = p.core._live["r0"]
-    before = request.hit, request.computed, p.core._aboard.slots.credits.available
+    before = request.cache_hit, request.computed, p.core._engine.slots.credits.available
     p.feed(replace(late, cached=pack([4])))
-    assert before == (request.hit, request.computed, p.core._aboard.slots.credits.available)
+    assert before == (request.cache_hit, request.computed, p.core._engine.slots.credits.available)
     p.settle()
 
 
@@ -172,12 +170,12 @@ def test_a_preparation_of_a_rank_that_there_is_not_is_nothing():
     p.settle()
 
 
-def flown(logprobs: int | None = None) -> tuple[Flights, Request]:
+def flown(logprobs: int | None = None) -> tuple[StepsInFlight, Request]:
     """A request of five tokens in slot 2, whose step 0 is in flight, and step 1 behind it."""
-    flights, params = Flights(), SamplingParams(max_tokens=20, logprobs=logprobs)
-    request = from_work(Work("r", 1, 0, 0, pack(range(5)), params, 0), 1, 0.0)
+    flights, params = StepsInFlight(), SamplingParams(max_tokens=20, logprobs=logprobs)
+    request = request_of(Work("r", 1, 0, 0, pack(range(5)), params, 0), 1, 0.0)
     request.max_total, request.slot, request.phase = 25, 2, "running"
-    request.begin()
+    request.admit()
     for number, count in enumerate((5, 1)):
         flights.launch(number, [(request, count)], 0.0)
     return flights, request
@@ -195,12 +193,12 @@ def test_ids_that_come_again_are_skipped_with_their_scores():
     """The step in flight samples what the one before it has forced already."""
     flights, request = flown(logprobs=0)
     scores = [bytes([n]) * size(0) for n in range(5)]
-    [(_, tokens, told, _)] = flights.land(said(0, 0, 5, [10, 11], scores[0] + scores[1]))
+    [(_, tokens, told, _)] = flights.process_result(said(0, 0, 5, [10, 11], scores[0] + scores[1]))
     assert (tokens, told) == ([10, 11], scores[0] + scores[1])
-    request.accept(tokens, told)
-    [(_, tokens, told, _)] = flights.land(said(1, 5, 1, [11, 12], scores[1] + scores[2]))
+    request.append(tokens, told)
+    [(_, tokens, told, _)] = flights.process_result(said(1, 5, 1, [11, 12], scores[1] + scores[2]))
     assert (tokens, told) == ([12], scores[2])
-    request.accept(tokens, told)
+    request.append(tokens, told)
     assert request.logprobs == b"".join(scores[:3])
 
 
@@ -208,17 +206,17 @@ def test_ids_that_come_again_are_skipped_with_their_scores():
 def test_rows_behind_the_trouble_of_a_request_that_was_taken_back_end_no_epoch(trouble):
     """It is computed again, and fails when it runs; they know of a token that it has not."""
     flights, request = flown(logprobs=None)
-    list(flights.land(said(0, 0, 5, [10])))
-    request.accept([10], b"")
+    list(flights.process_result(said(0, 0, 5, [10])))
+    request.append([10], b"")
     flights.launch(2, [(request, 1)], 0.0)
     request.phase = "waiting"
-    assert list(flights.land(replace(said(1, 5, 1, []), **trouble))) == []
-    assert list(flights.land(replace(said(2, 6, 1, []), **trouble))) == []
+    assert list(flights.process_result(replace(said(1, 5, 1, []), **trouble))) == []
+    assert list(flights.process_result(replace(said(2, 6, 1, []), **trouble))) == []
     assert len(flights) == 0 and list(request.outputs) == [10]
 
 
-def hit_of(flights: Flights, cached: int) -> list[tuple[int, int]]:
-    return flights.matched(
+def hit_of(flights: StepsInFlight, cached: int) -> list[tuple[int, int]]:
+    return flights.on_admitted(
         Admitted(
             epoch=1, number=0, slots=pack([2]), cached=pack([cached]), free=1, evictable=0
         )
@@ -228,17 +226,22 @@ def hit_of(flights: Flights, cached: int) -> list[tuple[int, int]]:
 def test_what_the_cache_had_counts_for_the_admission_that_it_was_said_of():
     flights, request = flown()
     hit_of(flights, 4)
-    assert (request.cached, request.hit, request.computed, request.projected) == (4, 4, 4, 6)
+    assert (request.first_cache_hit, request.cache_hit, request.computed, request.projected) == (
+        4,
+        4,
+        4,
+        6,
+    )
 
     flights, request = flown()
-    request.begin()  # admitted anew, into the same slot
+    request.admit()  # admitted anew, into the same slot
     hit_of(flights, 4)
-    assert (request.cached, request.hit, request.computed) == (4, 0, 0)
+    assert (request.first_cache_hit, request.cache_hit, request.computed) == (4, 0, 0)
 
     flights, request = flown()
-    request.leave()
+    request.free_slot()
     hit_of(flights, 4)
-    assert (request.cached, request.hit, request.computed) == (4, 0, 0)
+    assert (request.first_cache_hit, request.cache_hit, request.computed) == (4, 0, 0)
 
 
 def test_a_hit_that_lets_a_prompt_grow_further_than_its_plans_counted_takes_its_pages():
@@ -246,17 +249,17 @@ def test_a_hit_that_lets_a_prompt_grow_further_than_its_plans_counted_takes_its_
     it, and the second decodes."""
     flights, request = flown()
     assert hit_of(flights, 0) == []
-    chunks = Aboard(1)
-    chunks.slots.begin(3, Credits(page_size=1, pages=40))
+    chunks = EngineState(1)
+    chunks.slots.begin(3, PageCredits(page_size=1, pages=40))
     request = flown()[1]
     for number, count in enumerate((3, 2)):
-        chunks.flights.launch(number, [(request, count)], 0.0)
+        chunks.in_flight.launch(number, [(request, count)], 0.0)
         chunks.slots.credits.plan(number, count)
     request.counts_in_flight[:] = [3, 2]
     request.rebase(0)
     told = Admitted(
         epoch=1, number=0, slots=pack([2]), cached=pack([4]), free=35, evictable=0
     )  # fmt: skip
-    chunks.admitted(told)
+    chunks.on_admitted(told)
     assert request.projected == 6
     assert chunks.slots.credits.available == 35 - 2 - 1, "for the second chunk, and one token more"

@@ -9,7 +9,7 @@ from test_scheduler_core import pipeline
 from pipeinfer.events import Tick
 from pipeinfer.messages import Fault, Plan
 from pipeinfer.packing import pack
-from pipeinfer.scheduler.flights import LATE
+from pipeinfer.scheduler.engine_state import LATE_SECONDS
 
 
 def running():
@@ -21,7 +21,7 @@ def running():
     p.submit([4, 5, 6, 7], 9)
     for _ in range(4):
         p.deliver()
-    assert len(p.core._aboard.flights) == 2 and p.engine.outbox
+    assert len(p.core._engine.in_flight) == 2 and p.engine.outbox
     return p
 
 
@@ -41,25 +41,25 @@ def test_an_engine_that_missed_the_last_plans_hears_of_it_and_nobody_is_blamed()
     while p.deliver():  # all results come; what is published meanwhile is lost
         continue
     p.engine.receive = hears
-    [(late, probe)] = plans(p, LATE + 0.5)
-    assert late >= LATE
+    [(late, probe)] = plans(p, LATE_SECONDS + 0.5)
+    assert late >= LATE_SECONDS
     assert not (probe.releases or probe.admits or probe.slots)
     with pytest.raises(Panic, match="was expected"):
         p.engine.receive(probe)
     p.feed(Fault(p.engine.epoch, 0, "a gap", orderly=True))
     p.settle()
     assert p.core.counts["epochs"] == 2
-    assert p.core._planner.suspects == 0
+    assert p.core._planner.quarantined == 0
 
 
 def test_a_lost_result_ends_the_epoch_when_the_next_one_comes_and_nobody_is_blamed():
     p = running()
     p.engine.outbox.clear()
-    [(_, probe)] = plans(p, LATE + 0.5)
+    [(_, probe)] = plans(p, LATE_SECONDS + 0.5)
     p.engine.receive(probe)
     p.deliver()
     assert p.core.state()[0] == "waiting" and "was expected" in p.core.state()[1]
-    assert p.core._planner.suspects == 0
+    assert p.core._planner.quarantined == 0
     p.settle()
     assert p.core.counts["epochs"] == 2
 

@@ -8,7 +8,7 @@ from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.messages import Plan
 from pipeinfer.packing import unpack
-from pipeinfer.scheduler.mask_budget import ALONE, SHARE
+from pipeinfer.scheduler.queue import ALONE, SHARE
 
 GRAMMAR = COSTLY.regex
 

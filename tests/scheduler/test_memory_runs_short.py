@@ -9,10 +9,9 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
-from pipeinfer.scheduler.request import Request, from_work
-from pipeinfer.scheduler.slots import Slots
+from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_budget import PrefillBudget
 
 PAGES, SIZE = 100, 4
@@ -76,9 +75,9 @@ def test_a_request_that_is_deferred_again_and_again_makes_another_one_give_way()
 
 def running(name: str, arrival: int, tokens: int, projected: int) -> Request:
     """A request in a slot, of whose `tokens` some are computed."""
-    request = from_work(work(name, tokens), arrival, 0.0)
+    request = request_of(work(name, tokens), arrival, 0.0)
     request.max_total = tokens + 50
-    request.begin()
+    request.admit()
     request.computed = request.projected = projected
     request.slot, request.phase = arrival, "running"
     return request
@@ -89,7 +88,7 @@ def test_the_oldest_half_computed_prompt_is_spared_although_it_came_last():
     decodes = [running(name, n, 8, 8) for n, name in enumerate(("first", "second"))]
     prompt = running("prompt", 2, 40, 20)
     slots = Slots()
-    slots.begin(0, Credits(SIZE, 0))
+    slots.begin(0, PageCredits(SIZE, 0))
     slots.running = {request.id: request for request in (*decodes, prompt)}
     step = StepComposer(slots, WaitingQueue(), 64, PrefillBudget(64))
     step.decode_all()  # both need a page, and there is none

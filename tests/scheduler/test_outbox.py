@@ -9,7 +9,7 @@ from pipeinfer.logprobs import AT_ONCE, size
 from pipeinfer.messages import Abort, Open, PromptTokens, Refused, TokenRow, Tokens, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.outbox import (
+from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
     Outbox,
     all_rows,
@@ -17,14 +17,14 @@ from pipeinfer.scheduler.outbox import (
     next_row,
     refusal,
 )
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.request import Request, request_of
 
 GROUP = 3
 
 
 def request(name: str = "r", to: int = 0, tokens: int = 4, **params: object) -> Request:
     made = SamplingParams(max_tokens=9_999, **params)  # type: ignore[arg-type]
-    return from_work(Work(name, 2, 7, to, pack(range(tokens)), made, 0), 1, 0.0)
+    return request_of(Work(name, 2, 7, to, pack(range(tokens)), made, 0), 1, 0.0)
 
 
 def with_outputs(many: int, **params: object) -> Request:
@@ -54,7 +54,7 @@ def test_rows_of_one_event_come_behind_all_else_in_one_message_for_each_detokeni
 
 def test_an_opening_has_the_end_of_the_prompt_and_whose_request_it_is():
     long = request(tokens=3 * CONTEXT_TOKENS)
-    opened = Outbox(GROUP).opened(long).message
+    opened = Outbox(GROUP).open_message(long).message
     assert isinstance(opened, Open)
     assert unpack(opened.context_ids).tolist() == list(
         range(2 * CONTEXT_TOKENS, 3 * CONTEXT_TOKENS)
@@ -65,11 +65,11 @@ def test_an_opening_has_the_end_of_the_prompt_and_whose_request_it_is():
 @pytest.mark.parametrize("many", [0, 1, 40])
 def test_a_detokenizer_that_knows_nothing_is_told_all_there_is(many: int):
     made = with_outputs(many)
-    opened, *rows = [send.message for send in Outbox(GROUP).whole(made)]
+    opened, *rows = [send.message for send in Outbox(GROUP).all_of(made)]
     assert isinstance(opened, Open)
     wanted = [Tokens((TokenRow("r", 0, pack(made.outputs)),), GROUP)] * bool(many)
     assert rows == wanted, "nothing of a request that has no output"
-    *_, last = [send.message for send in Outbox(GROUP).whole(made, last_row(made, "length"))]
+    *_, last = [send.message for send in Outbox(GROUP).all_of(made, last_row(made, "length"))]
     assert isinstance(last, Tokens)
     assert (last.rows[0].ids, last.rows[0].finish) == (pack(made.outputs), "length")
 
@@ -77,7 +77,7 @@ def test_a_detokenizer_that_knows_nothing_is_told_all_there_is(many: int):
 def test_of_a_request_that_was_refused_the_refusal_is_all():
     refused = refusal(request(), 400, "too long", "prompt")
     assert refused == Refused("r", 2, 7, 400, "too long", "prompt")
-    assert [send.message for send in Outbox(GROUP).whole(request(), refused)] == [refused]
+    assert [send.message for send in Outbox(GROUP).all_of(request(), refused)] == [refused]
 
 
 def test_what_has_scores_comes_in_rows_of_a_bounded_size_each_with_its_own():
@@ -95,7 +95,7 @@ def test_scores_of_a_prompt_come_from_where_they_are_wanted_on():
     many, width = 2 * AT_ONCE, size(1)
     made = request(tokens=many, prompt_logprobs=1)
     made.prompt_logprobs = bytearray(b"".join(n.to_bytes(width, "little") for n in range(many)))
-    told = [send.message for send in Outbox(GROUP).prompt(made, 5)]
+    told = [send.message for send in Outbox(GROUP).prompt_logprobs(made, 5)]
     assert all(isinstance(one, PromptTokens) for one in told)
     assert [one.first for one in told] == [5, 5 + AT_ONCE]
     assert b"".join(one.ids for one in told) == pack(range(5, many))
@@ -107,7 +107,7 @@ def test_the_next_row_has_what_came_since_with_its_scores_and_what_was_cached_be
     row = next_row(made, 3, None, None)
     assert (row.offset, row.ids, row.cached_tokens) == (3, pack([103, 104]), 0)
     assert row.logprobs == made.logprobs[3 * made.score_size :]
-    made.cached = 8
+    made.first_cache_hit = 8
     assert next_row(made, 5, "stop", 9) == TokenRow("r", 5, b"", "stop", 9, "", 8)
 
 

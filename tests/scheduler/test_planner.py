@@ -7,11 +7,9 @@ import pytest
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Result, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.aboard import Aboard
-from pipeinfer.scheduler.flights import LATE
-from pipeinfer.scheduler.options import SchedulerOptions
-from pipeinfer.scheduler.planner import Planner
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.engine_state import LATE_SECONDS, EngineState
+from pipeinfer.scheduler.planner import Planner, SchedulerOptions
+from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.settings import ConfigurationError
 
 EPOCH, SIZE, PAGES, SLOTS = 5, 4, 20, 3
@@ -23,8 +21,8 @@ class Group:
 
     def __init__(self, depth: int = 2, policy: str = "mixed") -> None:
         options = SchedulerOptions(policy, depth, SLOTS, 16)
-        self.aboard = Aboard(1)
-        self.planner = Planner(options, self.aboard.slots, self.aboard.flights)
+        self.aboard = EngineState(1)
+        self.planner = Planner(options, self.aboard.slots, self.aboard.in_flight)
         self.aboard.begin()
         self.planner.begin(SHAPE, (1,))
         self.plans: list[Plan] = []
@@ -34,7 +32,7 @@ class Group:
         self._came += 1  # nobody begins like another, and each comes later
         ids = pack([self._came * 100 + n for n in range(tokens)])
         work = Work(name, 1, 0, 0, ids, SamplingParams(max_tokens=most), 0)
-        request = from_work(work, self._came, 0.0)
+        request = request_of(work, self._came, 0.0)
         request.max_total = tokens + most
         self.planner.enqueue(request, crashes)
         return request
@@ -54,8 +52,8 @@ class Group:
             counts=plan.counts, produced=pack([1] * many), token_ids=pack([7] * many),
             deferred=b"", free=PAGES, evictable=0, digest=0,
         )  # fmt: skip
-        for request, tokens, logprobs, _ in list(self.aboard.land(result)):
-            request.accept(tokens, logprobs)
+        for request, tokens, logprobs, _ in list(self.aboard.process_result(result)):
+            request.append(tokens, logprobs)
 
 
 def test_there_is_no_plan_where_nothing_is_to_be_done():
@@ -73,7 +71,7 @@ def test_plans_are_numbered_from_nought_in_each_epoch_and_no_more_are_in_flight_
     group.lands(0)
     third = group.plan()
     assert third is not None and third.number == 2
-    group.aboard.lose()
+    group.aboard.on_epoch_lost()
     group.planner.begin(SHAPE, (1,))
     assert group.planner.take_number() == 0
 
@@ -99,12 +97,12 @@ def test_who_is_dropped_is_released_once_wherever_it_was():
     late = group.enqueue("late")
     for request in (runs, waits, suspected, late):
         group.planner.drop(request)
-        assert request.phase == "over"
+        assert request.phase == "finished"
     plan = group.plan()
     assert plan is not None and len(plan.releases) == 2 and plan.slots == b""
     group.lands(0, 0)
     group.lands()
-    assert group.plan() is None and group.planner.suspects == 0
+    assert group.plan() is None and group.planner.quarantined == 0
 
 
 def test_a_suspect_runs_alone_and_a_token_clears_it():
@@ -113,10 +111,10 @@ def test_a_suspect_runs_alone_and_a_token_clears_it():
     plan = group.plan()
     assert plan is not None and [admit.request_id for admit in plan.admits] == ["suspect"]
     assert group.plan() is None, "one step at a time"
-    assert (group.planner.crashes(suspect), group.planner.suspects) == (1, 1)
+    assert (group.planner.lone_crashes(suspect), group.planner.quarantined) == (1, 1)
     group.lands(0)
-    group.planner.cleared(suspect)
-    assert (group.planner.crashes(suspect), group.planner.suspects) == (-1, 0)
+    group.planner.clear(suspect)
+    assert (group.planner.lone_crashes(suspect), group.planner.quarantined) == (-1, 0)
     group.enqueue("other")
     plan = group.plan()
     assert plan is not None and len(plan.slots) == 2 * len(plan.admits) * 4
@@ -126,25 +124,25 @@ def test_who_lost_its_epoch_returns_to_the_queue_and_those_in_flight_are_suspect
     group = Group()
     flying, idle = group.enqueue("flying"), group.enqueue("idle")
     group.plan()
-    lost, _ = group.aboard.lose()
-    assert group.planner.lose(lost, [flying], blameless=False) is None
-    assert (flying.phase, idle.phase, group.planner.suspects) == ("suspected", "waiting", 1)
+    lost, _ = group.aboard.on_epoch_lost()
+    assert group.planner.on_epoch_lost(lost, [flying], blameless=False) is None
+    assert (flying.phase, idle.phase, group.planner.quarantined) == ("quarantined", "waiting", 1)
     blameless = Group()
     request = blameless.enqueue("r")
     blameless.plan()
-    lost, flew = blameless.aboard.lose()
-    blameless.planner.lose(lost, flew, blameless=True)
-    assert request.phase == "waiting" and blameless.planner.suspects == 0
+    lost, flew = blameless.aboard.on_epoch_lost()
+    blameless.planner.on_epoch_lost(lost, flew, blameless=True)
+    assert request.phase == "waiting" and blameless.planner.quarantined == 0
 
 
 def test_late_results_are_asked_for_by_an_empty_plan_that_counts_like_another():
     group = Group()
     group.enqueue("r")
     group.plan(0.0)
-    assert group.planner.probe(EPOCH, LATE / 2) is None
-    probe = group.planner.probe(EPOCH, LATE)
+    assert group.planner.probe(EPOCH, LATE_SECONDS / 2) is None
+    probe = group.planner.probe(EPOCH, LATE_SECONDS)
     assert probe == Plan(EPOCH, 1, (), (), b"", b"")
-    assert len(group.aboard.flights) == 2 and group.planner.probe(EPOCH, LATE) is None
+    assert len(group.aboard.in_flight) == 2 and group.planner.probe(EPOCH, LATE_SECONDS) is None
 
 
 def test_a_policy_that_there_is_not_is_refused_by_its_name():

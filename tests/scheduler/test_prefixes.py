@@ -14,8 +14,8 @@ from pipeinfer.messages import Abort, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.prefixes import Prefixes
-from pipeinfer.scheduler.request import from_work
+from pipeinfer.scheduler.queue import SharedPrefixes
+from pipeinfer.scheduler.request import request_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +99,7 @@ def test_a_crash_leaves_nobody_waiting(crashes):
 
 
 def test_salts_and_prompts_that_are_scored_share_nothing():
-    core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, least_common=1))
+    core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, least_shared_tokens=1))
     p = pipeline(common=1)
     p.core = core
     p.deliver()
@@ -139,12 +139,12 @@ prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size
 @given(prompts, st.lists(st.integers(0, 8), max_size=20), st.integers(1, 3))
 def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
     """Whoever is held waits, perhaps over others, for one that is not."""
-    held = Prefixes()
+    held = SharedPrefixes()
     held.begin(grain)
     live, waiting = [], set()
 
     def want(request):
-        if held.hold(request):
+        if held.must_wait(request):
             waiting.add(request.id)
         else:
             waiting.discard(request.id)
@@ -156,13 +156,13 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
         for request in live:
             seen = []
             while request.id in waiting:
-                assert request.id not in seen and request.behind in live
+                assert request.id not in seen and request.prefix_source in live
                 seen.append(request.id)
-                request = request.behind
+                request = request.prefix_source
 
     for at, prompt in enumerate(asked):
         work = Work(f"r{at}", 1, 0, 0, pack(prompt), SamplingParams(), 0)
-        live.append(from_work(work, at, 0.0))
+        live.append(request_of(work, at, 0.0))
         want(live[-1])
         check()
     for at in [*over, *range(len(asked))]:
@@ -171,23 +171,23 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
             continue
         live.remove(gone)
         waiting.discard(gone.id)
-        gone.move("over")
-        for request in held.gone(gone):
+        gone.move("finished")
+        for request in held.on_finished(gone):
             want(request)
         check()
     for rest in list(live):
         live.remove(rest)
         waiting.discard(rest.id)
-        rest.move("over")
-        for request in held.gone(rest):
+        rest.move("finished")
+        for request in held.on_finished(rest):
             want(request)
-    assert not held._leads and not held._keys and not held._held and not held._led
+    assert not held._leaders and not held._keys and not held._waiting and not held._blocks_led
 
 
 def test_one_key_of_each_grain():
-    found = Prefixes()
+    found = SharedPrefixes()
     found.begin(4)
-    request = from_work(Work("r", 1, 0, 0, pack(range(13)), SamplingParams(), 0), 0, 0.0)
-    assert not found.hold(request)
+    request = request_of(Work("r", 1, 0, 0, pack(range(13)), SamplingParams(), 0), 0, 0.0)
+    assert not found.must_wait(request)
     keys = found._keys["r"]
     assert len(keys) == 3 and len(list(groupby(keys))) == 3

@@ -12,85 +12,85 @@ from pipeinfer.grammars.bounds import FULL
 from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.scheduler import preparation
+from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.preparation import Preparation
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.queue import GrammarQueue
+from pipeinfer.scheduler.request import Request, request_of
 
 REGEX = StructuredOutputs(regex="a")
 
 
 def wants(name: str, spec: StructuredOutputs | None = REGEX, **more: Any) -> Request:
     params = SamplingParams(structured_outputs=spec)
-    return from_work(Work(name, 1, 0, 0, pack([1]), params, 0, **more), 1, 0.0)
+    return request_of(Work(name, 1, 0, 0, pack([1]), params, 0, **more), 1, 0.0)
 
 
-def started(tp: int = 1) -> Preparation:
-    made = Preparation(tp)
+def started(tp: int = 1) -> GrammarQueue:
+    made = GrammarQueue(tp)
     made.begin(tuple(range(10, 10 + tp)))
     return made
 
 
 def test_all_ranks_must_have_it():
     made, request = started(tp=2), wants("r")
-    assert made.hold(request) and request.phase == "preparing"
-    assert [one.request_id for one in made.due(0.0)] == ["r"]
-    assert made.answered(Prepared(0, 10, "r")) == []
-    assert made.answered(Prepared(0, 10, "r")) == [], "the same one again"
-    assert made.answered(Prepared(1, 9, "r")) == [], "a process that is gone"
-    assert made.answered(Prepared(2, 12, "r")) == [], "no rank of the group"
-    assert made.answered(Prepared(1, 11, "r")) == [request]
-    assert not made.hold(wants("later"))
+    assert made.must_wait(request) and request.phase == "waiting_for_grammar"
+    assert [one.request_id for one in made.take_due(0.0)] == ["r"]
+    assert made.on_prepared(Prepared(0, 10, "r")) == []
+    assert made.on_prepared(Prepared(0, 10, "r")) == [], "the same one again"
+    assert made.on_prepared(Prepared(1, 9, "r")) == [], "a process that is gone"
+    assert made.on_prepared(Prepared(2, 12, "r")) == [], "no rank of the group"
+    assert made.on_prepared(Prepared(1, 11, "r")) == [request]
+    assert not made.must_wait(wants("later"))
     assert len(made) == 0
 
 
 def test_it_is_asked_for_once_for_all_who_wait_and_again_where_no_answer_comes():
     made, requests = started(), [wants("one"), wants("two")]
-    assert [made.hold(request) for request in requests] == [True, True]
-    assert [[one.request_id for one in made.due(now)] for now in (0.0, 0.5, 1.0, 1.5)] == [
+    assert [made.must_wait(request) for request in requests] == [True, True]
+    assert [[one.request_id for one in made.take_due(now)] for now in (0.0, 0.5, 1.0, 1.5)] == [
         ["one"], [], ["one"], [],
     ]  # fmt: skip
-    made.forget(requests[0])
-    assert made.answered(Prepared(0, 10, "one")) == [requests[1]], "it asked for all of them"
+    made.remove(requests[0])
+    assert made.on_prepared(Prepared(0, 10, "one")) == [requests[1]], "it asked for all of them"
 
 
 def test_nobody_asks_for_those_who_have_left():
     made, request = started(), wants("r")
-    made.hold(request)
-    made.forget(request)
-    assert list(made.due(0.0)) == [] and made.answered(Prepared(0, 10, "r")) == []
+    made.must_wait(request)
+    made.remove(request)
+    assert list(made.take_due(0.0)) == [] and made.on_prepared(Prepared(0, 10, "r")) == []
 
 
 def test_new_processes_are_asked_anew_and_the_same_ones_are_not():
     made = started()
-    made.hold(wants("r"))
-    made.answered(Prepared(0, 10, "r"))
+    made.must_wait(wants("r"))
+    made.on_prepared(Prepared(0, 10, "r"))
     made.begin((10,))
-    assert not made.hold(wants("known"))
-    made.hold(wants("other", StructuredOutputs(regex="b")))
-    list(made.due(0.0))
+    assert not made.must_wait(wants("known"))
+    made.must_wait(wants("other", StructuredOutputs(regex="b")))
+    list(made.take_due(0.0))
     made.begin((11,))
-    assert made.hold(wants("again"))
-    assert [one.request_id for one in made.due(0.1)] == ["other", "again"]
+    assert made.must_wait(wants("again"))
+    assert [one.request_id for one in made.take_due(0.1)] == ["other", "again"]
 
 
 def test_of_what_takes_long_one_is_asked_for_at_a_time_and_clients_take_turns():
     made, now = started(), 0.0
     for n, (client, slow) in enumerate([("many", True)] * 4 + [("few", True), ("many", False)]):
         spec = StructuredOutputs(regex=f"a{{{n}}}")
-        assert made.hold(wants(f"{client}{n}", spec, client=client, slow_grammar=slow))
+        assert made.must_wait(wants(f"{client}{n}", spec, client=client, slow_grammar=slow))
 
     def asked() -> list[str]:
         nonlocal now
-        now += preparation.AGAIN
-        return [one.request_id for one in made.due(now)]
+        now += queue.ASK_AGAIN_SECONDS
+        return [one.request_id for one in made.take_due(now)]
 
     assert asked() == ["many0", "many5"], "what is quick waits for nobody"
-    made.answered(Prepared(0, 10, "many5"))
+    made.on_prepared(Prepared(0, 10, "many5"))
     order: list[str] = []
     while names := asked():
         order += names
-        made.answered(Prepared(0, 10, names[0]))
+        made.on_prepared(Prepared(0, 10, names[0]))
     assert order.index("few4") <= 2
     assert sorted(order) == ["few4", *(f"many{n}" for n in range(4))]
 
@@ -101,20 +101,20 @@ def test_a_turn_of_who_has_left_is_nobodys():
         wants(f"{n}", StructuredOutputs(regex="a" * n), slow_grammar=True) for n in range(1, 5)
     ]
     for request in requests:
-        made.hold(request)
-    assert [one.request_id for one in made.due(0.0)] == ["1"]
+        made.must_wait(request)
+    assert [one.request_id for one in made.take_due(0.0)] == ["1"]
     for request in requests[:3]:
-        made.forget(request)
-    assert [one.request_id for one in made.due(0.0)] == ["4"]
+        made.remove(request)
+    assert [one.request_id for one in made.take_due(0.0)] == ["4"]
 
 
 def test_those_used_last_are_taken_to_be_there(monkeypatch):
-    monkeypatch.setattr(preparation, "KNOWN", 2)
+    monkeypatch.setattr(queue, "MOST_KNOWN", 2)
     made = started()
     for regex in ("a", "b", "a", "c"):
-        if made.hold(wants(regex, StructuredOutputs(regex=regex))):
-            made.answered(Prepared(0, 10, regex))
-    held = [made.hold(wants("x" + r, StructuredOutputs(regex=r))) for r in ("a", "b", "c")]
+        if made.must_wait(wants(regex, StructuredOutputs(regex=regex))):
+            made.on_prepared(Prepared(0, 10, regex))
+    held = [made.must_wait(wants("x" + r, StructuredOutputs(regex=r))) for r in ("a", "b", "c")]
     assert held == [False, True, False]
 
 
@@ -153,7 +153,7 @@ def test_whoever_has_no_grammar_is_not_held_up():
     assert p.clients[held].finish is None and p.core.stats()["preparing"] == 1
     assert all(p.clients[name].finish for name in free)
     p.engine.receive = silent
-    p.now += preparation.AGAIN
+    p.now += queue.ASK_AGAIN_SECONDS
     p.feed(Tick())
     p.settle()
     assert p.engine.prepared == [REGEX]
@@ -221,10 +221,10 @@ def test_nobody_waits_while_the_grammar_of_a_suspect_is_compiled_anew():
     p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
     while p.deliver():
         pass
-    assert p.core._planner.suspects == 1, "it was in flight"
+    assert p.core._planner.quarantined == 1, "it was in flight"
     assert all(p.clients[name].finish for name in others)
     p.engine.receive = receive
-    p.now += preparation.AGAIN
+    p.now += queue.ASK_AGAIN_SECONDS
     p.feed(Tick())
     p.settle()
     assert p.engine.prepared == [REGEX] * 2
@@ -245,7 +245,7 @@ def test_a_suspect_whose_grammar_a_new_engine_cannot_have_fails_alone():
         pass
     p.feed(Prepared(0, p.engine.incarnation, suspect, "too hard"))
     p.settle()
-    assert (p.clients[suspect].finish, p.core._planner.suspects) == ("error", 0)
+    assert (p.clients[suspect].finish, p.core._planner.quarantined) == ("error", 0)
     assert p.clients[other].outputs == p.clients[other].expected
 
 
@@ -267,6 +267,6 @@ def test_choices_that_were_held_when_an_engine_ended_are_not_admitted_without_th
     p.clients[leader].cut = 0
     assert p.core.stats()["preparing"] == 1, "the next one leads"
     p.engine.receive = receive
-    p.now += preparation.AGAIN
+    p.now += queue.ASK_AGAIN_SECONDS
     p.feed(Tick())
     p.settle()

@@ -6,85 +6,85 @@ from test_memory_runs_short import work
 from test_scheduler_core import pipeline
 
 from pipeinfer.messages import Plan
-from pipeinfer.scheduler.probation import LONE_CRASHES, Probation
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.planner import LONE_CRASHES, Quarantine
+from pipeinfer.scheduler.request import Request, request_of
 
 
 def lost(name: str) -> Request:
-    request = from_work(work(name, 3), 1, 0.0)
+    request = request_of(work(name, 3), 1, 0.0)
     request.phase = "lost"
     return request
 
 
-def crash(probation: Probation, *flying: Request) -> Request | None:
+def crash(probation: Quarantine, *flying: Request) -> Request | None:
     for request in flying:
         request.phase = "lost"
-    return probation.accuse(list(flying))
+    return probation.on_epoch_lost(list(flying))
 
 
 def test_a_request_that_crashes_engines_alone_is_guilty_and_no_earlier():
-    probation, request = Probation(), lost("r")
+    probation, request = Quarantine(), lost("r")
     assert crash(probation, request) is None
     for crashes in range(1, LONE_CRASHES):
         assert probation.next() is request
         assert crash(probation, request) is None
-        assert probation.crashes(request) == crashes
+        assert probation.lone_crashes(request) == crashes
     assert probation.next() is request
     assert crash(probation, request) is request
     assert len(probation) == 0 and probation.next() is None
 
 
 def test_a_token_clears_and_crashes_count_from_the_beginning():
-    probation, request = Probation(), lost("r")
+    probation, request = Quarantine(), lost("r")
     crash(probation, request)
     for _ in range(LONE_CRASHES - 1):
         assert probation.next() is request
         crash(probation, request)
     assert probation.next() is request
     request.phase = "running"
-    probation.cleared(request)
-    assert (probation.tried, len(probation)) == (None, 0)
-    assert probation.crashes(request) == -1
+    probation.clear(request)
+    assert (probation.under_test, len(probation)) == (None, 0)
+    assert probation.lone_crashes(request) == -1
     assert crash(probation, request) is None, "with others it was one of several"
-    assert probation.crashes(request) == 0
+    assert probation.lone_crashes(request) == 0
 
 
 def test_a_token_of_another_clears_nobody():
-    probation, suspect, other = Probation(), lost("suspect"), lost("other")
+    probation, suspect, other = Quarantine(), lost("suspect"), lost("other")
     crash(probation, suspect)
     assert probation.next() is suspect
-    probation.cleared(other)
-    assert probation.tried is suspect
+    probation.clear(other)
+    assert probation.under_test is suspect
 
 
 def test_who_is_tried_and_had_no_step_in_flight_is_tried_first_again_and_blamed_for_nothing():
-    probation, first, second, other = Probation(), lost("first"), lost("second"), lost("other")
+    probation, first, second, other = Quarantine(), lost("first"), lost("second"), lost("other")
     crash(probation, first, second)
     assert probation.next() is first
     first.phase = "lost"
     assert crash(probation, other) is None
-    assert first.phase == other.phase == "suspected"
-    assert len(probation) == 3 and probation.crashes(first) == 0
+    assert first.phase == other.phase == "quarantined"
+    assert len(probation) == 3 and probation.lone_crashes(first) == 0
     assert probation.next() is first
 
 
 def test_suspects_that_end_are_nobodys_business():
-    probation, first, second = Probation(), lost("first"), lost("second")
+    probation, first, second = Quarantine(), lost("first"), lost("second")
     crash(probation, first, second)
     assert probation.next() is first
-    first.phase = "over"
+    first.phase = "finished"
     assert probation.next() is second
-    second.phase = "over"
+    second.phase = "finished"
     assert probation.next() is None and len(probation) == 0
     crash(probation, third := lost("third"))
-    probation.forget(third)
+    probation.remove(third)
     assert len(probation) == 0 and probation.next() is None
 
 
 def test_a_suspect_from_elsewhere_brings_its_crashes():
-    probation, request = Probation(), from_work(work("r", 3), 1, 0.0)
-    probation.suspect(request, LONE_CRASHES - 1)
-    assert (len(probation), probation.crashes(request)) == (1, LONE_CRASHES - 1)
+    probation, request = Quarantine(), request_of(work("r", 3), 1, 0.0)
+    probation.add(request, LONE_CRASHES - 1)
+    assert (len(probation), probation.lone_crashes(request)) == (1, LONE_CRASHES - 1)
     assert probation.next() is request
     assert crash(probation, request) is request
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pipeinfer.messages import Ended, GroupStatus, RankStatus, State, Work
-from pipeinfer.scheduler.announcer import Announcer
-from pipeinfer.scheduler.options import SchedulerOptions
-from pipeinfer.scheduler.ranks import SILENCE, Ranks
+from pipeinfer.scheduler.epochs import SILENT_SECONDS, GroupAnnouncer, RankStates
+from pipeinfer.scheduler.planner import SchedulerOptions
 
 
 def said(rank: int, incarnation: int = 1, state: State = "ready") -> RankStatus:
@@ -13,77 +12,77 @@ def said(rank: int, incarnation: int = 1, state: State = "ready") -> RankStatus:
 
 
 def test_a_rank_that_begins_anew_is_gone_until_it_has_loaded():
-    ranks = Ranks()
+    ranks = RankStates()
     for rank in range(2):
-        ranks.hear(said(rank), 0.0)
+        ranks.on_status(said(rank), 0.0)
     assert not ranks.gone and not ranks.silent
     for state in ("starting", "loading"):
-        ranks.hear(said(1, 2, state), 1.0)
+        ranks.on_status(said(1, 2, state), 1.0)
         assert ranks.gone
-    ranks.hear(said(1, 2, "waiting"), 1.0)
+    ranks.on_status(said(1, 2, "waiting"), 1.0)
     assert not ranks.gone
 
 
 def test_a_death_counts_until_a_later_process_is_heard_and_a_late_word_does_not():
-    ranks = Ranks()
-    ranks.hear(said(0, 5), 0.0)
-    ranks.ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
+    ranks = RankStates()
+    ranks.on_status(said(0, 5), 0.0)
+    ranks.on_ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
     assert ranks.gone and ranks.alive() == []
-    ranks.hear(said(0, 5), 0.2)
+    ranks.on_status(said(0, 5), 0.2)
     assert ranks.gone, "sent before it died"
-    ranks.hear(said(0, 6, "waiting"), 0.3)
-    ranks.ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.4)
+    ranks.on_status(said(0, 6, "waiting"), 0.3)
+    ranks.on_ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.4)
     assert not ranks.gone and ranks.alive() == [(0, 6)]
 
 
 def test_a_death_of_a_process_that_was_never_heard_is_that_of_its_rank():
-    ranks = Ranks()
-    ranks.hear(said(0, 5), 0.0)
-    ranks.ended(0, Ended("engine-0-0", 6, 9, "killed"), 0.1)
+    ranks = RankStates()
+    ranks.on_status(said(0, 5), 0.0)
+    ranks.on_ended(0, Ended("engine-0-0", 6, 9, "killed"), 0.1)
     assert ranks.gone and ranks.alive() == []
 
 
 def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
-    ranks = Ranks()
+    ranks = RankStates()
     for rank in range(2):
-        ranks.hear(said(rank), 0.0)
-    ranks.hear(said(0), SILENCE)
-    ranks.check(SILENCE)
+        ranks.on_status(said(rank), 0.0)
+    ranks.on_status(said(0), SILENT_SECONDS)
+    ranks.check(SILENT_SECONDS)
     assert not ranks.silent
-    ranks.check(SILENCE + 0.1)
+    ranks.check(SILENT_SECONDS + 0.1)
     assert ranks.silent and not ranks.gone
-    ranks.hear(said(1), SILENCE + 0.2)
+    ranks.on_status(said(1), SILENT_SECONDS + 0.2)
     assert not ranks.silent
 
 
 def test_a_rank_that_is_silent_for_too_long_is_gone():
-    ranks = Ranks(host_loss=20.0)
-    ranks.hear(said(0, 5), 0.0)
+    ranks = RankStates(host_loss=20.0)
+    ranks.on_status(said(0, 5), 0.0)
     assert not ranks.check(20.0) and not ranks.gone
     assert ranks.check(20.1) and ranks.gone
-    ranks.hear(said(0, 5), 20.2)
+    ranks.on_status(said(0, 5), 20.2)
     assert not ranks.check(20.2) and not ranks.gone
 
 
 def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
-    ranks = Ranks()
-    ranks.hear(said(0, 5), 0.0)
-    ranks.ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
+    ranks = RankStates()
+    ranks.on_status(said(0, 5), 0.0)
+    ranks.on_ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
     ranks.check(60.0)
     assert ranks.gone and not ranks.silent
 
 
 def test_tokenizers_are_told_at_a_change_and_twice_a_second():
-    announcer = Announcer(0, 1, SchedulerOptions())
+    announcer = GroupAnnouncer(0, 1, SchedulerOptions())
 
     def told() -> GroupStatus:
         return GroupStatus(0, 1, "serves")
 
-    assert [s.channel for s in announcer.say("serves", 0.0, told)] == ["group"]
-    assert announcer.say("serves", 0.4, told) == []
-    assert announcer.say("waits", 0.4, told) != []
-    assert announcer.say("waits", 0.5, told) == []
-    assert announcer.say("waits", 0.9, told) != []
+    assert [s.channel for s in announcer.take_due("serves", 0.0, told)] == ["group"]
+    assert announcer.take_due("serves", 0.4, told) == []
+    assert announcer.take_due("waits", 0.4, told) != []
+    assert announcer.take_due("waits", 0.5, told) == []
+    assert announcer.take_due("waits", 0.9, told) != []
 
 
 def test_work_of_a_group_is_what_tokenizers_are_told():

@@ -11,9 +11,8 @@ from pipeinfer.choices import choice_id
 from pipeinfer.messages import Delivered, Done, Fault, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.scheduler import preparation
-from pipeinfer.scheduler.phase import NEXT
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler import queue
+from pipeinfer.scheduler.request import NEXT, Request, request_of
 
 ALLOWED = {(phase, after) for phase, following in NEXT.items() for after in following}
 
@@ -127,7 +126,7 @@ def they_begin_alike_and_came_before_the_engine() -> None:
 
 
 def grammars_are_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(preparation, "KNOWN", 1)
+    monkeypatch.setattr(queue, "MOST_KNOWN", 1)
     p = started(pages=14, page_size=4, slots=4, budget=64)
     with_grammar(p, "first", 30, "a+", prompt=[5] * 8)
     with_grammar(p, "second", 30, "a+", prompt=[6] * 8)
@@ -192,7 +191,7 @@ def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
 
 @pytest.mark.parametrize(("before", "after"), sorted(set(product(NEXT, NEXT)) - ALLOWED))
 def test_a_way_that_the_table_does_not_know_is_refused(before, after):
-    request = from_work(Work("r", 1, 0, 0, pack([1]), SamplingParams(), 0), 1, 0.0)
+    request = request_of(Work("r", 1, 0, 0, pack([1]), SamplingParams(), 0), 1, 0.0)
     request.phase = before
     with pytest.raises(AssertionError, match=f"r is {before} and cannot be {after}"):
         request.move(after)

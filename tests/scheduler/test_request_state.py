@@ -8,40 +8,40 @@ from pipeinfer.logprobs import size
 from pipeinfer.messages import Delivered, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, from_work
+from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, request_of
 
 
 def request(prompt: int = 10, max_tokens: int | None = 5) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    made = from_work(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
+    made = request_of(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
     made.max_total = prompt + (max_tokens or 1000)
     return made
 
 
 def test_what_is_left_are_the_tokens_to_be_computed():
     one = request()
-    assert one.left == 10 + 5
-    one.begin()
+    assert one.remaining_tokens == 10 + 5
+    one.admit()
     one.phase, one.computed = "running", 4
-    assert one.left == 6 + 5
+    assert one.remaining_tokens == 6 + 5
     one.computed = 11
     one.outputs.extend([1, 2])
-    assert one.left == 0 + 3
+    assert one.remaining_tokens == 0 + 3
 
 
 def test_nothing_more_is_left_of_one_that_is_longer_than_it_was_taken_to_be():
     one = request(max_tokens=None)
-    assert one.left == 10 + UNKNOWN_OUTPUT
+    assert one.remaining_tokens == 10 + UNKNOWN_OUTPUT
     one.outputs.extend([1] * (UNKNOWN_OUTPUT + 7))
-    one.begin()
-    one.phase, one.computed = "running", one.known
-    assert one.left == 0
+    one.admit()
+    one.phase, one.computed = "running", one.known_len
+    assert one.remaining_tokens == 0
 
 
 def test_rows_in_flight_are_projected_and_projected_anew_when_one_did_less():
     one = request()
-    one.begin()
-    assert [one.take(4), one.take(4), one.take(4), one.take(1)] == [4, 4, 2, 1]
+    one.admit()
+    assert [one.project(4), one.project(4), one.project(4), one.project(1)] == [4, 4, 2, 1]
     assert (one.projected, one.steps_in_flight, one.counts_in_flight) == (11, 4, [4, 4, 4, 1])
     one.confirm(1)
     assert (one.computed, one.projected, one.counts_in_flight) == (1, 10, [4, 4, 1])
@@ -49,8 +49,8 @@ def test_rows_in_flight_are_projected_and_projected_anew_when_one_did_less():
 
 def test_nothing_is_projected_beyond_its_length():
     one = request(10, 2)
-    one.begin()
-    assert [one.take(10), one.take(1), one.take(1)] == [10, 1, 0]
+    one.admit()
+    assert [one.project(10), one.project(1), one.project(1)] == [10, 1, 0]
     assert one.exhausted
     one.confirm(10)
     assert one.projected == 11
@@ -58,13 +58,13 @@ def test_nothing_is_projected_beyond_its_length():
 
 def test_one_that_begins_again_knows_its_outputs_and_has_nothing_in_flight():
     one = request()
-    one.begin()
-    one.take(10)
+    one.admit()
+    one.project(10)
     one.outputs.extend([1, 2])
-    one.deferrals = one.hit = 3
-    one.begin()
-    assert (one.admission, one.known, one.computed, one.projected) == (2, 12, 0, 0)
-    assert (one.counts_in_flight, one.deferrals, one.hit) == ([], 0, 0)
+    one.deferrals = one.cache_hit = 3
+    one.admit()
+    assert (one.admission, one.known_len, one.computed, one.projected) == (2, 12, 0, 0)
+    assert (one.counts_in_flight, one.deferrals, one.cache_hit) == ([], 0, 0)
     assert list(one.confirmed) == []
 
 
@@ -79,7 +79,7 @@ def test_one_that_begins_again_knows_its_outputs_and_has_nothing_in_flight():
 def test_what_follows_an_end_does_not_exist(tokens, outputs, end):
     one = request()
     one.stops = frozenset([3])
-    assert one.accept(tokens) == end
+    assert one.append(tokens) == end
     assert list(one.outputs) == outputs
 
 
@@ -87,32 +87,32 @@ def ahead(known: int = 6) -> Request:
     """One that has sampled a token, behind which so many ids are forced; a decode is in flight."""
     one = request(10, 50)
     one.phase = "running"
-    one.begin()
-    one.take(10)
-    one.take(1)
+    one.admit()
+    one.project(10)
+    one.project(1)
     one.confirm(10)
-    one.accept([1, *range(2, 2 + known)])
+    one.append([1, *range(2, 2 + known)])
     return one
 
 
 def test_a_jump_tells_what_the_engine_lacks_and_leaves_nothing_to_compute():
     one = ahead()
-    assert (one.computed, one.projected, one.ahead) == (10, 11, 6)
+    assert (one.computed, one.projected, one.known_ahead) == (10, 11, 6)
     assert list(one.jump(6)) == [1, 2, 3, 4, 5, 6, 7]
-    assert one.take(6) == 6
-    assert (one.known, one.projected, one.ahead, one.prefilling) == (17, 17, 0, False)
+    assert one.project(6) == 6
+    assert (one.known_len, one.projected, one.known_ahead, one.prefilling) == (17, 17, 0, False)
     one.confirm(11)
     one.confirm(17)
-    one.accept([8])
+    one.append([8])
     assert list(one.confirmed) == [8] and one.sampled
-    assert one.told == 10
+    assert one.admitted_len == 10
 
 
 def test_a_jump_over_a_part_leaves_the_rest_known():
     one = ahead()
     assert list(one.jump(3)) == [1, 2, 3, 4]
-    one.take(3)
-    assert (one.projected, one.ahead) == (14, 3)
+    one.project(3)
+    assert (one.projected, one.known_ahead) == (14, 3)
 
 
 def test_what_is_released_of_one_that_is_ahead_was_sampled():
@@ -126,33 +126,33 @@ def test_what_is_released_of_one_that_is_ahead_was_sampled():
 
 def test_one_that_jumped_lends_its_prompt_all_the_while():
     one = ahead()
-    assert one.lends
+    assert one.provides_prefix
     one.jump(6)
-    one.take(6)
-    assert one.lends
+    one.project(6)
+    assert one.provides_prefix
 
 
 def test_a_jump_without_pages_is_computed_later_like_a_prompt():
     one = ahead()
     one.jump(6)
-    one.take(6)
+    one.project(6)
     one.confirm(11)
     one.confirm(11)
-    assert (one.prefilling, one.projected, one.ahead) == (True, 11, 6)
+    assert (one.prefilling, one.projected, one.known_ahead) == (True, 11, 6)
 
 
 def scored_request(prompt: int = 4) -> Request:
     """One that wants log-probs of its output and of its prompt, without alternatives."""
     params = SamplingParams(max_tokens=8, logprobs=0, prompt_logprobs=0)
-    made = from_work(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
+    made = request_of(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
     made.max_total = prompt + 8
     return made
 
 
 def test_what_is_cut_off_takes_its_scores_with_it():
     one, width = scored_request(), size(0)
-    one.accept([5, 6, 7], b"".join(bytes([n]) * width for n in (5, 6, 7)))
-    one.cut(2)
+    one.append([5, 6, 7], b"".join(bytes([n]) * width for n in (5, 6, 7)))
+    one.truncate(2)
     assert list(one.outputs) == [5, 6]
     assert one.logprobs == bytes([5]) * width + bytes([6]) * width
 
@@ -160,24 +160,24 @@ def test_what_is_cut_off_takes_its_scores_with_it():
 def test_of_what_was_delivered_and_what_is_known_the_longer_scores_of_the_prompt_stay():
     """A detokenizer may have got less of them than another scheduler has told already."""
     one, width = scored_request(), size(0)
-    assert one.scored == 1, "the first token has none, which is known"
+    assert one.num_scored == 1, "the first token has none, which is known"
     whole = bytes(width) + bytes([9]) * 2 * width
     for told in (whole, whole[: 2 * width], b""):
         one.resume(Delivered("r", 1, b"", prompt_logprobs=told))
-        assert one.prompt_logprobs == whole and one.scored == 3
+        assert one.prompt_logprobs == whole and one.num_scored == 3
 
 
 def test_scores_of_what_a_gateway_alone_knows_are_zeros_that_the_next_ones_stand_behind():
     one, width = scored_request(), size(0)
     one.resume(Delivered("r", 1, pack([7, 8])))
     assert one.score_from == -1, "all of the prompt's came before the first token"
-    one.accept([9], bytes([9]) * width)
+    one.append([9], bytes([9]) * width)
     assert one.logprobs == bytes(2 * width) + bytes([9]) * width
-    assert one.prompt_logprobs == bytes(4 * width) and one.scored == 4
+    assert one.prompt_logprobs == bytes(4 * width) and one.num_scored == 4
 
 
 def test_scores_of_a_prompt_that_overlap_what_is_known_count_once():
     one, width = scored_request(), size(0)
-    assert one.score(1, bytes([1]) * 2 * width) == 2
-    assert one.score(2, bytes([2]) * 2 * width) == 1
+    assert one.add_prompt_logprobs(1, bytes([1]) * 2 * width) == 2
+    assert one.add_prompt_logprobs(2, bytes([2]) * 2 * width) == 1
     assert one.prompt_logprobs == bytes(width) + bytes([1]) * 2 * width + bytes([2]) * width

@@ -24,9 +24,8 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.ends import ENDS
-from pipeinfer.scheduler.policies.mixed import Mixed
+from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.policies import Mixed
 from pipeinfer.scheduler.request import Request
 
 
@@ -125,11 +124,11 @@ class TakesBack:
     def __init__(self) -> None:
         self._inner, self.after = Mixed(), -1
 
-    def compose(self, board) -> None:
+    def compose(self, step) -> None:
         if self.after == 0:
-            board.relieve()
+            step.preempt_one()
         self.after -= 1
-        self._inner.compose(board)
+        self._inner.compose(step)
 
 
 def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_taken_back(
@@ -150,12 +149,12 @@ def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_tak
     while request.phase != "running":
         assert p.deliver()
     while request.phase == "running":
-        assert request.cached == -1, "its hits are told already: no test of what it is for"
+        assert request.first_cache_hit == -1, "its hits are told already: no test of what it is for"
         assert p.deliver()
-    while request.admission < 2 or request.hit == 0:
+    while request.admission < 2 or request.cache_hit == 0:
         assert p.deliver()
-    assert request.hit >= 16, "it finds its own prompt again"
-    assert request.cached == 0, "which is no hit that its client ever had"
+    assert request.cache_hit >= 16, "it finds its own prompt again"
+    assert request.first_cache_hit == 0, "which is no hit that its client ever had"
     p.settle()
     assert p.clients[first].finish and p.clients[late].finish
 
@@ -204,11 +203,11 @@ def test_suspects_that_end_are_let_go_although_nobody_is_tried_any_more():
         p.deliver()
     p.engine.crash()
     p.deliver()
-    assert p.core._planner.suspects > 3
+    assert p.core._planner.quarantined > 3
     for name in names:
         p.clients[name].cut = 0
     p.feed(Done(tuple(names)))
-    assert not p.core._planner.suspects
+    assert not p.core._planner.quarantined
 
 
 def test_what_cannot_fit_and_has_output_already_still_ends_with_an_error():
@@ -265,7 +264,7 @@ def test_each_way_of_ending_is_counted_as_what_it_is():
     p.feed(Tick())
     while p.deliver():
         pass
-    counted = {end: p.core.stats()[f"{end}_total"] for end in ENDS}
+    counted = {end: p.core.stats()[f"{end}_total"] for end in FINISH_KINDS}
     assert counted == {
         "finished": 3, "stopped": 1, "timed_out": 1, "failed": 1, "aborted": 1, "refused": 1,
         "handed_over": 0,

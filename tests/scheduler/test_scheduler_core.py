@@ -27,8 +27,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.ends import ENDS
+from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
 
 STOPS = (3, 11)
 
@@ -133,7 +132,7 @@ def pipeline(
     policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True, forces=0,
     common=64, overtakes=None,
 ):  # fmt: skip
-    options = SchedulerOptions(policy, depth, slots, budget, least_common=common)
+    options = SchedulerOptions(policy, depth, slots, budget, least_shared_tokens=common)
     engine = ModelEngine(pages, page_size, slots, budget, caching, None, forces, overtakes)
     return Pipeline(options, engine)
 
@@ -215,7 +214,7 @@ class Machine(RuleBasedStateMachine):
     def every_request_is_live_or_has_ended_in_one_way(self):
         if hasattr(self, "p"):
             stats = self.p.core.stats()
-            ended = sum(stats[f"{end}_total"] for end in ENDS)
+            ended = sum(stats[f"{end}_total"] for end in FINISH_KINDS)
             assert stats["accepted_total"] == stats["running"] + stats["waiting"] + ended
 
     def teardown(self):

@@ -32,8 +32,14 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.ledger import KEPT, LATELY, ORPHANED, REMEMBERED, Ledger
-from pipeinfer.scheduler.outbox import CONTEXT_TOKENS
+from pipeinfer.scheduler.recovery import (
+    CONTEXT_TOKENS,
+    MOST_KEPT_SECONDS,
+    MOST_REMEMBERED,
+    ORPHANED_SECONDS,
+    REMEMBERED_SECONDS,
+    RecoveryRecords,
+)
 
 TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
 PROMPT = [5, 6, 7]
@@ -197,10 +203,10 @@ def test_a_repeated_answer_changes_nothing_of_what_runs() -> None:
 
 def test_output_of_a_request_that_nobody_asks_for_is_dropped_after_a_minute() -> None:
     bench = recovered(Delivered("r", 1, pack([1, 2])))
-    bench.now = ORPHANED - 1
+    bench.now = ORPHANED_SECONDS - 1
     bench.feed(Tick())
     assert bench.told == []
-    bench.now = ORPHANED + 1
+    bench.now = ORPHANED_SECONDS + 1
     bench.feed(Tick())
     assert bench.told == [Abort("r", 1, "nobody asked for it")]
     bench.feed(work("r"))
@@ -211,9 +217,9 @@ def test_output_of_a_request_that_nobody_asks_for_is_dropped_after_a_minute() ->
 def test_what_is_not_asked_for_counts_from_when_all_have_told() -> None:
     bench = Bench()
     bench.hear(DETOKENIZER, Delivered("r", 1, pack([1, 2])))
-    bench.now = ORPHANED - 1
+    bench.now = ORPHANED_SECONDS - 1
     bench.hear(TOKENIZER)
-    for now, told in ((ORPHANED + 1, 0), (2 * ORPHANED, 1)):
+    for now, told in ((ORPHANED_SECONDS + 1, 0), (2 * ORPHANED_SECONDS, 1)):
         bench.now = now
         bench.feed(Recovered(TOKENIZER, ME))  # once more: nothing begins anew
         bench.feed(Tick())
@@ -285,15 +291,15 @@ def test_a_finished_request_is_kept_until_done_and_never_runs_again() -> None:
 
 
 def test_ids_of_requests_that_are_over_are_remembered_for_a_minute() -> None:
-    ledger = Ledger((), ())
+    ledger = RecoveryRecords((), ())
     for number in range(1_000):
-        ledger.end(str(number), number * 1e-3)
-    assert all(ledger.settled(str(number), 1) for number in range(1_000))
-    for number in range(1_000, 1_000 + REMEMBERED):
-        ledger.end(str(number), 1.0)
-    assert not ledger.settled("0", 1) and ledger.settled(str(999 + REMEMBERED), 1)
-    ledger.end("later", 1.0 + LATELY)
-    assert ledger.settled("later", 1) and not ledger.settled(str(999 + REMEMBERED), 1)
+        ledger.on_ended(str(number), number * 1e-3)
+    assert all(ledger.has_ended(str(number), 1) for number in range(1_000))
+    for number in range(1_000, 1_000 + MOST_REMEMBERED):
+        ledger.on_ended(str(number), 1.0)
+    assert not ledger.has_ended("0", 1) and ledger.has_ended(str(999 + MOST_REMEMBERED), 1)
+    ledger.on_ended("later", 1.0 + REMEMBERED_SECONDS)
+    assert ledger.has_ended("later", 1) and not ledger.has_ended(str(999 + MOST_REMEMBERED), 1)
 
 
 def test_a_request_that_a_stop_string_ended_is_kept_up_to_its_cut() -> None:
@@ -360,7 +366,7 @@ def test_done_ends_a_request_whose_stop_hit_was_lost() -> None:
     assert bench.told[-1] == Done(("r",))
 
 
-@pytest.mark.parametrize(("host_loss", "patience"), [(2.0, 40.0), (1e9, KEPT)])
+@pytest.mark.parametrize(("host_loss", "patience"), [(2.0, 40.0), (1e9, MOST_KEPT_SECONDS)])
 def test_a_finished_request_whose_done_never_comes_is_aborted_everywhere_some_day(
     host_loss: float, patience: float
 ) -> None:

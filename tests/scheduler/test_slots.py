@@ -7,16 +7,15 @@ import pytest
 from pipeinfer.messages import Admitted, Release, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.credits import Credits
-from pipeinfer.scheduler.request import Request, from_work
-from pipeinfer.scheduler.slots import Slots
+from pipeinfer.scheduler.engine_state import PageCredits, Slots
+from pipeinfer.scheduler.request import Request, request_of
 
 SIZE, PAGES = 4, 20
 
 
 def slots(count: int = 3) -> Slots:
     made = Slots()
-    made.begin(count, Credits(SIZE, PAGES))
+    made.begin(count, PageCredits(SIZE, PAGES))
     return made
 
 
@@ -24,10 +23,10 @@ def waiting(
     name: str = "r", tokens: int = 6, stops: tuple[int, ...] = (), least: int = 0
 ) -> Request:
     params = SamplingParams(max_tokens=9, min_tokens=least, stop_token_ids=stops)
-    request = from_work(Work(name, 1, 0, 0, pack(range(tokens)), params, 0), 1, 0.0)
+    request = request_of(Work(name, 1, 0, 0, pack(range(tokens)), params, 0), 1, 0.0)
     request.max_total = tokens + 9
     request.move("waiting")
-    request.begin()
+    request.admit()
     return request
 
 
@@ -44,7 +43,7 @@ def test_who_is_admitted_holds_a_slot_until_it_is_released_with_a_plan():
     assert list(some.running.values()) == requests
     some.release(requests[1])
     assert (some.free, some.releasing, requests[1].slot) == (1, True, -1)
-    [released] = some.publish()
+    [released] = some.take_releases()
     assert released.slot == given[1] and not some.releasing and some.free == 1
     [again] = some.admit([waiting("d")])
     assert again.slot == given[1]
@@ -54,9 +53,9 @@ def test_what_an_engine_was_not_told_comes_with_the_release():
     some, request = slots(), waiting()
     some.admit([request])
     computed(request, [7, 8, 9])
-    request.move("over")
+    request.move("finished")
     some.release(request)
-    assert some.publish() == (Release(slot=2, keep=True, output_ids=pack([7, 8, 9])),)
+    assert some.take_releases() == (Release(slot=2, keep=True, output_ids=pack([7, 8, 9])),)
 
 
 @pytest.mark.parametrize("spoiled", [True, False])
@@ -65,10 +64,10 @@ def test_of_what_nobody_may_reuse_nothing_is_kept(spoiled):
     some, request = slots(), waiting()
     some.admit([request])
     computed(request, [7] if spoiled else [])
-    request.spoiled = spoiled
-    request.move("over")
+    request.bad_logits = spoiled
+    request.move("finished")
     some.release(request)
-    [released] = some.publish()
+    [released] = some.take_releases()
     assert (released.keep, released.forget) == (False, spoiled)
 
 
@@ -77,11 +76,11 @@ def test_pages_of_a_release_are_those_that_were_not_found_in_the_cache():
     some.admit([one, other])
     for request in (one, other):
         computed(request, [])
-    other.hit = 8
+    other.cache_hit = 8
     some.release(one)
     some.release(other)
     assert some.released_pages == 4 + 2
-    some.publish()
+    some.take_releases()
     assert some.released_pages == 0
 
 
@@ -97,20 +96,20 @@ def test_all_who_held_slots_are_lost_with_the_epoch_in_the_order_of_their_admiss
     some, requests = slots(), [waiting(name) for name in "abc"]
     some.admit(requests)
     some.release(requests[0])
-    assert some.lose() == requests[1:]
+    assert some.on_epoch_lost() == requests[1:]
     assert {request.phase for request in requests[1:]} == {"lost"}
-    some.begin(3, Credits(SIZE, PAGES))
-    assert (some.free, some.publish(), some.released_pages) == (3, (), 0)
+    some.begin(3, PageCredits(SIZE, PAGES))
+    assert (some.free, some.take_releases(), some.released_pages) == (3, (), 0)
 
 
 def test_pages_that_the_cache_has_lost_never_become_fewer_within_an_epoch():
     some = slots()
     for number, evicted, expected in ((1, 7, 7), (0, 3, 7), (2, 9, 9)):
-        some.report(admitted(number, evicted))
+        some.on_page_counts(admitted(number, evicted))
         assert some.evicted == expected
-    assert (some.lose(), some.evicted) == ([], 0)
-    some.begin(3, Credits(SIZE, PAGES))
-    some.report(admitted(0, 1))
+    assert (some.on_epoch_lost(), some.evicted) == ([], 0)
+    some.begin(3, PageCredits(SIZE, PAGES))
+    some.on_page_counts(admitted(0, 1))
     assert some.evicted == 1, "another epoch, whose plans begin at 0 again"
 
 

@@ -10,7 +10,7 @@ from pipeinfer.messages import Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.queue import LOOKED_AT, WaitingQueue
-from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.request import Request, request_of
 
 
 class Waiting(RuleBasedStateMachine):
@@ -30,7 +30,7 @@ class Waiting(RuleBasedStateMachine):
             f"r{self.arrivals}", 1, 0, 0, pack([7] * tokens), SamplingParams(), 0,
             priority=priority,
         )  # fmt: skip
-        self._push(from_work(work, self.arrivals, 0.0))
+        self._push(request_of(work, self.arrivals, 0.0))
 
     @precondition(lambda self: self.popped)
     @rule(data=st.data())
@@ -58,8 +58,8 @@ class Waiting(RuleBasedStateMachine):
         for _ in range(min(many, len(self.waiting))):
             at = data.draw(st.integers(0, len(self.waiting) - 1))
             request = self.waiting.pop(at)
-            request.move("over")
-            self.queue.forget(request)
+            request.move("finished")
+            self.queue.remove(request)
 
     @rule()
     def many_come(self) -> None:

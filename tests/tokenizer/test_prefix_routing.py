@@ -103,7 +103,7 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
         rounds += 1
         if rounds % HEARTBEAT == 0:
             for group in cluster:
-                report = watch.hear(group.scheduler.told(), rounds)
+                report = watch.hear(group.scheduler.status(), rounds)
                 assert report is not None
                 router.report(group.number, report)
     stats = [group.engine.stats() for group in cluster]

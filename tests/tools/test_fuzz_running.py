@@ -11,12 +11,12 @@ from fuzz.plants import PLANTS, plant
 from fuzz.radix import Program
 from fuzz.target import Wrong
 from pipeinfer.bus import frames
-from pipeinfer.scheduler import flights
-from pipeinfer.scheduler.credits import Allowance, Credits
+from pipeinfer.scheduler import engine_state
+from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits
 
 ENOUGH = 150  # programs in which a fault is found
 PLACES = (  # that a planted fault may change
-    (Credits, "report"), (Allowance, "room"), (flights, "_checked"),
+    (PageCredits, "report"), (PageAllowance, "tokens_that_fit"), (engine_state, "_checked"),
 )  # fmt: skip
 
 

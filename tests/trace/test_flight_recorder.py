@@ -175,7 +175,7 @@ def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 POLICY = """
 from pathlib import Path
-from pipeinfer.scheduler.policies.mixed import Mixed
+from pipeinfer.scheduler.policies import Mixed
 
 class Crashing(Mixed):
     '''Fails once, at a step that has four rows.'''

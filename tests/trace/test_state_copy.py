@@ -20,7 +20,7 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.tap import Tap
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.ledger import LATELY
+from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity, local
 from pipeinfer.trace import format as form
@@ -117,7 +117,9 @@ def test_a_state_that_shrank_is_walked_at_once_again():
     assert not copier.small
     for number in range(2_999):
         core.handle(Abort(f"r{number}", 1), 2.0)
-    core.handle(Abort("r2999", 1), 2.0 + LATELY)  # and no id of those is remembered any more
+    core.handle(
+        Abort("r2999", 1), 2.0 + REMEMBERED_SECONDS
+    )  # and no id of those is remembered any more
     copier._learn(0.0)  # as the last copy of a small state says
     assert not isinstance(copier.take(core), state_copy._Elsewhere)
 

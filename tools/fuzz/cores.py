@@ -47,8 +47,9 @@ class Cores:
     instrumented = (
         "pipeinfer.gateway.core", "pipeinfer.tokenizer.core", "pipeinfer.scheduler.core",
         "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.composer",
-        "pipeinfer.tokenizer.prompts", "pipeinfer.scheduler.flights", "pipeinfer.scheduler.request",
-        "pipeinfer.scheduler.planner", "pipeinfer.engine.core", "pipeinfer.memory.manager",
+        "pipeinfer.tokenizer.prompts", "pipeinfer.scheduler.engine_state",
+        "pipeinfer.scheduler.request", "pipeinfer.scheduler.planner", "pipeinfer.engine.core",
+        "pipeinfer.memory.manager",
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -158,38 +158,38 @@ def _one_too_many() -> None:
 
 def _credits_go_back() -> None:
     """cores: pages are as many as was said last, whichever plan it was said of."""
-    from pipeinfer.scheduler.credits import Credits
+    from pipeinfer.scheduler.engine_state import PageCredits
 
-    really = Credits.report
+    really = PageCredits.report
 
     def report(self: Any, number: int, free: int, evictable: int) -> bool:
         self._number = -1
         return really(self, number, free, evictable)
 
-    Credits.report = report
+    PageCredits.report = report
 
 
 def _lost_page() -> None:
     """cores: the rest of a page that a prompt has begun is counted as if it were taken."""
-    from pipeinfer.scheduler.credits import Allowance
+    from pipeinfer.scheduler.engine_state import PageAllowance
 
-    def room(self: Allowance, start: int) -> int:
+    def room(self: PageAllowance, start: int) -> int:
         return max(self.left, 0) * self.page_size - start % self.page_size
 
-    Allowance.room = room
+    PageAllowance.tokens_that_fit = room
 
 
 def _ragged_result() -> None:
     """cores: rows of a result are taken for those of its plan."""
     from pipeinfer.bus import frames
     from pipeinfer.packing import unpack
-    from pipeinfer.scheduler import flights
+    from pipeinfer.scheduler import engine_state
 
     def checked(_flight: Any, result: Any) -> list[int]:
         return (unpack(result.starts) + unpack(result.counts)).tolist()
 
     frames._checks.clear()
-    flights._checked = checked
+    engine_state._checked = checked
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.runtime.stage import TAKES
 from pipeinfer.scheduler.core import SchedulerCore
-from pipeinfer.scheduler.options import SchedulerOptions
+from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.steps.step import Step
 
 POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
@@ -308,9 +308,9 @@ class Group:
     def _check_plan(self, plan: Plan) -> None:
         """What it might have had for a half-computed prompt of it."""
         counts = np.frombuffer(plan.counts, "<i4")
-        slots = self.scheduler._aboard.slots
+        slots = self.scheduler._engine.slots
         room = self._budget - int(counts.sum())
-        part = [r for r in slots.running.values() if r.projected < r.known]
+        part = [r for r in slots.running.values() if r.projected < r.known_len]
         named = set(np.frombuffer(plan.slots, "<i4").tolist())
         if not self.lied and room > 0 and any(request.slot in named for request in part):
             left = slots.credits.available

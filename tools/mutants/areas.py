@@ -53,10 +53,10 @@ class Area:
 
 RECOVERY = (
     "recent.py", "recovery.py",
-    "scheduler/agreement.py", "scheduler/epochs.py", "scheduler/ledger.py",
-    "scheduler/probation.py", "tokenizer/ledger.py", "gateway/ledger.py", "runtime/fence.py",
-    "runtime/unsent.py", "runtime/group_fault.py", "scheduler/condemned.py", "scheduler/ranks.py",
-    "scheduler/announcer.py", "tokenizer/group_watch.py",
+    "scheduler/engine_state.py", "scheduler/epochs.py", "scheduler/recovery.py",
+    "scheduler/planner.py", "tokenizer/ledger.py", "gateway/ledger.py", "runtime/fence.py",
+    "runtime/unsent.py", "runtime/group_fault.py", "scheduler/epochs.py", "scheduler/epochs.py",
+    "scheduler/epochs.py", "tokenizer/group_watch.py",
 )  # fmt: skip
 
 AREAS = {

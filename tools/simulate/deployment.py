@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeinfer.messages import PROTOCOL, Hello
-from pipeinfer.scheduler.options import SchedulerOptions
+from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost
 

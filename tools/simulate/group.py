@@ -109,7 +109,7 @@ class Group:
     def told(self) -> GroupStatus:
         """What its scheduler says of it, with what was evicted until now."""
         evicted = self._memory.evicted_pages * self._memory.page_size
-        return structs.replace(self.scheduler.told(), evicted=evicted)
+        return structs.replace(self.scheduler.status(), evicted=evicted)
 
     def _to_scheduler(self, message: Message, now: float) -> None:
         waiting: deque[Message] = deque([message])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.bench.span import Span
-from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
+from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import POLICIES, Router
 from simulate import metrics, plot, step_model, step_times, workloads

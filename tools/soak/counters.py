@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from pipeinfer.scheduler.ends import ENDS
+from pipeinfer.scheduler.core import FINISH_KINDS
 
 Numbers = Mapping[str, float]
 Check = tuple[str, float, float, float]  # what it is, its value, the least and the most it may be
@@ -72,7 +72,7 @@ def _within(stages: Mapping[str, Numbers]) -> Iterator[Check]:
     """What a stage accepted has ended in one of its ways."""
     for stage, stats in stages.items():
         if stage.startswith("scheduler"):
-            ended = sum(stats[f"{end}_total"] for end in ENDS)
+            ended = sum(stats[f"{end}_total"] for end in FINISH_KINDS)
             yield _same(f"ended requests of {stage}", ended, stats["accepted_total"])
             yield _same(f"failed requests of {stage}", stats["failed_total"], 0)
         if stage.startswith("detokenizer"):

@@ -24,7 +24,7 @@ from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)
 
-KEPT = 256  # grammars: twice as many as a scheduler counts on (scheduler/preparation.py)
+KEPT = 256  # grammars: twice as many as a scheduler counts on (scheduler/queue.py)
 MOST_BYTES = 512 << 20  # of all of them
 PART = 8  # one that takes more than such a part of them is renewed
 

@@ -6,10 +6,9 @@ order. Preemption happens here, when running requests cannot all grow.
 
 from __future__ import annotations
 
-from pipeinfer.scheduler.credits import Allowance
+from pipeinfer.scheduler.engine_state import PageAllowance, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.scheduler.slots import Slots
 from pipeinfer.step_budget import PrefillBudget
 from pipeinfer.step_cost import Prompt
 
@@ -42,7 +41,7 @@ class StepComposer:
         self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
-        self.pages = Allowance(slots.credits, slots.released_pages)
+        self.pages = PageAllowance(slots.credits, slots.released_pages)
         self._slots = slots
         self._queue = queue
         self._running = list(slots.running.values())
@@ -51,9 +50,9 @@ class StepComposer:
         self._prefill_budget = prefill_budget
         self._now = now
         self._nothing_in_flight = nothing_in_flight
-        self._prompts = [r for r in self._running if r.projected < r.known]  # half-computed
+        self._prompts = [r for r in self._running if r.projected < r.known_len]  # half-computed
         between = self.pages.between
-        self._reserved = sum([between(r.projected, r.known) for r in self._prompts])  # pages
+        self._reserved = sum([between(r.projected, r.known_len) for r in self._prompts])  # pages
 
     @property
     def prompts_wait(self) -> bool:
@@ -65,7 +64,7 @@ class StepComposer:
         known already."""
         # The hot path: written out, because it runs for every request in every step.
         decodes = [
-            r for r in self._running if r.known <= r.projected and r.projected + 1 < r.max_total
+            r for r in self._running if r.known_len <= r.projected and r.projected + 1 < r.max_total
         ]
         if self.preempted:
             decodes = [r for r in decodes if r not in self.preempted]
@@ -77,7 +76,7 @@ class StepComposer:
         self.pages.take(need)
         self._tokens_left -= len(decodes)
         self.rows += [(request, 1) for request in decodes]
-        if self._slots.ahead:
+        if self._slots.knowing_ahead:
             self._jump()
 
     def _jump(self) -> None:
@@ -91,7 +90,7 @@ class StepComposer:
             at = places.get(request.id)
             if at is None or jumps == MOST_JUMPS:
                 continue
-            more = min(request.ahead - 1, left)
+            more = min(request.known_ahead - 1, left)
             first = request.projected + 1
             pages = self.pages.between(first, first + more)
             if more <= 0 or pages > self.pages.left - self._reserved:
@@ -104,7 +103,7 @@ class StepComposer:
 
     def jumps(self, request: Request, count: int) -> bool:
         """Whether a row of so many tokens has some that the engine was not told."""
-        return count > 1 and request.projected >= request.known
+        return count > 1 and request.projected >= request.known_len
 
     def limit_prefill(self, cheapest: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
@@ -121,14 +120,15 @@ class StepComposer:
         budget, decodes = self._prefill_budget, len(self.rows)
         context = sum([request.projected for request, _ in self.rows])
         waiting = [
-            Prompt(r.known - r.projected, r.projected, self._now - r.since) for r in self._prompts
+            Prompt(r.known_len - r.projected, r.projected, self._now - r.arrived_at)
+            for r in self._prompts
         ]
         if cheapest or budget.looks_ahead:
             waiting += self._queue.prompts(self._now)
         if not cheapest:
             return budget.tokens_beside(decodes, context, waiting)
-        all_fit = len(self._queue) + self._queue.held <= self._slots.free
-        left = self._slots.left(self.rows) if all_fit else 0
+        all_fit = len(self._queue) + self._queue.waiting_for_prefix <= self._slots.free
+        left = self._slots.remaining_steps(self.rows) if all_fit else 0
         return budget.cheapest(decodes, context, waiting, left)
 
     def continue_prompts(self) -> None:
@@ -166,15 +166,15 @@ class StepComposer:
         elif request.prefilling:
             self._chunk(request)
         elif not request.exhausted:
-            self._put(request, 1)
+            self._append(request, 1)
 
-    def make_way(self, request: Request) -> None:
+    def preempt_for(self, request: Request) -> None:
         """Takes one of the others back because the engine defers `request`."""
         others = [r for r in self._running if r is not request]
         if others:
-            self._preempt(max(others, key=_least_important))
+            self._preempt(max(others, key=_preemption_order))
 
-    def relieve(self) -> None:
+    def preempt_one(self) -> None:
         """Takes one request back because the engine keeps deferring rows."""
         victim = self._victim()
         if victim is not None:
@@ -192,30 +192,30 @@ class StepComposer:
         if not self._running and not self.admitted:
             return True  # it fits into the pool by itself, that was checked on arrival
         spare = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
-        return self.pages.between(self._hit(request), request.length) <= spare
+        return self.pages.between(self._known_cache_hit(request), request.length) <= spare
 
-    def _hit(self, request: Request) -> int:
+    def _known_cache_hit(self, request: Request) -> int:
         """Tokens on which it may count: those of a request that shares its pages with it. Of all
         others nothing is counted on: a hit locks pages that were evictable, a miss takes new ones.
         """
-        if request.behind is None or request.behind in self.preempted:
+        if request.prefix_source is None or request.prefix_source in self.preempted:
             return 0
         size = self.pages.page_size
-        return request.shared // size * size
+        return request.prefix_tokens // size * size
 
     def _admit(self, request: Request) -> None:
-        request.begin(self._hit(request))
+        request.admit(self._known_cache_hit(request))
         self.admitted.append(request)
         self._free_slots -= 1
-        pages = self.pages.between(request.hit, request.known)
+        pages = self.pages.between(request.cache_hit, request.known_len)
         self.pages.take(pages)
-        self._row(request, min(self._tokens_left, request.known - request.hit))
+        self._row(request, min(self._tokens_left, request.known_len - request.cache_hit))
 
     def _chunk(self, request: Request) -> None:
-        count = min(self._tokens_left, request.known - request.projected)
+        count = min(self._tokens_left, request.known_len - request.projected)
         need = self.pages.between(request.projected, request.projected + count)
         if need > self.pages.left:
-            count = min(count, self.pages.room(request.projected))
+            count = min(count, self.pages.tokens_that_fit(request.projected))
         if count <= 0 and self._nothing_in_flight and not self.rows:
             victim = self._victim()
             if victim is not None and victim is not request:
@@ -224,7 +224,7 @@ class StepComposer:
                 return
             count = 1  # nothing is in flight and nothing else runs: the engine decides
         if count > 0:
-            self._put(request, count)
+            self._append(request, count)
 
     def _needed(self, decodes: list[Request]) -> int:
         """Pages for one more token each: one where the last page is full."""
@@ -261,16 +261,16 @@ class StepComposer:
             return None
         exempt = next((r for r in stay if r.prefilling), None)
         choice = [r for r in stay if r is not exempt]
-        return max(choice, key=_least_important)
+        return max(choice, key=_preemption_order)
 
     def _preempt(self, request: Request) -> None:
         """Its own pages may be evicted from now on; those it shares may not."""
         self.preempted.append(request)
         self._free_slots += 1
-        pages = max(self.pages.between(request.hit, request.projected), 0)
+        pages = max(self.pages.between(request.cache_hit, request.projected), 0)
         self.pages.take(-pages)
 
-    def _put(self, request: Request, count: int) -> None:
+    def _append(self, request: Request, count: int) -> None:
         pages = self.pages.between(request.projected, request.projected + count)
         self.pages.take(pages)
         if request.prefilling:
@@ -282,5 +282,5 @@ class StepComposer:
         self._tokens_left -= count
 
 
-def _least_important(request: Request) -> tuple[int, int]:
+def _preemption_order(request: Request) -> tuple[int, int]:
     return request.work.priority, request.arrival

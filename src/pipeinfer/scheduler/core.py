@@ -7,13 +7,14 @@ what tokenizers and detokenizers tell it. Knows no pages (only counts of them), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from pipeinfer.awake import AwakeClock
+from pipeinfer.awake import SuspendAwareClock
 from pipeinfer.beats import FORGET
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
@@ -47,21 +48,28 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.recovery import RollCall, answer
-from pipeinfer.scheduler.aboard import Aboard
-from pipeinfer.scheduler.agreement import Disagreement
-from pipeinfer.scheduler.announcer import Announcer
-from pipeinfer.scheduler.ends import ENDS, Ending
-from pipeinfer.scheduler.epochs import Epochs, Torn
-from pipeinfer.scheduler.flights import BAD_LOGITS, Impossible, Overdue
-from pipeinfer.scheduler.ledger import Ledger
-from pipeinfer.scheduler.lengths import TooLong, max_total
-from pipeinfer.scheduler.live import Live
-from pipeinfer.scheduler.options import SchedulerOptions
-from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal
-from pipeinfer.scheduler.planner import Planner
-from pipeinfer.scheduler.request import Request
+from pipeinfer.scheduler.engine_state import (
+    BAD_LOGITS,
+    EngineState,
+    InvalidReport,
+    RanksDisagree,
+    StepOverdue,
+)
+from pipeinfer.scheduler.epochs import Epochs, GroupAnnouncer, RanksDiverged
+from pipeinfer.scheduler.planner import Planner, SchedulerOptions
+from pipeinfer.scheduler.recovery import (
+    Outbox,
+    RecoveryRecords,
+    detokenizer_of,
+    last_row,
+    next_row,
+    refusal,
+)
+from pipeinfer.scheduler.request import Request, TooLong, max_total, request_of
 
-Stays = Literal["yes", "until done", "left"]  # until its requests have ended, or left to another
+DrainState = Literal[
+    "serving", "draining", "left"
+]  # until its requests have ended, or left to another
 
 
 class SchedulerCore:
@@ -79,19 +87,19 @@ class SchedulerCore:
         detokenizers: Sequence[str] = (),
     ) -> None:
         self.options = options
-        self._announcer = Announcer(group, incarnation, options)
-        self._aboard = Aboard(options.tp)
-        self._planner = Planner(options, self._aboard.slots, self._aboard.flights)
+        self._announcer = GroupAnnouncer(group, incarnation, options)
+        self._engine = EngineState(options.tp)
+        self._planner = Planner(options, self._engine.slots, self._engine.in_flight)
         self._epochs = Epochs(options.tp, incarnation)
-        self._live = Live()
-        self._awake = AwakeClock()
+        self._live = LiveRequests()
+        self._awake = SuspendAwareClock()
         self._now = 0.0
-        self._stays: Stays = "yes"
+        self._drain_state: DrainState = "serving"
         neighbours = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
-        self._ledger = Ledger(tokenizers, detokenizers, FORGET * options.host_loss)
+        self._records = RecoveryRecords(tokenizers, detokenizers, FORGET * options.host_loss)
         self._outbox = Outbox(group)
-        self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(ENDS, 0))
+        self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
 
     @property
     def group(self) -> int:
@@ -113,12 +121,12 @@ class SchedulerCore:
             self._awake.tick(now)
         self._now, awake = now, self._awake.at(now)
         handler(self, event, awake)
-        if self._roll_call.complete and self._stays != "left":
-            self._pump(awake)
+        if self._roll_call.complete and self._drain_state != "left":
+            self._publish_plans(awake)
         return self._outbox.take()
 
     def state(self) -> tuple[State, str]:
-        if self._stays != "yes":
+        if self._drain_state != "serving":
             return "draining", ""
         if not self._roll_call.complete:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
@@ -126,13 +134,13 @@ class SchedulerCore:
 
     def _standing(self) -> Standing:
         ranks = self._announcer.ranks
-        if self._stays != "yes" or not self._roll_call.complete:
+        if self._drain_state != "serving" or not self._roll_call.complete:
             return "waits"
         if not self._epochs.running:
             return "deserted" if ranks.gone else "waits"
         return "waits" if ranks.gone or ranks.silent else "serves"
 
-    def told(self) -> GroupStatus:
+    def status(self) -> GroupStatus:
         """What tokenizers are told of this group."""
         shape = self._epochs.last_shape
         page_size = shape.page_size if shape is not None else 0
@@ -142,34 +150,34 @@ class SchedulerCore:
             standing=self._standing(),
             epoch=self._epochs.epoch,
             requests=len(self._live),
-            tokens=sum(request.left for request in self._live),
+            tokens=sum(request.remaining_tokens for request in self._live),
             capacity=shape.pages * page_size if shape is not None else 0,
-            evicted=self._aboard.slots.evicted * page_size,
+            evicted=self._engine.slots.evicted * page_size,
         )
 
     def stats(self) -> dict[str, float]:
         """See docs/reference/statistics.md."""
-        step_tokens, prompt_rate = self._planner.allowed
-        flights, running = self._aboard.flights, len(self._aboard.slots.running)
+        step_tokens, prompt_rate = self._planner.prefill_allowed
+        flights, running = self._engine.in_flight, len(self._engine.slots.running)
         return {
             "running": running,
             "waiting": len(self._live) - running,
-            "held": self._planner.held,
-            "preparing": self._planner.preparing,
+            "held": self._planner.waiting_for_prefix,
+            "preparing": self._planner.waiting_for_grammar,
             "accepted_total": self._live.arrivals,
-            "tokens_left": sum(request.left for request in self._live),
-            "kept": len(self._ledger.kept),
-            "orphans": self._ledger.orphans,
+            "tokens_left": sum(request.remaining_tokens for request in self._live),
+            "kept": len(self._records.finished),
+            "orphans": self._records.orphans,
             "in_flight": len(flights),
             "deferred_total": flights.deferred,
-            "agreed_plans": self._aboard.agreed,
+            "agreed_plans": self._engine.agreed_plans,
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
         }
 
     def idle(self) -> bool:
-        return (self._stays == "left" or not self._live) and not len(self._aboard.flights)
+        return (self._drain_state == "left" or not self._live) and not len(self._engine.in_flight)
 
     # -------------------------------------------------------------------------------- requests
 
@@ -179,12 +187,12 @@ class SchedulerCore:
             if work.attempt <= known.work.attempt:
                 return
             self._drop(known, "aborted")  # sent again by its gateway: start over
-        if self._stays == "left" or self._ledger.settled(work.request_id, work.attempt):
+        if self._drain_state == "left" or self._records.has_ended(work.request_id, work.attempt):
             return
-        if not self.options.shares:
+        if not self.options.shares_prefixes:
             work = msgspec.structs.replace(work, leader="")
-        request = self._live.arrived(work, self._now, now)
-        if self._stays == "until done":
+        request = self._live.new_request(work, self._now, now)
+        if self._drain_state == "draining":
             self._refuse(request, 503, "the server is shutting down", None)
             return
         try:
@@ -194,53 +202,53 @@ class SchedulerCore:
             self._refuse(request, 400, str(error), error.param)
             return
         self._live.add(request)
-        delivered = self._ledger.claim(request.id)
+        delivered = self._records.take_delivered(request.id)
         if delivered is None:
-            self._outbox.add(self._outbox.whole(request))
+            self._outbox.add(self._outbox.all_of(request))
         else:
             self._resume(request, delivered)
-            known, last = self._ledger.kept.get(request.id, (request, None))
-            self._outbox.add(self._outbox.whole(known, last))
+            known, last = self._records.finished.get(request.id, (request, None))
+            self._outbox.add(self._outbox.all_of(known, last))
         if request.phase == "new":
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
         request = self._live.get(abort.request_id)
         if request is None or request.work.attempt <= abort.attempt:
-            self._outbox.send_each("tokens", self._forget(abort.request_id, abort.attempt), abort)
+            self._outbox.send_each("tokens", self._remove(abort.request_id, abort.attempt), abort)
 
     def _on_hand_over(self, asked: HandOver, _now: float) -> None:
         """Another group is to go on with it, unless there are engines here: says what it needs."""
         request = self._live.get(asked.request_id)
         waits = self._roll_call.complete and not self._epochs.running
         if request is not None and request.work.attempt == asked.attempt and waits:
-            told = self._ledger.hand_over(request, self._planner.crashes(request))
-            self._outbox.send_each("recovery", self._ledger.tokenizers, told)
+            told = self._records.hand_over(request, self._planner.lone_crashes(request))
+            self._outbox.send_each("recovery", self._records.tokenizers, told)
             self._drop(request, "handed_over")
 
     def _on_reset_cache(self, asked: ResetCache, _now: float) -> None:
         """Work that comes later is admitted by the plan that resets, or by one behind it. Engines
         of a next epoch begin with nothing."""
         if self._epochs.running:
-            self._aboard.slots.reset_cache()
+            self._engine.slots.reset_cache()
         told = CacheReset(name=asked.name, gateway=asked.gateway, group=self.group)
         self._outbox.send("tokens", f"detokenizer-{asked.detokenizer}", told)
 
     def _on_done(self, done: Done, _now: float) -> None:
         told: dict[str, list[str]] = {}
         for request_id in done.request_ids:
-            for to in self._forget(request_id):
+            for to in self._remove(request_id):
                 told.setdefault(to, []).append(request_id)
         for to, ids in told.items():
             self._outbox.send("tokens", to, Done(tuple(ids)))
 
-    def _forget(self, request_id: str, attempt: float = inf) -> tuple[str, ...]:
+    def _remove(self, request_id: str, attempt: float = inf) -> tuple[str, ...]:
         """It is over for good, up to `attempt`; returns the detokenizers that may know it."""
         request = self._live.get(request_id)
         if request is not None:
             self._drop(request, "aborted")
-        known = self._ledger.end(request_id, self._now, attempt)
-        return known if request is None else (home(request),)
+        known = self._records.on_ended(request_id, self._now, attempt)
+        return known if request is None else (detokenizer_of(request),)
 
     def _on_stop_hit(self, hit: StopHit, _now: float) -> None:
         request = self._live.get(hit.request_id)
@@ -248,20 +256,20 @@ class SchedulerCore:
             return  # it ended by itself in the meantime; the detokenizer's word reached the client
         if hit.length > len(request.outputs):
             return  # of rows from the scheduler before: what was delivered will be told
-        request.cut(hit.length)
+        request.truncate(hit.length)
         self._drop(request, "stopped")
-        self._ledger.keep(request, last_row(request, None))
+        self._records.add_finished(request, last_row(request, None))
 
     def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
         self._drop(request, "refused")
         refused = refusal(request, status, message, param)
-        self._outbox.send("tokens", home(request), refused)
-        self._ledger.keep(request, refused)
+        self._outbox.send("tokens", detokenizer_of(request), refused)
+        self._records.add_finished(request, refused)
 
-    def _finish(self, request: Request, row: TokenRow, end: Ending = "finished") -> None:
+    def _finish(self, request: Request, row: TokenRow, end: FinishKind = "finished") -> None:
         self._outbox.row(request, row)
         self._drop(request, end)
-        self._ledger.keep(request, row)
+        self._records.add_finished(request, row)
 
     def _fail(self, request: Request, reason: str, message: str) -> None:
         finish = "abort" if reason == "abort" else "error"
@@ -275,10 +283,10 @@ class SchedulerCore:
         )
         self._finish(request, row, "timed_out" if finish == "abort" else "failed")
 
-    def _drop(self, request: Request, end: Ending) -> None:
+    def _drop(self, request: Request, end: FinishKind) -> None:
         """It is over; its slot is released with the next plan."""
         self.counts[end] += 1
-        self._live.forget(request)
+        self._live.remove(request)
         self._planner.drop(request)
 
     # -------------------------------------------------------------------------------- recovery
@@ -288,9 +296,9 @@ class SchedulerCore:
         if request is not None:
             self._resume(request, delivered)
             return
-        abort = self._ledger.put(delivered, self._now)
+        abort = self._records.add_delivered(delivered, self._now)
         if abort is not None:
-            self._outbox.send_each("tokens", self._ledger.detokenizers, abort)
+            self._outbox.send_each("tokens", self._records.detokenizers, abort)
 
     def _resume(self, request: Request, delivered: Delivered) -> None:
         """Goes on after what the scheduler before had delivered, or knows that it is over."""
@@ -301,27 +309,29 @@ class SchedulerCore:
         request.resume(delivered)
         if delivered.ended:
             self._drop(request, "finished")
-            self._ledger.keep(request, last_row(request, delivered.finish, delivered.error))
+            self._records.add_finished(
+                request, last_row(request, delivered.finish, delivered.error)
+            )
         elif self._epochs.running:
-            self._size(request)
+            self._fix_max_total(request)
 
     def _on_recover(self, asked: Recover, _now: float) -> None:
         known: list[Send] = []
         live = ((request, None) for request in self._live)
-        for request, last in (*live, *self._ledger.kept.values()):
-            if home(request) == asked.stage:
-                known += self._outbox.whole(request, last)
+        for request, last in (*live, *self._records.finished.values()):
+            if detokenizer_of(request) == asked.stage:
+                known += self._outbox.all_of(request, last)
         self._outbox.add(answer(self._roll_call.stage, asked, known))
 
     def _on_recovered(self, told: Recovered, _now: float) -> None:
         if self._roll_call.hear(told):
-            self._ledger.complete(self._now)
+            self._records.on_recovered(self._now)
 
     # ------------------------------------------------------------------------------ the engine
 
     def _on_hello(self, hello: Hello, now: float) -> None:
         if self._epochs.hello(hello):
-            self._lose_everything()
+            self._on_epoch_lost()
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -333,16 +343,16 @@ class SchedulerCore:
         try:
             if not self._epochs.ready(ready):
                 return
-        except Torn as error:
+        except RanksDiverged as error:
             self._restart_ranks(str(error), now)
             return
-        self._aboard.begin()
+        self._engine.begin()
         self._planner.begin(self._epochs.shape, self._epochs.incarnations)
         self.counts["epochs"] += 1
         for request in list(self._live):
-            self._size(request)
+            self._fix_max_total(request)
 
-    def _size(self, request: Request) -> None:
+    def _fix_max_total(self, request: Request) -> None:
         """Fixes how long it may grow; ends it if it is as long already, or never could fit."""
         try:
             request.max_total = max_total(request, self._epochs.shape)
@@ -366,14 +376,14 @@ class SchedulerCore:
         reason = f"rank {fault.rank}: {fault.reason}"
         if fault.orderly:
             self._epochs.end(reason)
-            self._lose_everything(blameless=True)
+            self._on_epoch_lost(blameless=True)
         else:
             self._end_epoch(reason, now)
 
     def _on_rank(self, told: RankStatus, now: float) -> None:
         if told.group == self.group:
-            self._announcer.ranks.hear(told, now)
-            self._epochs.condemned.gone(told.rank, told.incarnation - 1)
+            self._announcer.ranks.on_status(told, now)
+            self._epochs.fenced.on_ended(told.rank, told.incarnation - 1)
 
     def _on_ended(self, told: Ended, now: float) -> None:
         """Whoever says so starts all ranks of its host again; others are told a moment later."""
@@ -381,12 +391,12 @@ class SchedulerCore:
         rank = self._announcer.engines.get(told.stage)
         if rank is None:
             return
-        ranks.ended(rank, told, now)
-        if self._epochs.lost(rank, told.incarnation):
+        ranks.on_ended(rank, told, now)
+        if self._epochs.has_joined(rank, told.incarnation):
             reason = f"engine rank {rank}: {told.reason}"
-            self._epochs.condemn(reason, now, ranks.alive(), told.at)
-            self._lose_everything()
-        self._epochs.condemned.gone(rank, told.incarnation)
+            self._epochs.restart_ranks(reason, now, ranks.alive(), told.at)
+            self._on_epoch_lost()
+        self._epochs.fenced.on_ended(rank, told.incarnation)
 
     def _end_epoch(self, reason: str, now: float, blameless: bool = False) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
@@ -394,62 +404,62 @@ class SchedulerCore:
             self._restart_ranks(reason, now)
             return
         self._epochs.end(reason)
-        self._lose_everything(blameless)
+        self._on_epoch_lost(blameless)
 
     def _restart_ranks(self, reason: str, now: float) -> None:
-        self._epochs.condemn(reason, now, self._announcer.ranks.alive())
-        self._lose_everything()
-        self._complain(reason)
+        self._epochs.restart_ranks(reason, now, self._announcer.ranks.alive())
+        self._on_epoch_lost()
+        self._publish_fault(reason)
 
-    def _complain(self, reason: str) -> None:
-        fault = GroupFault(self.group, reason, self._epochs.condemned.doomed)
+    def _publish_fault(self, reason: str) -> None:
+        fault = GroupFault(self.group, reason, self._epochs.fenced.to_kill)
         self._outbox.send("group", EVERYONE, fault)
 
-    def _lose_everything(self, blameless: bool = False) -> None:
-        lost, flying = self._aboard.lose()
-        guilty = self._planner.lose(lost, flying, blameless)
-        if guilty is not None:
-            self._fail(guilty, "error", "the engine crashed repeatedly on this request")
+    def _on_epoch_lost(self, blameless: bool = False) -> None:
+        lost, flying = self._engine.on_epoch_lost()
+        culprit = self._planner.on_epoch_lost(lost, flying, blameless)
+        if culprit is not None:
+            self._fail(culprit, "error", "the engine crashed repeatedly on this request")
 
     def _on_prepared(self, told: Prepared, _now: float) -> None:
-        for request in self._planner.prepared(told):
+        for request in self._planner.on_prepared(told):
             self._without_grammar(request, told.error, 503 if told.error == FULL else 400)
 
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
         if not self._epochs.running or admitted.epoch != self._epochs.epoch:
             return
         try:
-            self._aboard.admitted(admitted)
-        except Impossible as error:
+            self._engine.on_admitted(admitted)
+        except InvalidReport as error:
             self._end_epoch(str(error), now, blameless=True)
 
     def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
             return
         try:
-            for request, tokens, logprobs, trouble in self._aboard.land(result):
+            for request, tokens, logprobs, trouble in self._engine.process_result(result):
                 if trouble:
-                    self._stumble(request, trouble)
+                    self._on_row_error(request, trouble)
                 else:
                     self._accept(request, tokens, logprobs)
-        except (Impossible, Disagreement) as error:
+        except (InvalidReport, RanksDisagree) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
     def _on_digests(self, digests: Digests, now: float) -> None:
         if self._epochs.running and digests.epoch == self._epochs.epoch:
             try:
-                self._aboard.told(digests)
-            except Disagreement as error:
+                self._engine.on_digests(digests)
+            except RanksDisagree as error:
                 self._end_epoch(str(error), now)
 
     def _on_prompt_scores(self, scores: PromptScores, now: float) -> None:
         if not self._epochs.running or scores.epoch != self._epochs.epoch:
             return
         try:
-            request = self._aboard.flights.scored(scores)
-            if request is not None and request.score(scores.first, scores.logprobs):
-                self._outbox.add(self._outbox.prompt(request, scores.first))
-        except (Impossible, ValueError) as error:
+            request = self._engine.in_flight.request_of_scores(scores)
+            if request is not None and request.add_prompt_logprobs(scores.first, scores.logprobs):
+                self._outbox.add(self._outbox.prompt_logprobs(request, scores.first))
+        except (InvalidReport, ValueError) as error:
             self._end_epoch(str(error), now, blameless=True)
 
     def _without_grammar(self, request: Request, why: str, status: int) -> None:
@@ -459,22 +469,22 @@ class SchedulerCore:
         else:
             self._refuse(request, status, why, "structured_outputs")
 
-    def _stumble(self, request: Request, trouble: str) -> None:
+    def _on_row_error(self, request: Request, trouble: str) -> None:
         """A step could give no token of it."""
         if trouble == FULL:
             self._without_grammar(request, trouble, 503)
             return
         if trouble is BAD_LOGITS:
-            request.spoiled = True
+            request.bad_logits = True
             self.counts["bad_logits"] += 1
         self._fail(request, "error", trouble)
 
     def _accept(self, request: Request, tokens: list[int], logprobs: bytes) -> None:
         offset = len(request.outputs)
-        finish, stop_token = request.accept(tokens, logprobs)
-        self._planner.cleared(request)
-        if request.ahead > 1 and finish is None:
-            self._planner.went_ahead(request)
+        finish, stop_token = request.append(tokens, logprobs)
+        self._planner.clear(request)
+        if request.known_ahead > 1 and finish is None:
+            self._planner.on_known_ids(request)
         row = next_row(request, offset, finish, stop_token)
         if finish is None:
             self._outbox.row(request, row)
@@ -486,42 +496,42 @@ class SchedulerCore:
     def _on_tick(self, _tick: Tick, now: float) -> None:
         self._outbox.add(self._roll_call.ask(now))
         if self._roll_call.complete:
-            for to, abort in self._ledger.lost(self._now):
+            for to, abort in self._records.take_lost(self._now):
                 self._outbox.send("tokens", to, abort)
-            for ended in self._ledger.unclaimed(self._now):
-                self._outbox.send_each("recovery", self._ledger.tokenizers, ended)
+            for ended in self._records.take_unclaimed(self._now):
+                self._outbox.send_each("recovery", self._records.tokenizers, ended)
         if self._announcer.ranks.check(now) and self._epochs.running and self.options.groups > 1:
             reason = f"an engine rank was not heard for {self.options.host_loss:g} s"
             self._end_epoch(reason, now, blameless=True)  # another group may go on
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, probe)
-        for request in self._live.late(self._now):
+        for request in self._live.take_late(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
-            self._aboard.flights.check(now, self.options.watchdog)
+            self._engine.in_flight.check(now, self.options.watchdog)
             self._epochs.check(now, self.options.watchdog)
-        except (Overdue, Torn) as error:
+        except (StepOverdue, RanksDiverged) as error:
             self._restart_ranks(str(error), now)
-        if self._epochs.condemned.complain(now):
-            self._complain(self._epochs.reason)
-        self._outbox.add(self._announcer.say(self._standing(), self._now, self.told))
+        if self._epochs.fenced.is_due(now):
+            self._publish_fault(self._epochs.reason)
+        self._outbox.add(self._announcer.take_due(self._standing(), self._now, self.status))
 
     def _on_drain(self, _drain: Drain, _now: float) -> None:
-        if self._stays == "yes":
-            self._stays = "until done"
+        if self._drain_state == "serving":
+            self._drain_state = "draining"
 
     def _on_leave(self, _leave: Leave, _now: float) -> None:
-        self._stays = "left"
+        self._drain_state = "left"
 
     # -------------------------------------------------------------------------------- the loop
 
-    def _pump(self, now: float) -> None:
+    def _publish_plans(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, plan)
         if self._epochs.running:  # a plan may have met somebody whose grammar is not there
-            for prepare in self._planner.prepare(now):
+            for prepare in self._planner.grammars_to_prepare(now):
                 self._outbox.send("plan", EVERYONE, prepare)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
@@ -548,3 +558,98 @@ class SchedulerCore:
         Drain: _on_drain,
         Leave: _on_leave,
     }
+
+
+class LiveRequests:
+    """Requests that have not ended: by id, numbered as they came, each watched for its deadline.
+
+    arrivals: of requests, so far.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self.arrivals = 0
+        self._deadlines = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def get(self, request_id: str) -> Request | None:
+        """The request, if it is live."""
+        return self._requests.get(request_id)
+
+    def new_request(self, work: Work, now: float, since: float) -> Request:
+        """The next request, which is not live yet; times as for `from_work`."""
+        self.arrivals += 1
+        return request_of(work, self.arrivals, now, since)
+
+    def add(self, request: Request) -> None:
+        """It is live from now on."""
+        self._requests[request.id] = request
+        self._deadlines.add(request)
+
+    def remove(self, request: Request) -> None:
+        """It is over, by whatever; one that is refused as it comes never was here."""
+        self._requests.pop(request.id, None)
+        self._deadlines.remove(request)
+
+    def take_late(self, now: float) -> Iterator[Request]:
+        """Those whose deadline has come, each once."""
+        return self._deadlines.take_over(now)
+
+
+MOST_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
+
+
+class Deadlines:
+    """When requests with a timeout have to be over.
+
+    A heap of (deadline, id), and the live requests by id: one that ended is let go at once, its
+    entry when it comes up, or with many.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._live: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Requests without a deadline are not kept."""
+        if request.deadline < float("inf"):
+            self._live[request.id] = request
+            heapq.heappush(self._heap, (request.deadline, request.id))
+
+    def remove(self, request: Request) -> None:
+        """`request` is over, by whatever."""
+        if self._live.get(request.id) is request:
+            del self._live[request.id]
+            if len(self._heap) > 2 * len(self._live) + MOST_STALE:
+                self._heap = [(one.deadline, name) for name, one in self._live.items()]
+                heapq.heapify(self._heap)
+
+    def take_over(self, now: float) -> Iterator[Request]:
+        """Live requests whose deadline has come, each once."""
+        while self._heap and self._heap[0][0] <= now:
+            deadline, name = heapq.heappop(self._heap)
+            request = self._live.get(name)
+            if request is not None and request.deadline == deadline:
+                del self._live[name]
+                yield request
+
+
+FinishKind = Literal[
+    "finished",  # by a stop token or its length
+    "stopped",  # by a stop string, or for output that nobody can decode: its detokenizer said so
+    "timed_out",
+    "failed",
+    "aborted",  # nobody wants it any more
+    "refused",
+    "handed_over",  # to another group
+]
+# What it accepted is what is live and what ended in one of these ways; each is a statistic.
+FINISH_KINDS: tuple[FinishKind, ...] = get_args(FinishKind)

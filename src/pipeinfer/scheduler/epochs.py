@@ -1,4 +1,4 @@
-"""The handshake that begins an epoch: which engine ranks are there, and whether they agree.
+"""Which engine ranks are there, whether they agree to begin an epoch, and which must be killed.
 
 Knows no request. A group starts only after every rank said hello with the same model, page size,
 pool, KV dtype, graph sizes and attention backend, and answered that it hears the plan channel and
@@ -8,11 +8,24 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
-from pipeinfer.scheduler.condemned import Condemned
+from pipeinfer.beats import period
+from pipeinfer.core import EVERYONE, Send
+from pipeinfer.messages import (
+    PROTOCOL,
+    Begin,
+    Ended,
+    GroupStatus,
+    Hello,
+    RankStatus,
+    Ready,
+    Standing,
+    State,
+)
+from pipeinfer.scheduler.planner import SchedulerOptions
 
 AGREED = (
     "model",
@@ -27,7 +40,7 @@ AGREED = (
 )
 
 
-class Torn(Exception):
+class RanksDiverged(Exception):
     """The ranks cannot go on together; all of them must be started again."""
 
 
@@ -44,7 +57,7 @@ class Epochs:
         self.last_shape: Hello | None = None  # of the epoch that runs, or ran last
         self.reason = "no engine yet"
         self._hellos: dict[int, Hello] = {}
-        self.condemned = Condemned()
+        self.fenced = FencedRanks()
         self._steps: dict[int, int] = {}  # of each rank that is ready
         self._begun = False
         self._since = 0.0  # when that was
@@ -62,9 +75,9 @@ class Epochs:
 
     def hello(self, hello: Hello) -> bool:
         """Takes a hello; True if it ends a running epoch: the rank is another process now."""
-        if hello.incarnation in self.condemned:
+        if hello.incarnation in self.fenced:
             return False
-        self.condemned.gone(hello.rank, hello.incarnation)
+        self.fenced.on_ended(hello.rank, hello.incarnation)
         if hello.protocol != PROTOCOL:
             self.reason = (
                 f"rank {hello.rank} (pipeinfer {hello.version}) speaks protocol {hello.protocol}, "
@@ -85,7 +98,7 @@ class Epochs:
             self._begun = False
         return ended
 
-    def lost(self, rank: int, incarnation: int) -> bool:
+    def has_joined(self, rank: int, incarnation: int) -> bool:
         """A rank's process `incarnation` ended; True if it, or one before it, had said hello."""
         known = self._hellos.get(rank)
         return known is not None and known.incarnation <= incarnation
@@ -132,7 +145,7 @@ class Epochs:
             return False
         if len(set(self._steps.values())) > 1:
             told = ", ".join(f"rank {rank} {steps}" for rank, steps in sorted(self._steps.items()))
-            raise Torn(f"ranks have computed different numbers of steps: {told}")
+            raise RanksDiverged(f"ranks have computed different numbers of steps: {told}")
         self.running = True
         self.reason = ""
         self._ended = ""
@@ -143,14 +156,14 @@ class Epochs:
         """Raises Torn if a rank has not answered to the epoch that began `seconds` ago."""
         if self._begun and not self.running and now - self._since > seconds:
             silent = [str(rank) for rank in range(self.tp) if rank not in self._steps]
-            raise Torn(f"rank {', '.join(silent)} gave no answer to epoch {self.epoch}")
+            raise RanksDiverged(f"rank {', '.join(silent)} gave no answer to epoch {self.epoch}")
 
     def end(self, reason: str) -> None:
         """The epoch is over; the same processes may begin another."""
         self.running = self._begun = False
         self.reason = self._ended = reason
 
-    def condemn(
+    def restart_ranks(
         self, reason: str, now: float, alive: Iterable[tuple[int, int]] = (), until: float = inf
     ) -> None:
         """The epoch is over, and all ranks must be started again: others are waited for.
@@ -163,6 +176,137 @@ class Epochs:
         met = told if self.running else {}
         doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until} | met
         self.end(reason)
-        self.condemned.add(doomed, now, shun=self.tp > 1)
+        self.fenced.add(doomed, now, fence=self.tp > 1)
         for rank in doomed.keys() & told.keys():
             del self._hellos[rank]
+
+
+ASK_AGAIN_SECONDS = 1.0  # seconds after which ranks that should have ended are complained of again
+
+
+class FencedRanks:
+    """Engine processes of one group that must end: with those that are fenced no epoch begins, and
+    whoever started those that are to be killed is asked to.
+
+    Knows ranks, incarnations and times in seconds; sends nothing.
+    """
+
+    def __init__(self) -> None:
+        self._fenced: set[int] = set()
+        self._to_kill: dict[int, int] = {}  # by rank: of whom nobody has said that they ended
+        self._asked_at = 0.0
+
+    def __contains__(self, incarnation: int) -> bool:
+        """Whether no epoch may begin with it."""
+        return incarnation in self._fenced
+
+    def add(self, processes: Mapping[int, int], now: float, fence: bool) -> None:
+        """These must end, incarnations by rank, in the place of those before. `shun`: they cannot
+        go on even if they answer again."""
+        self._to_kill = dict(processes)
+        if fence:
+            self._fenced.update(processes.values())
+        self._asked_at = now
+
+    @property
+    def to_kill(self) -> tuple[int, ...]:
+        """Incarnations of processes that are to end, and of which nobody has said that they did."""
+        return tuple(self._to_kill[rank] for rank in sorted(self._to_kill))
+
+    def on_ended(self, rank: int, incarnation: int) -> None:
+        """The rank's processes up to `incarnation` have ended, or answer again."""
+        if self._to_kill.get(rank, inf) <= incarnation:
+            del self._to_kill[rank]
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to say again who must end."""
+        if not self._to_kill or now - self._asked_at < ASK_AGAIN_SECONDS:
+            return False
+        self._asked_at = now
+        return True
+
+
+BEGINNING: tuple[State, ...] = ("starting", "loading")  # of a process that comes after another one
+SILENT_SECONDS = 3.0  # seconds
+
+
+@dataclass(frozen=True)
+class _RankState:
+    """What a rank said last, and when (seconds); `over`: its process has ended since."""
+
+    incarnation: int
+    state: State
+    heard: float
+    over: bool = False
+
+
+class RankStates:
+    """The ranks of one group that were ever heard. `gone`: one of them has no process that could
+    hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
+    `silent`: one of those that were there has not been heard for SILENCE."""
+
+    def __init__(self, host_loss: float = inf) -> None:
+        self.gone = self.silent = False
+        self._host_loss = host_loss
+        self._known: dict[int, _RankState] = {}
+
+    def on_status(self, told: RankStatus, now: float) -> None:
+        """A late word of a process before the one that was heard last does not count."""
+        known = self._known.get(told.rank)
+        if known is None or (known.incarnation, known.over) <= (told.incarnation, False):
+            self._know(told.rank, _RankState(told.incarnation, told.state, now), now)
+
+    def on_ended(self, rank: int, told: Ended, now: float) -> None:
+        """Its process has ended, unless the next one has been heard already."""
+        known = self._known.get(rank)
+        if known is None or known.incarnation <= told.incarnation:
+            self._know(rank, _RankState(told.incarnation, "starting", now, over=True), now)
+
+    def check(self, now: float) -> bool:
+        """Looks who has been silent for too long; True if that is so long that a rank is lost.
+        `now`: seconds of a clock that stands still while nobody listens."""
+        lost = any(
+            now - known.heard > self._host_loss and not known.over for known in self._known.values()
+        )
+        self.silent = any(
+            now - known.heard > SILENT_SECONDS and not known.over for known in self._known.values()
+        )
+        self.gone = lost or any(
+            known.over or (known.state in BEGINNING and now - known.heard <= SILENT_SECONDS)
+            for known in self._known.values()
+        )
+        return lost
+
+    def alive(self) -> list[tuple[int, int]]:
+        """(rank, incarnation) of the processes that are there, as far as is known."""
+        return [(rank, one.incarnation) for rank, one in self._known.items() if not one.over]
+
+    def _know(self, rank: int, known: _RankState, now: float) -> None:
+        self._known[rank] = known
+        self.check(now)
+
+
+class GroupAnnouncer:
+    """When tokenizers are told of this group: after each change of its standing, and now and then.
+
+    `ranks`: of the group `group`, by what is said of them;
+    `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
+
+    def __init__(self, group: int, incarnation: int, options: SchedulerOptions) -> None:
+        self._every = period(options.groups)
+        self.group = group
+        self.incarnation = incarnation
+        self.ranks = RankStates(options.host_loss)
+        self.engines = {f"engine-{group}-{rank}": rank for rank in range(options.tp)}
+        self._published: Standing | None = None
+        self._published_at = float("-inf")
+
+    def take_due(
+        self, standing: Standing, now: float, told: Callable[[], GroupStatus]
+    ) -> list[Send]:
+        """What is to be published now; `told()` makes it. `now`: monotonic seconds."""
+        if standing == self._published and now - self._published_at < self._every:
+            return []
+        self._published = standing
+        self._published_at = now
+        return [Send("group", EVERYONE, told())]

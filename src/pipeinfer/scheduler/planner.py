@@ -6,22 +6,21 @@ nothing of what becomes of a request's tokens.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.composer import StepComposer
-from pipeinfer.scheduler.credits import Credits
-from pipeinfer.scheduler.flights import Flights
-from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
-from pipeinfer.scheduler.probation import Probation
+from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.scheduler.slots import Slots
-from pipeinfer.step_budget import PrefillBudget, prefill_budget
+from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
 
-DEFERRALS = 2  # of one request in a row, after which somebody else must give way
+MOST_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
 
 class Planner:
@@ -31,34 +30,34 @@ class Planner:
     `counts` go into the statistics, and `allowed`, what PrefillBudget.allows says.
     """
 
-    def __init__(self, options: SchedulerOptions, slots: Slots, flights: Flights) -> None:
+    def __init__(self, options: SchedulerOptions, slots: Slots, flights: StepsInFlight) -> None:
         self._slots = slots
         self._flights = flights
         counted = "plans", "planned_tokens", "jumped_tokens", "preemptions"
         self.counts: dict[str, int] = dict.fromkeys(counted, 0)
         self._options = options
         self._policy = policies.create(options.policy)
-        self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
+        self._max_tokens = 0  # tokens of a step, known when an epoch begins, as is the next
         self._prefill_budget = PrefillBudget(0)
-        self.allowed = (0, 0.0)
+        self.prefill_allowed = (0, 0.0)
         self._queue = WaitingQueue(options.tp)
-        self._probation = Probation()
-        self._others = False  # whether the last step was one of those who are no suspects
+        self._quarantine = Quarantine()
+        self._others_ran_last = False  # whether the last step was one of those who are no suspects
         self._number = 0
 
     def begin(self, shape: Hello, incarnations: Sequence[int]) -> None:
         """An epoch begins, on engines of this `shape`, of which these are the processes."""
-        self._queue.begin(incarnations, self._options.grain(shape.page_size))
-        self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
+        self._queue.begin(incarnations, self._options.prefix_block_size(shape.page_size))
+        self._max_tokens = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
-        self._prefill_budget = prefill_budget(asked, self._budget, shape.step_cost, targets)
-        self.allowed = self._prefill_budget.allows()
-        slots = min(shape.max_slots, self._options.max_running, self._budget)
-        self._slots.begin(slots, Credits(shape.page_size, shape.pages))
+        self._prefill_budget = prefill_budget(asked, self._max_tokens, shape.step_cost, targets)
+        self.prefill_allowed = self._prefill_budget.allows()
+        slots = min(shape.max_slots, self._options.max_running, self._max_tokens)
+        self._slots.begin(slots, PageCredits(shape.page_size, shape.pages))
         self._number = 0
 
-    def lose(
+    def on_epoch_lost(
         self, lost: Sequence[Request], flying: Sequence[Request], blameless: bool
     ) -> Request | None:
         """The epoch is over: all `lost` had slots, and of those the ones that were `flying` are
@@ -66,77 +65,77 @@ class Planner:
 
         Every other one goes back to the queue with the tokens it has; suspects wait apart.
         """
-        suspects = [r for r in flying if r.phase == "lost" and not blameless]
-        guilty = self._probation.accuse(suspects)
+        candidates = [r for r in flying if r.phase == "lost" and not blameless]
+        culprit = self._quarantine.on_epoch_lost(candidates)
         for request in lost:
             # The one that was being tried may have had a slot and no part in the last step.
-            if request is not guilty and request.phase == "lost":
+            if request is not culprit and request.phase == "lost":
                 self._queue.push(request)
-        return guilty
+        return culprit
 
     def enqueue(self, request: Request, crashes: int = -1) -> None:
         """It waits for a slot from now on; apart, if it may have crashed an engine elsewhere."""
         if crashes >= 0:
-            self._probation.suspect(request, crashes)
+            self._quarantine.add(request, crashes)
         else:
             self._queue.push(request)
 
     def drop(self, request: Request) -> None:
         """It is over, wherever it was; its slot is released with the next plan."""
         phase = request.phase
-        request.move("over")
+        request.move("finished")
         if phase == "running":
             self._slots.release(request)
         elif phase == "waiting":
-            self._queue.forget(request)
-        elif phase == "suspected":
-            self._probation.forget(request)
-        if phase in ("suspected", "preparing"):
-            self._queue.preparation.forget(request)
-        self._queue.over(request, phase == "running")
+            self._queue.remove(request)
+        elif phase == "quarantined":
+            self._quarantine.remove(request)
+        if phase in ("quarantined", "waiting_for_grammar"):
+            self._queue.grammars.remove(request)
+        self._queue.on_finished(request, phase == "running")
 
-    def prepare(self, now: float) -> Iterator[Prepare]:
+    def grammars_to_prepare(self, now: float) -> Iterator[Prepare]:
         """Grammars that engines are to be asked for now."""
-        return self._queue.preparation.due(now)
+        return self._queue.grammars.take_due(now)
 
-    def prepared(self, told: Prepared) -> list[Request]:
+    def on_prepared(self, told: Prepared) -> list[Request]:
         """What a rank says of a grammar. Those that waited for it go on; if it cannot be had, they
         are returned."""
-        free = self._queue.preparation.answered(told)
+        free = self._queue.grammars.on_prepared(told)
         if told.error:
             return free
         for request in free:
-            if request.phase == "preparing":  # suspects wait apart
+            if request.phase == "waiting_for_grammar":  # suspects wait apart
                 self._queue.push(request)
         return []
 
     @property
-    def preparing(self) -> int:
+    def waiting_for_grammar(self) -> int:
         """Requests that wait for their grammar."""
-        return len(self._queue.preparation)
+        return len(self._queue.grammars)
 
     @property
-    def held(self) -> int:
+    def waiting_for_prefix(self) -> int:
         """Requests that wait for the prompt of another."""
-        return self._queue.held
+        return self._queue.waiting_for_prefix
 
     @property
-    def suspects(self) -> int:
+    def quarantined(self) -> int:
         """Requests that may have crashed an engine."""
-        return len(self._probation)
+        return len(self._quarantine)
 
-    def crashes(self, request: Request) -> int:
+    def lone_crashes(self, request: Request) -> int:
         """Of engines that ran `request` alone; -1 if it is no suspect."""
-        return self._probation.crashes(request)
+        return self._quarantine.lone_crashes(request)
 
-    def cleared(self, request: Request) -> None:
+    def clear(self, request: Request) -> None:
         """`request` produced a token: it crashes no engine."""
-        self._probation.cleared(request)
+        self._quarantine.clear(request)
 
-    def went_ahead(self, request: Request) -> None:
+    def on_known_ids(self, request: Request) -> None:
         """More of its ids are known than steps in flight compute."""
         if request.phase == "running":
-            self._slots.ahead[request.id] = request
+            self._slots.knowing_ahead[request.id] = request
 
     def take_number(self) -> int:
         """The number of the next plan, for whoever writes it down."""
@@ -148,14 +147,14 @@ class Planner:
         if len(self._flights) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
-        queue.free(slots.running.values())
-        budget = queue.preparation.mask_budget
-        while request := budget.next(len(slots.running) + len(queue)):
+        queue.release_waiting(slots.running.values())
+        budget = queue.grammars.mask_budget
+        while request := budget.take_next(len(slots.running) + len(queue)):
             queue.push(request)
         step = StepComposer(
             slots,
             queue,
-            max_tokens=self._budget,
+            max_tokens=self._max_tokens,
             prefill_budget=self._prefill_budget,
             now=now,
             nothing_in_flight=not len(self._flights),
@@ -164,7 +163,7 @@ class Planner:
             return None
         if not step.rows and not step.preempted and not slots.releasing:
             return None
-        return self._written(step, epoch, now)
+        return self._write(step, epoch, now)
 
     def probe(self, epoch: int, now: float) -> Plan | None:
         """An empty plan where results are late. An engine that missed one sees a gap before it; if
@@ -179,54 +178,56 @@ class Planner:
     def _compose(self, step: StepComposer) -> bool:
         """Composes the step; False if the steps in flight must report first."""
         head = self._queue.head()
-        if self._probation.tried or (self._probation and (head is None or not head.admission)):
-            suspect = self._probation.next()
-            if suspect is not None and not self._prepares(suspect):
+        if self._quarantine.under_test or (
+            self._quarantine and (head is None or not head.admission)
+        ):
+            suspect = self._quarantine.next()
+            if suspect is not None and not self._waits_for_grammar(suspect):
                 if len(self._flights):
                     return False  # it runs alone, at depth 1
-                self._try(suspect, step)
+                self._compose_under_test(suspect, step)
                 return True
-        self._share(step)
+        self._compose_all(step)
         return True
 
-    def _prepares(self, suspect: Request) -> bool:
+    def _waits_for_grammar(self, suspect: Request) -> bool:
         """Whether engines still compile its grammar; the others go on meanwhile."""
-        return suspect.phase == "suspected" and self._queue.preparation.lacks(suspect)
+        return suspect.phase == "quarantined" and self._queue.grammars.lacks_grammar(suspect)
 
-    def _try(self, suspect: Request, step: StepComposer) -> None:
+    def _compose_under_test(self, suspect: Request, step: StepComposer) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
         """
         short = any(request.deferrals for request in self._slots.running.values())
-        self._others = not (self._others or short)
+        self._others_ran_last = not (self._others_ran_last or short)
         if suspect.deferrals:
-            step.make_way(suspect)
-        if self._others:
+            step.preempt_for(suspect)
+        if self._others_ran_last:
             step.leave_out(suspect)
-            self._share(step)
+            self._compose_all(step)
         if not step.rows:
             step.run_alone(suspect)
 
-    def _share(self, step: StepComposer) -> None:
+    def _compose_all(self, step: StepComposer) -> None:
         """A step of all that run, as the policy likes it."""
-        if any(request.deferrals >= DEFERRALS for request in self._slots.running.values()):
-            step.relieve()
+        if any(request.deferrals >= MOST_DEFERRALS for request in self._slots.running.values()):
+            step.preempt_one()
         running = self._slots.running.values()
-        if out := self._queue.preparation.mask_budget.left_out(running):
+        if out := self._queue.grammars.mask_budget.left_out(running):
             step.leave_out(*out)
         self._policy.compose(step)
 
-    def _written(self, step: StepComposer, epoch: int, now: float) -> Plan:
+    def _write(self, step: StepComposer, epoch: int, now: float) -> Plan:
         """The plan: releases, then admits, then rows."""
         for request in step.preempted:
             self._preempt(request)
-        releases = self._slots.publish()
+        releases = self._slots.take_releases()
         shares = self._slots.shared_by(step.admitted)
         admits = self._slots.admit(step.admitted)
         rows = [(request, count) for request, count in step.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
-        if self._slots.ahead:
+        if self._slots.knowing_ahead:
             jumps = [(request, count) for request, count in rows if step.jumps(request, count)]
             self.counts["jumped_tokens"] += sum(count - 1 for _, count in jumps)
             extends = self._slots.extend(jumps)
@@ -234,7 +235,7 @@ class Planner:
         number = self.take_number()
         self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
         self._slots.credits.plan(number, step.pages.taken)
-        self._queue.preparation.mask_budget.spend(rows, self._slots.running.values())
+        self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
         return Plan(
             epoch=epoch,
@@ -253,3 +254,101 @@ class Planner:
         request.deferrals = 0
         self._queue.push(request)
         self.counts["preemptions"] += 1
+
+
+DEFAULT_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
+    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
+    budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
+    `targets`. groups: of the deployment, which tokenizers hear of. shares: whether requests find a
+    prompt, or its beginning, in a prefix cache, so that they wait for it. least_common: tokens of a
+    beginning that is worth it. host_loss: seconds of silence after which a rank counts as lost.
+    """
+
+    policy: str = "mixed"
+    overlap_depth: int = 2
+    max_running: int = 256
+    max_step_tokens: int = DEFAULT_STEP_TOKENS
+    watchdog: float = 120.0
+    tp: int = 1
+    mixed_step_tokens: int = 0
+    groups: int = 1
+    targets: Targets = field(default_factory=Targets)
+    shares_prefixes: bool = True
+    least_shared_tokens: int = 64
+    host_loss: float = inf
+
+    def prefix_block_size(self, page_size: int) -> int:
+        """Tokens of the whole pages by which beginnings of prompts are compared; 0: by none."""
+        return -(-self.least_shared_tokens // page_size) * page_size if self.shares_prefixes else 0
+
+
+LONE_CRASHES = 3  # not the first: an engine may be killed from outside while a suspect runs
+
+
+class Quarantine:
+    """Requests whose step gave no result before an engine was lost, tried one at a time.
+
+    All other requests are resumed first. Then each candidate runs alone until it has produced a
+    token, which clears it. One that is alone in too many crashes is the culprit and fails by
+    itself. under_test: the candidate that is tried now.
+    """
+
+    def __init__(self) -> None:
+        self._candidates: deque[Request] = deque()
+        self.under_test: Request | None = None
+
+    def on_epoch_lost(self, requests: list[Request]) -> Request | None:
+        """The engine was lost while `requests` were in flight; returns one that must fail."""
+        culprit = None
+        tried, self.under_test = self.under_test, None
+        if tried in requests:
+            tried.lone_crashes += 1
+            if tried.lone_crashes >= LONE_CRASHES:
+                culprit = tried
+                requests = [r for r in requests if r is not culprit]
+        elif tried is not None and tried.phase != "finished":
+            if tried.phase == "lost":
+                tried.move("quarantined")
+            self._candidates.appendleft(tried)  # it had no step in flight: not its doing
+        for request in requests:
+            request.move("quarantined")
+        self._candidates += requests
+        return culprit
+
+    def add(self, request: Request, crashes: int) -> None:
+        """Another group lost its engine to it, or to others; `crashes` with it alone."""
+        request.move("quarantined")
+        request.lone_crashes = crashes
+        self._candidates.append(request)
+
+    def lone_crashes(self, request: Request) -> int:
+        """Of engines that ran `request` alone; -1 if it is no suspect."""
+        suspected = request is self.under_test or request.phase == "quarantined"
+        return request.lone_crashes if suspected else -1
+
+    def next(self) -> Request | None:
+        """The request to run alone now; None if nobody is suspected."""
+        while self.under_test is None or self.under_test.phase == "finished":
+            if not self._candidates:
+                self.under_test = None
+                return None
+            self.under_test = self._candidates.popleft()
+        return self.under_test
+
+    def clear(self, request: Request) -> None:
+        """`request` produced a token."""
+        if request is self.under_test:
+            request.lone_crashes = 0
+            self.under_test = None
+
+    def remove(self, request: Request) -> None:
+        """`request` is over: nobody asks any more whether it was to blame."""
+        self._candidates = deque(one for one in self._candidates if one is not request)
+
+    def __len__(self) -> int:
+        return len(self._candidates) + (self.under_test is not None)

@@ -1,117 +1,131 @@
-"""Requests that wait for a slot, in the order of admission.
+"""Requests that wait: for a slot, for the prompt of another request, or for their grammar.
 
-Knows no engine. Priority first (lower is earlier, as in vLLM), then arrival; a preempted request
-keeps its arrival and so returns to the head of its priority. Those that wait for the prompt of
-another, or for its beginning, stand beside the queue.
+WaitingQueue has those that may be admitted, in the order of admission: priority first (lower is
+earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the head
+of its priority. Beside the queue, where they hold nobody up, wait
+- choices of one prompt (`n`) while another choice computes it: SamplingGroups,
+- prompts that begin alike while another request computes the beginning: SharedPrefixes,
+- requests whose grammar engines have not compiled: GrammarQueue,
+- requests whose masks cost much while others' masks are paid for: MaskBudget.
+
+Knows requests; no engine, no page and no clock.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from pipeinfer.scheduler.families import Families
-from pipeinfer.scheduler.prefixes import Prefixes
-from pipeinfer.scheduler.preparation import Preparation
-from pipeinfer.scheduler.request import Request
+from pipeinfer.fair_queue import FairQueue
+from pipeinfer.grammars.bounds import COSTLY
+from pipeinfer.messages import Prepare, Prepared
+from pipeinfer.params import StructuredOutputs
+from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.step_cost import Prompt
 
 AHEAD = 64  # prompts that are looked at one by one
 LOOKED_AT = 4  # entries for each that is asked for: most may be gone
-FEW_GONE = 64
+FEW_FINISHED = 64
 
 
 class WaitingQueue:
     """A sorted list. Nearly all come at its end and leave at its front, which moves the pointers
-    behind; a request that is over stays until it comes up, or until most are.
+    behind; a request that has ended stays until it comes up, or until most are.
 
-    tokens: of all in it, as many as there were to compute of each when it came. preparation: of
-    grammars, for which some wait before they come into the queue.
+    tokens: to be computed of all requests in it, counted when each came. grammars: for which some
+    wait before they come into the queue.
     """
 
     def __init__(self, tp: int = 1) -> None:
         self.tokens = 0
-        self.preparation = Preparation(tp)
+        self.grammars = GrammarQueue(tp)
         self._order: list[tuple[int, int, Request]] = []
-        self._gone = 0
-        self._families = Families()
-        self._prefixes = Prefixes()
+        self._finished = 0
+        self._sampling_groups = SamplingGroups()
+        self._prefixes = SharedPrefixes()
 
     @property
-    def held(self) -> int:
-        """How many wait for the prompt of another, and are not in the queue."""
-        return len(self._families) + len(self._prefixes)
+    def waiting_for_prefix(self) -> int:
+        """Requests that wait for the prompt of another, or its beginning, beside the queue."""
+        return len(self._sampling_groups) + len(self._prefixes)
 
     def push(self, request: Request) -> None:
         """It wants to run."""
-        if not self.preparation.hold(request) and not self._families.hold(request):
-            self._alone(request)
+        if not self.grammars.must_wait(request) and not self._sampling_groups.must_wait(request):
+            self._push_unless_prefix_comes(request)
 
-    def begin(self, processes: Sequence[int], grain: int = 0) -> None:
-        """An epoch begins, on engines of these incarnations: what they do not know is asked for.
-        grain: see Prefixes.begin."""
-        self.preparation.begin(processes)
+    def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
+        """An epoch begins, on engines of these incarnations: grammars that they have not compiled
+        are asked for. block_size: see SharedPrefixes.begin."""
+        self.grammars.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
         with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
-        held = [one for one in with_grammar if self.preparation.hold(one)]
-        if self._prefixes.begin(grain):
+        held = [one for one in with_grammar if self.grammars.must_wait(one)]
+        if self._prefixes.begin(block_size):
             left = [one for one in waiting if one.phase == "waiting"]
-            held += [one for one in left if self._prefixes.hold(one)]
+            held += [one for one in left if self._prefixes.must_wait(one)]
         if held:
-            self.tokens -= sum(one.queued for one in held)
-            self._order = [one for one in self._order if one[2].phase in ("waiting", "over")]
+            self.tokens -= sum(one.queued_tokens for one in held)
+            self._order = [one for one in self._order if one[2].phase in ("waiting", "finished")]
 
-    def free(self, running: Iterable[Request]) -> None:
-        """Lets those in that waited for the prompt of one of these."""
-        for request in self._families.ready(running):
-            self._let_in(request)
-        for request in self._prefixes.ready():
-            self._let_in(request)
+    def release_waiting(self, running: Iterable[Request]) -> None:
+        """Puts those into the queue that need not wait any more for a prompt of `running`."""
+        for request in self._sampling_groups.take_ready(running):
+            self._push_unless_grammar_missing(request)
+        for request in self._prefixes.take_ready():
+            self._push_unless_grammar_missing(request)
 
-    def over(self, request: Request, ran: bool) -> None:
-        """`request` has ended; `ran`: in a slot. Lets those in that need not wait any more."""
-        for one in self._families.gone(request, ran):
-            self._let_in(one)
-        for one in self._prefixes.gone(request):
-            self._alone(one)
+    def on_finished(self, request: Request, ran: bool) -> None:
+        """`request` has ended; `ran`: in a slot. Those that waited for it
+        come into the queue."""
+        for one in self._sampling_groups.on_finished(request, ran):
+            self._push_unless_grammar_missing(one)
+        for one in self._prefixes.on_finished(request):
+            self._push_unless_prefix_comes(one)
 
-    def _alone(self, request: Request) -> None:
-        """It waits for no prompt that is its own; perhaps for the beginning of one."""
-        if not self._prefixes.hold(request):
-            self._let_in(request)
+    def _push_unless_prefix_comes(self, request: Request) -> None:
+        """No other request of its SamplingGroups computes its prompt; perhaps one computes the
+        beginning."""
+        if not self._prefixes.must_wait(request):
+            self._push_unless_grammar_missing(request)
 
-    def _let_in(self, request: Request) -> None:
-        """It was held; the engines may be others meanwhile, without its grammar."""
-        if not self.preparation.hold(request):
+    def _push_unless_grammar_missing(self, request: Request) -> None:
+        """It waited for a prompt; the engines may be others meanwhile, without its grammar."""
+        if not self.grammars.must_wait(request):
             self._put(request)
 
     def _put(self, request: Request) -> None:
         request.move("waiting")
-        request.queued = request.length - request.shared
-        self.tokens += request.queued
+        request.queued_tokens = request.length - request.prefix_tokens
+        self.tokens += request.queued_tokens
         insort(self._order, (request.work.priority, request.arrival, request))
 
     def head(self) -> Request | None:
         """The next request, still in the queue; None if there is none."""
         gone = 0
-        while gone < len(self._order) and self._order[gone][2].phase == "over":
+        while gone < len(self._order) and self._order[gone][2].phase == "finished":
             gone += 1
         if gone:
             del self._order[:gone]
-            self._gone -= gone
+            self._finished -= gone
         return self._order[0][2] if self._order else None
 
     def first(self, count: int) -> list[Request]:
         """At most `count` that come next; fewer also where most of the next are gone."""
         near = self._order[: count * LOOKED_AT]
-        return [request for _, _, request in near if request.phase != "over"][:count]
+        return [request for _, _, request in near if request.phase != "finished"][:count]
 
     def prompts(self, now: float) -> list[Prompt]:
         """All prompts in it, in their order; of those that are far behind only the mean length is
-        known, and no age. now: seconds, by the clock of Request.since."""
+        known, and no age. now: seconds, by the clock of Request.arrived_at."""
         near = self.first(AHEAD)
-        found = [Prompt(r.queued, r.length - r.queued, now - r.since) for r in near]
-        behind, tokens = len(self) - len(near), self.tokens - sum(r.queued for r in near)
+        found = [
+            Prompt(r.queued_tokens, r.length - r.queued_tokens, now - r.arrived_at) for r in near
+        ]
+        behind, tokens = len(self) - len(near), self.tokens - sum(r.queued_tokens for r in near)
         if behind > 0:
             mean, many = max(tokens // behind, 1), min(behind, AHEAD)
             found += [Prompt(mean)] * many
@@ -124,16 +138,450 @@ class WaitingQueue:
         if request is None:
             raise IndexError("pop from an empty queue")
         del self._order[0]
-        self.tokens -= request.queued
+        self.tokens -= request.queued_tokens
         return request
 
-    def forget(self, request: Request) -> None:
-        """`request` waited here and is over; it leaves when it comes up, or with many."""
-        self.tokens -= request.queued
-        self._gone += 1
-        if self._gone > FEW_GONE and self._gone > len(self._order) // 2:
-            self._order = [one for one in self._order if one[2].phase != "over"]
-            self._gone = 0
+    def remove(self, request: Request) -> None:
+        """`request` waited here and has ended; it leaves when it comes up, or with many."""
+        self.tokens -= request.queued_tokens
+        self._finished += 1
+        if self._finished > FEW_FINISHED and self._finished > len(self._order) // 2:
+            self._order = [one for one in self._order if one[2].phase != "finished"]
+            self._finished = 0
 
     def __len__(self) -> int:
-        return len(self._order) - self._gone
+        return len(self._order) - self._finished
+
+
+class SamplingGroups:
+    """Requests that sample from one prompt, as the choices of `n`: one computes it, and the others
+    wait for its pages without a slot.
+
+    Groups go by the leader that `Work.leader` names. The leader need not be that request: it is the
+    first of the group that wants to run, and the next one if the leader ends before its prompt is
+    computed.
+    """
+
+    def __init__(self) -> None:
+        self._leaders: dict[str, Request] = {}
+        self._waiting: dict[str, list[Request]] = {}
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `request`, which wants to run, has to wait for the prompt of another; then it
+        waits here. Else its `prefix_source` is the request in whose pages it will find its prompt,
+        if there is one."""
+        name, request.prefix_source = request.work.leader, None
+        if not name:
+            return False
+        lead = self._leaders.setdefault(name, request)
+        if lead is request:
+            return False
+        if lead.provides_prefix:
+            request.prefix_source = lead
+            return False
+        request.move("waiting_for_prefix")
+        self._waiting.setdefault(name, []).append(request)
+        return True
+
+    def take_ready(self, running: Iterable[Request]) -> list[Request]:
+        """Requests that need not wait any more, because the prompt of one that runs is there."""
+        if not self._waiting:
+            return []
+        sources = {
+            r.work.leader: r
+            for r in running
+            if r.work.leader in self._waiting and r.provides_prefix
+        }
+        return [one for name, source in sources.items() for one in self._take_all(name, source)]
+
+    def on_finished(self, request: Request, ran: bool) -> list[Request]:
+        """`request` has ended; `ran`: in a slot. Returns those that need not wait any more: all if
+        its prompt stays in the prefix cache, else the next one, which then leads."""
+        name = request.work.leader
+        if not name:
+            return []
+        held = self._waiting.get(name, [])
+        if self._leaders.get(name) is not request:
+            if request in held:
+                self._take(name, request)
+            return []
+        del self._leaders[name]
+        if ran and request.sampled and not request.bad_logits:
+            return self._take_all(name, None)
+        if not held:
+            return []
+        self._leaders[name] = held[0]
+        return [self._take(name, held[0])]
+
+    def _take(self, name: str, request: Request) -> Request:
+        self._waiting[name].remove(request)
+        if not self._waiting[name]:
+            del self._waiting[name]
+        return request
+
+    def _take_all(self, name: str, source: Request | None) -> list[Request]:
+        ready = self._waiting.pop(name, [])
+        for request in ready:
+            request.prefix_source = source
+        return ready
+
+
+KEY_BYTES = 8
+COMING = ("waiting", "running", "waiting_for_prefix")
+
+
+class SharedPrefixes:
+    """Prompts that begin alike: the first request to want a beginning leads. It computes the
+    beginning, and requests that come with the same one wait until that is planned, not for the
+    whole prompt.
+
+    Beginnings are compared by blocks of tokens, which are whole pages. Nobody waits for a request
+    that is less urgent. Waiting cannot go in a circle: each waits for one that came to an earlier
+    block.
+    """
+
+    # Made of the prompts again where a recorded scheduler goes on: there are other ids in its
+    # trace, if that was redacted.
+    __transient__ = ("_leaders", "_keys")
+
+    def __init__(self) -> None:
+        self._block_size = 0  # tokens: whole pages
+        self._leaders: dict[bytes, Request] = {}  # by the key of a beginning
+        # Keys of all beginnings of a request, by its id, shortest first.
+        self._keys: dict[str, tuple[bytes, ...]] = {}
+        # By id: a request that leads, and the numbers of its blocks that it leads in.
+        self._blocks_led: dict[str, tuple[Request, list[int]]] = {}
+        self._waiting: dict[str, tuple[Request, list[Request]]] = {}  # by the lead's id
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return sum(len(waiting) for _, waiting in self._waiting.values())
+
+    def begin(self, block_size: int) -> bool:
+        """Prompts are compared by blocks of `block_size` tokens from now on; 0: not at all.
+        True if that is another size, so that all requests must be looked at again."""
+        if block_size == self._block_size:
+            return False
+        self._block_size = block_size
+        self._leaders.clear()
+        self._keys.clear()
+        self._blocks_led.clear()
+        return True
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `request`, which wants to run, has to wait for a beginning that another computes;
+        then it waits here. Else it will find `shared_len` tokens in the pages of its
+        `prefix_source`, if there is one: a step that computes them has been planned."""
+        request.shared_len = 0
+        if not self._block_size or request.prefix_source is not None or request.prompt_score_size:
+            return False
+        keys, leads = self._prefix_keys(request), self._index()
+        lead, blocks = None, 0
+        for key in keys:
+            other = leads.get(key)
+            if other is None or other is request or not _goes_before(other, request):
+                break
+            lead, blocks = other, blocks + 1
+        new = [at for at in range(blocks, len(keys)) if keys[at] not in leads]
+        if new:
+            leads.update(dict.fromkeys([keys[at] for at in new], request))
+            self._blocks_led.setdefault(request.id, (request, []))[1].extend(new)
+        if lead is None:
+            return False
+        request.prefix_source, request.shared_len = lead, blocks * self._block_size
+        if _provides(lead, request.shared_len):
+            return False
+        if request.phase != "waiting_for_prefix":
+            request.move("waiting_for_prefix")
+        self._waiting.setdefault(lead.id, (lead, []))[1].append(request)
+        return True
+
+    def take_ready(self) -> list[Request]:
+        """Requests that need not wait any more: their beginning has been planned, or the request
+        that was to compute it will not run soon."""
+        if not self._waiting:
+            return []
+        free: list[Request] = []
+        for name, (lead, waiting) in list(self._waiting.items()):
+            stays: list[Request] = []
+            for request in waiting:
+                if lead.phase not in COMING:
+                    request.prefix_source, request.shared_len = None, 0
+                    free.append(request)
+                elif _provides(lead, request.shared_len):
+                    free.append(request)
+                else:
+                    stays.append(request)
+            self._set_waiting(name, lead, stays)
+        return free
+
+    def on_finished(self, request: Request) -> list[Request]:
+        """`request` has ended. Returns those that waited for it, to be looked at anew."""
+        if request.id in self._blocks_led:
+            leads, keys = self._index(), self._prefix_keys(request)
+            for at in self._blocks_led.pop(request.id)[1]:
+                del leads[keys[at]]
+        self._keys.pop(request.id, None)
+        lead = request.prefix_source
+        if lead is not None and lead.id in self._waiting:
+            _, waiting = self._waiting[lead.id]
+            self._set_waiting(lead.id, lead, [one for one in waiting if one is not request])
+        _, free = self._waiting.pop(request.id, (request, []))
+        for one in free:
+            one.prefix_source, one.shared_len = None, 0
+        return free
+
+    def _set_waiting(self, name: str, lead: Request, waiting: list[Request]) -> None:
+        if waiting:
+            self._waiting[name] = lead, waiting
+        else:
+            self._waiting.pop(name, None)
+
+    def _index(self) -> dict[bytes, Request]:
+        """Who leads, by key."""
+        if self._blocks_led and not self._leaders:
+            for request, blocks in self._blocks_led.values():
+                keys = self._prefix_keys(request)
+                self._leaders.update(dict.fromkeys([keys[at] for at in blocks], request))
+        return self._leaders
+
+    def _prefix_keys(self, request: Request) -> tuple[bytes, ...]:
+        """A key for each beginning of whole blocks that a cache may give its prompt: all but the
+        last token."""
+        keys = self._keys.get(request.id)
+        if keys is None:
+            keys = self._keys[request.id] = tuple(self._hashed(request))
+        return keys
+
+    def _hashed(self, request: Request) -> Iterator[bytes]:
+        prompt, size = request.work.prompt_ids, self._block_size * TOKEN_BYTES
+        key = blake2b(request.work.cache_salt.encode(), digest_size=KEY_BYTES).digest()
+        for at in range(0, (request.prompt_len - 1) // self._block_size * size, size):
+            block = prompt[at : at + size]
+            key = blake2b(block, key=key, digest_size=KEY_BYTES).digest()
+            yield key
+
+
+def _provides(lead: Request, tokens: int) -> bool:
+    """Whether the next plan may give others so many of its first tokens: a step before computes
+    them."""
+    return lead.phase == "running" and lead.projected >= tokens
+
+
+def _goes_before(lead: Request, request: Request) -> bool:
+    return lead.phase in COMING and lead.work.priority <= request.work.priority
+
+
+ASK_AGAIN_SECONDS = (
+    1.0  # seconds after which engines are asked anew: a subscription may have been late
+)
+MOST_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
+
+
+@dataclass(slots=True, eq=False)
+class PendingGrammar:
+    """A grammar that engines were asked for.
+
+    prepare: the message. waiting: requests that wait for it. answered: ranks that have compiled it.
+    sent: when engines were asked last, in seconds.
+    """
+
+    prepare: Prepare
+    waiting: list[Request] = field(default_factory=list[Request])
+    answered: set[int] = field(default_factory=set[int])
+    sent: float = float("-inf")
+
+
+class GrammarQueue:
+    """Requests whose grammar the engines of one group of `tp` ranks have not compiled, and those
+    whose masks cost much, until there is room for them.
+
+    Engines would compile a grammar at the admission, too, but keep everybody waiting then. Of
+    grammars that take long they are asked for one at a time, and clients take turns. mask_budget:
+    what steps may spend on masks.
+    """
+
+    def __init__(self, tp: int) -> None:
+        self.mask_budget = MaskBudget()
+        self._tp = tp
+        self._processes: tuple[int, ...] = ()
+        self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
+        self._asked: dict[str, PendingGrammar] = {}  # by the request that first wanted it
+        # Those that take long, which engines were not asked for.
+        self._slow: FairQueue[str] = FairQueue()
+        self._turn = ""  # the one for which they were
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        asked = sum(len(one.waiting) for one in self._asked.values())
+        return asked + len(self.mask_budget)
+
+    def begin(self, processes: Sequence[int]) -> None:
+        """An epoch begins, on engines of these incarnations; new ones know nothing."""
+        if tuple(processes) == self._processes:
+            return
+        self._processes = tuple(processes)
+        self._known.clear()
+        for one in self._asked.values():
+            one.answered.clear()
+            one.sent = float("-inf")
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `request`, which wants to run, has to wait; then it waits here."""
+        if not self.lacks_grammar(request) and not self.mask_budget.must_wait(request):
+            return False
+        if request.phase != "waiting_for_grammar":  # for its turn, when the engines were others
+            request.move("waiting_for_grammar")
+        return True
+
+    def lacks_grammar(self, request: Request) -> bool:
+        """Whether `request` has to wait, where it waits apart anyway; engines are asked then."""
+        spec = request.work.params.structured_outputs
+        if spec is None:
+            return False
+        if spec in self._known:
+            self._known.move_to_end(spec)
+            return False
+        for one in self._asked.values():
+            if one.prepare.spec == spec:
+                if request not in one.waiting:
+                    one.waiting.append(request)
+                return True
+        slow = request.work.slow_grammar
+        prepare = Prepare(request_id=request.id, spec=spec, slow=slow)
+        if slow:
+            self._slow.put(request.work.client, 1, request.id)
+        self._asked[request.id] = PendingGrammar(prepare, [request])
+        return True
+
+    def remove(self, request: Request) -> None:
+        """`request` has ended; unknown ones are fine."""
+        self.mask_budget.remove(request)
+        for key, one in self._asked.items():
+            if request in one.waiting:
+                one.waiting.remove(request)
+                if not one.waiting:
+                    del self._asked[key]
+                return
+
+    def take_due(self, now: float) -> Iterator[Prepare]:
+        """What engines are to be asked now."""
+        while self._turn not in self._asked and len(self._slow):
+            self._turn = self._slow.take()
+        for key, one in self._asked.items():
+            if now - one.sent >= ASK_AGAIN_SECONDS and (key == self._turn or not one.prepare.slow):
+                one.sent = now
+                yield one.prepare
+
+    def on_prepared(self, told: Prepared) -> list[Request]:
+        """A rank has it, or cannot have it: those that need not wait any more."""
+        if (told.rank, told.incarnation) not in enumerate(self._processes):
+            return []
+        one = self._asked.get(told.request_id)
+        if one is None:
+            return []
+        one.answered.add(told.rank)
+        if len(one.answered) < self._tp and not told.error:
+            return []
+        del self._asked[told.request_id]
+        if not told.error:
+            self._known[one.prepare.spec] = None
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return one.waiting
+
+
+# What costly masks may cost in each step on average, where others run, and where nobody else does;
+# in units of work (grammars/work.py). Of ambiguous rules SHARE takes 0.3 to 2 ms of a step, of a
+# lexer that is being built, which ends soon, about 60 ms.
+SHARE = 6_000
+ALONE = 60_000
+REMEMBERED = 128  # grammars with costly masks
+MOST_DEBT = 64  # steps that masks are paid for, at most
+PAID = -1  # in place of a turn: the next mask is paid for
+
+
+class MaskBudget:
+    """Of one group."""
+
+    def __init__(self) -> None:
+        self._left = SHARE  # what the next step may spend; below 0: what later ones pay for
+        self._prices: OrderedDict[StructuredOutputs, int] = OrderedDict()  # of the costly
+        self._waiting: deque[Request] = deque()
+        self._turn = 0
+
+    def __len__(self) -> int:
+        """Requests that wait for room to begin."""
+        return len(self._waiting)
+
+    def must_wait(self, request: Request) -> bool:
+        """Whether `request`, which wants to begin, has to wait; then it waits here."""
+        if request.mask_turn == PAID or not self._price(request):
+            return False
+        self._waiting.append(request)
+        return True
+
+    def remove(self, request: Request) -> None:
+        """`request` has ended; unknown ones are fine."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def take_next(self, others: int) -> Request | None:
+        """One that may begin now, where so many `others` run or are about to; its first mask is
+        paid for."""
+        if not self._waiting or (others and self._left <= 0):
+            return None
+        request = self._waiting.popleft()
+        self._left -= self._price(request)
+        request.mask_turn = PAID
+        return request
+
+    def left_out(self, running: Collection[Request]) -> list[Request]:
+        """Those that have no part in the next step, because it cannot pay for their masks."""
+        for request in [r for r in running if r.mask_units >= COSTLY]:
+            self._remember(request)
+        if not self._prices:
+            return []
+        costly = [r for r in running if not r.prefilling and self._price(r)]
+        costly.sort(key=lambda r: r.mask_turn)
+        left, out = self._left, list[Request]()
+        for at, request in enumerate(costly):
+            if left <= 0 and (at or len(costly) < len(running)):
+                out.append(request)
+            else:
+                left -= self._price(request)
+        return out
+
+    def spend(self, rows: Iterable[tuple[Request, int]], running: Collection[Request]) -> None:
+        """A plan was written with these (request, count) rows."""
+        if not self._prices:
+            return
+        self._turn += 1
+        costly = 0
+        for request, _ in rows:
+            price = 0 if request.prefilling else self._price(request)
+            if price:
+                costly += 1
+                self._left -= price if request.mask_turn != PAID else 0
+                request.mask_turn = self._turn
+        share = ALONE if costly and all(map(self._price, running)) else SHARE
+        self._left = max(min(self._left + share, share), -MOST_DEBT * SHARE)
+
+    def _price(self, request: Request) -> int:
+        """What a mask of it costs, as far as that is known; 0 if that is not much."""
+        if request.mask_units >= 0:
+            return request.mask_units if request.mask_units >= COSTLY else 0
+        spec = request.work.params.structured_outputs
+        return 0 if spec is None or not self._prices else self._prices.get(spec, 0)
+
+    def _remember(self, request: Request) -> None:
+        spec = request.work.params.structured_outputs
+        if spec is not None:
+            self._prices[spec] = request.mask_units
+            self._prices.move_to_end(spec)
+            if len(self._prices) > REMEMBERED:
+                self._prices.popitem(last=False)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pipeinfer.logprobs import size, unscored
-from pipeinfer.messages import Delivered, FinishReason, Work
-from pipeinfer.scheduler.phase import NEXT, Phase
+from pipeinfer.messages import Delivered, FinishReason, Hello, Work
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids
@@ -21,24 +21,33 @@ UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of a live request; see `SchedulerCore` for who changes what.
+    """State of a live request; see `SchedulerCore` for who changes what. Lengths are in tokens.
 
-    The prompt stays as it came, in `work`: nobody looks at single ids of it.
-    since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
-    while it waits. slot: -1 unless it runs.
-    told: tokens told at the last admission. known: those, and what was told since (K).
-    computed: confirmed by results. projected: what will be computed once the steps in flight are
-    done, if none is deferred. counts_in_flight: what was planned for each of those steps, oldest
-    first. steps_in_flight: how many there are, also after it lost its slot.
-    cached: tokens from the prefix cache at the first admission, hit: at the last. behind: for whose
-    prompt it has waited, which is its own, or, where `common` is not 0, begins with as many tokens
-    as its own.
-    admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
-    were bad, so that nobody may reuse what was computed of it.
-    logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
-    score_size and prompt_score_size bytes each, 0 where they are not asked for.
-    mask_units: what a mask of it costs, as engines found out last, -1 before. mask_turn: the plan
-    in which it had one last, counted by MaskBudget.
+    work: the message that it came with; its prompt stays there, nobody looks at single ids of it.
+    arrival: its number among all requests of this scheduler. arrived_at: when it came, in seconds
+        of the clock that plans are made by. deadline: by the clock of events; infinite without one.
+    max_total: most tokens, prompt and output, that it may have. prompt_len: of its prompt.
+    outputs: ids, int32, that results have confirmed. stops: ids that end it.
+    phase: see Phase. slot: the engine's, -1 unless it runs.
+    admission: how often it was admitted; rows of older admissions are stale.
+    admitted_len: tokens that the last admission brought. known_len: those, and ids that the engine
+        was told since (K above).
+    computed: tokens that results have confirmed as computed. projected: those that will be computed
+        once the steps in flight are done, if no row is deferred.
+    counts_in_flight: planned tokens of each step in flight, oldest first. steps_in_flight: how many
+        those are, also after it lost its slot.
+    first_cache_hit: tokens that the prefix cache had at its first admission, -1 until known.
+        cache_hit: at its last admission.
+    deferrals: steps in a row in which the engine had no page for it.
+    lone_crashes: of engines that ran it alone. bad_logits: its logits were not finite, so that
+        nobody may reuse what was computed of it.
+    queued_tokens: those to be computed, as which it counts while it waits.
+    prefix_source: the request that has computed its prompt, or, if shared_len is not 0, so many
+        first tokens of it.
+    logprobs, prompt_logprobs: packed scores of its outputs, and of its prompt's tokens so far; of
+        score_size and prompt_score_size bytes each, 0 where they are not asked for.
+    mask_units: what a mask of its grammar costs, as engines found out last, -1 before. mask_turn:
+        the plan in which it had one last, counted by MaskBudget.
     """
 
     work: Work
@@ -50,26 +59,26 @@ class Request:
     stops: frozenset[int] = frozenset()
     slot: int = -1
     admission: int = 0
-    told: int = 0
-    known: int = 0
+    admitted_len: int = 0
+    known_len: int = 0
     computed: int = 0
     projected: int = 0
     counts_in_flight: list[int] = field(default_factory=list[int])
     steps_in_flight: int = 0
-    cached: int = -1
-    hit: int = 0
+    first_cache_hit: int = -1
+    cache_hit: int = 0
     deferrals: int = 0
     lone_crashes: int = 0
-    queued: int = 0
+    queued_tokens: int = 0
     phase: Phase = "new"
-    spoiled: bool = False
-    since: float = 0.0
+    bad_logits: bool = False
+    arrived_at: float = 0.0
     score_size: int = 0
     prompt_score_size: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)
-    behind: Request | None = None
-    common: int = 0
+    prefix_source: Request | None = None
+    shared_len: int = 0
     mask_units: int = -1
     mask_turn: int = 0
 
@@ -85,15 +94,15 @@ class Request:
     @property
     def confirmed(self) -> array[int]:
         """Output ids that the engine has sampled, and was not told."""
-        return self.outputs[self.known - self.prompt_len : self.computed + 1 - self.prompt_len]
+        return self.outputs[self.known_len - self.prompt_len : self.computed + 1 - self.prompt_len]
 
     @property
     def sampled(self) -> bool:
         """Whether it got output since the last admission."""
-        return self.known > self.told or bool(self.confirmed)
+        return self.known_len > self.admitted_len or bool(self.confirmed)
 
     @property
-    def ahead(self) -> int:
+    def known_ahead(self) -> int:
         """Ids that are known, and will not be computed once the steps in flight are done. Without
         forced ones it is 1 at most."""
         return self.prompt_len + len(self.outputs) - self.projected
@@ -101,63 +110,76 @@ class Request:
     @property
     def prefilling(self) -> bool:
         """True while tokens known at admission are to be computed; outputs may exist already."""
-        return self.projected < self.known
+        return self.projected < self.known_len
 
     @property
-    def lends(self) -> bool:
+    def provides_prefix(self) -> bool:
         """Whether a request that the next plan admits finds the prompt in the prefix cache: the
         step that completed it has given its result, and there was a plan behind that step."""
-        return self.phase == "running" and self.told <= self.computed and self.told < self.projected
+        return (
+            self.phase == "running"
+            and self.admitted_len <= self.computed
+            and self.admitted_len < self.projected
+        )
 
     @property
-    def shared(self) -> int:
+    def prefix_tokens(self) -> int:
         """Tokens that it will find in the pages of another, if the next plan admits it."""
-        lead = self.behind
+        lead = self.prefix_source
         if lead is None or self.score_from >= 0:
             return 0
-        if self.common:
-            return self.common if lead.phase == "running" and lead.projected >= self.common else 0
-        return min(self.prompt_len, self.length - 1) if lead.lends else 0
+        if self.shared_len:
+            return (
+                self.shared_len
+                if lead.phase == "running" and lead.projected >= self.shared_len
+                else 0
+            )
+        return min(self.prompt_len, self.length - 1) if lead.provides_prefix else 0
 
     @property
-    def borrows(self) -> bool:
+    def prefix_unpublished(self) -> bool:
         """Whether what it will find is of a prompt that is not in the prefix cache by itself."""
-        lead = self.behind
-        return lead is not None and self.common > 0 and self.shared > 0 and not lead.lends
+        lead = self.prefix_source
+        return (
+            lead is not None
+            and self.shared_len > 0
+            and self.prefix_tokens > 0
+            and not lead.provides_prefix
+        )
 
     @property
     def exhausted(self) -> bool:
         """True when the steps in flight bring it to its length limit."""
-        return self.projected >= self.known and self.projected + 1 >= self.max_total
+        return self.projected >= self.known_len and self.projected + 1 >= self.max_total
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens still to be computed if it grows to its max_tokens, as far as that is known."""
         wanted = self.work.params.max_tokens
         outputs = UNKNOWN_OUTPUT if wanted is None else wanted
-        known = self.known - self.computed if self.phase == "running" else self.length
+        known = self.known_len - self.computed if self.phase == "running" else self.length
         return max(known, 0) + max(outputs - len(self.outputs), 0)
 
     @property
-    def scored(self) -> int:
+    def num_scored(self) -> int:
         """Prompt tokens that have their scores."""
         return len(self.prompt_logprobs) // self.prompt_score_size if self.prompt_score_size else 0
 
     @property
     def score_from(self) -> int:
         """See messages.Admit."""
-        return self.scored if 0 < self.scored < self.prompt_len else -1
+        return self.num_scored if 0 < self.num_scored < self.prompt_len else -1
 
     def move(self, phase: Phase) -> None:
         """Only whoever keeps it from now on moves it, or who ends it."""
         assert phase in NEXT[self.phase], f"{self.id} is {self.phase} and cannot be {phase} now"
         self.phase = phase
 
-    def take(self, count: int) -> int:
+    def project(self, count: int) -> int:
         """Projects one more row of at most `count` tokens; returns how many it will compute."""
         before = self.projected
-        if before < self.known:
-            self.projected = min(before + count, self.known)
+        if before < self.known_len:
+            self.projected = min(before + count, self.known_len)
         elif before + 1 < self.max_total:
             self.projected = before + 1
         self.counts_in_flight.append(count)
@@ -173,27 +195,27 @@ class Request:
         """The engine is at `computed` before the rows in flight."""
         self.computed = computed
         for count in self.counts_in_flight:
-            if computed < self.known:
-                computed = min(computed + count, self.known)
+            if computed < self.known_len:
+                computed = min(computed + count, self.known_len)
             elif computed + 1 < self.max_total:
                 computed += 1
         self.projected = computed
 
-    def begin(self, hit: int = 0) -> None:
+    def admit(self, hit: int = 0) -> None:
         """It will be admitted with all its tokens; its slot is given when the plan is written. The
         prefix cache should have `hit` of them, until the engine has said what it has."""
         self.admission += 1
-        self.told = self.known = self.length
-        self.computed = self.projected = self.hit = hit
+        self.admitted_len = self.known_len = self.length
+        self.computed = self.projected = self.cache_hit = hit
         self.deferrals = 0
         self.counts_in_flight.clear()
 
     def jump(self, count: int) -> array[int]:
         """The next row computes `count` tokens; returns those of them, and of tokens before, that
         the engine was not told."""
-        begin = self.known - self.prompt_len
-        self.known = self.projected + count
-        return self.outputs[begin : self.known - self.prompt_len]
+        begin = self.known_len - self.prompt_len
+        self.known_len = self.projected + count
+        return self.outputs[begin : self.known_len - self.prompt_len]
 
     def resume(self, delivered: Delivered) -> None:
         """It will go on after output that another scheduler had sampled, and that was delivered.
@@ -208,18 +230,18 @@ class Request:
         if self.outputs:
             _fill(self.logprobs, len(self.outputs) * self.score_size)
             _fill(self.prompt_logprobs, self.prompt_len * self.prompt_score_size)
-        self.cached = 0
+        self.first_cache_hit = 0
         self.arrival -= RESUMED
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """So many outputs are all there are."""
         del self.outputs[length:]
         del self.logprobs[length * self.score_size :]
 
-    def score(self, first: int, raw: bytes) -> int:
+    def add_prompt_logprobs(self, first: int, raw: bytes) -> int:
         """Takes scores of prompt tokens from position `first` on; returns how many are new.
         ValueError if some before them are missing, or they are no prompt's."""
-        known, size = self.scored, self.prompt_score_size
+        known, size = self.num_scored, self.prompt_score_size
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
         if not size or len(raw) % size or first < 0 or first + len(raw) // size > self.prompt_len:
@@ -228,9 +250,9 @@ class Request:
                 f"{self.prompt_len} tokens"
             )
         self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
-        return self.scored - known
+        return self.num_scored - known
 
-    def accept(
+    def append(
         self, tokens: list[int], logprobs: bytes = b""
     ) -> tuple[FinishReason | None, int | None]:
         """Appends confirmed output ids with their scores; what follows a stop token or the limit
@@ -255,7 +277,7 @@ class Request:
                 return "length", None
         return None, None
 
-    def leave(self) -> None:
+    def free_slot(self) -> None:
         """It has no slot any more; rows in flight still report."""
         self.slot = -1
 
@@ -265,17 +287,69 @@ def _fill(scores: bytearray, size: int) -> None:
     scores.extend(bytes(max(size - len(scores), 0)))
 
 
-def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:
+def request_of(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:
     """A request in its first state. Deadline: `now` + timeout, or never."""
     of_prompt = work.params.prompt_logprobs
     return Request(
         work=work,
         arrival=arrival,
         deadline=now + work.timeout if work.timeout > 0 else float("inf"),
-        since=since,
+        arrived_at=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
         score_size=size(work.params.logprobs),
         prompt_score_size=size(of_prompt),
         prompt_logprobs=bytearray() if of_prompt is None else bytearray(unscored(of_prompt)),
     )
+
+
+# Plain strings: they are part of a scheduler's snapshot as they are.
+Phase = Literal[
+    "new",  # nobody keeps it yet
+    "waiting",  # in the queue
+    "waiting_for_prefix",  # until another has computed their common prompt, or its beginning
+    "waiting_for_grammar",  # until engines have compiled it, or may pay for its masks
+    "quarantined",  # it may have crashed an engine
+    "running",  # it holds a slot
+    "lost",  # its slot went with the epoch
+    "finished",
+]
+
+NEXT: dict[Phase, tuple[Phase, ...]] = {
+    "new": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "quarantined", "finished"),
+    "waiting": ("running", "waiting_for_prefix", "waiting_for_grammar", "finished"),
+    "waiting_for_prefix": ("waiting", "waiting_for_grammar", "finished"),
+    "waiting_for_grammar": ("waiting", "waiting_for_prefix", "finished"),
+    "quarantined": ("running", "finished"),
+    "running": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "lost", "finished"),
+    "lost": ("waiting", "waiting_for_prefix", "waiting_for_grammar", "quarantined", "finished"),
+    "finished": (),
+}
+
+
+class TooLong(ValueError):
+    """The request cannot be served by this group, ever; `param` is the field to blame."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def max_total(request: Request, shape: Hello) -> int:
+    """Most tokens, prompt and output, that `request` may have; raises TooLong.
+
+    A max_tokens that was given must fit as it is; where none was given, it is what fits.
+    """
+    prompt, wanted = request.prompt_len, request.work.params.max_tokens
+    pool = shape.pages * shape.page_size
+    limit = min(shape.max_model_len, pool)
+    if wanted is not None and prompt + wanted > limit:
+        where = "the model's context" if limit == shape.max_model_len else "the KV pool"
+        raise TooLong(
+            "max_tokens",
+            f"{prompt} prompt tokens and max_tokens {wanted} do not fit into {where} of {limit} "
+            "tokens",
+        )
+    if prompt >= limit:
+        raise TooLong("prompt", f"the prompt has {prompt} tokens, at most {limit - 1} fit")
+    return limit if wanted is None else prompt + wanted

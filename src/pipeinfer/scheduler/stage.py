@@ -24,7 +24,7 @@ def build(context: StageContext) -> Stage:
         tp=settings.tp,
         groups=settings.dp,
         host_loss=settings.host_loss,
-        shares=settings.cache != "naive",
+        shares_prefixes=settings.cache != "naive",
     )
     core = SchedulerCore(
         options,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.awake import AwakeClock
+from pipeinfer.awake import SuspendAwareClock
 from pipeinfer.beats import silence
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.tokenizer.routing import Report
@@ -48,7 +48,7 @@ class GroupWatch:
         self.host_loss = max(host_loss, silence(groups, 0.0))
         self._silence = min(silence(groups, SILENCE), self.host_loss)
         self._unheard = set(self.groups)
-        self._awake = AwakeClock()
+        self._awake = SuspendAwareClock()
         self._groups: dict[int, _Known] = {}
 
     def hear(self, told: GroupStatus, now: float) -> Report | None:

@@ -26,17 +26,18 @@ ZEROED: frozenset[Attribute] = frozenset(
 NUMBERS: frozenset[Attribute] = frozenset(
     (
         (_REQUEST, "counts_in_flight"),
-        ("pipeinfer.scheduler.flights:Flight", "slots"),
-        ("pipeinfer.scheduler.slots:Slots", "_free"),
-        ("pipeinfer.scheduler.credits:Credits", "_planned"),
+        ("pipeinfer.scheduler.engine_state:StepInFlight", "slots"),
+        ("pipeinfer.scheduler.engine_state:Slots", "_free"),
+        ("pipeinfer.scheduler.engine_state:PageCredits", "_planned"),
         ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
-        ("pipeinfer.scheduler.epochs:Epochs", "_condemned"),
-        ("pipeinfer.scheduler.preparation:Preparation", "_processes"),
-        ("pipeinfer.scheduler.preparation:Asked", "answered"),
-        ("pipeinfer.scheduler.prefixes:Prefixes", "_led"),
+        ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
+        ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
+        ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
+        ("pipeinfer.scheduler.queue:PendingGrammar", "answered"),
+        ("pipeinfer.scheduler.queue:SharedPrefixes", "_blocks_led"),
         ("pipeinfer.fair_queue:_Flows", "_last"),
-        ("pipeinfer.scheduler.agreement:_Rank", "first"),
-        ("pipeinfer.scheduler.agreement:_Rank", "own"),
+        ("pipeinfer.scheduler.engine_state:_Rank", "first"),
+        ("pipeinfer.scheduler.engine_state:_Rank", "own"),
     )
 )
 _SEQUENCES = ("list", "tuple", "set", "frozenset", "deque")

@@ -1,0 +1,564 @@
+"""What is in the engine: who holds its slots, which steps are in flight, how many pages are left,
+and how far ranks agree.
+
+What an engine says of its plans is taken in here; what follows for a request is the core's
+business. Knows no epoch's beginning, no policy and no bus.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptScores, Release, Result
+from pipeinfer.packing import pack, unpack
+from pipeinfer.scheduler.request import Request
+
+
+class EngineState:
+    """Of one group of `tp` ranks: what the scheduler knows of its engine.
+
+    slots: who holds one. in_flight: the steps that have no result yet.
+    """
+
+    def __init__(self, tp: int) -> None:
+        self.slots = Slots()
+        self.in_flight = StepsInFlight()
+        self._agreement = DigestAgreement(tp)
+
+    @property
+    def agreed_plans(self) -> int:
+        """Plans that all ranks decided alike."""
+        return self._agreement.compared
+
+    def begin(self) -> None:
+        """A new epoch: all memories are empty."""
+        self._agreement.begin()
+
+    def on_admitted(self, told: Admitted) -> None:
+        """A plan was applied: its pages, and what the prefix cache held. Raises InvalidReport."""
+        self._check_pages(told)
+        credits = self.slots.credits
+        # A hit shortens a prompt, so its later rows grow it further than their plans counted.
+        pages = sum(credits.between(*further) for further in self.in_flight.on_admitted(told))
+        if pages:
+            credits.plan(self.in_flight.newest, pages)
+        self.slots.on_page_counts(told)
+
+    def process_result(self, result: Result) -> Iterator[RowResult]:
+        """A plan's result; see StepsInFlight.process_result. Raises InvalidReport, and at its end
+        RanksDisagree."""
+        self._check_pages(result)
+        yield from self.in_flight.process_result(result)
+        self.slots.on_page_counts(result)
+        self._agreement.on_result(result.digest)
+
+    def _check_pages(self, report: Admitted | Result) -> None:
+        pages = self.slots.credits.pages
+        free, evictable, evicted = report.free, report.evictable, report.evicted
+        most = 2 * pages * (report.number + 1)  # a plan may empty the cache, and then the pool
+        there = free >= 0 and evictable >= 0 and free + evictable <= pages
+        if not there or not 0 <= evicted <= most:
+            raise InvalidReport(
+                f"of {pages} pages plan {report.number} left {free} free and {evictable} "
+                f"evictable, and {evicted} are evicted"
+            )
+
+    def on_digests(self, digests: Digests) -> None:
+        """Another rank's digests. Raises RanksDisagree."""
+        self._agreement.on_digests(digests)
+
+    def on_epoch_lost(self) -> tuple[list[Request], list[Request]]:
+        """The epoch is over: (requests that held slots, those that were in flight)."""
+        return self.slots.on_epoch_lost(), self.in_flight.on_epoch_lost()
+
+
+class PageCredits:
+    """Pages that the scheduler may still promise. It knows counts only, and no page.
+
+    The engine reports what is free or evictable after a plan; what was planned since is taken off
+    without counting on cache hits. Being wrong is harmless: the engine defers what it cannot
+    allocate. page_size: in tokens. pages: in the whole pool.
+    """
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        self.page_size = page_size
+        self.pages = pages
+        self._reported = pages
+        self._number = -1  # of the plan after which that many were there
+        self._planned: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
+
+    def between(self, start: int, end: int) -> int:
+        """Pages that a request takes as it grows from `start` to `end` computed tokens."""
+        size = self.page_size
+        return (end + size - 1) // size - (start + size - 1) // size
+
+    def report(self, number: int, free: int, evictable: int) -> bool:
+        """The engine's counts after it applied plan `number`. False, and nothing changes, if it has
+        told of a later plan: what was admitted by that one it says before the results of those in
+        flight, which name the pages that there were then."""
+        if number < self._number:
+            return False
+        self._number = number
+        while self._planned and self._planned[0][0] <= number:
+            self._planned.popleft()
+        self._reported = free + evictable
+        return True
+
+    def plan(self, number: int, pages: int) -> None:
+        """Plan `number` may take that many pages."""
+        self._planned.append((number, pages))
+
+    @property
+    def available(self) -> int:
+        """Pages that a new plan may take."""
+        return self._reported - sum(pages for _, pages in self._planned)
+
+
+class PageAllowance:
+    """Pages that one plan may take of the `credits`, and of the `released` ones that it gives back.
+
+    taken: what it takes so far, net of what it gives back. left: what it may still take.
+    """
+
+    def __init__(self, credits: PageCredits, released: int = 0) -> None:
+        self.page_size = credits.page_size
+        self.between = credits.between
+        self.taken = -released
+        self.left = credits.available + released
+
+    def tokens_that_fit(self, start: int) -> int:
+        """Tokens for which there is room behind `start` computed ones: the rest of the page that
+        these have begun, which is theirs already, and the pages that are left."""
+        return -start % self.page_size + max(self.left, 0) * self.page_size
+
+    def take(self, pages: int) -> None:
+        """So many more; below 0 they are given back."""
+        self.taken += pages
+        self.left -= pages
+
+
+AVERAGED_OVER = 16  # requests that ended, of which it is remembered how long they got
+
+
+class Slots:
+    """Slots of one epoch.
+
+    running: requests that hold one, by id. released_pages: what the releases that were not
+    published yet give back. ahead: those that may know more than steps in flight will compute, by
+    id. credits: pages that plans may still take. evicted: pages that the
+    prefix cache has lost in this epoch.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[str, Request] = {}
+        self.knowing_ahead: dict[str, Request] = {}
+        self.credits = PageCredits(1, 0)
+        self.released_pages = 0
+        self.evicted = 0
+        self._free: list[int] = []
+        self._releases: list[Release] = []
+        self._resets = False
+        self._mean_output_fraction = (
+            1.0  # share of the outputs they might have had that requests had lately
+        )
+
+    def begin(self, count: int, credits: PageCredits) -> None:
+        """An epoch begins with `count` empty slots."""
+        self._free = list(range(count))
+        self.credits, self.evicted = credits, 0
+        self._resets = False  # its cache is empty
+
+    def on_epoch_lost(self) -> list[Request]:
+        """The epoch is over; returns the requests that held slots, in order of admission."""
+        lost = list(self.running.values())
+        for request in lost:
+            request.free_slot()
+            request.move("lost")
+        self.running.clear()
+        self.knowing_ahead.clear()
+        self._releases.clear()
+        self.released_pages = self.evicted = 0
+        return lost
+
+    def on_page_counts(self, told: Admitted | Result) -> None:
+        """The engine's pages, as it told them after one of the plans; the latest plan's count."""
+        if self.credits.report(told.number, told.free, told.evictable):
+            self.evicted = told.evicted
+
+    @property
+    def free(self) -> int:
+        """Slots that the next plan may give out."""
+        return len(self._free) + len(self._releases)
+
+    @property
+    def releasing(self) -> bool:
+        """Whether the next plan has something to give back."""
+        return bool(self._releases) or self._resets
+
+    def reset_cache(self) -> None:
+        """The next plan forgets cached prefixes that no request uses."""
+        self._resets = True
+
+    def take_reset(self) -> bool:
+        """Whether the plan that is written now does."""
+        resets, self._resets = self._resets, False
+        return resets
+
+    def remaining_steps(self, rows: Iterable[tuple[Request, int]]) -> int:
+        """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
+        as much as requests took lately, unless the model cannot end it."""
+        most = sure = 0
+        for request, _ in rows:
+            steps = request.max_total - request.projected
+            most = max(most, steps)
+            if request.work.params.ignore_eos:
+                sure = max(sure, steps)
+        return max(sure, round(most * self._mean_output_fraction))
+
+    def release(self, request: Request, count_pages: bool = True) -> None:
+        """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
+        as far as it was confirmed. A prompt that nothing was sampled from before its client left
+        does not: its logits may be bad. count_pages: False if a StepComposer has counted them."""
+        del self.running[request.id]
+        self.knowing_ahead.pop(request.id, None)
+        ids = pack(request.confirmed)
+        keep = not request.bad_logits and (request.sampled or request.phase != "finished")
+        self._releases.append(
+            Release(slot=request.slot, keep=keep, output_ids=ids, forget=request.bad_logits)
+        )
+        if count_pages:
+            self.released_pages += max(self.credits.between(request.cache_hit, request.computed), 0)
+        if request.phase == "finished" and not request.work.params.ignore_eos:
+            lasted = len(request.outputs) / max(request.max_total - request.prompt_len, 1)
+            self._mean_output_fraction += (lasted - self._mean_output_fraction) / AVERAGED_OVER
+        request.free_slot()
+
+    def jumping(self) -> dict[str, Request]:
+        """Those of `ahead` that still know enough to go on by more than one token, by id."""
+        self.knowing_ahead = {
+            key: one for key, one in self.knowing_ahead.items() if one.known_ahead > 1
+        }
+        return self.knowing_ahead
+
+    def extend(self, rows: Iterable[tuple[Request, int]]) -> tuple[Extend, ...]:
+        """For rows of so many tokens of requests that know them."""
+        return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
+
+    def take_releases(self) -> tuple[Release, ...]:
+        """The releases of the plan that is written now; their slots are free for its admits."""
+        releases, self._releases = tuple(self._releases), []
+        self._free.extend(release.slot for release in releases)
+        self.released_pages = 0
+        return releases
+
+    def shared_by(self, requests: Sequence[Request]) -> bytes:
+        """Slots, int32, of the half-computed prompts whose pages these will find, if the plan that
+        admits them puts those into the prefix cache first."""
+        lending = {
+            r.prefix_source
+            for r in requests
+            if r.prefix_unpublished and r.prefix_source is not None
+        }
+        return pack(sorted(lead.slot for lead in lending if lead.id in self.running))
+
+    def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
+        """Gives each of them a slot."""
+        return tuple(map(self._admit, requests))
+
+    def _admit(self, request: Request) -> Admit:
+        request.move("running")
+        request.slot = self._free.pop()
+        self.running[request.id] = request
+        work, params = request.work, request.work.params
+        suppress = tuple(sorted(request.stops)) if params.min_tokens > 0 else ()
+        return Admit(
+            slot=request.slot,
+            request_id=request.id,
+            token_ids=work.prompt_ids + pack(request.outputs),
+            prompt_len=request.prompt_len,
+            max_total=request.max_total,
+            params=params,
+            seed=work.seed,
+            suppress=suppress,
+            cache_salt=work.cache_salt,
+            score_from=request.score_from,
+            banned=work.banned,
+            trace=work.trace,
+            thoughts=work.thoughts,
+        )
+
+
+LATE_SECONDS = (
+    2.0  # seconds without a result until something may be lost; then twice as long, and so on
+)
+
+
+BAD_LOGITS = "the model's logits for this request are not finite"
+RowResult = tuple[Request, list[int], bytes, str]
+
+
+class InvalidReport(Exception):
+    """An engine's report of a plan contradicts the plan or itself: the epoch cannot go on."""
+
+
+class OutOfOrder(InvalidReport):
+    """A result came that was not the next one."""
+
+
+class StepOverdue(Exception):
+    """A result did not come in time: a rank hangs."""
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """One plan: its rows as (request, admission of that request), and the slots they had then."""
+
+    number: int
+    rows: list[tuple[Request, int]]
+    slots: list[int]
+    published: float
+
+
+class StepsInFlight:
+    """The steps in flight of one epoch, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepInFlight] = deque()
+        self._patience = LATE_SECONDS
+        self._newest = -1  # plan of this epoch
+        self.deferred = 0  # rows, over all epochs
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def newest(self) -> int:
+        """The last plan of this epoch; -1 if there is none."""
+        return self._newest
+
+    def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
+        """Plan `number` was published with these (request, count) rows; returns its tokens."""
+        slots = [request.slot for request, _ in rows]
+        self._newest = number
+        self._steps.append(StepInFlight(number, [(r, r.admission) for r, _ in rows], slots, now))
+        return sum([request.project(count) for request, count in rows])
+
+    def late(self, now: float) -> bool:
+        """Whether it is time to find out if the oldest plan, or its result, was lost on its way."""
+        if not self._steps or now - self._steps[0].published < self._patience:
+            return False
+        self._patience *= 2
+        return True
+
+    def check(self, now: float, seconds: float) -> None:
+        """Raises Overdue if the oldest plan has had no result for so long."""
+        if self._steps and now - self._steps[0].published > seconds:
+            raise StepOverdue(f"no result of plan {self._steps[0].number} in {seconds:g} s")
+
+    def on_admitted(self, admitted: Admitted) -> list[tuple[int, int]]:
+        """What the prefix cache held of the requests that a plan admitted. Of those that are
+        further by now than was thought, the computed tokens that were thought of and that there
+        will be, once the steps in flight are done. Raises InvalidReport."""
+        number = admitted.number
+        if not 0 <= number <= self._newest:
+            raise InvalidReport(f"plan {number} admitted some, {self._newest} was the last")
+        _whole(admitted.slots, admitted.cached, what=f"admissions of plan {number}")
+        flight = next((one for one in self._steps if one.number == number), None)
+        if flight is None:
+            return []  # its result has come
+        by_slot = dict(zip(flight.slots, flight.rows, strict=True))
+        slots, hits = unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist()
+        further: list[tuple[int, int]] = []
+        for slot, cached in zip(slots, hits, strict=True):
+            request, admission = by_slot.get(slot, (None, 0))
+            if request is None or not 0 <= cached < request.max_total:
+                raise InvalidReport(f"plan {number} found {cached} tokens for slot {slot}")
+            if (
+                request.first_cache_hit < 0
+            ):  # also if it was taken back since: then its next hit is its own
+                request.first_cache_hit = cached
+            if request.slot == slot and request.admission == admission:
+                thought, request.cache_hit = request.projected, cached
+                request.rebase(cached)
+                if request.projected > thought:
+                    further.append((thought, request.projected))
+        return further
+
+    def request_of_scores(self, scores: PromptScores) -> Request | None:
+        """Whose prompt's log-probs these are; None if it has ended, or was admitted anew. Raises
+        OutOfOrder."""
+        flight = self._oldest(scores.number)
+        at = flight.slots.index(scores.slot) if scores.slot in flight.slots else -1
+        if at < 0:
+            raise OutOfOrder(f"plan {scores.number} has no row of slot {scores.slot}")
+        request, admission = flight.rows[at]
+        stale = request.phase == "finished" or request.admission != admission
+        return None if stale else request
+
+    def _oldest(self, number: int) -> StepInFlight:
+        if not self._steps or self._steps[0].number != number:
+            expected = self._steps[0].number if self._steps else "none"
+            raise OutOfOrder(f"result {number} came, {expected} was expected")
+        return self._steps[0]
+
+    def process_result(self, result: Result) -> Iterator[RowResult]:
+        """(request, new output ids, their scores, "") for each row that counts. Instead of ids
+        there is BAD_LOGITS, or why the row's grammar allows nothing. Raises InvalidReport.
+
+        The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
+        that were admitted anew since, are surplus: nobody ever sees them.
+        """
+        flight = self._oldest(result.number)
+        ends = _checked(flight, result)
+        produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
+        deferred = set(unpack(result.deferred).tolist())
+        self.deferred += len(deferred)
+        bad = set(unpack(result.bad).tolist()) if result.bad else ()
+        at, logprobs, end_of_scores, some = 0, result.logprobs, 0, b""
+        rows = zip(flight.rows, flight.slots, ends, produced, strict=True)
+        for (request, admission), slot, end, many in rows:
+            tokens, at = ids[at : at + many], at + many
+            if request.score_size:
+                begin, end_of_scores = end_of_scores, end_of_scores + many * request.score_size
+                some = logprobs[begin:end_of_scores]
+            request.steps_in_flight -= 1
+            if request.phase == "finished" or request.admission != admission:
+                continue
+            repeated = request.prompt_len + len(request.outputs) - end  # of ids that were forced
+            if repeated < 0 and request.phase != "running":
+                continue  # behind a row of trouble, which is computed again with the next admission
+            troubled = slot in bad or slot in result.refused
+            if repeated < 0 or not (repeated or tokens or troubled):
+                raise InvalidReport(
+                    f"result {result.number} has {len(tokens)} ids of {request.id} behind {end} "
+                    f"tokens, where {end + repeated} are known"
+                )
+            if request.phase == "running":
+                request.confirm(end)
+                request.deferrals = request.deferrals + 1 if slot in deferred else 0
+                if result.mask_units:
+                    request.mask_units = result.mask_units.get(slot, request.mask_units)
+                if troubled:  # one that waits to be admitted again is computed again
+                    why = BAD_LOGITS if slot in bad else result.refused[slot]
+                    yield request, [], b"", why
+            if len(tokens) > repeated:
+                yield request, tokens[repeated:], some[repeated * request.score_size :], ""
+        self._steps.popleft()
+        self._patience = LATE_SECONDS
+
+    def on_epoch_lost(self) -> list[Request]:
+        """No result will come any more; returns the requests that were in flight, oldest first."""
+        lost = {id(r): r for flight in self._steps for r, _ in flight.rows}
+        for request in lost.values():
+            request.steps_in_flight = 0
+        self._steps.clear()
+        self._patience, self._newest = LATE_SECONDS, -1
+        return list(lost.values())
+
+
+def _whole(*arrays: bytes, what: str) -> None:
+    """Raises InvalidReport if these are not int32 bytes of as many items each."""
+    lengths = [len(raw) for raw in arrays]
+    if lengths[0] % 4 or lengths.count(lengths[0]) != len(lengths):
+        raise InvalidReport(f"{what} have {', '.join(map(str, lengths))} bytes")
+
+
+def _checked(flight: StepInFlight, result: Result) -> list[int]:
+    """Where the rows of a result end, if they can be those of `flight`. Raises InvalidReport."""
+    what, rows = f"rows of result {result.number}", len(flight.rows)
+    _whole(result.slots, result.starts, result.counts, result.produced, what=what)
+    for some in (result.token_ids, result.deferred, result.bad):
+        _whole(some, what=what)
+    if (slots := unpack(result.slots).tolist()) != flight.slots:
+        raise InvalidReport(f"{what} are of slots {slots}, of {flight.slots} in the plan")
+    if not rows:
+        return []
+    starts, counts, produced = map(unpack, (result.starts, result.counts, result.produced))
+    ends, ids = starts.astype(np.int64) + counts, unpack(result.token_ids)
+    least = min(starts.min(), counts.min(), produced.min(), ids.min(initial=0))
+    if least < 0 or produced.sum(dtype=np.int64) != len(ids):
+        raise InvalidReport(
+            f"{what} have {produced.sum()} of {len(ids)} ids, or {least} of something"
+        )
+    if result.deferred or result.bad or result.refused:
+        named = {*unpack(result.deferred).tolist(), *unpack(result.bad).tolist(), *result.refused}
+        if not named <= set(slots):
+            raise InvalidReport(
+                f"{what} have troubles of slots {sorted(named)}, and are of {slots}"
+            )
+    if result.logprobs or any(request.score_size for request, _ in flight.rows):
+        scored = int(produced @ [request.score_size for request, _ in flight.rows])
+        if scored != len(result.logprobs):
+            raise InvalidReport(
+                f"{what} have {len(result.logprobs)} bytes of log-probs, not {scored}"
+            )
+    return ends.tolist()
+
+
+MOST_UNCOMPARED = 4096  # plans of rank 0 for which a rank may say nothing
+
+
+class RanksDisagree(Exception):
+    """The ranks hold different memory: what they compute together from now on is worthless."""
+
+
+class _Rank:
+    """One rank above 0: digests not compared yet, of rank 0 and its own, from plan `number` on."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.first: deque[int] = deque()
+        self.own: deque[int] = deque()
+
+
+class DigestAgreement:
+    """Of one epoch of a group of `tp` ranks. `compared`: plans that all ranks decided alike."""
+
+    def __init__(self, tp: int) -> None:
+        self._ranks = {rank: _Rank() for rank in range(1, tp)}
+
+    @property
+    def compared(self) -> int:
+        return min((rank.number for rank in self._ranks.values()), default=0)
+
+    def begin(self) -> None:
+        """A new epoch: all memories are empty."""
+        self._ranks = {rank: _Rank() for rank in self._ranks}
+
+    def on_result(self, digest: int) -> None:
+        """Rank 0's digest of its next plan. Raises RanksDisagree."""
+        for number, rank in self._ranks.items():
+            rank.first.append(digest)
+            self._compare(number, rank)
+            if len(rank.first) > MOST_UNCOMPARED:
+                raise RanksDisagree(f"rank {number} said nothing of {len(rank.first)} plans")
+
+    def on_digests(self, digests: Digests) -> None:
+        """Those of another rank. Raises RanksDisagree."""
+        rank = self._ranks.get(digests.rank)
+        if rank is None:
+            raise RanksDisagree(f"there is no rank {digests.rank} beside rank 0")
+        expected = rank.number + len(rank.own)
+        if digests.first != expected:
+            raise RanksDisagree(
+                f"rank {digests.rank} told of plan {digests.first}, {expected} was expected"
+            )
+        if len(digests.values) % 8:
+            raise RanksDisagree(
+                f"rank {digests.rank} told of plans in {len(digests.values)} bytes, 8 are one"
+            )
+        rank.own.extend(np.frombuffer(digests.values, dtype="<u8").tolist())
+        self._compare(digests.rank, rank)
+
+    @staticmethod
+    def _compare(number: int, rank: _Rank) -> None:
+        while rank.first and rank.own:
+            if rank.first.popleft() != rank.own.popleft():
+                raise RanksDisagree(
+                    f"ranks 0 and {number} differ in their memory from plan {rank.number} on"
+                )
+            rank.number += 1

@@ -1,0 +1,334 @@
+"""What a scheduler keeps and sends so that a lost stage costs no request.
+
+RecoveryRecords: requests that it does not run, because they have ended or are not known yet.
+Outbox: what detokenizers are told: openings, rows of new tokens, refusals, and all of it again.
+Knows requests and messages; no bus and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+
+import msgspec
+
+from pipeinfer.core import Send
+from pipeinfer.logprobs import AT_ONCE
+from pipeinfer.messages import (
+    Abort,
+    Delivered,
+    FinishReason,
+    Message,
+    Open,
+    PromptTokens,
+    Refused,
+    TokenRow,
+    Tokens,
+)
+from pipeinfer.packing import pack
+from pipeinfer.recent import Recent
+from pipeinfer.scheduler.request import TOKEN_BYTES, Request
+
+MOST_REMEMBERED = 10_000  # ids of requests that are over, at most
+REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered
+ORPHANED_SECONDS = 60.0  # seconds that what was delivered waits for its work
+MOST_KEPT_SECONDS = 3_600.0  # seconds, at most, after which one that has finished is asked after
+
+
+class RecoveryRecords:
+    """Of one scheduler; `tokenizers` and `detokenizers` are the stages that may know a request.
+
+    It keeps a finished request, whole, until its client has it; the ids of those that have ended
+    for good, because their work may be told once more; what detokenizers delivered of requests
+    whose work has not come; and which requests another group took over.
+
+    finished: (request, the message that ended it), by id.
+    patience: seconds, at least, that a finished request waits for its Done; no more than KEPT."""
+
+    def __init__(
+        self,
+        tokenizers: Sequence[str],
+        detokenizers: Sequence[str],
+        patience: float = MOST_KEPT_SECONDS,
+    ) -> None:
+        self._patience = min(patience, MOST_KEPT_SECONDS)
+        self.tokenizers = tuple(tokenizers)
+        self.detokenizers = tuple(detokenizers)
+        self.finished: dict[str, tuple[Request, FinalMessage]] = {}
+        self._delivered: dict[str, tuple[Delivered, float]] = {}
+        self._ended_attempts = Recent[float](
+            REMEMBERED_SECONDS, MOST_REMEMBERED
+        )  # the last attempt of each
+        self._handed_over: dict[str, str] = {}  # to another group; where its output goes
+        self._finished_at_last_sweep: set[str] = set()  # ids that were kept at the last sweep
+        self._sweep_at = 0.0
+
+    def add_finished(self, request: Request, last: FinalMessage) -> None:
+        """`request` ended with `last`; its detokenizer may have to be told again."""
+        self.finished[request.id] = request, last
+
+    def has_ended(self, request_id: str, attempt: int) -> bool:
+        """True if this attempt of the request has ended here, so that its work is a repetition.
+
+        An earlier one that has ended is forgotten: another group went on with it since.
+        """
+        if self._ended(request_id) >= attempt:
+            return True
+        kept = self.finished.get(request_id)
+        if kept is not None and kept[0].work.attempt < attempt:
+            del self.finished[request_id]
+            return False
+        return kept is not None
+
+    def _ended(self, request_id: str) -> float:
+        """The last attempt of it that is over for good; 0: none."""
+        return self._ended_attempts.get(request_id) or 0
+
+    def add_delivered(self, delivered: Delivered, now: float) -> Abort | None:
+        """What a detokenizer delivered of a request that is not live; what to answer, if anything.
+
+        It waits for its work, unless the request is over.
+        """
+        name, attempt = delivered.request_id, delivered.attempt
+        if self._ended(name) >= attempt:
+            return Abort(name, attempt, "it has ended")
+        kept = self.finished.get(name)
+        if kept is None or kept[0].work.attempt < attempt:
+            self._delivered[name] = delivered, now
+        return None
+
+    def hand_over(self, request: Request, crashes: int) -> Delivered:
+        """What another group needs to go on with it. Its end will be told here as well."""
+        self._handed_over[request.id] = detokenizer_of(request)
+        ids, attempt = pack(request.outputs), request.work.attempt
+        return Delivered(
+            request_id=request.id,
+            attempt=attempt,
+            ids=ids,
+            crashes=crashes,
+            logprobs=bytes(request.logprobs),
+            prompt_logprobs=bytes(request.prompt_logprobs),
+        )
+
+    @property
+    def orphans(self) -> int:
+        """Requests of which something was delivered, but whose work nobody has told."""
+        return len(self._delivered)
+
+    def take_delivered(self, request_id: str) -> Delivered | None:
+        """What was delivered of a request whose work has come."""
+        self._handed_over.pop(request_id, None)
+        delivered, _ = self._delivered.pop(request_id, (None, 0.0))
+        return delivered
+
+    def on_ended(self, request_id: str, now: float, attempt: float = inf) -> tuple[str, ...]:
+        """The request is over for good, up to this `attempt`; returns the detokenizers that may
+        know it."""
+        self._ended_attempts.put(request_id, attempt, now)
+        if self._delivered.pop(request_id, None) is not None:
+            return self.detokenizers
+        request, _ = self.finished.pop(request_id, (None, None))
+        moved = self._handed_over.pop(request_id, None)
+        if request is not None:
+            return (detokenizer_of(request),)
+        return () if moved is None else (moved,)
+
+    def on_recovered(self, now: float) -> None:
+        """All neighbours have told what they know: from now on, what is missing may be lost."""
+        for name, (delivered, _) in self._delivered.items():
+            self._delivered[name] = delivered, now
+
+    def take_lost(self, now: float) -> Iterator[tuple[str, Abort]]:
+        """(detokenizer, what to tell it) of requests whose work never came.
+
+        Not to be asked before the neighbours have told all.
+        """
+        late = [d for d, since in self._delivered.values() if now - since > ORPHANED_SECONDS]
+        for delivered in late:
+            del self._delivered[delivered.request_id]
+            abort = Abort(delivered.request_id, delivered.attempt, "nobody asked for it")
+            yield from ((to, abort) for to in self.detokenizers)
+
+    def take_unclaimed(self, now: float) -> list[Delivered]:
+        """Of those that have finished, and that no Done came for: what to tell a tokenizer, which
+        aborts them wherever they are. Their gateway is lost, or somebody has lost their end."""
+        if now < self._sweep_at:
+            return []
+        aged = [
+            request
+            for name, (request, _) in self.finished.items()
+            if name in self._finished_at_last_sweep
+        ]
+        self._finished_at_last_sweep = set(self.finished)
+        self._sweep_at = now + self._patience
+        return [
+            Delivered(request_id=r.id, attempt=r.work.attempt, ids=b"", ended=True) for r in aged
+        ]
+
+
+CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows
+
+FinalMessage = TokenRow | Refused  # with what a request ended
+
+
+class Outbox:
+    """Collects what one event sends. Rows come behind all else, so that each detokenizer gets one
+    message of them.
+    """
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._sends: list[Send] = []
+        self._rows: dict[int, list[TokenRow]] = {}  # by the number of the detokenizer
+
+    def send(self, channel: str, to: str, message: Message) -> None:
+        """One more message."""
+        self._sends.append(Send(channel, to, message))
+
+    def send_each(self, channel: str, stages: Iterable[str], message: Message) -> None:
+        """The same message to each of `stages`."""
+        self._sends += [Send(channel, to, message) for to in stages]
+
+    def add(self, sends: Iterable[Send]) -> None:
+        """More messages."""
+        self._sends += sends
+
+    def row(self, request: Request, row: TokenRow) -> None:
+        """New tokens of a request, or its end."""
+        rows = self._rows.get(request.work.detokenizer)  # hot path: once a token
+        if rows is None:
+            rows = self._rows[request.work.detokenizer] = []
+        rows.append(row)
+
+    def take(self) -> list[Send]:
+        """All that was collected since it was last asked."""
+        out, self._sends = self._sends, []
+        out += [self._tokens(f"detokenizer-{to}", tuple(rows)) for to, rows in self._rows.items()]
+        self._rows.clear()
+        return out
+
+    def open_message(self, request: Request) -> Send:
+        """Comes before a request's first row."""
+        work = request.work
+        opened = Open(
+            request_id=work.request_id,
+            attempt=work.attempt,
+            gateway=work.gateway,
+            params=work.params,
+            context_ids=work.prompt_ids[-CONTEXT_TOKENS * TOKEN_BYTES :],
+            trace=work.trace,
+            group=self._group,
+            token_offsets=work.token_offsets,
+        )
+        return Send("tokens", detokenizer_of(request), opened)
+
+    def all_of(self, request: Request, last: FinalMessage | None = None) -> Iterator[Send]:
+        """All there is of a request, for a detokenizer that knows nothing of it."""
+        if isinstance(last, Refused):
+            yield Send("tokens", detokenizer_of(request), last)
+            return
+        yield self.open_message(request)
+        yield from self.prompt_logprobs(request, 0)
+        for row in all_rows(request, last):
+            yield self._tokens(detokenizer_of(request), (row,))
+
+    def prompt_logprobs(self, request: Request, first: int) -> Iterator[Send]:
+        """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
+        messages of a bounded size."""
+        width, work = request.prompt_score_size, request.work
+        for begin in range(first, request.num_scored, AT_ONCE):
+            tokens = slice(
+                begin * TOKEN_BYTES, min(begin + AT_ONCE, request.num_scored) * TOKEN_BYTES
+            )
+            told = PromptTokens(
+                request_id=work.request_id,
+                attempt=work.attempt,
+                first=begin,
+                ids=work.prompt_ids[tokens],
+                logprobs=bytes(request.prompt_logprobs[begin * width : (begin + AT_ONCE) * width]),
+                group=self._group,
+            )
+            yield Send("tokens", detokenizer_of(request), told)
+
+    def _tokens(self, to: str, rows: tuple[TokenRow, ...]) -> Send:
+        return Send("tokens", to, Tokens(rows=rows, group=self._group))
+
+
+def detokenizer_of(request: Request) -> str:
+    """The detokenizer stage to which `request` belongs."""
+    return f"detokenizer-{request.work.detokenizer}"
+
+
+def refusal(request: Request, status: int, message: str, param: str | None) -> Refused:
+    """Instead of any row: the request cannot be served, and nothing of it was delivered."""
+    work = request.work
+    return Refused(
+        request_id=work.request_id,
+        attempt=work.attempt,
+        gateway=work.gateway,
+        status=status,
+        message=message,
+        param=param,
+    )
+
+
+def next_row(
+    request: Request, offset: int, finish: FinishReason | None, stop_token: int | None
+) -> TokenRow:
+    """The row of what the request has generated from `offset` on."""
+    logprobs = bytes(request.logprobs[offset * request.score_size :]) if request.score_size else b""
+    return TokenRow(  # hot path: once a token
+        request_id=request.work.request_id,
+        offset=offset,
+        ids=request.outputs[offset:].tobytes(),
+        finish=finish,
+        stop_token=stop_token,
+        cached_tokens=request.first_cache_hit if request.first_cache_hit > 0 else 0,
+        logprobs=logprobs,
+    )
+
+
+def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
+    """All that the request has generated, and `last`, if it has ended. With log-probs in rows of a
+    bounded size."""
+    many, size = len(request.outputs), AT_ONCE if request.score_size else len(request.outputs)
+    begin = 0
+    while many - begin > size:
+        ids = request.outputs[begin : begin + size]
+        yield _row(request, begin, pack(ids))
+        begin += size
+    row = _row(request, begin, pack(request.outputs[begin:]))
+    if last is not None:
+        yield msgspec.structs.replace(last, offset=begin, ids=row.ids, logprobs=row.logprobs)
+    elif row.ids:
+        yield row
+
+
+def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
+    """Of these output tokens from `offset` on."""
+    begin, many = offset * request.score_size, len(ids) // TOKEN_BYTES * request.score_size
+    return TokenRow(
+        request_id=request.id,
+        offset=offset,
+        ids=ids,
+        cached_tokens=max(request.first_cache_hit, 0),
+        logprobs=bytes(request.logprobs[begin : begin + many]),
+    )
+
+
+def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
+    """The row that would end `request`; without `finish` its detokenizer ended it by itself.
+
+    Such a one sees the same end again in the same ids. If it does not, a row was lost.
+    """
+    if finish is None:
+        finish, error = "error", "it ended in a detokenizer that was lost, nobody knows how"
+    stop_token = request.outputs[-1] if finish == "stop" and request.outputs else None
+    return TokenRow(
+        request_id=request.id,
+        offset=len(request.outputs),
+        ids=b"",
+        finish=finish,
+        stop_token=stop_token,
+        error=error,
+    )
