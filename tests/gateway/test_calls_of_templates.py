@@ -52,13 +52,14 @@ PARSERS = {
     "seed-oss": "seed_oss",
     "step-3.5": "qwen3_coder",
 }
-# By family, the form that no parser reads, and is refused by its name. What gigachat3.1 and the
-# small lfm2 show has none.
+# By family, the form that no parser reads, and is refused by its name.
 UNREAD = {
     "apertus": "apertus",
     "command-r7b": "cohere_command",
     "deepseek-v3.2": "deepseek_v32",
+    "gigachat3.1": "gigachat3",
     "internlm2": "internlm",
+    "lfm2": "lfm2",
     "minicpm5": "minicpm5",
     "minimax-m1": "minimax_m1",
     "nemotron": "nemotron",

@@ -164,7 +164,8 @@ ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
 # Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
 UNREAD_FORMS = {
     "pythonic": r"func_name1\(param",
-    "lfm2": r"<\|tool_call_start\|>",
+    "lfm2": r"<\|tool_(?:call|list)_start\|>|List of tools: \[",
+    "olmo3": "<function_calls>",
     "deepseek_v32": "｜DSML｜",
     "functiongemma": "<start_function_call>",
     "gemma4": r"<\|tool_call>call:",
@@ -174,7 +175,16 @@ UNREAD_FORMS = {
     "granite-20b-fc": "<function_call>",
     "minicpm5": "<function name=",
     "minimax_m1": "<tool_calls></tool_calls>",
+    "minimax_m3": r"\]<\]minimax\[>\[",
     "nemotron": "<TOOLCALL>",
+    "kimi_k3": r"<\|end_of_msg\|>",
+    "gigachat3": r"<\|role_sep\|>",
+    "xlam": '"name": "tool_call_name"',
+    "functionary": r"start_tag => `<function`|>>>\$\{recipient\}",
+    "muse_glimmer": "<atem:function_calls>",
+    "hy_v3": r"<tool_call\{\}>",
+    "solar_open": r"<\|tool_call:begin\|>",
+    "command_r_plus": r"Write \\?'Action:\\?'",
 }
 # Parts of one reader, by vLLM's names.
 HARMONY = ("openai", "openai_gptoss")
