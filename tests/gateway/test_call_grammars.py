@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
+from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
@@ -39,7 +40,11 @@ PARAMETERS: Any = {
 }
 SCHEMAS = {"weather": PARAMETERS, "stop": {}}
 FAMILIES = {**{name: TOOL_PARSERS[name] for name in OWN}, "any": ANY_MODEL}
-ELEMENTS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "glm47")
+ELEMENTS = tuple(
+    name
+    for name in OWN
+    if isinstance(getattr(TOOL_PARSERS[name].make, "args", ("",))[0], ElementTags)
+)
 
 
 def allows(grammar: str, text: str) -> bool:
@@ -362,7 +367,7 @@ def test_wrong_choices_are_refused(fields: Any, param: str) -> None:
 def test_a_text_cannot_hold_what_would_end_it(family: str) -> None:
     """Else the reader would take what follows for something else, and lose it."""
     grammar = FAMILIES[family].grammar(Wanted({"weather": PARAMETERS}, many=False))
-    end = "</arg_value>" if "glm" in family else "</parameter>"
+    end = TOOL_PARSERS[family].make.args[0].value_end
     for city in ("Wien <b>", "a\n\nb", "</param", "<tool_call>"):
         text = said(family, WRITTEN[family].one("weather", {"city": city}))
         assert allows(grammar, text), city

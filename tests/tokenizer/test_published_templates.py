@@ -169,7 +169,7 @@ def test_prompts_are_those_of_transformers(family: str, name: str) -> None:
 # These read parts, as the others read texts alone, of which several parts are lines.
 READ_PARTS = {
     "apriel-1.5", "devstral", "gemma-3", "glm-4.5", "glm-4.6", "glm-4.7", "granite-4.0", "kimi-k2",
-    "llama-guard", "minimax-m1", "minimax-m2", "ministral-3", "mistral-small-3.1",
+    "lfm2.5", "llama-guard", "minimax-m1", "minimax-m2", "ministral-3", "mistral-small-3.1",
     "mistral-small-3.2", "qwen3.5", "step-3.5",
 }  # fmt: skip
 

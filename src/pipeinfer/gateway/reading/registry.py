@@ -17,6 +17,7 @@ from pipeinfer.gateway.reading.call_grammars import (
     hermes,
     in_elements,
     in_lists,
+    in_python,
     in_section,
     json_list,
     llama3,
@@ -24,6 +25,8 @@ from pipeinfer.gateway.reading.call_grammars import (
 )
 from pipeinfer.gateway.reading.custom_inputs import CustomInputs
 from pipeinfer.gateway.reading.elements import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
     GLM45,
     GLM47,
     MINIMAX_M2,
@@ -51,6 +54,7 @@ from pipeinfer.gateway.reading.marked import (
     Marked,
     Marks,
 )
+from pipeinfer.gateway.reading.pythonic import LFM2, OLMO3, PYTHONIC, CallList, Pythonic
 from pipeinfer.gateway.reading.thinking import Thinking
 from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
@@ -107,6 +111,12 @@ def _elements(tags: ElementTags, *shown: str, **more: Unpack[_More]) -> ToolPars
     return ToolParser(made, grammar, shown, markers=tags.markers, **more)
 
 
+def _pythonic(style: CallList, *shown: str, **more: Unpack[_More]) -> ToolParser:
+    """Of calls as Python writes them."""
+    made = partial(Pythonic, style)
+    return ToolParser(made, in_python(style), shown, markers=style.markers, **more)
+
+
 # What may stand between a tag and JSON where a template says both: line ends and its own syntax.
 _SYNTAX = r"(?:\\n|[^<>\w])*"
 _OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
@@ -142,6 +152,10 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         never=("```json",),
         special=True,
     ),
+    "deepseek_v32": _elements(DEEPSEEK_V32, "｜DSML｜", "function_calls>", special=True),
+    "deepseek_v4": _elements(
+        DEEPSEEK_V4, "｜DSML｜", "tool_calls>", never=("function_calls>",), special=True
+    ),
     "kimi_k2": _marked(
         KIMI_K2,
         in_section(KIMI_K2, "functions.{}:0", ARGUMENT_BEGIN),
@@ -155,6 +169,11 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "granite": _marked(GRANITE, in_lists(GRANITE), re.escape(GRANITE.opening), special=True),
     "hunyuan_a13b": _marked(HUNYUAN, in_lists(HUNYUAN), r"<tool_calls>\["),
     "phi4_mini_json": _marked(PHI4_MINI, in_lists(PHI4_MINI), r"functools\["),
+    "pythonic": _pythonic(PYTHONIC, r"func_name1\(param"),
+    "lfm2": _pythonic(
+        LFM2, r"<\|tool_(?:call|list)_start\|>|List of tools: \[", special=True
+    ),
+    "olmo3": _pythonic(OLMO3, "<function_calls>", never=("｜DSML｜",)),
     "openai": ToolParser(
         Harmony, harmony, tuple(map(re.escape, (START, CHANNEL, MESSAGE))), special=True
     ),
@@ -163,10 +182,6 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
 # Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
 UNREAD_FORMS = {
-    "pythonic": r"func_name1\(param",
-    "lfm2": r"<\|tool_(?:call|list)_start\|>|List of tools: \[",
-    "olmo3": "<function_calls>",
-    "deepseek_v32": "｜DSML｜",
     "functiongemma": "<start_function_call>",
     "gemma4": r"<\|tool_call>call:",
     "cohere_command": r"<\|START_ACTION\|>",
