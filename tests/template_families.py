@@ -79,6 +79,7 @@ SHAPES = (
     "olmo-3",
     "qwen3-2507-instruct",
     "qwen3-2507-thinking",
+    "xlam-2",
 )
 FAMILIES = sorted((*PUBLISHED, *SHAPES))
 

@@ -140,6 +140,8 @@ FORMS = {
         ),
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
+    "xlam": Form(_object("arguments"), ", ", ("[", "]")),
+    "gigachat3": Form(_object("arguments", "<|function_call|>")),
     "pythonic": Form(_called, ", ", ("[", "]")),
     "lfm2": Form(_called, ", ", ("<|tool_call_start|>[", "]<|tool_call_end|>")),
     "olmo3": Form(_called, "\n", ("<function_calls>", "</function_calls>")),
@@ -173,10 +175,13 @@ MARKERS = {
         "<|tool_call_begin|>",
         "<|tool_calls_section_end|>",
     ),
+    "xlam": ('[{"name": ',),
+    "gigachat3": ("<|function_call|>",),
     "pythonic": ("[get_weather(",),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "olmo3": ("<function_calls>", "</function_calls>"),
 }
+ALONE = ("llama3_json", "xlam")  # calls are all of an answer
 WIEN = {"city": "Wien", "days": 3}
 NESTED = {
     "units": {"x": [1, {"y": None, "z": [[], {}]}], "wind": {"unit": "km/h"}},
@@ -193,7 +198,7 @@ def texts(name: str) -> list[dict[str, Any]]:
     """Answers in one form, with what they say: `of`, `text`, `content`, `calls`, of which one that
     is cut off has the text of its arguments as a third part."""
     form = FORMS[name]
-    write, alone = form.write, name == "llama3_json"  # which has calls or content, not both
+    write, alone = form.write, name in ALONE
     cases: list[tuple[str, str, str, list[list[Any]]]] = [
         ("no call", "Vienna is a city, {and} 1 < 2 [3].", "Vienna is a city, {and} 1 < 2 [3].", []),
         ("nothing", "", "", []),

@@ -231,11 +231,25 @@ def _first_in_list(wanted: Wanted, style: CallList, calls: Mapping[str, str]) ->
     return "\n".join(rules)
 
 
-def json_list(wanted: Wanted) -> str:
-    """A list of objects and nothing else, for models that have no form of their own."""
+def json_list(wanted: Wanted, key: str = "parameters") -> str:
+    """A list of objects and nothing else. `key`: of arguments."""
     listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
-    calls = [_call(wanted, name, "parameters") for name in wanted.schemas]
-    return "\n".join((_start(wanted, listed), rule("call", calls)))
+    call = _call if wanted.form is None else _object  # as in llama3
+    rules = [rule("call", [call(wanted, name, key) for name in wanted.schemas])]
+    if wanted.free:
+        listed = f"({listed}) | text"
+        rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*\\[\\s*\\{{(?s:.*)/"]
+    return "\n".join((_start(wanted, listed), *rules))
+
+
+def in_objects(marks: Marks) -> CallGrammar:
+    """Objects, each behind a marker."""
+
+    def grammar(wanted: Wanted) -> str:
+        bodies = [_call(wanted, name, "arguments") for name in wanted.schemas]
+        return _tagged(wanted, marks.opening, bodies, "", "")
+
+    return grammar
 
 
 def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between: str) -> str:

@@ -17,6 +17,7 @@ from pipeinfer.gateway.reading.call_grammars import (
     hermes,
     in_elements,
     in_lists,
+    in_objects,
     in_python,
     in_section,
     json_list,
@@ -43,6 +44,7 @@ from pipeinfer.gateway.reading.marked import (
     ARGUMENT_BEGIN,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GIGACHAT3,
     GRANITE,
     HERMES,
     HUNYUAN,
@@ -51,6 +53,7 @@ from pipeinfer.gateway.reading.marked import (
     MISTRAL,
     PHI4_MINI,
     SEPARATOR,
+    XLAM,
     Marked,
     Marks,
 )
@@ -169,6 +172,14 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "granite": _marked(GRANITE, in_lists(GRANITE), re.escape(GRANITE.opening), special=True),
     "hunyuan_a13b": _marked(HUNYUAN, in_lists(HUNYUAN), r"<tool_calls>\["),
     "phi4_mini_json": _marked(PHI4_MINI, in_lists(PHI4_MINI), r"functools\["),
+    "xlam": ToolParser(
+        lambda _: Marked(XLAM, begun=True),
+        partial(json_list, key="arguments"),
+        ('"name": "tool_call_name", "arguments"',),
+    ),
+    "gigachat3": _marked(
+        GIGACHAT3, in_objects(GIGACHAT3), re.escape(GIGACHAT3.opening), special=True
+    ),
     "pythonic": _pythonic(PYTHONIC, r"func_name1\(param"),
     "lfm2": _pythonic(
         LFM2, r"<\|tool_(?:call|list)_start\|>|List of tools: \[", special=True
@@ -193,8 +204,7 @@ UNREAD_FORMS = {
     "minimax_m3": r"\]<\]minimax\[>\[",
     "nemotron": "<TOOLCALL>",
     "kimi_k3": r"<\|end_of_msg\|>",
-    "gigachat3": r"<\|role_sep\|>",
-    "xlam": '"name": "tool_call_name"',
+    "gigachat3_0": r"<\|role_sep\|>",  # of version 3.0, in messages of their own
     "functionary": r"start_tag => `<function`|>>>\$\{recipient\}",
     "muse_glimmer": "<atem:function_calls>",
     "hy_v3": r"<tool_call\{\}>",
@@ -391,7 +401,7 @@ def reading(
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
-    told = (name for name, mark in UNREAD_FORMS.items() if re.search(mark, template))
+    told = (name for name, mark in UNREAD_FORMS.items() if not tools and re.search(mark, template))
     return Reading(
         tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none",
         unread=next(told, ""),
