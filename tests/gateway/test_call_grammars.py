@@ -374,3 +374,70 @@ def test_a_text_cannot_hold_what_would_end_it(family: str) -> None:
         assert json.loads("".join(read(family, text).calls[0][1:])) == {"city": city}
     for city in (f"a{end}b", f"{end}", f"a\n{end}"):
         assert not allows(grammar, said(family, WRITTEN[family].one("weather", {"city": city})))
+
+
+PYTHONIC = ("pythonic", "lfm2", "olmo3")
+SOME: Any = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer"},
+        "b": {"type": "string"},
+        "c": {"type": "boolean"},
+        "d": {"type": ["null", "array"], "items": {"$ref": "#/$defs/e"}},
+        "e": {"type": "null"},
+    },
+    "$defs": {"e": {"enum": [1, "x"]}},
+}
+
+
+def in_parentheses(family: str, inside: str) -> str:
+    return said(family, f"f({inside})")
+
+
+@pytest.mark.parametrize("family", PYTHONIC)
+@pytest.mark.parametrize("required", ["", "a", "b", "e", "ac", "be", "abcde"])
+def test_commas_stand_between_the_arguments_that_are_there(family: str, required: str) -> None:
+    """Whichever are left out, in the order of the schema."""
+    wanted = Wanted({"f": {**SOME, "required": list(required)}}, many=False)
+    grammar = FAMILIES[family].grammar(wanted)
+    values = {"a": "3", "b": '"x"', "c": "True", "d": '[1, "x"]', "e": "None"}
+    for count in range(2 ** len(values)):
+        chosen = [key for i, key in enumerate(values) if count >> i & 1]
+        text = in_parentheses(family, ", ".join(f"{key}={values[key]}" for key in chosen))
+        assert allows(grammar, text) == set(chosen).issuperset(required), text
+    whole = [f"{key}={value}" for key, value in values.items()]
+    for wrong in (", ".join(reversed(whole)), ",".join(whole[:2]), ", ".join([*whole, ""])):
+        assert not allows(grammar, in_parentheses(family, wrong)), wrong
+
+
+@pytest.mark.parametrize("family", PYTHONIC)
+def test_what_a_grammar_allows_in_python_is_read_as_that_value(family: str) -> None:
+    grammar = FAMILIES[family].grammar(Wanted({"f": {**SOME, "required": []}}, many=False))
+    texts = {
+        "b=\"\\/ \\b\\f\\n\\r\\t\\\" \\\\ \\u00e9\\ud83c\\udf27 ' [f(b=1), f(b='x')]\"": {
+            "b": "/ \b\f\n\r\t\" \\ é🌧 ' [f(b=1), f(b='x')]"
+        },
+        "c=True, e=None": {"c": True, "e": None},
+        "c=true, e=null": {"c": True, "e": None},
+        "d=null": {"d": None},
+        'd=[1,\n"x"]': {"d": [1, "x"]},
+    }
+    for inside, value in texts.items():
+        text = in_parentheses(family, inside)
+        [[name, *rest]] = read_with(family, {"f": SOME}, text).calls
+        assert name == "f" and json.loads("".join(rest)) == value, inside
+        assert allows(grammar, text) or "\n" in inside or "\\/" in inside, inside
+
+
+def read_with(family: str, schemas: Any, text: str) -> Said:
+    reader, heard = FAMILIES[family].make(schemas), Said()
+    heard.add([*reader.read(text), *reader.end()])
+    return heard
+
+
+@pytest.mark.parametrize("family", PYTHONIC)
+@pytest.mark.parametrize("name", ["f g", "f(", "a=b", "", "f" * 129])
+def test_what_python_cannot_call_is_refused(family: str, name: str) -> None:
+    for schemas in ({name: {}}, {"f": {"properties": {name: {}}}}):
+        with pytest.raises(Inexpressible):
+            FAMILIES[family].grammar(Wanted(schemas, many=False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -93,14 +94,21 @@ class Wanted:
 
     def _parts(self, text: str) -> list[str]:
         """The special tokens in it, and texts; a text comes first, which may be empty."""
-        inside = [
-            each for each, token in (self.tokens or {}).items() if token.special and each in text
-        ]
-        longest = sorted(inside, key=len, reverse=True)
-        if not longest:
-            return [text]
-        lead, *rest = re.split(f"({'|'.join(map(re.escape, longest))})", text)
-        return [lead, *filter(None, rest)]
+        if text not in self._known:
+            inside = (each for each in self._special if each in text)
+            longest = "|".join(re.escape(each) for each in sorted(inside, key=len, reverse=True))
+            lead, *rest = re.split(f"({longest})", text) if longest else [text]
+            self._known[text] = [lead, *filter(None, rest)]
+        return self._known[text]
+
+    @cached_property
+    def _known(self) -> dict[str, list[str]]:
+        """Parts of tags, which every parameter has and few tokens make: there may be a thousand."""
+        return {}
+
+    @cached_property
+    def _special(self) -> list[str]:
+        return [each for each, token in (self.tokens or {}).items() if token.special]
 
 
 CallGrammar = Callable[[Wanted], str]
