@@ -441,3 +441,12 @@ def test_what_python_cannot_call_is_refused(family: str, name: str) -> None:
     for schemas in ({name: {}}, {"f": {"properties": {name: {}}}}):
         with pytest.raises(Inexpressible):
             FAMILIES[family].grammar(Wanted(schemas, many=False))
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("family", PYTHONIC)
+def test_many_tools_are_held_in_python(family: str, free: bool) -> None:
+    names = {f"tool_{i}": {"properties": {"a": {}, "b": {"type": "string"}}} for i in range(200)}
+    grammar = FAMILIES[family].grammar(Wanted(names, many=True, free=free))
+    assert allows(grammar, said(family, 'tool_199(b="x")'))
+    assert not allows(grammar, said(family, 'tool_200(b="x")'))

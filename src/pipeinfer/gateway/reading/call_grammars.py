@@ -227,15 +227,15 @@ def in_python(style: CallList) -> CallGrammar:
 
 def _first_in_list(wanted: Wanted, style: CallList, calls: Mapping[str, str]) -> str:
     """Content around calls that no tag opens: it holds nothing that begins like a list of them."""
-    text = f"{ANY_TEXT} & ~/(?s:.*){_CALL_BEGINS}(?s:.*)/"
     more = f" ({quoted(style.between)} called)*" if wanted.many else ""
     rules = [
         f'start: (first{more} "]"){"*" if wanted.many else "?"} rest',
         rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
-        f"rest: REST\nREST: {text}",
+        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_BEGINS}(?s:.*)/",
     ]
     for i, name in enumerate(calls):
-        rules.append(f"f{i}[suffix={quoted(f'[{name}(')}]: {text}")
+        # Brackets are counted, in texts as well: the remark closes those of the suffix.
+        rules.append(f"f{i}[suffix={quoted(f'[{name}(')}]: TEXT // )]")
     return "\n".join(rules)
 
 
@@ -588,6 +588,7 @@ class _Python:
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self.rules = [f'pair: /{KEY}/ "=" %json {{}}']
+        self._values: dict[str, str] = {}  # the names of their rules
 
     def call(self, name: str, prefix: str) -> str:
         """From behind the opening parenthesis. Raises Inexpressible."""
@@ -603,23 +604,40 @@ class _Python:
         return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()
 
     def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
-        """Those that are required, and others, in their order."""
+        """Those that are required, and others, in their order. Up to the first that is required,
+        each may be the first one; it has rules of its own then, as it stands in two places."""
         properties, required, shared = _by_name(name, given, KEY)
-        # What stands from the last on: behind others, and as the first one.
-        behind = first = ""
-        for i, (key, value) in reversed(list(enumerate(properties.items()))):
-            one, optional = f"{prefix}_{i}", key not in required
-            self.rules.append(f"{one}: {quoted(key + '=')} {_python_value(value, shared)}")
-            first_here = _sequence(one, behind)
-            more = f"{quoted(', ')} {one}"
-            behind_here = _sequence(f"({more})?" if optional else more, behind)
-            if optional and first:
-                first_here = f"({first_here} | {first})"
-            elif optional:
-                first_here = f"({first_here})?"
-            self.rules += [f"{one}_first: {first_here}", f"{one}_behind: {behind_here}"]
-            first, behind = f"{one}_first", f"{one}_behind"
-        return first
+        values = [self._value(value, shared) for value in properties.values()]
+        heads = [f"{key}=" for key in properties]
+        optional = [key not in required for key in properties]
+        ahead = optional.index(False) if False in optional else len(heads)
+        behind = ""
+        for i in reversed(range(ahead + 1, len(heads))):
+            more = f"{quoted(', ' + heads[i])} {values[i]}"
+            behind = f"({more})? {behind}" if optional[i] else f"{more} {behind}"
+        rest = '""'
+        if ahead < len(heads):
+            self.rules.append(
+                f"{prefix}b{ahead}: {quoted(', ' + heads[ahead])} {values[ahead]} {behind}"
+            )
+            rest = f"{quoted(heads[ahead])} {values[ahead]} {behind}"
+        for i in reversed(range(ahead)):
+            # b: behind others; f: as the first one, or none.
+            after = f"{prefix}b{i + 1}" if i + 1 < len(heads) else ""
+            self.rules += [
+                f"{prefix}b{i}: ({quoted(', ' + heads[i])} {values[i]})? {after}",
+                f"{prefix}f{i}: {quoted(heads[i])} {values[i]} {after} | {rest}",
+            ]
+            rest = f"{prefix}f{i}"
+        return rest if heads else ""
+
+    def _value(self, schema: JsonValue, shared: JsonObject) -> str:
+        """In a rule that all values of such a schema share."""
+        value = _python_value(schema, shared)
+        if value not in self._values:
+            self._values[value] = f"v{len(self._values)}"
+            self.rules.append(f"{self._values[value]}: {value}")
+        return self._values[value]
 
 
 def _python_value(schema: JsonValue, shared: JsonObject) -> str:
