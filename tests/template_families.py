@@ -66,15 +66,20 @@ SHAPES = (
     "deepseek-r1-joins",  # as first published: joins arguments, asks for content that is none
     "exaone-4",
     "gemma-3",
+    "gemma-3-pythonic",
     "glm-4.5",
     "kimi-k2",
-    "lfm2",
+    "lfm2",  # shows no calls of the past
+    "lfm2.5",
     "llama-3",
+    "llama-3.2-pythonic",  # writes texts without quotes
     "llama-guard",
     "minimax-m2",
     "nemotron",
+    "olmo-3",
     "qwen3-2507-instruct",
     "qwen3-2507-thinking",
+    "xlam-2",
 )
 FAMILIES = sorted((*PUBLISHED, *SHAPES))
 

@@ -373,8 +373,8 @@ SGLANG: dict[str, tuple[Flag, ...]] = {
             "--tool-call-parser",
             "--tool-parser",
             "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`, its `deepseekv3` and "
-            "`deepseekv31` have a `_` before the `v`, its "
-            "`gpt-oss` is `openai`.",
+            "`deepseekv31` have a `_` before the `v`, its `deepseekv32` is `deepseek_v32`, its "
+            "`gpt-oss` is `openai`. vLLM's `llama4_pythonic` is `pythonic`.",
         ),
         _same(
             "--reasoning-parser",

@@ -118,8 +118,9 @@ GROUPS: dict[str, dict[str, Told]] = {
             "NAME",
             "how calls of tools are read: a parser, none; auto: by template",
             more="Parsers: `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `glm45`, `glm47`, "
-            "`deepseek_v3`, `deepseek_v31`, `kimi_k2`, `seed_oss`, `minimax_m2`, `granite`, "
-            "`hunyuan_a13b`, `phi4_mini_json`, `openai`. `none` leaves calls in the text. "
+            "`deepseek_v3`, `deepseek_v31`, `deepseek_v32`, `deepseek_v4`, `kimi_k2`, `seed_oss`, "
+            "`minimax_m2`, `granite`, `hunyuan_a13b`, `phi4_mini_json`, `xlam`, `gigachat3`, "
+            "`pythonic`, `lfm2`, `olmo3`, `openai`. `none` leaves calls in the text. "
             "[api.md](api.md) says which form each reads.",
         ),
         "grammar_backend": Told(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Form:
     def all(self, *calls: str) -> str:
         return self.around[0] + self.between.join(calls) + self.around[1]
 
-    def write(self, *calls: tuple[str, Arguments]) -> str:
+    def write(self, *calls: Sequence[Any]) -> str:
         return self.all(*(self.one(name, arguments) for name, arguments in calls))
 
 
@@ -42,9 +42,23 @@ def _behind(head: str, foot: str) -> Callable[[str, Arguments], str]:
     return lambda name, a: head.replace("NAME", name) + as_json(a) + foot
 
 
+def in_python(value: object) -> str:
+    """As models write values that saw JSON and Python."""
+    return str(value) if value is None or isinstance(value, bool) else as_json(value)
+
+
+def _called(name: str, arguments: Arguments) -> str:
+    return f"{name}({', '.join(f'{key}={in_python(v)}' for key, v in arguments.items())})"
+
+
 def _elements(head: str, one: str, foot: str) -> Callable[[str, Arguments], str]:
     def write(name: str, arguments: Arguments) -> str:
-        said = (one.replace("KEY", k).replace("VALUE", plain(v)) for k, v in arguments.items())
+        said = (
+            one.replace("TEXT", as_json(isinstance(v, str)))
+            .replace("KEY", k)
+            .replace("VALUE", plain(v))
+            for k, v in arguments.items()
+        )
         return head.replace("NAME", name) + "".join(said) + foot
 
     return write
@@ -104,12 +118,33 @@ FORMS = {
         _behind("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
+    "deepseek_v32": Form(
+        _elements(
+            '<｜DSML｜invoke name="NAME">\n',
+            '<｜DSML｜parameter name="KEY" string="TEXT">VALUE</｜DSML｜parameter>\n',
+            "</｜DSML｜invoke>\n",
+        ),
+        around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    ),
+    "deepseek_v4": Form(
+        _elements(
+            '<｜DSML｜invoke name="NAME">\n',
+            '<｜DSML｜parameter name="KEY" string="TEXT">VALUE</｜DSML｜parameter>\n',
+            "</｜DSML｜invoke>\n",
+        ),
+        around=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
+    ),
     "kimi_k2": Form(
         _behind(
             "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>"
         ),
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
+    "xlam": Form(_object("arguments"), ", ", ("[", "]")),
+    "gigachat3": Form(_object("arguments", "<|function_call|>")),
+    "pythonic": Form(_called, ", ", ("[", "]")),
+    "lfm2": Form(_called, ", ", ("<|tool_call_start|>[", "]<|tool_call_end|>")),
+    "olmo3": Form(_called, "\n", ("<function_calls>", "</function_calls>")),
 }
 ANY = Form(_object("parameters"), ", ", ("[", "]"))
 
@@ -129,12 +164,24 @@ MARKERS = {
     "glm47": ("<tool_call>", "</tool_call>"),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "deepseek_v32": (
+        "<｜DSML｜function_calls>",
+        '<｜DSML｜invoke name="',
+        "</｜DSML｜function_calls>",
+    ),
+    "deepseek_v4": ("<｜DSML｜tool_calls>", '<｜DSML｜invoke name="', "</｜DSML｜tool_calls>"),
     "kimi_k2": (
         "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>",
         "<|tool_calls_section_end|>",
     ),
+    "xlam": ('[{"name": ',),
+    "gigachat3": ("<|function_call|>",),
+    "pythonic": ("[get_weather(",),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "olmo3": ("<function_calls>", "</function_calls>"),
 }
+ALONE = ("llama3_json", "xlam")  # calls are all of an answer
 WIEN = {"city": "Wien", "days": 3}
 NESTED = {
     "units": {"x": [1, {"y": None, "z": [[], {}]}], "wind": {"unit": "km/h"}},
@@ -151,7 +198,7 @@ def texts(name: str) -> list[dict[str, Any]]:
     """Answers in one form, with what they say: `of`, `text`, `content`, `calls`, of which one that
     is cut off has the text of its arguments as a third part."""
     form = FORMS[name]
-    write, alone = form.write, name == "llama3_json"  # which has calls or content, not both
+    write, alone = form.write, name in ALONE
     cases: list[tuple[str, str, str, list[list[Any]]]] = [
         ("no call", "Vienna is a city, {and} 1 < 2 [3].", "Vienna is a city, {and} 1 < 2 [3].", []),
         ("nothing", "", "", []),
@@ -190,8 +237,11 @@ def texts(name: str) -> list[dict[str, Any]]:
         cases.append((f"{marker} alone", text, text, []))
         cases.append((f"{marker} at the end", text[: -len(" is said.")], text[:-9], []))
     if not alone:
-        both = write(("dance", {"x": 1}), ("now", {}))
         calls = [["dance", {"x": 1}], ["now", {}]]
+        if name == "pythonic":  # whose lists begin with a tool, or are none
+            cases.append(("an unknown tool", write(*calls), write(*calls), []))
+            calls.reverse()
+        both = write(*calls)
         cases += [
             ("an unknown tool among others", both, "", calls),
             ("content before", f"I look.\n\n{both}", "I look.", calls),

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from call_forms import ANY
+from call_forms import ALONE, ANY
 from call_forms import FORMS as OWN
 from tokenizers import Tokenizer
 
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
+from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
@@ -39,7 +40,11 @@ PARAMETERS: Any = {
 }
 SCHEMAS = {"weather": PARAMETERS, "stop": {}}
 FAMILIES = {**{name: TOOL_PARSERS[name] for name in OWN}, "any": ANY_MODEL}
-ELEMENTS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "glm47")
+ELEMENTS = tuple(
+    name
+    for name in OWN
+    if isinstance(getattr(TOOL_PARSERS[name].make, "args", ("",))[0], ElementTags)
+)
 
 
 def allows(grammar: str, text: str) -> bool:
@@ -110,7 +115,7 @@ def test_strict_functions_are_held_to_their_schemas_where_calls_are_free(family:
     for text in ("", "No {calls} at all.", said(family, weather), said(family, stop)):
         assert allows(grammar, text), text
     assert not allows(grammar, said(family, weather).replace("city", "town"))
-    if family != "llama3_json":
+    if family not in ALONE:
         assert allows(grammar, "I look. " + said(family, weather))
 
 
@@ -148,7 +153,7 @@ def test_an_answer_is_calls_or_has_the_form(family: str, name: str, thinks: bool
     form, good, bad = FORMS[name]
     schemas = {"weather": PARAMETERS, "stop": None}
     wanted = Wanted(schemas, many=True, thinks=thinks, form=form)
-    if (family, name) == ("llama3_json", "regex"):
+    if family in ALONE and name == "regex":
         with pytest.raises(Inexpressible, match="schema or a choice"):
             FAMILIES[family].grammar(wanted)
         return
@@ -362,10 +367,86 @@ def test_wrong_choices_are_refused(fields: Any, param: str) -> None:
 def test_a_text_cannot_hold_what_would_end_it(family: str) -> None:
     """Else the reader would take what follows for something else, and lose it."""
     grammar = FAMILIES[family].grammar(Wanted({"weather": PARAMETERS}, many=False))
-    end = "</arg_value>" if "glm" in family else "</parameter>"
+    end = TOOL_PARSERS[family].make.args[0].value_end
     for city in ("Wien <b>", "a\n\nb", "</param", "<tool_call>"):
         text = said(family, WRITTEN[family].one("weather", {"city": city}))
         assert allows(grammar, text), city
         assert json.loads("".join(read(family, text).calls[0][1:])) == {"city": city}
     for city in (f"a{end}b", f"{end}", f"a\n{end}"):
         assert not allows(grammar, said(family, WRITTEN[family].one("weather", {"city": city})))
+
+
+PYTHONIC = ("pythonic", "lfm2", "olmo3")
+SOME: Any = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer"},
+        "b": {"type": "string"},
+        "c": {"type": "boolean"},
+        "d": {"type": ["null", "array"], "items": {"$ref": "#/$defs/e"}},
+        "e": {"type": "null"},
+    },
+    "$defs": {"e": {"enum": [1, "x"]}},
+}
+
+
+def in_parentheses(family: str, inside: str) -> str:
+    return said(family, f"f({inside})")
+
+
+@pytest.mark.parametrize("family", PYTHONIC)
+@pytest.mark.parametrize("required", ["", "a", "b", "e", "ac", "be", "abcde"])
+def test_commas_stand_between_the_arguments_that_are_there(family: str, required: str) -> None:
+    """Whichever are left out, in the order of the schema."""
+    wanted = Wanted({"f": {**SOME, "required": list(required)}}, many=False)
+    grammar = FAMILIES[family].grammar(wanted)
+    values = {"a": "3", "b": '"x"', "c": "True", "d": '[1, "x"]', "e": "None"}
+    for count in range(2 ** len(values)):
+        chosen = [key for i, key in enumerate(values) if count >> i & 1]
+        text = in_parentheses(family, ", ".join(f"{key}={values[key]}" for key in chosen))
+        assert allows(grammar, text) == set(chosen).issuperset(required), text
+    whole = [f"{key}={value}" for key, value in values.items()]
+    for wrong in (", ".join(reversed(whole)), ",".join(whole[:2]), ", ".join([*whole, ""])):
+        assert not allows(grammar, in_parentheses(family, wrong)), wrong
+
+
+@pytest.mark.parametrize("family", PYTHONIC)
+def test_what_a_grammar_allows_in_python_is_read_as_that_value(family: str) -> None:
+    grammar = FAMILIES[family].grammar(Wanted({"f": {**SOME, "required": []}}, many=False))
+    texts = {
+        "b=\"\\/ \\b\\f\\n\\r\\t\\\" \\\\ \\u00e9\\ud83c\\udf27 ' [f(b=1), f(b='x')]\"": {
+            "b": "/ \b\f\n\r\t\" \\ é🌧 ' [f(b=1), f(b='x')]"
+        },
+        "c=True, e=None": {"c": True, "e": None},
+        "c=true, e=null": {"c": True, "e": None},
+        "d=null": {"d": None},
+        'd=[1,\n"x"]': {"d": [1, "x"]},
+    }
+    for inside, value in texts.items():
+        text = in_parentheses(family, inside)
+        [[name, *rest]] = read_with(family, {"f": SOME}, text).calls
+        assert name == "f" and json.loads("".join(rest)) == value, inside
+        assert allows(grammar, text) or "\n" in inside or "\\/" in inside, inside
+
+
+def read_with(family: str, schemas: Any, text: str) -> Said:
+    reader, heard = FAMILIES[family].make(schemas), Said()
+    heard.add([*reader.read(text), *reader.end()])
+    return heard
+
+
+@pytest.mark.parametrize("family", PYTHONIC)
+@pytest.mark.parametrize("name", ["f g", "f(", "a=b", "", "f" * 129])
+def test_what_python_cannot_call_is_refused(family: str, name: str) -> None:
+    for schemas in ({name: {}}, {"f": {"properties": {name: {}}}}):
+        with pytest.raises(Inexpressible):
+            FAMILIES[family].grammar(Wanted(schemas, many=False))
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("family", PYTHONIC)
+def test_many_tools_are_held_in_python(family: str, free: bool) -> None:
+    names = {f"tool_{i}": {"properties": {"a": {}, "b": {"type": "string"}}} for i in range(200)}
+    grammar = FAMILIES[family].grammar(Wanted(names, many=True, free=free))
+    assert allows(grammar, said(family, 'tool_199(b="x")'))
+    assert not allows(grammar, said(family, 'tool_200(b="x")'))

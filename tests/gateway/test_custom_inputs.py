@@ -23,7 +23,6 @@ from pipeinfer.text.added import Added
 
 FAMILIES = {**{name: TOOL_PARSERS[name] for name in FORMS}, "any": ANY_MODEL}
 WRITTEN = {**FORMS, "any": ANY}
-ELEMENTS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "glm47")
 HARD = 'a "b" \\ {c}\n\tü \u2028 😀 \\n \\" </x> \x01'
 EDIT = (
     '*** Begin Patch\n*** Update File: a "b".py\n@@\n-\tx = "\\n"\n+y = \'é{}</p>\'\n*** End Patch'

@@ -194,7 +194,7 @@ async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(
         model="test", max_tokens=9, system=system, messages=messages, thinking={"type": "disabled"}
     )
     submit = calling.pipeline.submits[-1]
-    function = {"name": "f", "arguments": {"a": 1}}
+    function = {"name": "f", "arguments": '{"a":1}'}
     assert submit.chat == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hi"},

@@ -80,7 +80,7 @@ async def test_former_calls_and_results_reach_templates_as_those_of_tools(callin
     await calling.client().chat.completions.create(model="test", messages=messages)
     chat: Any = calling.pipeline.submits[-1].chat
     [call] = chat[1]["tool_calls"]
-    assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    assert call["function"] == {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
     assert len(call["id"]) == 9 and call["id"].isalnum()
     said = {"role": "tool", "name": "get_weather", "content": "rain", "tool_call_id": call["id"]}
     assert "function_call" not in chat[1] and chat[2] == said

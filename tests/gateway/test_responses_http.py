@@ -203,7 +203,7 @@ async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(calling
         model="test", instructions="be kind", input=items, reasoning={"effort": "none"}
     )
     submit = calling.pipeline.submits[-1]
-    function = {"name": "f", "arguments": {"a": 1}}
+    function = {"name": "f", "arguments": '{"a": 1}'}
     assert submit.chat == [
         {"role": "system", "content": "be kind\n\nbe short"},
         {"role": "user", "content": "hi"},

@@ -116,7 +116,9 @@ async def test_without_tools_nothing_is_read_as_a_call(calling: Gateway) -> None
         assert "tools" not in calling.pipeline.submits[-1].template_arguments
 
 
-async def test_templates_are_given_tools_and_calls_as_objects(calling: Gateway) -> None:
+async def test_tools_go_to_the_tokenizer_as_objects_and_arguments_of_calls_as_they_came(
+    calling: Gateway,
+) -> None:
     call = {"id": "call_1", "type": "function",
             "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}  # fmt: skip
     odd = {"id": "call_2", "type": "function", "function": {"name": "x", "arguments": "no JSON"}}
@@ -135,7 +137,7 @@ async def test_templates_are_given_tools_and_calls_as_objects(calling: Gateway) 
     assert submit.template_arguments["tools"] == [WEATHER]
     chat: Any = submit.chat
     first, second, third = (one["function"]["arguments"] for one in chat[1]["tool_calls"])
-    assert (first, second, third) == (ARGUMENTS, "no JSON", "[" * 5000)
+    assert (first, second, third) == (json.dumps(ARGUMENTS), "no JSON", "[" * 5000)
     assert chat[2] == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
 
 

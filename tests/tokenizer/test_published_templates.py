@@ -18,6 +18,7 @@ from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
+from pipeinfer.text.thoughts import THINK
 from pipeinfer.tokenizer.chats import Chats
 from pipeinfer.tokenizer.control_texts import Rendered
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
@@ -156,6 +157,24 @@ def check(family: str, body: dict[str, Any]) -> bool:
     return wanted is not None
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_thoughts_are_left_is_told_of_conversations_with_calls(family: str) -> None:
+    """By the form of arguments that the template takes, though the client spells a tag. Ids keep
+    their length, which some templates ask for."""
+    calls = {**CALLS, "tool_calls": [{**CALLS["tool_calls"][0], "id": "1abcdefg9"}]}
+    gave = {**GAVE, "tool_call_id": "1abcdefg9"}
+    body = {"messages": [{**USER, "content": "</think>"}, calls, gave], "tools": TOOLS}
+    if (family, "history") in REFUSED:
+        return
+    request = decode(json.dumps(body).encode(), ChatRequest, print)
+    [call] = chat_job(request, "r", TERMS, "").calls
+    assert call.chat is not None
+    prompt = rendered(family, body)
+    for ends in ("", "<think>"):
+        left = chats(family).left(call.chat, call.template_arguments, prompt + ends, THINK)
+        assert left in ("open", "over", "before")
+
+
 # Templates that raise an error of their own: (family, chat).
 REFUSED = {("gemma-3", name) for name in ("history", "longer history", "history, no tools")}
 
@@ -169,7 +188,7 @@ def test_prompts_are_those_of_transformers(family: str, name: str) -> None:
 # These read parts, as the others read texts alone, of which several parts are lines.
 READ_PARTS = {
     "apriel-1.5", "devstral", "gemma-3", "glm-4.5", "glm-4.6", "glm-4.7", "granite-4.0", "kimi-k2",
-    "llama-guard", "minimax-m1", "minimax-m2", "ministral-3", "mistral-small-3.1",
+    "lfm2.5", "llama-guard", "minimax-m1", "minimax-m2", "ministral-3", "mistral-small-3.1",
     "mistral-small-3.2", "qwen3.5", "step-3.5",
 }  # fmt: skip
 

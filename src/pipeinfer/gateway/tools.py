@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Mapping
 
-import msgspec
-
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.forms import Form, unheld
 from pipeinfer.gateway.offered import Offered, check_kind
@@ -22,13 +20,12 @@ from pipeinfer.gateway.reading.call_grammars import (
 )
 from pipeinfer.gateway.reading.harmony_grammar import final_form
 from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.survey import CHAT, TooMuch, survey
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.grammars.json_schema import held
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
-# Letters, of all calls in a conversation. They are parsed on the loop, some 40 ms at the worst.
+# Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.
 MOST_ARGUMENTS = 2**20
 
 
@@ -159,25 +156,12 @@ def _arguments(call: JsonObject) -> str | None:
 
 
 def for_template(call: JsonObject, where: str) -> JsonObject:
-    """A call that was made before, as chat templates write it: of a function, with its arguments as
-    an object. ApiError 400 for a call of another kind."""
+    """A call that was made before, as one of a function; whether a template wants its arguments as
+    an object or as a text, the tokenizer finds. ApiError 400 for a call of another kind."""
     kind = call.get("type")
     if isinstance(kind, str):
         check_kind(kind, f"{where}.type")
-    if kind == "custom":
-        return _of_text(call, f"{where}.custom")
-    text, function = _arguments(call), call.get("function")
-    if text is None or not isinstance(function, dict):
-        return call
-    raw = text.encode("utf-8", "surrogatepass") or b"{}"
-    try:
-        for _ in survey(raw, CHAT):
-            pass
-        arguments = msgspec.json.decode(raw, type=JsonObject)
-        msgspec.msgpack.encode(arguments)
-    except (TooMuch, msgspec.DecodeError, UnicodeDecodeError, OverflowError):
-        return call  # as it is: what the model said, templates can write as text as well
-    return {**call, "function": {**function, "arguments": arguments}}
+    return _of_text(call, f"{where}.custom") if kind == "custom" else call
 
 
 def _of_text(call: JsonObject, where: str) -> JsonObject:

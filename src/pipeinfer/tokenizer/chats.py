@@ -6,9 +6,10 @@ Takes out of a template's arguments what is not for the template. Knows no ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import ThoughtState
@@ -20,6 +21,7 @@ from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
 MOST_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
 COMPILING = 64 * 1024  # bytes of text that take as long to encode as a template to compile
+T = TypeVar("T")
 KEPT = 4  # templates of requests that came last
 # Ends what goes on, so that it is found again in what the template makes of it: a character of the
 # last private plane, which is in no chat.
@@ -52,15 +54,7 @@ class Chats:
         if goes_on and arguments.get("add_generation_prompt", True) is not False:
             message = "continue_final_message is only allowed with add_generation_prompt: false"
             raise TemplateFailed(message, "continue_final_message")
-        render = partial(_continued, chosen) if goes_on else chosen.render
-        form, *others = argument_forms(chat)
-        try:
-            return render(form, arguments)
-        except TemplateFailed:
-            for other in others:
-                with suppress(TemplateFailed):  # what is wrong with the usual form is more telling
-                    return render(other, arguments)
-            raise
+        return _tried(partial(_continued, chosen) if goes_on else chosen.render, chat, arguments)
 
     def left(
         self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: Tags
@@ -79,11 +73,11 @@ class Chats:
         templates = self._templates if source is None else self._templates.other(source)
         if any(tag in text for text, _ in strings(chat, arguments) for tag in tags.pair):
             chat, arguments = rewritten(chat, arguments, partial(_untagged, tags=tags))
-            prompt = templates.render(chat, arguments)
+            prompt = _tried(templates.render, chat, arguments)
             state = left(prompt, tags)
         if state == "open" and prompt.rpartition(tags.opening)[2].strip(SPACE):
             # It may stand in what the template tells the model of its form.
-            asked = templates.render(chat, {**arguments, "add_generation_prompt": False})
+            asked = _tried(templates.render, chat, {**arguments, "add_generation_prompt": False})
             if asked != prompt and prompt.startswith(asked):
                 state = left(prompt[len(asked) :], tags)
         return state
@@ -112,6 +106,23 @@ class Chats:
             del self._others[next(iter(self._others))]
         self._others[source] = found
         return found
+
+
+def _tried(
+    render: Callable[[list[JsonObject], JsonObject], T],
+    chat: list[JsonObject],
+    arguments: JsonObject,
+) -> T:
+    """What `render` makes of the chat, with the arguments of its calls in the form that the
+    template takes. Raises TemplateFailed, and what else `render` raises."""
+    form, *others = argument_forms(chat)
+    try:
+        return render(form, arguments)
+    except TemplateFailed:
+        for other in others:
+            with suppress(TemplateFailed):  # what is wrong with the usual form is more telling
+                return render(other, arguments)
+        raise
 
 
 def _untagged(text: str, _kind: Kind, tags: Tags) -> str:

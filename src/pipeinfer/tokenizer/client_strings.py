@@ -73,7 +73,8 @@ def _message(message: JsonObject, write: Write) -> JsonObject:
         if key == "role" and isinstance(value, str) and value in ROLES:
             copy[key] = value
         elif isinstance(value, str):
-            copy[write(key, "key")] = write(value, "free")
+            kind = "part" if key == "tool_call_id" else "free"  # as the id that it refers to
+            copy[write(key, "key")] = write(value, kind)
         elif key == "content" and isinstance(value, list):
             copy[key] = [_part(part, write) for part in value]
         else:

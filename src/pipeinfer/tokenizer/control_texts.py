@@ -17,6 +17,7 @@ from pipeinfer.tokenizer.templates import ChatTemplates
 
 MARKS = range(0xE000, 0xF900)  # private use: no template and no white-space rule knows them
 # As themselves, and as JSON and Python write them where they write ASCII only.
+_NAME = re.compile(r"\w+")
 _PRIVATE = re.compile("[\ue000-\uf8ff]|\\\\u[ef][0-9a-f]{3}", re.IGNORECASE)
 
 
@@ -137,8 +138,8 @@ class ControlTexts:
 
     def _apart(self, text: str, kind: Kind, marks: Marks) -> str:
         """No two of its characters can be part of one control token, nor can one of them and one of
-        the template's. Names that a template may look up stay whole."""
-        if kind != "free" and text.isidentifier():
+        the template's. Names and ids that a template may look up or measure stay whole."""
+        if kind != "free" and _NAME.fullmatch(text):
             return self._broken(text, marks)
         text, mark = marks.hide(text), marks.breaker
         bare = text if self._spaced else text.strip()  # so that a template can still trim it

@@ -7,8 +7,9 @@ request; compiles nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 
@@ -16,6 +17,7 @@ from pipeinfer.gateway.pieces import INPUT
 from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.lark_text import ESCAPED, Recursive, Unfit, as_regex, may_say
 from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
+from pipeinfer.gateway.reading.pythonic import KEY, NAME, CallList
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.grammars.lookaround import with_plain_digits
@@ -39,6 +41,7 @@ _BEFORE_TEXT = f'{{"{INPUT}": "'
 _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
 _CLASSES = {"D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
 _KEY = r"[^<>\s\"]{1,200}"
+_CALL_BEGINS = r"\[\s*[\w.-]+\s*\("  # in Python's notation
 
 
 class Inexpressible(ValueError):
@@ -70,13 +73,42 @@ class Wanted:
     texts: Mapping[str, StructuredOutputs] = field(default_factory=dict[str, StructuredOutputs])
 
     def tag(self, text: str) -> str:
-        """As the special token that the model has for it, or as text."""
-        found = (self.tokens or {}).get(text)
-        return f"<[{found.id}]>" if found is not None and found.special else quoted(text)
+        """With the special tokens that the model has for it or its parts, or as text."""
+        return _sequence(quoted(lead) if (lead := self.lead(text)) else "", self.behind_lead(text))
 
     def special(self, text: str) -> bool:
-        """Whether it is a special token, which no text can spell."""
-        return self.tag(text).startswith("<")
+        """Whether it is a special token or has one, which no text can spell."""
+        return bool(self.behind_lead(text))
+
+    def lead(self, text: str) -> str:
+        """The text before the first special token of it, all of it if it has none."""
+        return self._parts(text)[0]
+
+    def behind_lead(self, text: str) -> str:
+        """The special tokens and what stands between and behind them; empty if it has none."""
+        tokens = self.tokens or {}
+        parts = self._parts(text)[1:]
+        return _sequence(
+            *(f"<[{tokens[part].id}]>" if part in tokens else quoted(part) for part in parts)
+        )
+
+    def _parts(self, text: str) -> list[str]:
+        """The special tokens in it, and texts; a text comes first, which may be empty."""
+        if text not in self._known:
+            inside = (each for each in self._special if each in text)
+            longest = "|".join(re.escape(each) for each in sorted(inside, key=len, reverse=True))
+            lead, *rest = re.split(f"({longest})", text) if longest else [text]
+            self._known[text] = [lead, *filter(None, rest)]
+        return self._known[text]
+
+    @cached_property
+    def _known(self) -> dict[str, list[str]]:
+        """Parts of tags, which every parameter has and few tokens make: there may be a thousand."""
+        return {}
+
+    @cached_property
+    def _special(self) -> list[str]:
+        return [each for each, token in (self.tokens or {}).items() if token.special]
 
 
 CallGrammar = Callable[[Wanted], str]
@@ -169,11 +201,63 @@ def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> C
     return grammar
 
 
-def json_list(wanted: Wanted) -> str:
-    """A list of objects and nothing else, for models that have no form of their own."""
+def in_python(style: CallList) -> CallGrammar:
+    """Calls as Python writes them, with arguments in the order of the schema."""
+
+    def grammar(wanted: Wanted) -> str:
+        python = _Python(wanted)
+        calls = {name: python.call(name, f"p{i}") for i, name in enumerate(wanted.schemas)}
+        whole = [f"{quoted(name + '(')} {call}" for name, call in calls.items()]
+        opening, end = style.around
+        listed = _repeated(wanted, "called", quoted(style.between))
+        if style.brackets:
+            listed = f'"[" {listed} "]"'
+        rules = ["", rule("called", whole), *python.rules]
+        if opening:
+            listed = f"{listed} {wanted.tag(end)}"
+            form = _tagged(replace(wanted, many=False), opening, [listed], "", "")
+        elif not wanted.free:
+            form = _start(wanted, listed, _CALL_BEGINS)
+        else:
+            form = _first_in_list(wanted, style, calls)
+        return form + "\n".join(rules)
+
+    return grammar
+
+
+def _first_in_list(wanted: Wanted, style: CallList, calls: Mapping[str, str]) -> str:
+    """Content around calls that no tag opens: it holds nothing that begins like a list of them."""
+    more = f" ({quoted(style.between)} called)*" if wanted.many else ""
+    rules = [
+        f'start: (first{more} "]"){"*" if wanted.many else "?"} rest',
+        rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
+        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_BEGINS}(?s:.*)/",
+    ]
+    for i, name in enumerate(calls):
+        # Brackets are counted, in texts as well: the remark closes those of the suffix.
+        rules.append(f"f{i}[suffix={quoted(f'[{name}(')}]: TEXT // )]")
+    return "\n".join(rules)
+
+
+def json_list(wanted: Wanted, key: str = "parameters") -> str:
+    """A list of objects and nothing else. `key`: of arguments."""
     listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
-    calls = [_call(wanted, name, "parameters") for name in wanted.schemas]
-    return "\n".join((_start(wanted, listed), rule("call", calls)))
+    call = _call if wanted.form is None else _object  # as in llama3
+    rules = [rule("call", [call(wanted, name, key) for name in wanted.schemas])]
+    if wanted.free:
+        listed = f"({listed}) | text"
+        rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*\\[\\s*\\{{(?s:.*)/"]
+    return "\n".join((_start(wanted, listed), *rules))
+
+
+def in_objects(marks: Marks) -> CallGrammar:
+    """Objects, each behind a marker."""
+
+    def grammar(wanted: Wanted) -> str:
+        bodies = [_call(wanted, name, "arguments") for name in wanted.schemas]
+        return _tagged(wanted, marks.opening, bodies, "", "")
+
+    return grammar
 
 
 def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between: str) -> str:
@@ -181,12 +265,14 @@ def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between
     tag, body = wanted.tag(opening), rule("body", bodies)
     if not wanted.free:
         call = f"call: {tag} body"
-        start = _start(wanted, _repeated(wanted, "call", between), opening)
+        start = _start(wanted, _repeated(wanted, "call", between), re.escape(opening))
         return "\n".join((start, call, body))
     sign = "*" if wanted.many else "?"
     if wanted.special(opening):
-        text = f"TEXT: {_without(never)}"
-        return "\n".join((f"start: text ({tag} body text){sign}", "text: TEXT", text, body))
+        text, lead = _without(never), wanted.lead(opening)
+        ends = f" & /(?s:.*){_slashed(lead)}/" if lead else ""
+        rules = (f"before: BEFORE\nBEFORE: {text}{ends}", f"rest: REST\nREST: {text}", body)
+        return "\n".join((f"start: (before {wanted.behind_lead(opening)} body){sign} rest", *rules))
     # Content may not begin with a newline there: the lexer would not know which is meant.
     before = f"before[suffix={tag}]: {_without(never)}"
     rest = f"REST: {_without(opening, never)}"
@@ -195,33 +281,37 @@ def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between
 
 def _without(*texts: str) -> str:
     """A regular expression of texts that have none of them."""
-    escaped = "|".join(
-        re.escape(text).replace("/", "\\/").replace("\\\n", "\\n") for text in texts if text
-    )
+    escaped = "|".join(_slashed(text) for text in texts if text)
     return f"{ANY_TEXT} & ~/(?s:.*)({escaped})(?s:.*)/" if escaped else ANY_TEXT
 
 
-def _start(wanted: Wanted, calls: str, opening: str = "") -> str:
-    """Calls, or the wanted form in their place. Behind thoughts models begin a paragraph."""
+def _slashed(text: str) -> str:
+    """A text as it stands in a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
+
+
+def _start(wanted: Wanted, calls: str, never: str = "") -> str:
+    """Calls, or the wanted form in their place. Behind thoughts models begin a paragraph. `never`:
+    as for _instead."""
     space = "/\\n\\n?/? " if wanted.thinks else ""
     if wanted.form is None:
         return f"start: {space}{calls}"
-    return f"start: {space}({calls} | form)\n{_instead(wanted.form, opening)}"
+    return f"start: {space}({calls} | form)\n{_instead(wanted.form, never)}"
 
 
-def _instead(form: StructuredOutputs, opening: str) -> str:
-    """The rule of an answer that has a form. `opening`: of calls, which such an answer lacks."""
+def _instead(form: StructuredOutputs, never: str) -> str:
+    """The rule of an answer that has a form. `never`: a regular expression of what calls begin
+    with, and no such answer."""
     if form.json is not None:
         return f"form: %json {form_schema(form.json)}"
     if form.choice is not None:
         return rule("form", [quoted(text) for text in form.choice])
     if form.regex is None:
         raise Inexpressible(f"a grammar cannot stand beside that of calls; {INSTEAD}")
-    if not opening:
+    if not never:
         said = "beside this model's calls, a form must be a schema or a choice"
         raise Inexpressible(f"{said}; {INSTEAD}")
-    never = re.escape(opening).replace("/", "\\/")
-    return f"form: FORM\nFORM: /{slashed(form.regex)}/ & ~/{never}(?s:.*)/"
+    return f"form: FORM\nFORM: /{slashed(form.regex)}/ & ~/{slashed(never)}(?s:.*)/"
 
 
 def slashed(regex: str) -> str:
@@ -375,9 +465,12 @@ class _Elements:
         self._closing = _sequence(self._line, end, self._apart)
         never = _without(*tags.ends_of_value)
         self._special = wanted.special(tags.value_end)
-        if self._special:  # which no text can spell
-            line = " & /(?s:.*)\\n/" * tags.lines
-            self.rules = [f"value: VALUE {_sequence(end, self._apart)}", f"VALUE: {never}{line}"]
+        # What of the closing no token spells is a part of a text before it.
+        self._lead = "\n" * tags.lines + wanted.lead(tags.value_end) if self._special else ""
+        self._behind_lead = _sequence(wanted.behind_lead(tags.value_end), self._apart)
+        if self._special:
+            ends = f" & /(?s:.*){_slashed(self._lead)}/" if self._lead else ""
+            self.rules = [f"value: VALUE {self._behind_lead}", f"VALUE: {never}{ends}"]
         else:
             self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
 
@@ -385,7 +478,8 @@ class _Elements:
         """From behind the tag of calls; rules that it needs are named with `prefix`. Raises
         Inexpressible."""
         opening, end = self._tags.function
-        opening, closing = _apart(opening), self._wanted.tag(end) if end else ""
+        opening = self._wanted.tag(opening) if opening else ""
+        closing = self._wanted.tag(end) if end else ""
         before = self._apart if opening and not self._tags.together else ""
         named = quoted(name + self._tags.name_end + self._tags.apart)
         text = self._wanted.texts.get(name)
@@ -396,21 +490,26 @@ class _Elements:
         behind = self._apart if closing else ""
         return _sequence(before, opening, named, parameters, closing, behind)
 
-    def _key(self, key: str) -> str:
-        """The begin of a parameter, up to its value. `key`: an expression."""
-        tag, value = self._wanted.tag, self._tags.value
+    def _key(self, key: str, text: bool | None) -> str:
+        """The begin of a parameter, up to its value. `key`: an expression. `text`: whether the
+        value is one; None: either."""
+        tag, value, typed = self._wanted.tag, self._tags.value, self._tags.typed
         between = (self._apart, tag(value)) if value else ()
-        return _sequence(tag(self._tags.key), key, tag(self._tags.key_end), *between, self._line)
+        types = '("true" | "false")' if text is None else quoted("true" if text else "false")
+        said = (quoted(typed), types) if typed else ()
+        return _sequence(
+            tag(self._tags.key), key, *said, tag(self._tags.key_end), *between, self._line
+        )
 
     def _text(self, name: str, prefix: str, text: StructuredOutputs) -> str:
         """The one parameter of a custom tool, whose text is held."""
-        closing = "" if self._special else msgspec.json.decode(self._closing, type=str)
+        closing = self._lead if self._special else msgspec.json.decode(self._closing, type=str)
         regex = _text_regex(name, text, closing and closing[0] + "<")
         if regex is not None:
             value = self._regex(prefix, regex)
         else:
             value = f"{_nested(text)} {self._closing}"
-        self.rules.append(f"{prefix}: {self._key(quoted(INPUT))} {value}")
+        self.rules.append(f"{prefix}: {self._key(quoted(INPUT), True)} {value}")
         return prefix
 
     def _regex(self, prefix: str, regex: str) -> str:
@@ -418,37 +517,27 @@ class _Elements:
         name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
         held = f"/{slashed(regex)}/ & {_without(*self._tags.ends_of_value)}"
         if self._special:
-            self.rules.append(f"{upper}: {held}")
-            return f"{upper} {self._closing}"
+            text = f"/({slashed(regex)}){_slashed(self._lead)}/"
+            self.rules.append(f"{upper}: {text} & {_without(*self._tags.ends_of_value)}")
+            return f"{upper} {self._behind_lead}"
         self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {held}"]
         return name
 
     def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
         if given is None:
-            self.rules.append(f"{prefix}: {self._key(f'/{_KEY}/')} value")
+            self.rules.append(f"{prefix}: {self._key(f'/{_KEY}/', None)} value")
             return f"{prefix}*"
-        schema = given or NO_PARAMETERS
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        strange = sorted(set(schema) - _OF_OBJECT)
-        if strange or not isinstance(properties, dict) or not isinstance(required, list):
-            said = strange[0] if strange else "properties"
-            raise Inexpressible(f"{name}: calls of this model cannot be held to {said[:100]!r}")
-        missing = [key for key in required if key not in properties]
-        if missing:
-            raise Inexpressible(f"{name}: {str(missing[0])[:100]!r} is required and has no schema")
-        shared = {key: schema[key] for key in DEFINITIONS if key in schema}
+        properties, required, shared = _by_name(name, given, _KEY)
         parts: list[str] = []
         for i, (key, value) in enumerate(properties.items()):
-            if not re.fullmatch(_KEY, key):
-                raise Inexpressible(f"{name}: {key[:100]!r} cannot be the name of a parameter")
             said = self._value(name, value, shared)
-            self.rules.append(f"{prefix}_{i}: {self._key(quoted(key))} {said}")
+            self.rules.append(f"{prefix}_{i}: {self._key(quoted(key), _is_text(value))} {said}")
             parts.append(f"{prefix}_{i}" + "?" * (key not in required))
         return " ".join(parts)
 
     def _value(self, name: str, schema: JsonValue, shared: JsonObject) -> str:
         """A text stands for itself, all else is JSON."""
-        if types(schema) != frozenset(("string",)) or not isinstance(schema, dict):
+        if not _is_text(schema) or not isinstance(schema, dict):
             own = schema if isinstance(schema, dict) else {}
             return f"%json {msgspec.json.encode({**own, **shared}).decode()} {self._closing}"
         if set(schema) <= _REMARKS | {"type"}:
@@ -463,3 +552,100 @@ class _Elements:
                 "of texts"
             )
         return f"({' | '.join(map(quoted, texts))}) {self._closing}"
+
+
+def _is_text(schema: JsonValue) -> bool:
+    """Whether a value of that schema is a text, and nothing else."""
+    return types(schema) == frozenset(("string",))
+
+
+def _by_name(
+    function: str, given: JsonObject, key: str
+) -> tuple[JsonObject, Collection[JsonValue], JsonObject]:
+    """(schemas of the parameters, those that are required, definitions) of a schema, for forms that
+    write each parameter by itself. `key`: a regular expression of names. Raises Inexpressible."""
+    schema = given or NO_PARAMETERS
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    strange = sorted(set(schema) - _OF_OBJECT)
+    if strange or not isinstance(properties, dict) or not isinstance(required, list):
+        said = strange[0] if strange else "properties"
+        raise Inexpressible(f"{function}: calls of this model cannot be held to {said[:100]!r}")
+    missing = [each for each in required if each not in properties]
+    if missing:
+        raise Inexpressible(f"{function}: {str(missing[0])[:100]!r} is required and has no schema")
+    for each in properties:
+        if not re.fullmatch(key, each):
+            raise Inexpressible(f"{function}: {each[:100]!r} cannot be the name of a parameter")
+    return properties, required, {each: schema[each] for each in DEFINITIONS if each in schema}
+
+
+# ------------------------------------------------------------------------------------------- Python
+
+
+class _Python:
+    """Functions with their arguments in parentheses. `rules`: that they need."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self.rules = [f'pair: /{KEY}/ "=" %json {{}}']
+        self._values: dict[str, str] = {}  # the names of their rules
+
+    def call(self, name: str, prefix: str) -> str:
+        """From behind the opening parenthesis. Raises Inexpressible."""
+        if not re.fullmatch(NAME, name):
+            raise Inexpressible(f"{name[:100]!r} cannot be called in this model's form")
+        text = self._wanted.texts.get(name)
+        regex = None if text is None else _text_regex(name, text, ESCAPED)
+        if text is not None and regex is None:
+            return f'{quoted(INPUT + "=" + chr(34))} {_nested(text)} "\\")"'
+        schema = _schema(self._wanted, name, regex)
+        if schema is None:
+            return '(pair (", " pair)*)? ")"'
+        return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()
+
+    def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
+        """Those that are required, and others, in their order. Up to the first that is required,
+        each may be the first one; it has rules of its own then, as it stands in two places."""
+        properties, required, shared = _by_name(name, given, KEY)
+        values = [self._value(value, shared) for value in properties.values()]
+        heads = [f"{key}=" for key in properties]
+        optional = [key not in required for key in properties]
+        ahead = optional.index(False) if False in optional else len(heads)
+        behind = ""
+        for i in reversed(range(ahead + 1, len(heads))):
+            more = f"{quoted(', ' + heads[i])} {values[i]}"
+            behind = f"({more})? {behind}" if optional[i] else f"{more} {behind}"
+        rest = '""'
+        if ahead < len(heads):
+            self.rules.append(
+                f"{prefix}b{ahead}: {quoted(', ' + heads[ahead])} {values[ahead]} {behind}"
+            )
+            rest = f"{quoted(heads[ahead])} {values[ahead]} {behind}"
+        for i in reversed(range(ahead)):
+            # b: behind others; f: as the first one, or none.
+            after = f"{prefix}b{i + 1}" if i + 1 < len(heads) else ""
+            self.rules += [
+                f"{prefix}b{i}: ({quoted(', ' + heads[i])} {values[i]})? {after}",
+                f"{prefix}f{i}: {quoted(heads[i])} {values[i]} {after} | {rest}",
+            ]
+            rest = f"{prefix}f{i}"
+        return rest if heads else ""
+
+    def _value(self, schema: JsonValue, shared: JsonObject) -> str:
+        """In a rule that all values of such a schema share."""
+        value = _python_value(schema, shared)
+        if value not in self._values:
+            self._values[value] = f"v{len(self._values)}"
+            self.rules.append(f"{self._values[value]}: {value}")
+        return self._values[value]
+
+
+def _python_value(schema: JsonValue, shared: JsonObject) -> str:
+    """As JSON; words that are all of a value may be Python's."""
+    own = schema if isinstance(schema, dict) else {}
+    if not set(own) - _REMARKS - {"type"}:
+        if types(own) == frozenset(("boolean",)):
+            return '("True" | "False" | "true" | "false")'
+        if types(own) == frozenset(("null",)):
+            return '("None" | "null")'
+    return f"%json {msgspec.json.encode({**own, **shared}).decode()}"

@@ -2,6 +2,7 @@
 
     <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
     <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    <invoke name="name"><parameter name="key" string="true">value</parameter></invoke>
 
 What a value is in JSON, the tool's schema says. `ElementTags` says how a form writes the elements.
 Knows no model.
@@ -36,8 +37,10 @@ class ElementTags:
     `call`: around calls. `function`: around one of them, up to its name, which `name_end` ends;
     where it is empty the name stands behind the tag `call`, before a key or the end. `key`: before
     the name of a parameter, which `key_end` ends; `value`: before its value, which `value_end`
-    ends. `lines`: a value stands on lines of its own. `forgets`: models of this form forget ends.
-    `apart`: what stands between elements. `together`: all calls stand between two tags."""
+    ends. `typed`: between a parameter's name and whether its value is a text, true or false; empty
+    where nothing says so. `lines`: a value stands on lines of its own. `forgets`: models of this
+    form forget ends. `apart`: what stands between elements. `together`: all calls stand between two
+    tags."""
 
     call: tuple[str, str]
     key: str
@@ -46,6 +49,7 @@ class ElementTags:
     function: tuple[str, str] = ("", "")
     name_end: str = ""
     value: str = ""
+    typed: str = ""
     lines: bool = False
     forgets: bool = True
     apart: str = "\n"
@@ -82,6 +86,14 @@ MINIMAX_M2 = ElementTags(
     ('<invoke name="', "</invoke>"), '">',
     together=True,
 )  # fmt: skip
+DEEPSEEK_V32 = ElementTags(
+    ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>",
+    ('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), '">',
+    typed='" string="',
+    together=True,
+)  # fmt: skip
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
 GLM45 = ElementTags(
     ("<tool_call>", "</tool_call>"),
     "<arg_key>", "</arg_key>", "</arg_value>",
@@ -106,7 +118,7 @@ class Elements:
         self._calls = self._values = 0
         self._properties: JsonObject = {}
         self._content = Content()
-        self._key = ""
+        self._key = self._typed = ""
         self._value = _Value(frozenset(), tags.lines)
         self._object: ValueEnd | None = None  # of a call whose parameters are no elements
 
@@ -255,8 +267,10 @@ class Elements:
         if at < 0:
             self._state = "key" if len(self._text) < MOST_LETTERS else "body"
             return self._state == "body"
-        self._key, self._text = self._text[:at].strip(SPACE), self._text[at:]
-        self._text = self._text[len(self._tags.key_end) :]
+        key, self._text = self._text[:at], self._text[at + len(self._tags.key_end) :]
+        if self._tags.typed:
+            key, _, self._typed = key.partition(self._tags.typed)
+        self._key = key.strip(SPACE)
         self._state = "between"
         return True
 
@@ -272,9 +286,16 @@ class Elements:
             self._text = self._text[len(value) :]
         self._argue(f"{', ' if self._values else ''}{_json(self._key)}: ", pieces)
         self._values += 1
-        self._value = _Value(types(self._properties.get(self._key)), self._tags.lines)
+        self._value = _Value(self._types(), self._tags.lines)
         self._state = "value"
         return True
+
+    def _types(self) -> frozenset[str]:
+        """Of the value of the key, by the schema, and by what the call says of it."""
+        known = types(self._properties.get(self._key))
+        if self._typed == "true" and (not known or "string" in known):
+            return frozenset(("string",))
+        return (known - {"string"} or known) if self._typed == "false" else known
 
     def _valued(self, pieces: list[Piece]) -> bool:
         found = find(self._text, self._tags.ends_of_value)
@@ -371,8 +392,9 @@ def _type(text: str) -> str:
 def _from_python(text: str) -> str:
     """A literal in JSON, where all of the text is one; else nothing."""
     value = PythonValue()
-    end, said = value.take(text, 0)
-    return said + value.end() if end == len(text) else ""
+    end, said = value.take(text, 0, last=True)
+    said += value.end()
+    return said if value.done and not value.strange and end == len(text) else ""
 
 
 def _json(value: str) -> str:

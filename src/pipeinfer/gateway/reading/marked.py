@@ -58,10 +58,12 @@ MISTRAL = Marks(
     ),
     lists=True,
 )
+GIGACHAT3 = Marks("<|function_call|>")
 GRANITE = Marks("<|tool_call|>", lists=True)
 PHI4_MINI = Marks("functools", lists=True)
 HUNYUAN = Marks("<tool_calls>", "</tool_calls>", lists=True)
 JSON_LIST = Marks("", lists=True)
+XLAM = Marks("", objects=False, lists=True)
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK_V3 = Marks(
     "<｜tool▁call▁begin｜>",

@@ -17,6 +17,8 @@ from pipeinfer.gateway.reading.call_grammars import (
     hermes,
     in_elements,
     in_lists,
+    in_objects,
+    in_python,
     in_section,
     json_list,
     llama3,
@@ -24,6 +26,8 @@ from pipeinfer.gateway.reading.call_grammars import (
 )
 from pipeinfer.gateway.reading.custom_inputs import CustomInputs
 from pipeinfer.gateway.reading.elements import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
     GLM45,
     GLM47,
     MINIMAX_M2,
@@ -40,6 +44,7 @@ from pipeinfer.gateway.reading.marked import (
     ARGUMENT_BEGIN,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GIGACHAT3,
     GRANITE,
     HERMES,
     HUNYUAN,
@@ -48,9 +53,11 @@ from pipeinfer.gateway.reading.marked import (
     MISTRAL,
     PHI4_MINI,
     SEPARATOR,
+    XLAM,
     Marked,
     Marks,
 )
+from pipeinfer.gateway.reading.pythonic import LFM2, OLMO3, PYTHONIC, CallList, Pythonic
 from pipeinfer.gateway.reading.thinking import Thinking
 from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
@@ -107,6 +114,12 @@ def _elements(tags: ElementTags, *shown: str, **more: Unpack[_More]) -> ToolPars
     return ToolParser(made, grammar, shown, markers=tags.markers, **more)
 
 
+def _pythonic(style: CallList, *shown: str, **more: Unpack[_More]) -> ToolParser:
+    """Of calls as Python writes them."""
+    made = partial(Pythonic, style)
+    return ToolParser(made, in_python(style), shown, markers=style.markers, **more)
+
+
 # What may stand between a tag and JSON where a template says both: line ends and its own syntax.
 _SYNTAX = r"(?:\\n|[^<>\w])*"
 _OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
@@ -142,6 +155,10 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         never=("```json",),
         special=True,
     ),
+    "deepseek_v32": _elements(DEEPSEEK_V32, "｜DSML｜", "function_calls>", special=True),
+    "deepseek_v4": _elements(
+        DEEPSEEK_V4, "｜DSML｜", "tool_calls>", never=("function_calls>",), special=True
+    ),
     "kimi_k2": _marked(
         KIMI_K2,
         in_section(KIMI_K2, "functions.{}:0", ARGUMENT_BEGIN),
@@ -155,6 +172,19 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "granite": _marked(GRANITE, in_lists(GRANITE), re.escape(GRANITE.opening), special=True),
     "hunyuan_a13b": _marked(HUNYUAN, in_lists(HUNYUAN), r"<tool_calls>\["),
     "phi4_mini_json": _marked(PHI4_MINI, in_lists(PHI4_MINI), r"functools\["),
+    "xlam": ToolParser(
+        lambda _: Marked(XLAM, begun=True),
+        partial(json_list, key="arguments"),
+        ('"name": "tool_call_name", "arguments"',),
+    ),
+    "gigachat3": _marked(
+        GIGACHAT3, in_objects(GIGACHAT3), re.escape(GIGACHAT3.opening), special=True
+    ),
+    "pythonic": _pythonic(PYTHONIC, r"func_name1\(param"),
+    "lfm2": _pythonic(
+        LFM2, r"<\|tool_(?:call|list)_start\|>|List of tools: \[", special=True
+    ),
+    "olmo3": _pythonic(OLMO3, "<function_calls>", never=("｜DSML｜",)),
     "openai": ToolParser(
         Harmony, harmony, tuple(map(re.escape, (START, CHANNEL, MESSAGE))), special=True
     ),
@@ -163,9 +193,6 @@ TOOL_PARSERS: dict[str, ToolParser] = {
 ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
 # Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
 UNREAD_FORMS = {
-    "pythonic": r"func_name1\(param",
-    "lfm2": r"<\|tool_call_start\|>",
-    "deepseek_v32": "｜DSML｜",
     "functiongemma": "<start_function_call>",
     "gemma4": r"<\|tool_call>call:",
     "cohere_command": r"<\|START_ACTION\|>",
@@ -174,7 +201,15 @@ UNREAD_FORMS = {
     "granite-20b-fc": "<function_call>",
     "minicpm5": "<function name=",
     "minimax_m1": "<tool_calls></tool_calls>",
+    "minimax_m3": r"\]<\]minimax\[>\[",
     "nemotron": "<TOOLCALL>",
+    "kimi_k3": r"<\|end_of_msg\|>",
+    "gigachat3_0": r"<\|role_sep\|>",  # of version 3.0, in messages of their own
+    "functionary": r"start_tag => `<function`|>>>\$\{recipient\}",
+    "muse_glimmer": "<atem:function_calls>",
+    "hy_v3": r"<tool_call\{\}>",
+    "solar_open": r"<\|tool_call:begin\|>",
+    "command_r_plus": r"Write \\?'Action:\\?'",
 }
 # Parts of one reader, by vLLM's names.
 HARMONY = ("openai", "openai_gptoss")
@@ -366,7 +401,7 @@ def reading(
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
-    told = (name for name, mark in UNREAD_FORMS.items() if re.search(mark, template))
+    told = (name for name, mark in UNREAD_FORMS.items() if not tools and re.search(mark, template))
     return Reading(
         tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none",
         unread=next(told, ""),
