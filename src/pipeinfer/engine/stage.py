@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import Prefix
 from pipeinfer.engine.preload import preload_torch
 from pipeinfer.engine.start import Start, process_age
@@ -42,7 +42,7 @@ def build(context: StageContext) -> Stage:
     graphs = Progress(f"{identity.id} CUDA graphs", "")
     start = Start(graphs.show)
     start.took("process", process_age())
-    folder = resolve_model(settings.model, settings.revision)
+    folder = find_model(settings, context.say)
     ordinal = context.topology.gpu(identity.id)
     with start.phase("imports"):
         libraries = preload_torch(None if settings.device == "cpu" else ordinal)

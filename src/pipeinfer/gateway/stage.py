@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from pipeinfer.checkpoint.fields import read_json
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
@@ -51,7 +51,7 @@ TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
-    folder = resolve_model(settings.model, settings.revision)
+    folder = find_model(settings, context.say)
     traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
