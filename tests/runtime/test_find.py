@@ -12,7 +12,16 @@ import pytest
 
 from pipeinfer.cli.main import main
 from pipeinfer.cli.swap import chosen_stage
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive, running_servers, running_topology
+from pipeinfer.runtime.find import (
+    PREFIX,
+    TOPOLOGY,
+    Served,
+    alive,
+    publish,
+    running_servers,
+    running_topology,
+    url_from_here,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Entry, Topology
@@ -75,6 +84,32 @@ def test_a_server_that_was_killed_does_not_run(temporary):
         assert [one.pid for one in running_servers()] == [process.pid]
         process.kill()
     assert running_servers() == []
+
+
+def test_what_a_running_server_serves_is_known_once_it_has_a_port(temporary):
+    file = server(temporary, "one")
+    with alive(file):
+        assert [one.served for one in running_servers()] == [None]
+        served = Served(url="http://127.0.0.1:8123", model="tiny", path="/models/tiny")
+        publish(file, served)
+        [one] = running_servers()
+        assert one.served == served and one.served.port == 8123
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("fe80::1", "http://[fe80::1]:80"),
+        ("gpu-a", "http://gpu-a:80"),
+    ],
+)
+def test_an_address_that_listens_everywhere_is_reached_from_here(host, url):
+    assert url_from_here(host, 80, secure=False) == url
+    assert url_from_here(host, 80, secure=True) == url.replace("http", "https")
 
 
 def test_a_file_written_by_hand_leads_to_the_server_that_serves_it(temporary):

@@ -1,12 +1,13 @@
 """Finds the server that runs on this host: for commands that talk to one without being told where.
 
 A server keeps its topology in a temporary folder, beside a file that it holds locked as long as it
-lives. Opens no sockets.
+lives, and a file that says where it listens for HTTP and what it serves. Opens no sockets.
 """
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import stat
 import tempfile
@@ -15,20 +16,43 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Topology
 
-PREFIX, TOPOLOGY, MARK = "pipeinfer-", "pipeinfer.toml", "pid"
+PREFIX, TOPOLOGY, MARK, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a server that has a gateway on this host says of itself.
+
+    url: of its HTTP, for clients on this host ("http://127.0.0.1:8000"). model: as /v1/models names
+    it. path: of the model's folder or file.
+    """
+
+    url: str
+    model: str
+    path: str
+
+    @property
+    def port(self) -> int:
+        """Of its HTTP."""
+        return int(self.url.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server of this user on this host: its supervisor's process, and its topology file."""
+    """A server of this user on this host: its supervisor's process, and its topology file.
+
+    served: None before it has its port, and where its gateway is on another host.
+    """
 
     pid: int
     file: Path
     topology: Topology
+    served: Served | None = None
 
 
 @contextmanager
@@ -41,6 +65,23 @@ def alive(file: Path) -> Iterator[None]:
         yield
 
 
+def publish(file: Path, served: Served) -> None:
+    """Says what the running server of the topology `file` serves, and where. Whoever looks finds
+    all of it or nothing."""
+    unfinished = file.with_name(f"{SERVED}.new")
+    unfinished.write_bytes(msgspec.json.encode(served))
+    unfinished.replace(file.with_name(SERVED))
+
+
+def url_from_here(host: str, port: int, secure: bool) -> str:
+    """How a client on this host reaches a server that listens on `host`, which may be all of its
+    addresses ("", 0.0.0.0, ::)."""
+    if not host or _is_any(host):
+        host = "::1" if ":" in host else "127.0.0.1"
+    host = f"[{host}]" if ":" in host else host
+    return f"{'https' if secure else 'http'}://{host}:{port}"
+
+
 def running_servers() -> list[Running]:
     """All servers of this user whose temporary folder is found, oldest first."""
     found: list[tuple[float, Running]] = []
@@ -51,7 +92,7 @@ def running_servers() -> list[Running]:
             if owners != {os.getuid()} or not stat.S_ISREG(status.st_mode) or not _locked(mark):
                 continue  # somebody else's, or made to look like ours
             file = mark.with_name(TOPOLOGY)
-            running = Running(int(mark.read_text()), file, topologies.load(file))
+            running = Running(int(mark.read_text()), file, topologies.load(file), _served(file))
         except (OSError, ValueError, RecursionError, ConfigurationError):
             continue  # it begins or ends just now, or is no topology at all
         found.append((status.st_mtime, running))
@@ -79,6 +120,20 @@ def running_topology(path: str | None = None) -> Topology:
         listed = ", ".join(f"{s.file} (process {s.pid})" for s in servers)
         raise ConfigurationError(f"several servers run here, choose with --topology: {listed}")
     return servers[0].topology
+
+
+def _served(file: Path) -> Served | None:
+    try:
+        return msgspec.json.decode(file.with_name(SERVED).read_bytes(), type=Served)
+    except FileNotFoundError:
+        return None
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def _locked(mark: Path) -> bool:
