@@ -25,6 +25,7 @@ from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
+from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.runtime.listening import BACKLOG, close_all
 
 LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
@@ -185,4 +186,7 @@ class HttpDriver:
     def _announce(self) -> None:
         if self._open and not self._announced and self._service.core.status == "ready":
             self._announced = True
-            print(f"ready {self.url}", file=sys.stdout, flush=True)
+            try:
+                print(f"ready {self.url}", file=sys.stdout, flush=True)
+            except BrokenPipeError:  # a server goes on, whether anybody reads that or not
+                discard_unread()

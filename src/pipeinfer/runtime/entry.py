@@ -24,6 +24,7 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.room import make_room
+from pipeinfer.bus.wires import AddressTaken
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.door import WAIT, opened
@@ -35,6 +36,7 @@ from pipeinfer.runtime.heap import keep_large_apart
 from pipeinfer.runtime.incarnations import GIVEN, after, given
 from pipeinfer.runtime.logs import complain, set_up_logging
 from pipeinfer.runtime.parent import ParentWatch
+from pipeinfer.runtime.port_owner import owner
 from pipeinfer.runtime.report import Reporter, reporter
 from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
@@ -210,6 +212,11 @@ async def run_shell(shell: Shell) -> int:
     except ConfigurationError as error:
         complain(shell.settings, str(error))
         return MISCONFIGURED
+    except AddressTaken as error:  # by the process before perhaps, so that this one may come again
+        host, _, port = error.place.removeprefix("tcp://").rpartition(":")
+        whose = owner(host.strip("[]*"), int(port))
+        complain(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
+        return FAILED
     except zmq.ZMQError as error:
         complain(shell.settings, f"{shell.identity.id}: {error}")
         return FAILED
