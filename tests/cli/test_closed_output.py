@@ -26,7 +26,7 @@ def nobody_reads() -> int:
 
 
 @pytest.mark.parametrize(
-    "words", ["doctor --port 0", "topology check FILE", "--help", "api-key me"]
+    "words", ["doctor --port 0", "topology check FILE", "--help", "keys --out FOLDER"]
 )
 def test_a_command_ends_as_by_sigpipe(tmp_path, words):
     file = tmp_path / "pipeinfer.toml"
@@ -36,7 +36,7 @@ def test_a_command_ends_as_by_sigpipe(tmp_path, words):
     )
     sink = nobody_reads()
     done = subprocess.run(
-        [*PROGRAM, *words.replace("FILE", str(file)).split()],
+        [*PROGRAM, *words.replace("FILE", str(file)).replace("FOLDER", str(tmp_path)).split()],
         env={**environment(), "PYTHONUNBUFFERED": ""}, stdout=sink, stderr=subprocess.PIPE,
         text=True, timeout=60,
     )  # fmt: skip

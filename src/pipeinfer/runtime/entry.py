@@ -40,6 +40,7 @@ from pipeinfer.runtime.port_owner import owner
 from pipeinfer.runtime.report import Reporter, reporter
 from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
+from pipeinfer.runtime.status_line import StatusLine, follow
 from pipeinfer.runtime.wakefulness import patience
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
@@ -197,7 +198,15 @@ async def _run(
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
-    return await run_shell(shell)
+    if options.child:  # whoever started it says so for all
+        return await run_shell(shell)
+    line = StatusLine(settings.log_format == "text")
+    starting = asyncio.create_task(follow(lambda: {identity.id: shell.state()}, line))
+    try:
+        return await run_shell(shell)
+    finally:
+        starting.cancel()
+        line.clear()
 
 
 async def run_shell(shell: Shell) -> int:
