@@ -48,7 +48,7 @@ def stream(server: Server, max_tokens: int = 1500):
 
 
 def all_free(server: Server) -> bool:
-    return server.metric("pipeinfer_pages_free") == server.metric("pipeinfer_pages_total") == 300
+    return server.metric("pipeinfer_pages_free") == server.metric("pipeinfer_pages") == 300
 
 
 def ended_by_themselves(server: Server) -> float:

@@ -18,6 +18,7 @@ from pipeinfer.beats import FORGET
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.grammars.bounds import FULL
+from pipeinfer.histogram import Histogram
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -91,6 +92,7 @@ class SchedulerCore:
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
         self._ledger = Ledger(tokenizers, detokenizers, FORGET * options.host_loss)
         self._outbox = Outbox(group)
+        self._prefill_times = Histogram()
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(ENDS, 0))
 
     @property
@@ -166,6 +168,8 @@ class SchedulerCore:
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
+            **self._planner.queue_times.statistics("queue"),
+            **self._prefill_times.statistics("prefill"),
         }
 
     def idle(self) -> bool:
@@ -431,6 +435,8 @@ class SchedulerCore:
                 if trouble:
                     self._stumble(request, trouble)
                 else:
+                    if not request.outputs:
+                        self._prefill_times.observe(now - request.admitted)
                     self._accept(request, tokens, logprobs)
         except (Impossible, Disagreement) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed

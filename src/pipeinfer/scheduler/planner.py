@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
+from pipeinfer.histogram import Histogram
 from pipeinfer.messages import Admit, Extend, Hello, Plan, Prepare, Prepared, Release
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
@@ -76,7 +77,8 @@ class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
     Gives out `slots` and launches `flights`; what engines say of either, their owner hears.
-    `counts` go into the statistics, and `allowed`, what MixedBudget.allows says.
+    `counts` go into the statistics, and `allowed`, what MixedBudget.allows says; so does
+    `queue_times`, in seconds from a request's arrival to its first slot.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Planner:
         self._flights = flights
         counted = "plans", "planned_tokens", "jumped_tokens", "preemptions"
         self.counts: dict[str, int] = dict.fromkeys(counted, 0)
+        self.queue_times = Histogram()
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
@@ -308,6 +311,10 @@ class Planner:
         releases = self._slots.publish()
         shares = self._slots.shared_by(board.admitted)
         admits = self._slots.admit(board.admitted)
+        for request in board.admitted:
+            if request.admission == 1:
+                request.admitted = now
+                self.queue_times.observe(now - request.since)
         rows = [(request, count) for request, count in board.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
         if self._slots.ahead:

@@ -24,7 +24,8 @@ class Request:
     """State of a live request; see `SchedulerCore` for who changes what.
 
     The prompt stays as it came, in `work`: nobody looks at single ids of it.
-    since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
+    since: when it came, by the clock that plans are made by. admitted: when it first got a slot, by
+    the same. queued: the tokens as which it counts
     while it waits. slot: -1 unless it runs.
     told: tokens told at the last admission. known: those, and what was told since (K).
     computed: confirmed by results. projected: what will be computed once the steps in flight are
@@ -64,6 +65,7 @@ class Request:
     phase: Phase = "new"
     spoiled: bool = False
     since: float = 0.0
+    admitted: float = 0.0
     score_size: int = 0
     prompt_score_size: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
