@@ -477,9 +477,10 @@ GROUPS: dict[str, dict[str, Told]] = {
         "vllm_metrics": Told(
             "",
             "metrics also by vLLM's names",
-            more="For dashboards, autoscalers and the endpoint picker of the gateway API's "
-            "inference extension, which know those names. [Metrics](metrics.md) lists them; "
-            "`/metrics` has each besides the one of pipeinfer.",
+            "only those of pipeinfer",
+            "For dashboards, autoscalers and the endpoint picker of the gateway API's "
+            "inference extension, which know those names. [The reference](reference/metrics.md) "
+            "lists them; `/metrics` has them beside those of pipeinfer.",
         ),
         "stay_awake": Told(
             "",

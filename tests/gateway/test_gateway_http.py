@@ -373,7 +373,8 @@ async def test_metrics_count_requests_and_tokens(gateway: Gateway) -> None:
         "requests_running": 3,
         "requests_waiting": 4,
         "pages_free": 5,
-        "pages_total": 9,
+        "pages": 9,
+        'kv_usage_ratio{group="0"}': 1 - 5 / 9,
         "prefix_cache_hit_ratio": 0.25,
     }
     assert {name: float(values[f"pipeinfer_{name}"]) for name in expected} == expected

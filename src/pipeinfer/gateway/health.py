@@ -159,6 +159,7 @@ class Health:
 
 def kv_usage(engine: Row) -> float:
     """Share of an engine's pages that requests use; cached ones are there for others."""
-    total = engine.stats["pages_total"]
-    unused = engine.stats["pages_free"] + engine.stats["pages_evictable"]
-    return max(1.0 - unused / total, 0.0) if total else 0.0
+    total, free, evictable = (
+        engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
+    )
+    return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0

@@ -163,13 +163,16 @@ class VllmMetrics(Collector):
     def _of_schedulers(self) -> Iterator[Metric]:
         stage = "scheduler"
         yield self._gauge(
-            "num_requests_running", "Requests in slots.", stage, lambda row: row.stats["running"]
+            "num_requests_running",
+            "Requests in slots.",
+            stage,
+            lambda row: row.stats.get("running", 0.0),
         )
         yield self._gauge(
             "num_requests_waiting",
             "Requests that a scheduler has and that are in no slot.",
             stage,
-            lambda row: row.stats["waiting"],
+            lambda row: row.stats.get("waiting", 0.0),
         )
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
@@ -178,8 +181,8 @@ class VllmMetrics(Collector):
             labels=(*LABELS, "reason"),
         )
         for row in self._rows(stage):
-            deferred = row.stats["held"] + row.stats["preparing"]
-            capacity = max(row.stats["waiting"] - deferred, 0.0)
+            deferred = row.stats.get("held", 0.0) + row.stats.get("preparing", 0.0)
+            capacity = max(row.stats.get("waiting", 0.0) - deferred, 0.0)
             waiting.add_metric(self._labels(row.group, "capacity"), capacity)
             waiting.add_metric(self._labels(row.group, "deferred"), deferred)
         yield waiting
@@ -224,8 +227,8 @@ class VllmMetrics(Collector):
         about = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")
         info = GaugeMetricFamily("vllm:cache_config_info", "Always 1; labels say it.", labels=about)
         for row in self._rows(stage):
-            told = [f"{row.stats[name]:.0f}" for name in ("page_tokens", "pages_total")]
-            dtype = "fp8_e4m3" if row.stats["kv_fp8"] else "auto"
+            told = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
+            dtype = "fp8_e4m3" if row.stats.get("kv_fp8", 0.0) else "auto"
             info.add_metric([*told, dtype, str(self._caches), str(row.group)], 1.0)
         yield info
 

@@ -35,6 +35,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.preparation:Asked", "answered"),
         ("pipeinfer.scheduler.prefixes:Prefixes", "_led"),
         ("pipeinfer.fair_queue:_Flows", "_last"),
+        ("pipeinfer.histogram:Histogram", "counts"),
         ("pipeinfer.scheduler.agreement:_Rank", "first"),
         ("pipeinfer.scheduler.agreement:_Rank", "own"),
     )
