@@ -11,6 +11,16 @@ LABELS = {"model_name": "pipeinfer-demo", "engine": "0"}
 ONE, MANY = 3, 9  # tokens of outputs
 # Those that the endpoint picker of the gateway API's inference extension asks for.
 PICKER = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+# What the dashboards of vLLM 0.33 draw, but for two histograms that there are not.
+DRAWN = {
+    "": (*PICKER, "generation_tokens_total", "prompt_tokens_total"),
+    "_sum": ("request_queue_time_seconds", "request_prefill_time_seconds",
+             "request_decode_time_seconds", "request_time_per_output_token_seconds"),
+    "_count": ("e2e_request_latency_seconds", "inter_token_latency_seconds",
+               "time_to_first_token_seconds"),
+    "_bucket": ("request_prompt_tokens", "request_generation_tokens",
+                "e2e_request_latency_seconds"),
+}  # fmt: skip
 
 
 class Scrape:
@@ -130,6 +140,13 @@ def test_a_stream_that_runs_is_seen_in_slots_and_pages(server, http):
     )
     assert 0 < now.vllm("kv_cache_usage_perc") < 1
     assert now.vllm("kv_cache_usage_perc") == pytest.approx(1 - (free + evictable) / pages)
+
+
+def test_dashboards_find_the_series_that_they_draw(looks):
+    _, after, _ = looks
+    for end, names in DRAWN.items():
+        more = {"le": "+Inf"} if end == "_bucket" else {}
+        assert all(after.vllm(name + end, **more) >= 0 for name in names)
 
 
 def test_routers_find_the_series_that_they_ask_for(looks):
