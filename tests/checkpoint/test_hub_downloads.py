@@ -4,6 +4,7 @@ missing is named. The hub is a server on this machine, the client the real one.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -87,6 +88,16 @@ def test_a_slow_download_says_how_far_it_is(
     assert lines and all(f"{NAME}: " in line and "/s, " in line for line in lines)
 
 
+def test_no_line_is_logged_for_each_request_of_the_client(
+    served: hub.Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    resolve_model(NAME, "", logging.getLogger("pipeinfer").info)
+    assert {record.name for record in caplog.records} == {"pipeinfer"}
+    assert 2 <= len(caplog.records) <= 4
+    assert logging.getLogger("httpx2").isEnabledFor(logging.INFO)  # as it was
+
+
 def test_a_server_that_knows_no_ranges_sends_the_whole_again(served: hub.Hub) -> None:
     served.ranges = False
     served.cuts = [(1_500_000, "closed")]
@@ -127,7 +138,6 @@ def test_a_model_whose_download_was_cut_off_is_loaded_and_answers(
     served: hub.Hub, tmp_path: Path
 ) -> None:
     served.cuts = [(SIZE // 2, "closed")]
-    served.rate = 2e6
     command = [sys.executable, "-m", "pipeinfer", "generate", "--model", NAME, "--max-tokens", "4"]
     environment = os.environ | hub.environment(served.url, tmp_path / "cache")
     done = subprocess.run(
@@ -140,16 +150,18 @@ def test_a_model_whose_download_was_cut_off_is_loaded_and_answers(
     assert first_byte(served.ranges_of(WEIGHTS)[1]) > SIZE // 3
 
 
-def test_a_download_that_was_killed_goes_on_in_the_next_process(
-    served: hub.Hub, tmp_path: Path
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+def test_a_download_that_was_ended_goes_on_in_the_next_process(
+    served: hub.Hub, tmp_path: Path, by: signal.Signals
 ) -> None:
     served.rate = 4e6
     code = f"from pipeinfer.checkpoint.source import resolve_model; resolve_model({NAME!r})"
     environment = os.environ | hub.environment(served.url, tmp_path / "cache")
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=quiet)
     assert served.reached.wait(60)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(by)
+    process.wait(60)
     served.rate = 0.0
     whole(resolve_model(NAME, "", lambda text: None))
     asked = served.ranges_of(WEIGHTS)

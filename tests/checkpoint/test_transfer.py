@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -52,21 +54,37 @@ def test_without_a_terminal_only_lines_are_said() -> None:
     assert told[-1].startswith("a/model: 0.0 KiB came in ")
 
 
+PROGRAM = """
+import sys
+from pipeinfer.checkpoint.transfer import Transfer
+with Transfer("a/model", {"file": 64 << 20}, print) as transfer:
+    transfer.add("file", 32 << 20)
+    sys.stdin.readline()
+    transfer.note("the connection broke")
+    transfer.add("file", 32 << 20)
+"""
+
+
 def test_on_a_terminal_one_line_is_rewritten_and_removed_at_the_end() -> None:
+    """Of a terminal that does not say how large it is."""
     master, slave = os.openpty()
-    told = list[str]()
-    shown = ""
-    with os.fdopen(slave, "w") as stream:
-        with Transfer("a/model", {"file": 64 * MIB}, told.append, stream) as transfer:
-            transfer.add("file", 32 * MIB)
-            while "50%" not in shown:
-                shown += os.read(master, 4096).decode()
-            transfer.add("file", 32 * MIB)
-        shown += os.read(master, 4096).decode()
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=slave, stdout=slave, stderr=slave
+    ) as process:
+        os.close(slave)
+        shown = ""
+        while "50%" not in shown:
+            shown += os.read(master, 4096).decode()
+        assert "\n" not in shown
+        os.write(master, b"\n")
+        while "came in" not in shown:
+            shown += os.read(master, 4096).decode()
+        assert process.wait(60) == 0
     os.close(master)
     assert re.search(r"a/model:\s+50%.*32\.0M/64\.0M \[[^\]]*B/s\]", shown)
-    assert "\n" not in shown and shown.rstrip(" ").endswith("\r")
-    assert len(told) == 1 and "64.0 MiB came in" in told[0]
+    assert "the connection broke\r\n" in shown
+    *_, last = shown.strip().split("\r")
+    assert last.startswith("a/model: 64.0 MiB came in ")
 
 
 def test_a_transfer_that_fails_does_not_say_that_all_came() -> None:

@@ -10,6 +10,7 @@ Knows no torch and not what the files say.
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,11 @@ def fetch(name: str, revision: str, say: Say, weights: bool = True) -> Path:
     how far it is. `weights`: whether a model without any is an error. Where the hub cannot be
     asked, the cache has to do. Raises ConfigurationError that names what is missing.
     """
+    with _no_line_for_each_request():
+        return _fetch(name, revision, say, weights)
+
+
+def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download  # slow to import, and rarely needed
 
     wanted: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
@@ -82,6 +88,21 @@ def fetch(name: str, revision: str, say: Say, weights: bool = True) -> Path:
         raise
     except Exception as error:
         raise _refusal(name, revision, error) from error
+
+
+@contextmanager
+def _no_line_for_each_request() -> Iterator[None]:
+    """The client's HTTP libraries log each at the level "info"; with "debug" one sees them."""
+    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        if not logger.isEnabledFor(logging.DEBUG):
+            logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _listed(api: HfApi, name: str, revision: str) -> Snapshot:

@@ -126,25 +126,22 @@ class Transfer:
 
     def _bar(self) -> None:
         """tqdm's rate is of what `update` says; what was here before is none of that."""
+        columns, rows = os.get_terminal_size(self._stream.fileno())  # some terminals say 0
         with tqdm(
             desc=self._name,
             total=self.total,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
-            ncols=_columns(self._stream),
+            ncols=columns or 80,
+            nrows=rows or 24,
+            mininterval=0,
             leave=False,
             file=self._stream,
         ) as bar:
             while not self._over.wait(LOOK):
                 bar.initial, bar.total = self.done - self.came, self.total
-                bar.update(self.done - bar.n)
-                bar.refresh()
-
-
-def _columns(stream: TextIO) -> int:
-    """Some terminals say 0."""
-    return os.get_terminal_size(stream.fileno()).columns or 80
+                bar.update(more) if (more := self.done - bar.n) else bar.refresh()
 
 
 class Lines:
