@@ -551,8 +551,8 @@ METRICS = (
     ),
     _row(
         "vllm:kv_cache_usage_perc sglang:token_usage",
-        "pipeinfer_pages_free pipeinfer_pages_total",
-        "1 - free / total. Cached pages count as used.",
+        "pipeinfer_kv_usage_ratio",
+        "By `group`. Cached pages do not count as used.",
     ),
     _row(
         "vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total sglang:cache_hit_rate",
@@ -560,9 +560,14 @@ METRICS = (
     ),
     _row("vllm:num_preemptions_total", "pipeinfer_preemptions_total"),
     _row(
-        "vllm:e2e_request_latency_seconds vllm:request_queue_time_seconds "
-        "vllm:request_prefill_time_seconds sglang:e2e_request_latency_seconds",
-        "",
+        "vllm:e2e_request_latency_seconds sglang:e2e_request_latency_seconds",
+        "pipeinfer_request_seconds",
+    ),
+    _row("vllm:request_queue_time_seconds", "pipeinfer_queue_seconds"),
+    _row("vllm:request_prefill_time_seconds", "pipeinfer_prefill_seconds"),
+    _row(
+        "vllm:request_time_per_output_token_seconds",
+        "pipeinfer_time_per_output_token_seconds",
     ),
     _row(
         "vllm:spec_decode_num_accepted_tokens_total vllm:lora_requests_info "

@@ -96,6 +96,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str = ""
+    vllm_metrics: bool = False
     threads: NonNegative = 0  # torch threads on the CPU; 0: all cores
     stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/wakefulness.py
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0

@@ -475,6 +475,14 @@ GROUPS: dict[str, dict[str, Told]] = {
             "The URL of an OpenTelemetry collector. Every stage sends a span for each request. "
             "Needs `pip install 'pipeinfer[otel]'`.",
         ),
+        "vllm_metrics": Told(
+            "",
+            "metrics also by vLLM's names",
+            "only those of pipeinfer",
+            "For dashboards, autoscalers and the endpoint picker of the gateway API's "
+            "inference extension, which know those names. [The reference](reference/metrics.md) "
+            "lists them; `/metrics` has them beside those of pipeinfer.",
+        ),
         "stay_awake": Told(
             "",
             "auto: beside GPUs, where there are cores to spare for it",

@@ -5,6 +5,8 @@ For the reference. A test compares the names with those of a running pipeline. K
 
 from __future__ import annotations
 
+from pipeinfer.histogram import names_of
+
 # Of an engine's step, in order: what its host does.
 PHASES = {
     "plan": "applies the plan to the pages and builds the step's arrays, on the event loop",
@@ -57,6 +59,13 @@ def _latencies(name: str, what: str, since: str) -> dict[str, str]:
             f"milliseconds of those since {since}: {percent}th percentile, 0 where there were none"
         )
     return said
+
+
+def _histogram(name: str, what: str) -> dict[str, str]:
+    """Of seconds, by buckets."""
+    *buckets, count, total = names_of(name)
+    said = {one: f"of those, within {one.rpartition('_')[2]} s" for one in buckets}
+    return {count: what, total: "seconds of those, all together", **said}
 
 
 # {stage: {statistic: what it counts or says}}
@@ -131,6 +140,8 @@ STATISTICS: dict[str, dict[str, str]] = {
         "target_step_tokens": "tokens of the longest step within `--itl-target` beside 64 streams "
         "of 1,000 tokens; 0 where step times are not known, or none is within it",
         "target_prompt_rate": "prompt tokens a second by such steps",
+        **_histogram("queue", "requests that got a slot for the first time, since they came"),
+        **_histogram("prefill", "requests that got their first output, since they got a slot"),
     },
     "engine": {
         "pages_total": "KV pages",

@@ -89,10 +89,12 @@ def test_a_checkpoint_without_a_tensor_is_refused_before_weights_are_read(folder
     assert seen == []
 
 
-def test_progress_ends_with_all_bytes(folder):
+@pytest.mark.parametrize("built_by", ["auto", "transformers"])
+def test_progress_begins_with_nothing_and_ends_with_all_bytes(folder, built_by):
     seen = []
-    load_engine(Settings(kv_pages=8), folder, lambda done, total: seen.append((done, total)))
-    assert seen[-1][0] == seen[-1][1] > 0
+    settings = Settings(kv_pages=8, model_impl=built_by)
+    load_engine(settings, folder, lambda done, total: seen.append((done, total)))
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > 0
 
 
 def test_dummy_weights_need_no_weight_file(folder, tmp_path):

@@ -373,7 +373,8 @@ async def test_metrics_count_requests_and_tokens(gateway: Gateway) -> None:
         "requests_running": 3,
         "requests_waiting": 4,
         "pages_free": 5,
-        "pages_total": 9,
+        "pages": 9,
+        'kv_usage_ratio{group="0"}': 1 - 5 / 9,
         "prefix_cache_hit_ratio": 0.25,
     }
     assert {name: float(values[f"pipeinfer_{name}"]) for name in expected} == expected
@@ -415,5 +416,5 @@ async def test_a_taken_port_is_one_clear_error(
     gateway: Gateway, start_gateway: StartGateway
 ) -> None:
     port = int(gateway.url.rsplit(":", 1)[1])
-    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port} is taken by process"):
         await start_gateway(port=port)

@@ -11,6 +11,7 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import SLICE, Port
+from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -138,13 +139,50 @@ async def test_calls_that_are_done_early_do_not_stop_the_others() -> None:
     await cancelled(task)
 
 
+# Of a group's request, as the next test serves it.
+OF_VLLM = (
+    "vllm:prompt_tokens_total{@} 7.0",
+    "vllm:generation_tokens_total{@} 6.0",
+    'vllm:request_success_total{engine="3",finished_reason="stop",model_name="m"} 1.0',
+    'vllm:request_success_total{engine="3",finished_reason="abort",model_name="m"} 0.0',
+    'vllm:time_to_first_token_seconds_bucket{engine="3",le="0.25",model_name="m"} 0.0',
+    'vllm:time_to_first_token_seconds_bucket{engine="3",le="0.5",model_name="m"} 1.0',
+    "vllm:time_to_first_token_seconds_sum{@} 0.5",
+    "vllm:inter_token_latency_seconds_count{@} 2.0",
+    "vllm:inter_token_latency_seconds_sum{@} 1.25",
+    "vllm:request_time_per_output_token_seconds_sum{@} 0.25",
+    "vllm:e2e_request_latency_seconds_sum{@} 2.0",
+    "vllm:request_decode_time_seconds_sum{@} 1.25",
+    "vllm:request_prompt_tokens_sum{@} 7.0",
+    'vllm:request_generation_tokens_bucket{engine="3",le="5.0",model_name="m"} 0.0',
+    'vllm:request_generation_tokens_bucket{engine="3",le="10.0",model_name="m"} 1.0',
+)
+
+
+async def test_requests_that_no_group_had_are_none_of_vllms() -> None:
+    fed = Fed()
+    vllm = VllmMetrics(Health([]), "m", 100, True)
+    metrics = Metrics(Health([]), vllm=vllm)
+    fed.port = Port(metrics)
+    fed.port.bind(fed.take)
+    calls = [Call(name, SamplingParams(), text="x") for name in ("refused", "encoded")]
+    async with fed.port.opened(calls, Errors()):
+        fed.port.deliver(Failed("refused", 429, "no", code="queue_full"))
+        fed.port.deliver(Started("encoded", -1, 7))
+        fed.port.deliver(Delta("encoded", "", b"", 0, 0, "stop"))
+    told = metrics.exposition("")[0].decode()
+    assert "pipeinfer_request_seconds_count 0.0" in told.splitlines()
+    assert 'engine="' not in told
+
+
 async def test_times_and_tokens_and_ends_are_counted() -> None:
-    fed, now = Fed(), iter([1.0, 1.5, 1.75, 2.75])  # begun, and when each row with tokens comes
-    metrics = Metrics(Health([]))
+    # When it begins, when each row with tokens comes, and when it ends.
+    fed, now = Fed(), iter([1.0, 1.5, 1.75, 2.75, 3.0])
+    metrics = Metrics(Health([]), vllm=VllmMetrics(Health([]), "m", 100, True))
     fed.port = Port(metrics, lambda: next(now))
     fed.port.bind(fed.take)
     async with fed.port.opened([Call("r", SamplingParams(), text="x")], Errors()):
-        fed.port.deliver(Started("r", 0, 7))
+        fed.port.deliver(Started("r", 3, 7))
         fed.port.deliver(Delta("r", "", b"", 0, 0))
         for ids in (1, 2, 3):
             fed.port.deliver(Delta("r", "x", pack(range(ids)), 0, 0))
@@ -159,6 +197,11 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
         "pipeinfer_inter_token_seconds_count 2.0",
         "pipeinfer_inter_token_seconds_sum 1.25",
         'pipeinfer_requests_total{outcome="stop"} 1.0',
+        "pipeinfer_request_seconds_count 1.0",
+        "pipeinfer_request_seconds_sum 2.0",
+        "pipeinfer_time_per_output_token_seconds_count 1.0",
+        "pipeinfer_time_per_output_token_seconds_sum 0.25",
+        *(line.replace("@", 'engine="3",model_name="m"') for line in OF_VLLM),
     ):
         assert line in told.splitlines(), line
     assert fed.hung_up == []

@@ -166,7 +166,7 @@ def test_progress_rises_to_the_bytes_of_all_files(sharded: Path) -> None:
         for file in sharded.glob("*.safetensors")
         for tensor in load_file(file).values()
     )
-    assert seen[-1] == (expected, expected)
+    assert seen[0] == (0, expected) and seen[-1] == (expected, expected)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
 

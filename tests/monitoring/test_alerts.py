@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from exposition import started
 from monitoring_files import ALERTS, FOLDER, RULES, missing
 
 WHY_NOT = missing("promtool")
@@ -55,3 +56,14 @@ def test_alerts_that_are_wrong_would_be_noticed(changed, tmp_path):
         if promtool("test", "rules", tmp_path / "tests.yaml")[0] == 0:
             unnoticed.append(alert["alert"])
     assert unnoticed == []
+
+
+def test_promtool_finds_nothing_to_complain_of_in_metrics_but_the_colon_of_vllms_names():
+    for vllm in (False, True):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=started(vllm), capture_output=True, text=True
+        )
+        said = done.stderr.splitlines()
+        left = [line for line in said if not line.endswith("metric names should not contain ':'")]
+        assert left == [] and all(line.startswith("vllm:") for line in said)
+        assert done.returncode == (3 if vllm else 0)

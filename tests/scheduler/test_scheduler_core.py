@@ -458,3 +458,29 @@ def test_a_suspect_among_others_comes_back_once_and_gets_its_pages(delivered):
         p.deliver()
     p.engine.crash()
     p.settle(2_000)
+
+
+def test_times_in_the_queue_and_to_the_first_output_are_counted_once_for_each_request():
+    made = pipeline(slots=1, forces=0)
+    begun = made.deliver() and made.deliver()
+    assert begun
+    made.submit([1, 2, 3], max_tokens=4)
+    made.now += 10.0  # the engine has the first, and the second waits for its slot
+    made.submit([4, 5, 6], max_tokens=3)
+    made.now += 5.0
+    made.settle()
+    stats = made.core.stats()
+    assert (stats["queue_seconds_count"], stats["prefill_seconds_count"]) == (2, 2)
+    assert stats["queue_seconds_le_0.3"] == 1 and stats["queue_seconds_le_10"] == 2
+    assert 5.0 < stats["queue_seconds_sum"] < 5.5
+    assert stats["prefill_seconds_le_10"] == 1 and 15.0 < stats["prefill_seconds_sum"] < 15.5
+
+
+def test_a_request_that_is_taken_back_is_not_counted_again_when_it_runs_anew():
+    made = pipeline(pages=12, slots=6, caching=False)
+    for number in range(8):
+        made.submit([number, 50 + number, 90 + number], max_tokens=20)
+    made.settle()
+    stats = made.core.stats()
+    assert stats["preemptions_total"] > 0
+    assert stats["queue_seconds_count"] == stats["prefill_seconds_count"] == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from random import Random
 
 import pytest
@@ -18,6 +19,16 @@ ENOUGH = 150  # programs in which a fault is found
 PLACES = (  # that a planted fault may change
     (PageCredits, "report"), (PageAllowance, "tokens_that_fit"), (engine_state, "_checked"),
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def logged_afterwards(monkeypatch):
+    """A target silences what it feeds; later tests of this process look at the log."""
+    logger = logging.getLogger("pipeinfer")
+    monkeypatch.setattr(logger, "level", logger.level)
+    yield
+    monkeypatch.undo()
+    logger.setLevel(logger.level)  # so that loggers below it ask anew
 
 
 def programs(many: int) -> list[Program]:

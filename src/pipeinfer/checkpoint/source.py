@@ -6,25 +6,39 @@ Knows no torch and not what the files say.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeinfer.checkpoint.fields import read_object
+from pipeinfer.checkpoint.hub import fetch
 from pipeinfer.demo import demo_path
 from pipeinfer.gguf.filename import is_gguf
-from pipeinfer.settings import DEMO, ConfigurationError
+from pipeinfer.settings import DEMO, ConfigurationError, Settings
 
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-UNWANTED = ["original/*", "consolidated*", "onnx/*", "adapter_*"]
+log = logging.getLogger(__name__)
+
+RANDOM_WEIGHTS = "dummy"  # of --load-format
+
+
+def find_model(settings: Settings, say: Callable[[str], object]) -> Path:
+    """`resolve_model` of `settings`: what everything that loads a model asks."""
+    return resolve_model(
+        settings.model, settings.revision, say, settings.load_format != RANDOM_WEIGHTS
+    )
 
 
 def resolve_model(
-    name: str, revision: str = "", progress: Callable[[str], None] | None = None
+    name: str,
+    revision: str = "",
+    say: Callable[[str], object] = log.info,
+    weights: bool = True,
 ) -> Path:
     """The folder or GGUF file of model `name`, downloaded if it is a hub id.
 
-    `revision`: branch, tag or commit on the hub. `progress` is told, in words, what takes time.
-    Raises ConfigurationError that says what was tried.
+    `revision`: branch, tag or commit on the hub. `say` is told, in words, what takes time.
+    `weights`: whether a model of the hub without any is an error. Raises ConfigurationError that
+    says what was tried.
     """
     if name in ("", DEMO):
         return demo_path()
@@ -40,7 +54,7 @@ def resolve_model(
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_gguf(folder):
         raise ConfigurationError(f"model {name!r}: there is no such folder or file")
-    return _download(name, revision, progress)
+    return fetch(name, revision, say, weights)
 
 
 def _check_whole(folder: Path) -> None:
@@ -51,25 +65,3 @@ def _check_whole(folder: Path) -> None:
         raise ConfigurationError(
             f"model {str(folder)!r} is an adapter of {base}, not a model: merge it into that first"
         )
-
-
-def _download(name: str, revision: str, progress: Callable[[str], None] | None) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
-
-    if progress is not None:
-        progress(f"fetching {name} from the hub")
-    try:
-        path = snapshot_download(
-            name,
-            revision=revision or None,
-            allow_patterns=WANTED,
-            ignore_patterns=UNWANTED,
-        )
-    except Exception as error:  # the hub, the network and the disk each have their own families
-        reason = " ".join(str(error).split()) or type(error).__name__
-        at = f" at revision {revision!r}" if revision else ""
-        raise ConfigurationError(
-            f"model {name!r}: there is no such folder, and the hub gave no model of that name{at}: "
-            f"{reason}"
-        ) from error
-    return Path(path)

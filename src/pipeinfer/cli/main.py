@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 
@@ -30,8 +33,13 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else; 141, as a
+    shell says of SIGPIPE, where nobody reads any more what is printed."""
+    with _until_nobody_reads():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pipeinfer", description="An inference server as a pipeline of processes."
     )
@@ -50,6 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 1
+
+
+@contextmanager
+def _until_nobody_reads() -> Iterator[None]:
+    """Ends the process quietly once what it prints can reach nobody: `pipeinfer doctor | head`.
+    What a command has opened is closed before."""
+    try:
+        try:
+            yield
+        finally:
+            for output in filter(None, (sys.stdout, sys.stderr)):
+                output.flush()  # here, and not when it is too late to say how this ended
+    except BrokenPipeError:
+        if not discard_unread():
+            raise
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _check_here() -> None:

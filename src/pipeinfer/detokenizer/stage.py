@@ -5,7 +5,7 @@ Knows files and settings; everything that happens afterwards is the core's.
 
 from __future__ import annotations
 
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.checkpoint.source import find_model
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.runtime.stage import Stage, StageContext
@@ -16,9 +16,7 @@ from pipeinfer.text.template_sources import read_tokenizer_config
 def build(context: StageContext) -> Stage:
     """The stage; raises ConfigurationError for a model or a tokenizer that cannot be read."""
     settings = context.settings
-    folder = resolve_model(
-        settings.model, settings.revision, lambda text: context.report("loading", text)
-    )
+    folder = find_model(settings, context.say)
     tokenizer = load_tokenizer(folder, read_tokenizer_config(folder))
     schedulers = context.topology.ids("scheduler")
     core = DetokenizerCore(

@@ -18,6 +18,7 @@ from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.checkpoint.outline import Outline, read_outline
 from pipeinfer.checkpoint.quantization import chosen
+from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -222,7 +223,7 @@ def _model(
 ) -> Model:
     """With its weights."""
     if choices.foreign is not None:
-        return _foreign_model(choices.foreign, settings, folder, choices)
+        return _foreign_model(choices.foreign, settings, folder, choices, progress)
     model = build_model(
         choices.config,
         choices.shard,
@@ -255,11 +256,21 @@ def _foreign(settings: Settings, folder: Path, outline: Outline, most_tokens: in
 
 
 def _foreign_model(
-    foreign: Foreign, settings: Settings, folder: Path, choices: EngineChoices
+    foreign: Foreign,
+    settings: Settings,
+    folder: Path,
+    choices: EngineChoices,
+    progress: Callable[[int, int], None] | None,
 ) -> Model:
+    """transformers reads its weights, and says nothing of how far it is."""
     from pipeinfer.models.foreign.loading import load
 
-    return load(
+    total = 0
+    if settings.load_format != "dummy":
+        total = sum(file.stat().st_size for file in weight_files(folder))
+    if progress is not None and total:
+        progress(0, total)
+    model = load(
         foreign,
         None if settings.load_format == "dummy" else folder,
         settings.seed,
@@ -268,6 +279,9 @@ def _foreign_model(
         choices.max_model_len,
         registry.padded_head_dim(foreign.traced.head_dim, choices.attention),
     )
+    if progress is not None and total:
+        progress(total, total)
+    return model
 
 
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:

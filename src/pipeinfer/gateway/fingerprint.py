@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeinfer.checkpoint.source import WANTED
+from pipeinfer.checkpoint.hub import WANTED
 from pipeinfer.settings import Settings
 from pipeinfer.version import __version__
 
@@ -29,7 +29,7 @@ OF_NO_ANSWER = frozenset(
         "max_prompts", "max_queue", "max_queue_tokens", "memory_fraction", "no_page",
         "otlp_endpoint", "overlap_depth", "policy", "port", "profile", "profile_dir", "record",
         "record_max_bytes", "request_timeout", "routing", "seed", "served_model_name",
-        "stay_awake", "tls_cert", "tls_key", "topology", "ttft_target", "watchdog",
+        "stay_awake", "tls_cert", "tls_key", "topology", "ttft_target", "vllm_metrics", "watchdog",
     )
 )  # fmt: skip
 # Settings that name files, which count by what is in them.

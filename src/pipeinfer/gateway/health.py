@@ -15,6 +15,7 @@ from pipeinfer.messages import Heartbeat
 from pipeinfer.topology.topology import Topology
 
 PER_GROUP = ("scheduler", "engine")
+MARKS = {"scheduler": "running", "engine": "pages_total"}  # statistics of one that has started
 NAMED = 8  # stages that a reason names; the others it counts
 
 
@@ -142,7 +143,23 @@ class Health:
             told.append(f"and {len(self._missing) - NAMED} more")
         return "; ".join(told)
 
+    def groups(self, name: str) -> list[Row]:
+        """Of the stages called `name`, a scheduler or an engine, one of each group, with all its
+        statistics: of ranks, which all say the same, rank 0. Those that still start are left out.
+        """
+        known = MARKS[name]
+        rows = self.rows.values()
+        return [r for r in rows if r.name == name and r.rank == 0 and known in r.stats]
+
     def total(self, name: str, stat: str) -> float:
         """Sum of a statistic over the groups; of ranks, which all say the same, rank 0 counts."""
         rows = (row for row in self.rows.values() if row.name == name and row.rank == 0)
         return sum(row.stats.get(stat, 0.0) for row in rows)
+
+
+def kv_usage(engine: Row) -> float:
+    """Share of an engine's pages that requests use; cached ones are there for others."""
+    total, free, evictable = (
+        engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
+    )
+    return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0

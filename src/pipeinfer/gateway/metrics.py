@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.tallies import Tallies, Tally, Times
+from pipeinfer.gateway.health import Health, kv_usage
+from pipeinfer.gateway.tallies import Tallies, Tally, Times, add_histogram
+from pipeinfer.gateway.vllm_metrics import VllmMetrics
+from pipeinfer.histogram import OF_REQUESTS, read
 from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
@@ -31,7 +38,8 @@ class Metrics:
     """All metrics of one gateway. Outcomes: finish reasons, and "refused" if it never ran.
 
     An aborted request counts when its client goes away or its time is over. `ready`: whether a
-    request that came now would be answered; `targets`: what was set.
+    request that came now would be answered; `targets`: what was set. `vllm`: the same by vLLM's
+    names, if they are wanted.
     """
 
     def __init__(
@@ -39,8 +47,10 @@ class Metrics:
         health: Health,
         ready: Callable[[], bool] = lambda: False,
         targets: Targets = NO_TARGETS,
+        vllm: VllmMetrics | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
+        self.vllm = vllm
         tallies = self._tallies
         self._requests = tallies(
             "requests",
@@ -85,8 +95,21 @@ class Metrics:
         self.between_tokens = Times(
             "pipeinfer_inter_token_seconds", "Between two outputs of a request.", BETWEEN
         )
-        self.registry.register(self.first_token)
-        self.registry.register(self.between_tokens)
+        self.each_token = Times(
+            "pipeinfer_time_per_output_token_seconds",
+            "From a request's first output to its last, by the tokens after the first; of requests "
+            "that ended by stop or length.",
+            BETWEEN,
+        )
+        self.request = Times(
+            "pipeinfer_request_seconds",
+            "From a request's arrival to its end, of those that ended by stop or length.",
+            OF_REQUESTS,
+        )
+        for times in (self.first_token, self.between_tokens, self.each_token, self.request):
+            self.registry.register(times)
+        if vllm is not None:
+            self.registry.register(vllm)
         self.registry.register(_Stages(health))
         self.registry.register(_Gateway(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
@@ -164,6 +187,7 @@ class _Stages(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._each_stage()
+        yield from self._each_group()
         total = self._health.total
         yield CounterMetricFamily(
             "pipeinfer_preemptions",
@@ -189,7 +213,7 @@ class _Stages(Collector):
                 "KV pages that are cached and not in use: given up when others need them.",
                 total("engine", "pages_evictable"),
             ),
-            ("pages_total", "All KV pages.", total("engine", "pages_total")),
+            ("pages", "All KV pages.", total("engine", "pages_total")),
             (
                 "target_step_tokens",
                 "Tokens of the longest step beside 64 streams within --itl-target, of all groups; "
@@ -208,6 +232,27 @@ class _Stages(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"pipeinfer_{name}", help_text, value)
+
+    def _each_group(self) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(
+            "pipeinfer_kv_usage_ratio",
+            "Share of a group's KV pages that requests use, from 0 to 1. Cached pages that could "
+            "be evicted are not used.",
+            labels=["group"],
+        )
+        for row in self._health.groups("engine"):
+            usage.add_metric([str(row.group)], kv_usage(row))
+        yield usage
+        for name, text in (
+            ("queue", "From a request's arrival at its group's scheduler to its first slot."),
+            ("prefill", "From a request's first slot to its first output."),
+        ):
+            family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
+            for row in self._health.groups("scheduler"):
+                said = read(row.stats, name)
+                if said is not None:
+                    add_histogram(family, [str(row.group)], *said)
+            yield family
 
     def _each_stage(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(

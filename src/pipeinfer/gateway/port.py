@@ -16,6 +16,7 @@ from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import Row
 from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.vllm_metrics import Group
 from pipeinfer.messages import CacheReset, Message
 
 
@@ -44,14 +45,23 @@ class _Batch:
 
 
 class _Route:
-    __slots__ = ("batch", "first", "index", "last", "sink")
+    """Of one choice. began, first, last: when it came, and its first and latest output, in seconds;
+    tokens: of its outputs. ran: whether a group has it; prompt_tokens: of it, 0 where another
+    choice has counted them; group: by vLLM's names, if they are wanted."""
+
+    __slots__ = (
+        "batch", "began", "first", "group", "index", "last", "prompt_tokens", "ran", "sink",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, batch: _Batch, index: int, now: float) -> None:
         self.batch = batch
         self.sink = batch.sink
         self.index = index
-        self.last = now
-        self.first = True
+        self.began = self.first = self.last = now
+        self.tokens = self.prompt_tokens = 0
+        self.ran = False
+        self.group: Group | None = None
 
 
 class Port:
@@ -112,6 +122,8 @@ class Port:
         route = self._routes.pop(request_id)
         del route.batch.live[request_id]
         self._metrics.ended(outcome)
+        if route.ran:
+            self._measure_end(route, outcome)
 
     def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
         """Hands an output of the core to its sink; what nobody waits for is dropped."""
@@ -135,6 +147,7 @@ class Port:
             return
         if isinstance(message, Started):
             self._metrics.prompt_tokens.inc(message.prompt_tokens)
+            self._begins(route, message)
             route.sink.started(route.index, message)
         else:
             route.batch.failed = True
@@ -146,9 +159,39 @@ class Port:
         for request_id in list(self._routes):
             self.deliver(Failed(request_id, status, message, code="shutting_down"))
 
+    def _begins(self, route: _Route, started: Started) -> None:
+        route.ran = started.group >= 0  # else it is only to be encoded
+        route.prompt_tokens = started.prompt_tokens
+        if route.ran and self._metrics.vllm is not None:
+            route.group = self._metrics.vllm.of(started.group)
+            route.group.prompt_tokens += started.prompt_tokens
+
     def _measure(self, route: _Route, delta: Delta) -> None:
-        now = self._clock()
-        histogram = self._metrics.first_token if route.first else self._metrics.between_tokens
-        histogram.observe(now - route.last)
-        route.last, route.first = now, False
-        self._metrics.generated_tokens.inc(len(delta.ids) // 4)
+        now, tokens, group = self._clock(), len(delta.ids) // 4, route.group
+        seconds = now - route.last
+        if route.tokens:
+            self._metrics.between_tokens.observe(seconds)
+            if group is not None:
+                group.between.observe(seconds)
+        else:
+            route.first = now
+            self._metrics.first_token.observe(seconds)
+            if group is not None:
+                group.first.observe(seconds)
+        route.last = now
+        route.tokens += tokens
+        self._metrics.generated_tokens.inc(tokens)
+        if group is not None:
+            group.output_tokens += tokens
+
+    def _measure_end(self, route: _Route, outcome: str) -> None:
+        if route.group is not None and outcome in route.group.ends:
+            route.group.ends[outcome] += 1
+        if outcome not in ("stop", "length"):
+            return
+        whole, decode = self._clock() - route.began, route.last - route.first
+        self._metrics.request.observe(whole)
+        if route.tokens > 1:
+            self._metrics.each_token.observe(decode / (route.tokens - 1))
+        if route.group is not None:
+            route.group.ended(whole, decode, route.prompt_tokens, route.tokens)

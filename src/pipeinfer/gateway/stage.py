@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from pipeinfer.checkpoint.fields import read_json
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
@@ -21,7 +21,7 @@ from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.gateway.fingerprint import fingerprint
-from pipeinfer.gateway.health import expected_stages
+from pipeinfer.gateway.health import Health, expected_stages
 from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
@@ -32,6 +32,7 @@ from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
@@ -45,13 +46,15 @@ from pipeinfer.topology.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
+NO_CACHE = "naive"  # of --cache
+MOST_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
 
 def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
-    folder = resolve_model(settings.model, settings.revision)
+    folder = find_model(settings, context.say)
     traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
@@ -63,11 +66,13 @@ def build(context: StageContext) -> Stage:
         host_loss=settings.host_loss,
     )
     targets = Targets(settings.itl_target, settings.ttft_target)
-    metrics = Metrics(core.health, core.answering, targets)
+    context_length = _context_length(settings, folder)
+    metrics = Metrics(
+        core.health, core.answering, targets, _vllm(settings, core.health, context_length)
+    )
     certificate = tls.certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
     files = _files(settings, folder)
-    context_length = _context_length(settings, folder)
     service = Service(
         core,
         Port(metrics),
@@ -97,6 +102,13 @@ def build(context: StageContext) -> Stage:
         reload=lambda: _reload(settings, admission, certificate),
         eyes=service.sight,
     )
+
+
+def _vllm(settings: Settings, health: Health, context_length: int) -> VllmMetrics | None:
+    if not settings.vllm_metrics:
+        return None
+    most = context_length or MOST_TOKENS
+    return VllmMetrics(health, settings.model_name, most, settings.cache != NO_CACHE)
 
 
 Files = tuple[JsonObject, dict[str, str]]  # the tokenizer's configuration, and chat templates

@@ -7,11 +7,13 @@ loop. Knows the library's families and nothing of what is counted.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from pipeinfer.histogram import Histogram
 
 
 class Tally:
@@ -55,23 +57,29 @@ class Times(Collector):
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._about = name, text
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._histogram = Histogram(bounds)
         self._created = time.time()
-
-    def observe(self, seconds: float) -> None:
-        """Counts one."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
+        self.observe = self._histogram.observe
 
     def collect(self) -> Iterator[Metric]:
         name, text = self._about
-        family, upto = HistogramMetricFamily(name, text), 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            upto += count
-            buckets.append((bound, float(upto)))
-        family.add_metric((), buckets, self._sum)
+        family = HistogramMetricFamily(name, text)
+        add_histogram(family, (), self._histogram.at_most(), self._histogram.total)
         family.add_sample(f"{name}_created", {}, self._created)
         yield family
+
+
+def add_histogram(
+    family: HistogramMetricFamily,
+    labels: Sequence[str],
+    at_most: Iterable[tuple[float, float]],
+    total: float,
+) -> None:
+    """Adds what Histogram.at_most gives, under the values of the family's labels."""
+    buckets = [(_bound(bound), float(count)) for bound, count in at_most]
+    family.add_metric(labels, buckets, total)
+
+
+def _bound(bound: float) -> str:
+    """As Prometheus writes it."""
+    return "+Inf" if bound == inf else str(float(bound))

@@ -100,6 +100,8 @@ def _fill(
         by_file[_stored(source, stored, folder).file].append(source)
         left[source.name] += 1
     done, total = 0, sum(stored[name].nbytes for name in left)
+    if progress is not None:
+        progress(done, total)
     with ReadAhead(list(by_file)) as ahead:
         for file, sources in by_file.items():
             ahead.reached(file)
@@ -108,7 +110,7 @@ def _fill(
                     opened.fill(source)
                     left[source.name] -= 1
                     done += 0 if left[source.name] else stored[source.name].nbytes
-                    if progress is not None:
+                    if progress is not None and not left[source.name]:
                         progress(done, total)
 
 

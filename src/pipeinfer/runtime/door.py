@@ -27,6 +27,11 @@ class Door:
         self._source, self._sink = os.pipe()
 
     @property
+    def port(self) -> int:
+        """That which was taken, once it is bound."""
+        return int(self._sockets[0].getsockname()[1])
+
+    @property
     def descriptors(self) -> list[int]:
         """What a process inherits."""
         return [*(one.fileno() for one in self._sockets), *self._waiting]

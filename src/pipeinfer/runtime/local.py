@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.checkpoint.source import find_model
 from pipeinfer.runtime import listening, spans
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
@@ -58,7 +58,7 @@ def prepare(
     spans.check(settings)
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
-    folder = resolve_model(settings.model, settings.revision, say)
+    folder = find_model(settings, say)
     return msgspec.structs.replace(
         settings,
         served_model_name=settings.model_name,

@@ -6,6 +6,7 @@ Knows no particular stage; builders are found by name and imported only when ask
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from pipeinfer.core import Core
 from pipeinfer.messages import Delivered, Fenced, HandOver, Message, Recovered, State
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import SUPERVISOR, Identity, Topology
+
+log = logging.getLogger(__name__)
 
 BUILDERS = {
     "gateway": "pipeinfer.gateway.stage:build",
@@ -54,6 +57,12 @@ class StageContext:
     incarnation: int
     report: Callable[[State, str], None]
     listen_fds: tuple[int, ...] = ()
+
+    def say(self, text: str) -> None:
+        """Something that takes long before the stage knows whether it can start: a line in the log,
+        and the reason in its heartbeat."""
+        log.info("%s", text)
+        self.report("starting", text)
 
 
 class Driver(Protocol):

@@ -12,12 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import GroupFault, Heartbeat, Message
+from pipeinfer.messages import GroupFault, Heartbeat, Message, State
+from pipeinfer.runtime import find
 from pipeinfer.runtime.child import Child, cause
 from pipeinfer.runtime.deployment import SECRET
 from pipeinfer.runtime.door import Door
@@ -83,6 +85,7 @@ class Supervisor:
         try:
             if self._gateways():
                 self._door.bind(self._settings.host, self._settings.port)
+                self._publish()
             for child in sorted(self._children.values(), key=_place):
                 await self._start(child)
             await self._first_of(self._checked, self._stopping)
@@ -99,6 +102,17 @@ class Supervisor:
             self._door.close()
             self._listener.close()
         return self._code
+
+    def _publish(self) -> None:
+        """For commands on this host that look for a server."""
+        made = self._settings
+        url = find.url_from_here(made.host, self._door.port, bool(made.tls_cert))
+        served = find.Served(url=url, model=made.model_name, path=made.model)
+        find.publish(Path(self._topology_file), served)
+
+    def states(self) -> dict[str, tuple[State, str]]:
+        """The state of each stage here by its id, and what it does or waits for."""
+        return {stage: child.said for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
         """Drains and stops everything; called again, kills."""

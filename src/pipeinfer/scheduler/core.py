@@ -19,6 +19,7 @@ from pipeinfer.beats import FORGET
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.grammars.bounds import FULL
+from pipeinfer.histogram import Histogram
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -99,6 +100,7 @@ class SchedulerCore:
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
         self._records = RecoveryRecords(tokenizers, detokenizers, FORGET * options.host_loss)
         self._outbox = Outbox(group)
+        self._prefill_times = Histogram()
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
 
     @property
@@ -174,6 +176,8 @@ class SchedulerCore:
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
+            **self._planner.queue_times.statistics("queue"),
+            **self._prefill_times.statistics("prefill"),
         }
 
     def idle(self) -> bool:
@@ -441,6 +445,8 @@ class SchedulerCore:
                 if trouble:
                     self._on_row_error(request, trouble)
                 else:
+                    if not request.outputs:
+                        self._prefill_times.observe(now - request.admitted_at)
                     self._accept(request, tokens, logprobs)
         except (InvalidReport, RanksDisagree) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed

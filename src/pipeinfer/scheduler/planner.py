@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from pipeinfer.histogram import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
@@ -27,7 +28,8 @@ class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
     Gives out `slots` and launches `flights`; what engines say of either, their owner hears.
-    `counts` go into the statistics, and `allowed`, what PrefillBudget.allows says.
+    `counts` go into the statistics, and `prefill_allowed`, what PrefillBudget.allows says;
+    so does `queue_times`, in seconds from a request's arrival to its first slot.
     """
 
     def __init__(self, options: SchedulerOptions, slots: Slots, flights: StepsInFlight) -> None:
@@ -35,6 +37,7 @@ class Planner:
         self._flights = flights
         counted = "plans", "planned_tokens", "jumped_tokens", "preemptions"
         self.counts: dict[str, int] = dict.fromkeys(counted, 0)
+        self.queue_times = Histogram()
         self._options = options
         self._policy = policies.create(options.policy)
         self._max_tokens = 0  # tokens of a step, known when an epoch begins, as is the next
@@ -225,6 +228,10 @@ class Planner:
         releases = self._slots.take_releases()
         shares = self._slots.shared_by(step.admitted)
         admits = self._slots.admit(step.admitted)
+        for request in step.admitted:
+            if request.admission == 1:
+                request.admitted_at = now
+                self.queue_times.observe(now - request.arrived_at)
         rows = [(request, count) for request, count in step.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
         if self._slots.knowing_ahead:

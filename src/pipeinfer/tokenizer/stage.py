@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.checkpoint.source import find_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.building import Built, make_encoder
@@ -23,9 +23,7 @@ from pipeinfer.tokenizer.trials import Trials
 def build(context: StageContext) -> Stage:
     """The stage; raises ConfigurationError for a model or a setting that cannot be used."""
     settings = context.settings
-    folder = resolve_model(
-        settings.model, settings.revision, lambda text: context.report("loading", text)
-    )
+    folder = find_model(settings, context.say)
     topology = context.topology
     gateways = topology.ids("gateway")
     built = make_encoder(folder, settings)

@@ -36,6 +36,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.queue:PendingGrammar", "answered"),
         ("pipeinfer.scheduler.queue:SharedPrefixes", "_blocks_led"),
         ("pipeinfer.fair_queue:_Flows", "_last"),
+        ("pipeinfer.histogram:Histogram", "counts"),
         ("pipeinfer.scheduler.engine_state:_Rank", "first"),
         ("pipeinfer.scheduler.engine_state:_Rank", "own"),
     )

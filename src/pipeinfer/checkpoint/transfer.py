@@ -1,0 +1,190 @@
+"""How far a transfer of files is: bytes, rate and time left, as one rewritten line on a terminal,
+and as a line now and then where there is none.
+
+Knows names of files and numbers of bytes; no network.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TextIO
+
+from tqdm import tqdm
+
+Say = Callable[[str], object]
+
+GIB, MIB = 2**30, 2**20
+LINE_SECONDS, LINE_SHARE = 10.0, 0.05  # a line is due after so long, or so much more of all
+LINE_PAUSE = 1.0  # seconds between two lines at least
+WINDOW = 30.0  # seconds over which a line's rate is taken
+LOOK = 0.2  # seconds between two looks at the numbers
+
+
+class Transfer:
+    """Of files with `sizes` (bytes by name).
+
+    Files are counted by `set` and `add`, from any thread. As a context manager it shows how far all
+    of them are: on `stream` if that is a terminal, else by lines that `say` gets. `say` also gets a
+    last line, unless the context ends by an exception.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sizes: Mapping[str, int],
+        say: Say,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._sizes = dict(sizes)
+        self._name, self._say = name, say
+        self._stream = sys.stderr if stream is None else stream
+        self._done: dict[str, int] = {}
+        self._resumed = 0
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._show, name="transfer", daemon=True)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    @property
+    def done(self) -> int:
+        """Bytes that are here, of all files."""
+        with self._lock:
+            return sum(self._done.values())
+
+    @property
+    def came(self) -> int:
+        """Bytes of those that came in this transfer."""
+        with self._lock:
+            return sum(self._done.values()) - self._resumed
+
+    def of(self, file: str) -> int:
+        """Bytes of `file` that are here."""
+        return self._done.get(file, 0)
+
+    def expect(self, file: str, count: int) -> None:
+        """So many bytes `file` has after all."""
+        with self._lock:
+            self._sizes[file] = count
+
+    def set(self, file: str, count: int) -> None:
+        """So many bytes of `file` are here, without having come now."""
+        with self._lock:
+            self._resumed += count - self.of(file)
+            self._done[file] = count
+
+    def add(self, file: str, count: int) -> None:
+        """So many more bytes of `file` have come."""
+        with self._lock:
+            self._done[file] = self.of(file) + count
+
+    def note(self, text: str) -> None:
+        """Something that happened meanwhile."""
+        if self._stream.isatty():
+            tqdm.write(text, file=self._stream)
+        else:
+            self._say(text)
+
+    def __enter__(self) -> Transfer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        if kind is None:
+            seconds = max(time.monotonic() - self._began, 1e-3)
+            came = self.came
+            said = f"{size(came)} came in {duration(seconds)}, {size(came / seconds)}/s"
+            self._say(f"{self._name}: {said}")
+
+    def _show(self) -> None:
+        if self._stream.isatty():
+            self._bar()
+            return
+        lines = Lines(self._began)
+        while not self._over.wait(LOOK):
+            line = lines.due(self.done, self.total, self.came, time.monotonic())
+            if line:
+                self._say(f"{self._name}: {line}")
+
+    def _bar(self) -> None:
+        """tqdm's rate is of what `update` says; what was here before is none of that."""
+        columns, rows = os.get_terminal_size(self._stream.fileno())  # some terminals say 0
+        with tqdm(
+            desc=self._name,
+            total=self.total,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            ncols=columns or 80,
+            nrows=rows or 24,
+            mininterval=0,
+            leave=False,
+            file=self._stream,
+        ) as bar:
+            while not self._over.wait(LOOK):
+                bar.initial, bar.total = self.done - self.came, self.total
+                bar.update(more) if (more := self.done - bar.n) else bar.refresh()
+
+
+class Lines:
+    """When a line is due, and what it says. Knows no clock: `began` and `now` are its seconds."""
+
+    def __init__(self, began: float) -> None:
+        self._said_at, self._said = began, 0
+        self._seen: deque[tuple[float, int]] = deque([(began, 0)])
+
+    def due(self, done: int, total: int, came: int, now: float) -> str:
+        """Empty if there is no need of one yet. `done` of `total` bytes are here; `came`: of those,
+        in this transfer."""
+        self._seen.append((now, came))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
+            self._seen.popleft()
+        passed, grown = now - self._said_at, done - self._said
+        if passed < LINE_PAUSE or (passed < LINE_SECONDS and grown < LINE_SHARE * total):
+            return ""
+        self._said_at, self._said = now, done
+        then, before = self._seen[0]
+        return progress(done, total, (came - before) / max(now - then, 1e-3))
+
+
+def progress(done: int, total: int, rate: float) -> str:
+    """`rate`: bytes a second."""
+    share = 100 * done / total if total else 100
+    said = f"{size(done)} of {size(total)} ({share:.0f} %)"
+    if rate <= 0:
+        return f"{said}, nothing comes at the moment"
+    return f"{said}, {size(rate)}/s, {duration((total - done) / rate)} left"
+
+
+def size(count: float) -> str:
+    """A number of bytes, for a person."""
+    if count >= GIB:
+        return f"{count / GIB:,.2f} GiB"
+    return f"{count / MIB:.1f} MiB" if count >= MIB / 10 else f"{count / 1024:.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """For a person."""
+    if seconds < 60:
+        return f"{max(seconds, 0):.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"

@@ -1,0 +1,162 @@
+"""What /metrics says of requests is what was served, by our names and by vLLM's, which routers,
+autoscalers and dashboards read.
+"""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+LABELS = {"model_name": "pipeinfer-demo", "engine": "0"}
+ONE, MANY = 3, 9  # tokens of outputs
+# Those that the endpoint picker of the gateway API's inference extension asks for.
+PICKER = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+# What the dashboards of vLLM 0.33 draw, but for two histograms that there are not.
+DRAWN = {
+    "": (*PICKER, "generation_tokens_total", "prompt_tokens_total"),
+    "_sum": ("request_queue_time_seconds", "request_prefill_time_seconds",
+             "request_decode_time_seconds", "request_time_per_output_token_seconds"),
+    "_count": ("e2e_request_latency_seconds", "inter_token_latency_seconds",
+               "time_to_first_token_seconds"),
+    "_bucket": ("request_prompt_tokens", "request_generation_tokens",
+                "e2e_request_latency_seconds"),
+}  # fmt: skip
+
+
+class Scrape:
+    """One look at /metrics."""
+
+    def __init__(self, server) -> None:
+        text = server.get("/metrics")[1]
+        self.families = {one.name: one for one in text_string_to_metric_families(text)}
+        self._values = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def of(self, name: str, **labels: str) -> float:
+        return self._values[name, frozenset(labels.items())]
+
+    def vllm(self, name: str, **labels: str) -> float:
+        return self.of(f"vllm:{name}", **LABELS, **labels)
+
+
+@pytest.fixture(scope="module")
+def looks(server, http):
+    """Before and after two requests, of which the server has heard all; and their usage."""
+    before = Scrape(server)
+    asked = {"prompt": "count from 1 to 90", "temperature": 0, "ignore_eos": True}
+    usages = [
+        http.ask("/v1/completions", {**asked, "max_tokens": most})["usage"] for most in (ONE, MANY)
+    ]
+    http.ask("/tokenize", {"prompt": "not a request of any group"})
+
+    def all_heard() -> Scrape | None:
+        now = Scrape(server)
+        queued = now.of("pipeinfer_queue_seconds_count", group="0")
+        grown = queued - before.of("pipeinfer_queue_seconds_count", group="0")
+        busy = now.of("pipeinfer_requests_running") + now.vllm("kv_cache_usage_perc")
+        return now if grown == 2 and not busy else None
+
+    return before, server.wait(all_heard, "heartbeats tell of both requests"), usages
+
+
+def grown(looks, name: str, **labels: str) -> float:
+    before, after, _ = looks
+    return after.of(name, **labels) - before.of(name, **labels)
+
+
+@pytest.mark.parametrize(
+    ("ours", "labels", "theirs", "count"),
+    [
+        ("time_to_first_token_seconds", {}, "time_to_first_token_seconds", 2),
+        ("inter_token_seconds", {}, "inter_token_latency_seconds", ONE + MANY - 2),
+        ("time_per_output_token_seconds", {}, "request_time_per_output_token_seconds", 2),
+        ("request_seconds", {}, "e2e_request_latency_seconds", 2),
+        ("queue_seconds", {"group": "0"}, "request_queue_time_seconds", 2),
+        ("prefill_seconds", {"group": "0"}, "request_prefill_time_seconds", 2),
+    ],
+)
+def test_histograms_have_what_was_served_by_both_names(looks, ours, labels, theirs, count):
+    for end in ("_count", "_sum"):
+        mine = grown(looks, f"pipeinfer_{ours}{end}", **labels)
+        assert grown(looks, f"vllm:{theirs}{end}", **LABELS) == pytest.approx(mine)
+    assert grown(looks, f"pipeinfer_{ours}_count", **labels) == count
+    assert 0 <= grown(looks, f"pipeinfer_{ours}_sum", **labels) < 60
+    _, after, _ = looks
+    assert after.vllm(f"{theirs}_bucket", le="+Inf") == after.vllm(f"{theirs}_count")
+
+
+def test_a_request_takes_as_long_as_its_parts(looks):
+    whole = grown(looks, "vllm:e2e_request_latency_seconds_sum", **LABELS)
+    parts = [
+        grown(looks, f"vllm:{name}_seconds_sum", **LABELS)
+        for name in ("request_queue_time", "request_prefill_time", "request_decode_time")
+    ]
+    assert 0 < sum(parts) <= whole
+
+
+def test_tokens_and_ends_are_those_that_clients_were_told(looks):
+    _, _, usages = looks
+    prompts = sum(one["prompt_tokens"] for one in usages)
+    cached = sum(one["prompt_tokens_details"]["cached_tokens"] for one in usages)
+    assert [one["completion_tokens"] for one in usages] == [ONE, MANY]
+    for name, value in (
+        ("prompt_tokens_total", prompts),
+        ("prefix_cache_queries_total", prompts),
+        ("prefix_cache_hits_total", cached),
+        ("generation_tokens_total", ONE + MANY),
+        ("request_prompt_tokens_sum", prompts),
+        ("request_generation_tokens_sum", ONE + MANY),
+        ("num_preemptions_total", 0),
+    ):
+        assert grown(looks, f"vllm:{name}", **LABELS) == value, name
+    reasons = {
+        reason: grown(looks, "vllm:request_success_total", **LABELS, finished_reason=reason)
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert reasons == {"stop": 0, "length": 2, "abort": 0, "error": 0}
+
+
+def test_a_stream_that_runs_is_seen_in_slots_and_pages(server, http):
+    body = {"prompt": "count", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with http.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+
+        def seen() -> Scrape | None:
+            now = Scrape(server)
+            return (
+                now
+                if now.vllm("num_requests_running")
+                and now.of("pipeinfer_kv_usage_ratio", group="0")
+                else None
+            )
+
+        now = server.wait(seen, "the stream in a heartbeat")
+    assert now.vllm("num_requests_running") == 1 and now.vllm("num_requests_waiting") == 0
+    free, evictable, pages = (
+        now.of(f"pipeinfer_pages{end}") for end in ("_free", "_evictable", "")
+    )
+    assert 0 < now.vllm("kv_cache_usage_perc") < 1
+    assert now.vllm("kv_cache_usage_perc") == pytest.approx(1 - (free + evictable) / pages)
+
+
+def test_dashboards_find_the_series_that_they_draw(looks):
+    _, after, _ = looks
+    for end, names in DRAWN.items():
+        more = {"le": "+Inf"} if end == "_bucket" else {}
+        assert all(after.vllm(name + end, **more) >= 0 for name in names)
+
+
+def test_routers_find_the_series_that_they_ask_for(looks):
+    _, after, _ = looks
+    assert all(after.vllm(name) == 0 for name in PICKER)
+    (info,) = after.families["vllm:cache_config_info"].samples
+    assert info.labels["num_gpu_blocks"] == f"{after.of('pipeinfer_pages'):.0f}"
+    assert int(info.labels["block_size"]) > 0 and info.labels["enable_prefix_caching"] == "True"
+    by_reason = [
+        after.vllm("num_requests_waiting_by_reason", reason=reason)
+        for reason in ("capacity", "deferred")
+    ]
+    assert sum(by_reason) == after.vllm("num_requests_waiting")

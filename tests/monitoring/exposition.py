@@ -1,0 +1,30 @@
+"""What /metrics says where a group has started: by the gateway's own code, without a server."""
+
+from __future__ import annotations
+
+from pipeinfer.gateway.health import Expected, Health
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.vllm_metrics import VllmMetrics
+from pipeinfer.messages import Heartbeat
+from pipeinfer.statistics_help import STATISTICS
+
+
+def started(vllm: bool) -> str:
+    """All series, those by vLLM's names if `vllm`."""
+    health = Health([Expected(f"{name}-0", name) for name in ("scheduler", "engine")])
+    for row in list(health.rows.values()):
+        beat = Heartbeat(
+            stage=row.stage,
+            name=row.name,
+            group=0,
+            rank=0,
+            index=0,
+            pid=1,
+            incarnation=1,
+            state="ready",
+            stats=dict.fromkeys(STATISTICS[row.name], 1.0),
+        )
+        health.beat(beat, 0.0)
+    metrics = Metrics(health, vllm=VllmMetrics(health, "model", 4096, True) if vllm else None)
+    metrics.key_counters("anonymous")
+    return metrics.exposition("")[0].decode()
