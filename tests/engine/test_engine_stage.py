@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import torch
+
 from pipeinfer.engine import stage
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
@@ -27,3 +31,16 @@ def test_a_start_tells_its_phases_and_how_many_bytes_are_read():
     ]
     read = [text for _, text in told if text.startswith("reading weights, ")]
     assert len(read) > 10 and read[-1] == "reading weights, 0.00 of 0.00 GiB", "the demo is small"
+
+
+def test_the_gpu_of_the_first_rank_is_named_and_the_others_are_counted(monkeypatch):
+    names = ["A100", "H100"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    loaded = SimpleNamespace(
+        device="cuda", dtype="bfloat16", pages=1001, page_size=16,
+        runner=SimpleNamespace(pool=SimpleNamespace(total_bytes=3 << 29)),
+    )  # fmt: skip
+    said = stage._placed(Settings(model="tiny", tp=2), loaded, 1)  # type: ignore[arg-type]
+    assert said == (
+        "tiny runs on GPU 1 (H100) and 1 more, in bfloat16; memory for 16,000 tokens (1.50 GiB)"
+    )
