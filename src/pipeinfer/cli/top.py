@@ -206,7 +206,7 @@ def _engine(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
     return [
         f"{shown.rate:,.0f} tokens/s",
         f"{share:.0%} busy",
-        f"{shown.running} of {stats.get('slots_total', 0.0):.0f} slots",
+        f"{shown.running}/{stats.get('slots_total', 0.0):.0f} slots",
         f"KV {stats.get('pages_free', 0.0) / pages:.0%} free",
         f"{stats.get('pages_evictable', 0.0) / pages:.0%} cached",
         f"hits {cached / max(prompts, 1.0):.0%}",

@@ -73,7 +73,7 @@ def build(context: StageContext) -> Stage:
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
     )
     if identity.rank == 0:
-        log.info("%s", _placed(settings, loaded))
+        log.info("%s", _placed(settings, loaded, ordinal))
     details.info(
         "keys and values in %s, %s pages of %s tokens, attention %s",
         loaded.kv_dtype if loaded.kv_dtype != AS_THE_MODEL else loaded.dtype,
@@ -103,16 +103,15 @@ def build(context: StageContext) -> Stage:
     )
 
 
-def _placed(settings: Settings, loaded: LoadedEngine) -> str:
-    """What runs where, and for how many tokens there is memory."""
+def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
+    """What runs where, and for how many tokens there is memory. `ordinal`: this rank's GPU."""
     import torch
 
     if loaded.device == "cpu":
-        where = f"the CPU with {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        where = f"the CPU with {threads} thread{'s' if threads > 1 else ''}"
     else:
-        where = (
-            f"GPU {torch.device(loaded.device).index} ({torch.cuda.get_device_name(loaded.device)})"
-        )
+        where = f"GPU {ordinal} ({torch.cuda.get_device_name(ordinal)})"
     others = f" and {settings.tp - 1} more" if settings.tp > 1 else ""
     tokens = (loaded.pages - 1) * loaded.page_size
     return (
