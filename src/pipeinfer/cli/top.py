@@ -6,7 +6,6 @@ while somebody looks. The web page shows the same figures.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from pipeinfer.bus.caller import Caller
+from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
@@ -53,12 +53,11 @@ def run(arguments: Sequence[str]) -> int:
             return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer top",
         description="Shows what the stages of a running server do, until Ctrl-C.",
-        allow_abbrev=False,
     )
     add = made.add_argument
     add("--topology", metavar="FILE", help="of the server; default: the only one that runs here")
