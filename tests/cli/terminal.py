@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import subprocess
+import termios
 import time
 from collections.abc import Sequence
 
@@ -62,6 +63,10 @@ class Terminal:
 
     def type(self, keys: str | bytes) -> None:
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
+
+    def modes(self) -> list[object]:
+        """How the terminal treats what is typed: with echo, line by line ..."""
+        return termios.tcgetattr(self._master)
 
     def __enter__(self) -> Terminal:
         return self

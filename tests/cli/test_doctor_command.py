@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -111,7 +112,8 @@ def test_a_port_that_is_taken_is_in_the_way(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["doctor", "--port", port, "--device", "cpu"]) == 1
-    assert f"bad   port       cannot listen on 127.0.0.1:{port}" in capsys.readouterr().out
+    told = f"bad   port       --port {port}: 127.0.0.1:{port} is taken by process {os.getpid()} "
+    assert told in capsys.readouterr().out
 
 
 def test_a_long_folder_for_temporary_files_is_in_the_way(capsys, monkeypatch):

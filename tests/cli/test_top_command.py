@@ -11,8 +11,9 @@ import threading
 
 import openai
 import pytest
+from terminal import Terminal
 
-from pipeinfer.runtime.find import running_servers
+from pipeinfer.cli.top import Line
 from servers import STAGES, Server, environment
 
 
@@ -22,11 +23,15 @@ def server():
         yield running
 
 
+def command(server: Server) -> list[str]:
+    port = server.url.rpartition(":")[2]
+    return [sys.executable, "-m", "pipeinfer", "top", "--port", port]
+
+
 def top(server: Server, *more: str) -> tuple[int, dict[str, str]]:
     """Exit code, and {stage: its line without the id} of the last look."""
-    [file] = [s.file for s in running_servers() if s.pid == server.process.pid]
     done = subprocess.run(
-        [sys.executable, "-m", "pipeinfer", "top", "--topology", str(file), *more],
+        [*command(server), *more],
         env=environment(), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert not done.stderr
@@ -60,12 +65,11 @@ def test_every_stage_says_what_it_does_while_requests_run(server):
 
 
 def test_latencies_are_told_while_it_goes_on_looking(server):
-    [file] = [s.file for s in running_servers() if s.pid == server.process.pid]
     api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
-    words = ["-m", "pipeinfer", "top", "--topology", str(file), "--seconds", "0.2"]
     looking = subprocess.Popen(
-        [sys.executable, *words], env=environment(), stdout=subprocess.PIPE, text=True
-    )
+        [*command(server), "--seconds", "0.2"],
+        env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     found: dict[str, float] = {}
     timer = threading.Timer(60, looking.kill)
     timer.start()
@@ -84,6 +88,41 @@ def test_latencies_are_told_while_it_goes_on_looking(server):
         assert looking.wait(20) == 0
     assert set(found) == {"tokenizer", "scheduler", "engine", "detokenizer"}
     assert all(0 < milliseconds < 10_000 for milliseconds in found.values())
+
+
+def test_on_a_terminal_each_stage_has_one_line_and_q_ends_it(server):
+    with Terminal([*command(server), "--seconds", "0.2"], environment()) as terminal:
+        before = terminal.modes()
+        first = terminal.wait_for("detokenizer-0")
+        assert "q ends" in first
+        looks = terminal.wait_for("detokenizer-0") + terminal.wait_for("\x1b[H")
+        assert before != terminal.modes(), "keys come without Enter"
+        terminal.type("x")
+        terminal.wait_for("\x1b[H")
+        terminal.type("q")
+        assert terminal.process.wait(20) == 0
+        assert terminal.modes() == before
+    lines = [line.rpartition("\x1b[2J")[2] for line in looks.splitlines()]
+    assert max(map(len, lines)) <= 80, lines
+    [engine] = [line for line in lines if line.startswith("engine-0-0")]
+    assert " tokens/s, " in engine and " busy, " in engine and " of 256 slots" in engine
+
+
+def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(server):
+    with Terminal(command(server), environment()) as terminal:
+        before = terminal.modes()
+        terminal.wait_for("detokenizer-0")
+        terminal.process.terminate()
+        assert terminal.process.wait(20) == 128 + signal.SIGTERM
+        assert terminal.modes() == before
+
+
+def test_a_line_loses_its_least_important_parts_first():
+    line = Line("engine-0-0 ", ["184 tokens/s", "86% busy", "hits 3%"])
+    assert line.within(100) == "engine-0-0 184 tokens/s, 86% busy, hits 3%"
+    assert line.within(40) == "engine-0-0 184 tokens/s, 86% busy"
+    assert line.within(23) == "engine-0-0 184 tokens/s"
+    assert line.within(20) == "engine-0-0 184 toke…"
 
 
 def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):

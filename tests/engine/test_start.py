@@ -14,10 +14,10 @@ from pipeinfer.statistics_help import START
 
 def test_phases_are_said_in_order_with_the_graphs_beside_theirs():
     times, shown = iter([0.0, 1.0, 1.0, 3.5, 4.0, 4.25, 5.0, 5.001]), []
-    start = Start(lambda *graphs: shown.append(graphs), clock=lambda: next(times))
+    start = Start(shown.append, clock=lambda: next(times))
     start.took("process", 0.5)
     with start.phase("weights"):
-        pass
+        start.read(3 << 28, 5 << 30)
     with start.phase("graphs"):
         start.captured(1, 60)
         start.captured(24, 60)
@@ -26,7 +26,15 @@ def test_phases_are_said_in_order_with_the_graphs_beside_theirs():
     with start.phase("pool"):
         pass
     assert str(start) == "process 0.50 s, weights 1.25 s, graphs 2.50 s (24 of 60)"
-    assert shown == [(1, 60), (24, 60)]
+    assert shown == [
+        "reading weights",
+        "reading weights, 0.75 of 5.00 GiB",
+        "capturing CUDA graphs",
+        "capturing CUDA graphs, 1 of 60",
+        "capturing CUDA graphs, 24 of 60",
+        "reading weights",
+        "reserving memory for tokens",
+    ]
     found = start.statistics()
     assert found["start_seconds"] == pytest.approx(4.251)
     assert list(found) == [*(f"start_{name}_seconds" for name in PHASES), "start_seconds"]

@@ -415,5 +415,5 @@ async def test_a_taken_port_is_one_clear_error(
     gateway: Gateway, start_gateway: StartGateway
 ) -> None:
     port = int(gateway.url.rsplit(":", 1)[1])
-    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
+    with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port} is taken by process"):
         await start_gateway(port=port)

@@ -84,7 +84,13 @@ def test_make_serve_tells_its_steps_and_its_curl_line_gets_an_answer(made):
         assert content in ABOUT.values(), "the model knows what it is asked"
         beside = started(words, env)  # while the port is taken
         told, _ = beside.communicate(timeout=60)
-        assert f"error: cannot listen on 127.0.0.1:{port}" in told
+        assert re.search(
+            rf"^error: --port {port}: 127\.0\.0\.1:{port} is taken by process \d+ "
+            r"\(pipeinfer serve, model pipeinfer-demo\); --port (\d+) is free "
+            r"\(with make: PORT=\1\)$",
+            told,
+            re.MULTILINE,
+        ), told
         assert "try it" not in told and "installing" not in told and beside.returncode != 0
     finally:
         late.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -55,15 +56,40 @@ def test_the_only_running_server_is_found(temporary):
         running_topology()
 
 
-def test_of_several_servers_one_must_be_named(temporary):
-    files = [server(temporary, name) for name in ("one", "two")]
-    with ExitStack() as both:
+def test_of_several_servers_one_is_chosen_by_its_port(temporary):
+    files = [server(temporary, name) for name in ("one", "two", "three")]
+    with ExitStack() as all_of_them:
         for file in files:
-            both.enter_context(alive(file))
-        with pytest.raises(ConfigurationError, match="several servers run here") as error:
-            running_topology()
-        assert all(str(file) in str(error.value) for file in files)
-        assert running_topology(str(files[1])) == topologies.load(files[1])
+            all_of_them.enter_context(alive(file))
+        for port, file in ((8123, files[0]), (8124, files[1])):
+            publish(file, Served(f"http://127.0.0.1:{port}", f"model-{port}", "/models"))
+        assert running_topology(port=8124) == topologies.load(files[1])
+        assert running_topology(str(files[2])) == topologies.load(files[2])
+        for port, why in ((None, "which server?"), (8125, "no server .* listens at port 8125")):
+            with pytest.raises(ConfigurationError, match=why) as error:
+                running_topology(port=port)
+            first, *lines = str(error.value).splitlines()
+            assert first.endswith(" There are")
+            assert sorted(lines) == sorted(
+                [
+                    f"  --port 8123  model-8123, process {os.getpid()}",
+                    f"  --port 8124  model-8124, process {os.getpid()}",
+                    f"  --topology {files[2]}  without HTTP here, process {os.getpid()}",
+                ]
+            )
+
+
+@pytest.mark.parametrize(
+    "words", [["top", "--once"], ["record", "--out", "traces"], ["swap", "scheduler"]]
+)
+def test_every_command_that_talks_to_a_server_says_port(temporary, capsys, words):
+    files = [server(temporary, name) for name in ("one", "two")]
+    with alive(files[0]), alive(files[1]):
+        publish(files[0], Served("http://[::1]:8123", "tiny", "/models/tiny"))
+        assert main([*words]) == 2
+        assert "\n  --port 8123  tiny, process " in capsys.readouterr().err
+        assert main([*words, "--port", "8001"]) == 2
+        assert "no server of this user listens at port 8001" in capsys.readouterr().err
 
 
 def test_a_server_that_was_killed_does_not_run(temporary):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -57,17 +59,28 @@ def test_every_address_of_a_host_gets_the_same_port(host):
         listening.close_all(opened)
 
 
-def test_a_port_in_use_and_an_unknown_host_are_named():
+def test_a_port_in_use_is_named_with_its_flag_its_owner_and_a_free_one():
     [one] = listening.open_sockets("127.0.0.1", 0)
     with closing(one):
         port = one.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "):
-            listening.open_sockets("127.0.0.1", port)
-        with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "):
-            listening.check_free("127.0.0.1", port)
+        for attempt in (listening.open_sockets, listening.check_free):
+            with pytest.raises(ConfigurationError) as error:
+                attempt("127.0.0.1", port)
+            wanted = (
+                rf"--port {port}: 127\.0\.0\.1:{port} is taken by process {os.getpid()} \(.+\); "
+                r"--port (\d+) is free \(with make: PORT=\1\)"
+            )
+            found = re.fullmatch(wanted, str(error.value))
+            assert found, error.value
+            listening.check_free("127.0.0.1", int(found[1]))
     listening.check_free("127.0.0.1", port)
-    with pytest.raises(ConfigurationError, match=r"cannot listen on no\.such\.host\.invalid:8000"):
-        listening.open_sockets("no.such.host.invalid", 8000)
+
+
+def test_of_an_address_that_cannot_be_had_the_host_is_named():
+    for host in ("no.such.host.invalid", "203.0.113.7"):
+        wanted = rf"--host {re.escape(host)}: cannot listen on {re.escape(host)}:8000: \w+"
+        with pytest.raises(ConfigurationError, match=wanted):
+            listening.open_sockets(host, 8000)
 
 
 def test_two_who_ask_for_a_port_at_once_do_not_disturb_each_other():

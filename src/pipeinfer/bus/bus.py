@@ -75,7 +75,7 @@ class Bus:
         self._reminder: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
-        """Opens the inbox and the publishers. zmq.ZMQError if an address is taken,
+        """Opens the inbox and the publishers. AddressTaken if somebody has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
         transport, rest = addresses.split(self._address)

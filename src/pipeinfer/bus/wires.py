@@ -26,6 +26,14 @@ HANDSHAKE_MS = 10_000
 SUBSCRIBER_PROBES, PROBES = (5, 5, 3), (60, 60, 120)
 
 
+class AddressTaken(zmq.ZMQError):
+    """Somebody else listens at `place`, "tcp://HOST:PORT"; HOST is a number, or "*" for all."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(errno.EADDRINUSE, f"{place} is taken")
+        self.place = place
+
+
 class Wires:
     """Sockets of stage id `stage`, or of a process that is none ("")."""
 
@@ -72,7 +80,7 @@ class Wires:
     def bind(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Binds `socket` as this stage's `name` ("inbox", "telemetry", "plan", "group").
 
-        zmq.ZMQError if the address is taken, ConfigurationError if it is not one of this host.
+        AddressTaken if somebody has it, ConfigurationError if it is not one of this host.
         """
         address = self._topology.address(self._stage)
         if self._keyring is not None and addresses.is_tcp(address):
@@ -84,7 +92,10 @@ class Wires:
             try:
                 socket.bind(place)
                 bound += 1
-            except zmq.ZMQError as error:  # a name may mean addresses of several hosts
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise AddressTaken(place) from None
+                # A name may mean addresses of several hosts.
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
                     raise
         if not bound:

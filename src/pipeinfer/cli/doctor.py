@@ -84,7 +84,8 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield _port(settings)
     yield _open_files(settings)
     for server in running_servers():
-        yield "note", "running", f"a server, process {server.pid}, {server.file}"
+        at = f"{server.served.url}, {server.served.model}, " if server.served else ""
+        yield "note", "running", f"a server: {at}process {server.pid}, {server.file}"
         yield from _targets(server.topology)
 
 

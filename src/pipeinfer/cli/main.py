@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.command_line import CommandLine
+from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 
@@ -34,8 +37,13 @@ WRONG_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else; 141, as a
+    shell says of SIGPIPE, where nobody reads any more what is printed."""
+    with _until_nobody_reads():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
     command = parser().parse_args(arguments[:1]).command
     if command is None:
         print(parser().format_help(), end="", file=sys.stderr)
@@ -80,6 +88,22 @@ class _Pipeinfer(CommandLine):
 def _meant(command: str) -> str:
     """The end of the error about a subcommand that there is not."""
     return did_you_mean(command, COMMANDS) or f": there are {', '.join(COMMANDS)}"
+
+
+@contextmanager
+def _until_nobody_reads() -> Iterator[None]:
+    """Ends the process quietly once what it prints can reach nobody: `pipeinfer doctor | head`.
+    What a command has opened is closed before."""
+    try:
+        try:
+            yield
+        finally:
+            for output in filter(None, (sys.stdout, sys.stderr)):
+                output.flush()  # here, and not when it is too late to say how this ended
+    except BrokenPipeError:
+        if not discard_unread():
+            raise
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _check_here() -> None:

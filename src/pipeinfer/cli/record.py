@@ -16,10 +16,10 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus.caller import Caller
+from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.find import running_topology
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import Topology
 
@@ -32,7 +32,7 @@ KEY_FILE, KEY_BYTES = "redaction.key", 32
 def run(arguments: Sequence[str]) -> int:
     """0 when every recording ended in order; 1 if one failed or its stage was lost."""
     options = parser().parse_args(arguments)
-    topology = running_topology(options.topology)
+    topology = chosen_topology(options)
     stages = _chosen(topology, options.stage)
     with Caller(topology, zmq.Context.instance()) as caller:
         return _Session(caller, stages, _request(options)).run()
@@ -46,7 +46,7 @@ def parser() -> CommandLine:
         "reached or Ctrl-C is pressed. `python tools/replay` reads the files.",
     )
     add = made.add_argument
-    add("--topology", metavar="FILE", help="of the server; default: the only one that runs here")
+    add_server(made)
     add("--stage", metavar="STAGE", action="append", help="engine, scheduler-0 ...; default: all")
     add("--out", metavar="DIR", required=True, help="as the stages' hosts see it")
     add("--seconds", type=_positive(float), default=0.0, metavar="N")

@@ -17,6 +17,7 @@ from pipeinfer.command_line import CommandLine
 
 if TYPE_CHECKING:
     from pipeinfer.runtime.inprocess import InProcess
+    from pipeinfer.runtime.status_line import StatusLine
     from pipeinfer.runtime.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from pipeinfer.runtime.local import check_port, local_stages, prepare
     from pipeinfer.runtime.logs import set_up_logging
+    from pipeinfer.runtime.status_line import StatusLine
 
     def known(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
@@ -46,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
     settings = prepare(flags, log.info, known)
     with local_stages(settings, zmq.Context.instance(), on=on) as stages:
-        return uvloop.run(_run(stages.service))
+        return uvloop.run(_run(stages.service, StatusLine(settings.log_format == "text")))
 
 
 def parser() -> CommandLine:
@@ -62,6 +64,10 @@ def parser() -> CommandLine:
     made.add_argument(
         "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
     )
+    made.add_argument(
+        "-v", "--verbose", dest="log_level", action="store_const", const="debug",
+        default=argparse.SUPPRESS, help="log the details: --log-level debug",
+    )  # fmt: skip
     config.add_flags(made)
     return made
 
@@ -74,11 +80,17 @@ def add_model(made: argparse.ArgumentParser) -> None:
     made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-async def _run(service: Supervisor | InProcess) -> int:
+async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
     from pipeinfer.runtime.hangup import on_hangup
+    from pipeinfer.runtime.status_line import follow
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
     on_hangup(loop, service.reload, service.stop)
-    return await service.run()
+    starting = asyncio.create_task(follow(service.states, line))
+    try:
+        return await service.run()
+    finally:
+        starting.cancel()
+        line.clear()

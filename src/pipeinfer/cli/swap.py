@@ -14,9 +14,9 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus.caller import Caller
+from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
-from pipeinfer.runtime.find import running_topology
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import SUPERVISOR, Topology
 
@@ -28,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser().parse_args(arguments[:end])
-    topology = running_topology(options.topology)
+    topology = chosen_topology(options)
     stage = chosen_stage(topology, options.stage)
     if not topology.supervisor:
         raise ConfigurationError(
@@ -57,7 +57,7 @@ def parser() -> CommandLine:
     """The words of the command line."""
     made = CommandLine(
         prog="pipeinfer swap",
-        usage="pipeinfer swap STAGE [--topology FILE] [-- COMMAND ...]",
+        usage="pipeinfer swap STAGE [--port N] [-- COMMAND ...]",
         description="Has STAGE hand over to a new process while requests go on. COMMAND is started "
         "in this folder, with the arguments of a stage after its own; without one the stage is "
         "started again as it was. All ranks of an engine's group go together.",
@@ -65,7 +65,7 @@ def parser() -> CommandLine:
         "env PYTHONPATH=../other/src python -m pipeinfer.runtime",
     )
     made.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
-    made.add_argument("--topology", metavar="FILE", help="default: the only server on this host")
+    add_server(made)
     return made
 
 

@@ -6,20 +6,23 @@ while somebody looks. The web page shows the same figures.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
 from pipeinfer.bus.caller import Caller
+from pipeinfer.cli.keyboard import Keys
+from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
 from pipeinfer.passages.durations import PARTS, Durations
-from pipeinfer.runtime.find import running_topology
 
 FIRST = 3.0  # seconds in which two heartbeats of every stage should come
 LASTS = 2.5  # seconds beyond the next look for which stages say what they see
@@ -27,40 +30,44 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """0 when ended by Ctrl-C, or with --once when every stage was heard; else 1."""
+    """0 when ended by q or Ctrl-C, or with --once when every stage was heard; else 1."""
     options = parser().parse_args(arguments)
-    topology = running_topology(options.topology)
+    topology = chosen_topology(options)
     health = Health(expected_stages(topology))
     pictures, latencies = Pictures(health), Durations()
-    plain = options.once or not sys.stdout.isatty()
-    with Caller(topology, zmq.Context.instance()) as caller:
+    rewritten = sys.stdout.isatty() and not options.once
+    with Caller(topology, zmq.Context.instance()) as caller, Keys(rewritten) as keys:
         for stage in health.rows:
             caller.listen(stage)
         try:
             heard = dict.fromkeys(health.rows, 0)
-            listen(caller, health, FIRST, lambda beat: _twice(heard, beat, pictures))
-            while True:
+            listen(
+                caller, health, FIRST, lambda beat: _twice(heard, beat, pictures), quits=keys.quits
+            )
+            while not keys.quits():
                 now = time.monotonic()
                 health.check(now)
                 pictures.look()
                 figures = pictures.figures("", now, time.time(), latencies.median)
-                print("\n".join(_lines(health, pictures, figures, plain)), flush=True)
+                lines = _lines(health, pictures, figures, keys.hint)
+                print("\n".join(_fitting(lines, rewritten)), flush=True)
                 if options.once:
                     return 0 if all(row.seen is not None for row in health.rows.values()) else 1
                 _ask(caller, health, options.seconds + LASTS)
-                listen(caller, health, options.seconds, observed=latencies)
+                listen(caller, health, options.seconds, observed=latencies, quits=keys.quits)
         except KeyboardInterrupt:
-            return 0
+            pass
+    return 0
 
 
 def parser() -> CommandLine:
     """The words of the command line."""
     made = CommandLine(
         prog="pipeinfer top",
-        description="Shows what the stages of a running server do, until Ctrl-C.",
+        description="Shows what the stages of a running server do, until q or Ctrl-C.",
     )
     add = made.add_argument
-    add("--topology", metavar="FILE", help="of the server; default: the only one that runs here")
+    add_server(made)
     add("--seconds", type=float, default=1.0, metavar="N", help="between two looks (default: 1)")
     add("--once", action="store_true", help="one look, then end; 1 if a stage says nothing")
     return made
@@ -72,11 +79,12 @@ def listen(
     seconds: float,
     enough: Callable[[Heartbeat], bool] = lambda beat: False,
     observed: Durations | None = None,
+    quits: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)`; and `observed` of
-    what stages see."""
+    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)` or `quits()`; and
+    `observed` of what stages see."""
     deadline = time.monotonic() + max(seconds, 0.1)
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0 and not quits():
         for _, message in caller.hear(min(0.2, left)):
             if isinstance(message, Heartbeat) and message.stage in health.rows:
                 health.beat(message, time.monotonic())
@@ -102,78 +110,114 @@ def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:
     return min(heard.values()) >= 2
 
 
-def _lines(health: Health, pictures: Pictures, figures: Figures, plain: bool) -> list[str]:
+@dataclass(frozen=True)
+class Line:
+    """`head` is whole in any case; of `parts`, the most important first, as many as fit follow."""
+
+    head: str
+    parts: Sequence[str]
+
+    def within(self, columns: int) -> str:
+        """At most `columns` characters; the part that says why something is wrong may be cut."""
+        text = ", ".join(self.parts)
+        for count in range(len(self.parts), 0, -1):
+            text = ", ".join(self.parts[:count])
+            if len(self.head) + len(text) <= columns:
+                break
+        whole = (self.head + text).rstrip()
+        return whole if len(whole) <= columns else f"{whole[: columns - 1]}…"
+
+
+def _fitting(lines: list[Line], rewritten: bool) -> list[str]:
+    """On a terminal they are cut to its columns, and to its rows if they are rewritten."""
+    if not sys.stdout.isatty():
+        return [line.within(sys.maxsize) for line in lines]
+    columns, rows = shutil.get_terminal_size()
+    fitting = [line.within(columns) for line in lines]
+    if not rewritten:
+        return fitting
+    if len(fitting) >= rows > 2:
+        fitting[rows - 2 :] = [f"and {len(fitting) - rows + 2} more lines, in a taller window"]
+    return [CLEAR + fitting[0], *fitting[1:]]
+
+
+def _lines(health: Health, pictures: Pictures, figures: Figures, hint: str) -> list[Line]:
+    """A head, a line for each stage, and one for each latency of the last minute."""
     wide = max(map(len, health.rows))
-    lines = [("" if plain else CLEAR) + f"{'stage':{wide}}  {'pid':>7}  state"]
+    lines = [Line(f"{'stage':{wide}} {'pid':>7} {'state':8} ", [hint])]
     for shown in figures.stages:
         row = health.rows[shown.stage]
         if row.seen is None:
-            lines.append(f"{shown.stage:{wide}}  {'':7}  silent")
+            lines.append(Line(f"{shown.stage:{wide}} {'':7} silent", []))
             continue
-        text = row.reason if row.state != "ready" and row.reason else _does(row, shown, pictures)
+        head = f"{shown.stage:{wide}} {row.pid:7} {row.state:8} "
+        parts = [row.reason] if row.state != "ready" and row.reason else _does(row, shown, pictures)
         if row.restarts:
-            text += f", started again {row.restarts} times"
-        lines.append(f"{shown.stage:{wide}}  {row.pid:7}  {row.state:8}  {text}")
+            parts.insert(1, f"started again {row.restarts} times")
+        lines.append(Line(head, parts))
     for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
         latency = figures.latency[name]
         if latency.count:
-            lines.append(f"{what + ':':15} {_milliseconds(latency)}")
+            lines.append(Line(f"{what + ':':15} ", _milliseconds(latency)))
     return lines
 
 
-def _milliseconds(latency: Latency) -> str:
+def _milliseconds(latency: Latency) -> list[str]:
     """Of the last minute."""
     quantiles = (("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99))
     told = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
-    return f"{told} ms ({latency.count:,} in the last minute)"
+    return [f"{told} ms ({latency.count:,} in the last minute)"]
 
 
-def _does(row: Row, shown: StageShown, pictures: Pictures) -> str:
-    text = DOES[row.name](row, shown, pictures)
+def _does(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+    parts = DOES[row.name](row, shown, pictures)
     if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
-        text += f", latency {shown.latency_ms:,.2f} ms"
-    return text
+        parts.append(f"latency {shown.latency_ms:,.2f} ms")
+    return parts
 
 
-def _gateway(row: Row, shown: StageShown, pictures: Pictures) -> str:
-    return f"{shown.running} streams, {shown.waiting} without output yet"
+def _gateway(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+    return [f"{shown.running} streams", f"{shown.waiting} without output yet"]
 
 
-def _tokenizer(row: Row, shown: StageShown, pictures: Pictures) -> str:
-    return (
-        f"{shown.rate:,.1f} requests/s, "
-        f"{pictures.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s, "
-        f"{row.stats.get('groups_up', 0.0):.0f} groups up"
-    )
+def _tokenizer(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+    return [
+        f"{shown.rate:,.1f} requests/s",
+        f"{pictures.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
+        f"{row.stats.get('groups_up', 0.0):.0f} groups up",
+    ]
 
 
-def _scheduler(row: Row, shown: StageShown, pictures: Pictures) -> str:
-    return (
-        f"{shown.running} run, {shown.waiting} wait, {shown.rate:,.0f} steps/s, "
-        f"preempted {row.stats.get('preemptions_total', 0.0):.0f}"
-    )
+def _scheduler(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+    return [
+        f"{shown.running} run",
+        f"{shown.waiting} wait",
+        f"{shown.rate:,.0f} steps/s",
+        f"preempted {row.stats.get('preemptions_total', 0.0):.0f}",
+    ]
 
 
-def _engine(row: Row, shown: StageShown, pictures: Pictures) -> str:
+def _engine(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
     stats = row.stats
     busy, idle = (pictures.grown(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
     pages = max(stats.get("pages_total", 0.0), 1.0)
     cached, prompts = (stats.get(f"{name}_tokens_total", 0.0) for name in ("cached", "prompt"))
     share = busy / (busy + idle) if busy + idle > 0 else 0.0
-    return (
-        f"{shown.rate:,.0f} tokens/s, computes {share:.0%} of its time, "
-        f"{shown.running} of {stats.get('slots_total', 0.0):.0f} slots, "
-        f"pages: {stats.get('pages_evictable', 0.0) / pages:.0%} cached, "
-        f"{stats.get('pages_free', 0.0) / pages:.0%} free, "
-        f"hits {cached / max(prompts, 1.0):.0%}"
-    )
+    return [
+        f"{shown.rate:,.0f} tokens/s",
+        f"{share:.0%} busy",
+        f"{shown.running} of {stats.get('slots_total', 0.0):.0f} slots",
+        f"KV {stats.get('pages_free', 0.0) / pages:.0%} free",
+        f"{stats.get('pages_evictable', 0.0) / pages:.0%} cached",
+        f"hits {cached / max(prompts, 1.0):.0%}",
+    ]
 
 
-def _detokenizer(row: Row, shown: StageShown, pictures: Pictures) -> str:
-    return f"{shown.rate:,.0f} tokens/s in {shown.running} streams"
+def _detokenizer(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+    return [f"{shown.rate:,.0f} tokens/s", f"{shown.running} streams"]
 
 
-DOES: dict[str, Callable[[Row, StageShown, Pictures], str]] = {
+DOES: dict[str, Callable[[Row, StageShown, Pictures], list[str]]] = {
     "gateway": _gateway,
     "tokenizer": _tokenizer,
     "scheduler": _scheduler,

@@ -23,11 +23,12 @@ from pipeinfer.engine.start import Start
 from pipeinfer.kernels.e4m3 import Scales
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model
+from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
 from pipeinfer.step_cost import TOKENS, StepCost
 
-log = logging.getLogger(__name__)
+log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _agreed(collectives: TorchCollectives, pages: int) -> int:
     """Pages with the dummy that all ranks have room for: each has measured for itself."""
     least = collectives.smallest(pages)
     if least < pages:
-        log.info(
+        details.info(
             "rank %d has room for %s pages, but another rank for %s, which all ranks use",
             collectives.rank,
             f"{pages - 1:,}",
@@ -126,10 +127,10 @@ def _agreed(collectives: TorchCollectives, pages: int) -> int:
 
 def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
     """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
-    log.info("what steps take, in ms: %s", cost)
+    details.info("what steps take, in ms: %s", cost)
     if not settings.mixed_step_tokens:
         targets = Targets(settings.itl_target, settings.ttft_target)
-        log.info("%s", said(targets, *mixed_budget(0, tokens, cost, targets).allows()))
+        details.info("%s", said(targets, *mixed_budget(0, tokens, cost, targets).allows()))
 
 
 def _capture(

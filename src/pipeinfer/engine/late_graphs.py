@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pipeinfer.engine.device import Mark
+from pipeinfer.runtime.logs import DETAILS
 
-log = logging.getLogger(__name__)
+log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 
 FIRST = 0.5  # seconds that the engine is left to meet its scheduler
 QUIET = 0.05  # seconds without a step: who sends one request after the other is not disturbed
@@ -108,7 +109,7 @@ class LateGraphs:
             self._later(GAP)
         else:
             took = asyncio.get_running_loop().time() - self._began
-            log.info("all %d CUDA graphs are there, %.1f s later", self._runner.graphs, took)
+            details.info("all %d CUDA graphs are there, %.1f s later", self._runner.graphs, took)
 
     def _failed(self, error: Exception) -> None:
         """Without it the engine is slower and not wrong. If the device is out of order, the next

@@ -8,16 +8,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import Prefix
 from pipeinfer.engine.preload import preload_torch
-from pipeinfer.engine.start import Start, process_age
-from pipeinfer.messages import PROTOCOL, Hello
+from pipeinfer.engine.start import GIB, Start, process_age
+from pipeinfer.messages import PROTOCOL, Hello, State
 from pipeinfer.packing import pack
+from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 
@@ -32,15 +32,19 @@ if TYPE_CHECKING:
     from pipeinfer.memory.prefix_cache import PrefixCache
     from pipeinfer.settings import Settings
 
-log = logging.getLogger(__name__)
+log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 MEETING = 120.0  # seconds that ranks wait for each other while they start
 
 
 def build(context: StageContext) -> Stage:
     """ConfigurationError, before any weight is read, for a checkpoint that does not fit."""
     settings, identity = context.settings, context.identity
-    graphs = Progress(f"{identity.id} CUDA graphs", "")
-    start = Start(graphs.show)
+    state: State = "starting"
+
+    def say(text: str) -> None:
+        context.report(state, text)
+
+    start = Start(say)
     start.took("process", process_age())
     folder = resolve_model(settings.model, settings.revision)
     ordinal = context.topology.gpu(identity.id)
@@ -61,26 +65,20 @@ def build(context: StageContext) -> Stage:
     profile = profile_path(settings, identity.id)
     with start.phase("checks"):
         choices = choose(settings, folder, identity.rank, ordinal)
+    state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
-    context.report("loading", "weights")
-    with Progress(f"{identity.id} weights", "B") as weights, graphs:
-        loaded = load_engine(
-            settings, folder, weights.show, identity.rank, start, collectives, choices
-        )
+    loaded = load_engine(settings, folder, start.read, identity.rank, start, collectives, choices)
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
     )
-    tokens = (loaded.pages - 1) * loaded.page_size
-    log.info(
-        "%s in %s: %s tokens of KV in %s, in %s pages of %s (%.2f GiB), attention %s",
-        settings.model_name,
-        loaded.dtype,
-        f"{tokens:,}",
+    if identity.rank == 0:
+        log.info("%s", _placed(settings, loaded))
+    details.info(
+        "keys and values in %s, %s pages of %s tokens, attention %s",
         loaded.kv_dtype if loaded.kv_dtype != AS_THE_MODEL else loaded.dtype,
         f"{loaded.pages - 1:,}",
         loaded.page_size,
-        loaded.runner.pool.total_bytes / 2**30,
         loaded.attention,
     )
     scheduler = f"scheduler-{identity.group}"
@@ -90,7 +88,7 @@ def build(context: StageContext) -> Stage:
     if masks is not None:
         with start.phase("vocabulary"):
             masks.wait()
-    log.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
+    details.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
     watch = None
     if profile is not None:
         watch = StepProfile(settings.profile, profile, loaded.runner.phases)
@@ -102,6 +100,24 @@ def build(context: StageContext) -> Stage:
         ((scheduler, "plan"),),
         _facts(loaded),
         prefixes=partial(_prefixes, memory.cache),
+    )
+
+
+def _placed(settings: Settings, loaded: LoadedEngine) -> str:
+    """What runs where, and for how many tokens there is memory."""
+    import torch
+
+    if loaded.device == "cpu":
+        where = f"the CPU with {torch.get_num_threads()} threads"
+    else:
+        where = (
+            f"GPU {torch.device(loaded.device).index} ({torch.cuda.get_device_name(loaded.device)})"
+        )
+    others = f" and {settings.tp - 1} more" if settings.tp > 1 else ""
+    tokens = (loaded.pages - 1) * loaded.page_size
+    return (
+        f"{settings.model_name} runs on {where}{others}, in {loaded.dtype}; memory for {tokens:,} "
+        f"tokens ({loaded.runner.pool.total_bytes / GIB:.2f} GiB)"
     )
 
 
@@ -199,31 +215,3 @@ def _driver(
         LateGraphs(loaded.runner),
         start.statistics(),
     )
-
-
-class Progress:
-    """A progress bar on stderr from the first `show` on; silent where nobody looks at it."""
-
-    def __init__(self, name: str, unit: str) -> None:
-        self._name = name
-        self._unit = unit
-        self._bar: Any = None
-
-    def show(self, done: int, total: int) -> None:
-        """`done` of `total` bytes, or things."""
-        if not sys.stderr.isatty():
-            return
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                desc=self._name, total=total, unit=self._unit, unit_scale=True, leave=False
-            )
-        self._bar.update(done - self._bar.n)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -1,4 +1,4 @@
-"""Where the time of an engine's start goes: seconds by phase, in the order in which they began.
+"""What an engine's start does at the moment, and where its time went: seconds by phase.
 
 Knows names and a clock; a phase may begin several times, and what is in none of them is nobody's.
 """
@@ -20,22 +20,34 @@ PHASES = (
     "process", "imports", "checks", "ranks", "weights", "attention", "warm_up", "pool", "graphs",
     "step_times", "vocabulary",
 )  # fmt: skip
+WORDS = {
+    "imports": "loading libraries",
+    "checks": "checking the model's configuration",
+    "weights": "reading weights",
+    "attention": "loading kernels",
+    "warm_up": "trying the first steps, which may compile kernels",
+    "pool": "reserving memory for tokens",
+    "graphs": "capturing CUDA graphs",
+    "step_times": "measuring how long steps take",
+    "vocabulary": "preparing grammars",
+}  # what is said of a phase while it goes on; of the others something else speaks
 SHOWN = 0.005  # seconds: what takes less is not worth a word
 TICKS = "SC_CLK_TCK"
+GIB = 2**30
 
 
 class Start:
     """seconds: by phase. graphs: how many were captured, of how many; "" where there are none.
 
-    `show(done, total)` counts them."""
+    `say(text)` is told what the start does: the phase, and how far it is where that is known."""
 
     def __init__(
         self,
-        show: Callable[[int, int], None] | None = None,
+        say: Callable[[str], object] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.graphs = ""
-        self._show = show
+        self._say = say
         self._clock = clock
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
@@ -43,6 +55,8 @@ class Start:
     def phase(self, name: str) -> Generator[None]:
         """What runs meanwhile is that phase's."""
         began = self._clock()
+        if name in WORDS:
+            self._say(WORDS[name])
         try:
             yield
         finally:
@@ -52,11 +66,14 @@ class Start:
         """So much more of that phase."""
         self.seconds[name] += seconds
 
+    def read(self, done: int, total: int) -> None:
+        """`done` of `total` bytes of weights."""
+        self._say(f"{WORDS['weights']}, {done / GIB:.2f} of {total / GIB:.2f} GiB")
+
     def captured(self, done: int, total: int) -> None:
         """`done` of `total` graphs."""
         self.graphs = f"{done} of {total}"
-        if self._show is not None:
-            self._show(done, total)
+        self._say(f"{WORDS['graphs']}, {self.graphs}")
 
     def __str__(self) -> str:
         """For a person."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import sys
 import time
@@ -25,7 +26,11 @@ from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
+from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.runtime.listening import BACKLOG, close_all
+from pipeinfer.runtime.logs import CLEAR
+
+log = logging.getLogger(__name__)
 
 LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
 QUIET = 2.0  # seconds without a request after which idle connections may be closed
@@ -185,4 +190,10 @@ class HttpDriver:
     def _announce(self) -> None:
         if self._open and not self._announced and self._service.core.status == "ready":
             self._announced = True
-            print(f"ready {self.url}", file=sys.stdout, flush=True)
+            page = f"chat in a browser at {self.url}, " if self._service.sight is not None else ""
+            log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
+            over = CLEAR if sys.stdout.isatty() else ""
+            try:
+                print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
+            except BrokenPipeError:  # a server goes on, whether anybody reads that or not
+                discard_unread()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeinfer.messages import Ended, Heartbeat
+from pipeinfer.messages import Ended, Heartbeat, State
 from pipeinfer.runtime.incarnations import GIVEN, Incarnations
 from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
 from pipeinfer.topology.topology import Identity
@@ -39,15 +39,17 @@ class Command:
 class Child:
     """A stage process, and those before it.
 
-    `checked`: one of them got past its configuration; `reason`: why it failed; `deaths`: since one
-    was ready; `swapping`: somebody else than its watcher cares for its end. `told`: called when the
-    process has said something through its pipe.
+    `said`: the process's state, and what it does or why. `checked`: one of them got past its
+    configuration; `reason`: why it failed; `deaths`: since one was ready; `swapping`: somebody else
+    than its watcher cares for its end. `told`: called when the process has said something through
+    its pipe.
     """
 
     identity: Identity
     command: Command = Command()
     numbers: Incarnations = field(default_factory=Incarnations)  # one for all that may meet
     process: asyncio.subprocess.Process | None = None
+    said: tuple[State, str] = ("starting", "")
     checked: bool = False
     reason: str = ""
     deaths: int = 0
@@ -73,7 +75,7 @@ class Child:
         self.process = None  # so that a late word of the old one is not taken for the new one's
         self._given = self.numbers.next(self.newest)
         self._pid = 0
-        self.reason = ""
+        self.said, self.reason = ("starting", ""), ""
         self.end_reports()
         reports = self._reports = Reports()
         defaults = {} if self.identity.name == "engine" else LIGHT
@@ -130,6 +132,7 @@ class Child:
         self.heard.set()
         if self._reload_when_heard:
             self.reload()
+        self.said = said.state, said.reason
         self.reason = said.reason if said.state == "failed" else self.reason
         self.checked = self.checked or said.state in CHECKED
         self.deaths = 0 if said.state == "ready" else self.deaths

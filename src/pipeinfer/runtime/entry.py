@@ -24,6 +24,7 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.room import make_room
+from pipeinfer.bus.wires import AddressTaken
 from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
@@ -36,9 +37,11 @@ from pipeinfer.runtime.heap import keep_large_apart
 from pipeinfer.runtime.incarnations import GIVEN, after, given
 from pipeinfer.runtime.logs import complain, set_up_logging
 from pipeinfer.runtime.parent import ParentWatch
+from pipeinfer.runtime.port_owner import owner
 from pipeinfer.runtime.report import Reporter, reporter
 from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
+from pipeinfer.runtime.status_line import StatusLine, follow
 from pipeinfer.runtime.wakefulness import patience
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
@@ -195,7 +198,15 @@ async def _run(
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
             end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
-    return await run_shell(shell)
+    if options.child:  # whoever started it says so for all
+        return await run_shell(shell)
+    line = StatusLine(settings.log_format == "text")
+    starting = asyncio.create_task(follow(lambda: {identity.id: shell.state()}, line))
+    try:
+        return await run_shell(shell)
+    finally:
+        starting.cancel()
+        line.clear()
 
 
 async def run_shell(shell: Shell) -> int:
@@ -210,6 +221,11 @@ async def run_shell(shell: Shell) -> int:
     except ConfigurationError as error:
         complain(shell.settings, str(error))
         return MISCONFIGURED
+    except AddressTaken as error:  # by the process before perhaps, so that this one may come again
+        host, _, port = error.place.removeprefix("tcp://").rpartition(":")
+        whose = owner(host.strip("[]*"), int(port))
+        complain(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
+        return FAILED
     except zmq.ZMQError as error:
         complain(shell.settings, f"{shell.identity.id}: {error}")
         return FAILED

@@ -99,8 +99,9 @@ def running_servers() -> list[Running]:
     return [running for _, running in sorted(found, key=lambda pair: pair[0])]
 
 
-def running_topology(path: str | None = None) -> Topology:
-    """The topology of the server to talk to: that of file `path`, or of the only one that runs.
+def running_topology(path: str | None = None, port: int | None = None) -> Topology:
+    """The topology of the server to talk to: that of file `path`, of the server that listens at
+    `port`, or of the only one that runs.
 
     A file written by hand names no supervisor; if a running server uses its addresses, that one's
     is known too. Raises ConfigurationError if there is no server to be found, or several.
@@ -111,15 +112,29 @@ def running_topology(path: str | None = None) -> Topology:
             return named
         same = (s.topology for s in running_servers() if s.topology.entries == named.entries)
         return next(same, named)
+    return running_server(port).topology
+
+
+def running_server(port: int | None = None) -> Running:
+    """The server of this user that listens at `port`, or the only one. Raises ConfigurationError,
+    which lists the servers that run."""
     servers = running_servers()
     if not servers:
         raise ConfigurationError(
             "no server of this user runs on this host; name its topology with --topology FILE"
         )
-    if len(servers) > 1:
-        listed = ", ".join(f"{s.file} (process {s.pid})" for s in servers)
-        raise ConfigurationError(f"several servers run here, choose with --topology: {listed}")
-    return servers[0].topology
+    at_port = [one for one in servers if port is None or (one.served and one.served.port == port)]
+    if len(at_port) == 1:
+        return at_port[0]
+    why = f"no server of this user listens at port {port}" if not at_port else "which server?"
+    raise ConfigurationError("\n".join([f"{why} There are", *map(_line, servers)]))
+
+
+def _line(server: Running) -> str:
+    """What it is, after the flag that chooses it."""
+    if server.served is None:
+        return f"  --topology {server.file}  without HTTP here, process {server.pid}"
+    return f"  --port {server.served.port}  {server.served.model}, process {server.pid}"
 
 
 def _served(file: Path) -> Served | None:

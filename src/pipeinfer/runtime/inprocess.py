@@ -10,6 +10,7 @@ import logging
 
 import zmq
 
+from pipeinfer.messages import State
 from pipeinfer.runtime.entry import run_shell
 from pipeinfer.runtime.exit_codes import ORDERLY
 from pipeinfer.runtime.shell import Shell
@@ -40,6 +41,10 @@ class InProcess:
             shell.stop()
         codes = await asyncio.gather(*tasks)
         return next((code for code in codes if code != ORDERLY), ORDERLY)
+
+    def states(self) -> dict[str, tuple[State, str]]:
+        """The state of each stage by its id, and what it does or waits for."""
+        return {shell.identity.id: shell.state() for shell in self._shells}
 
     def reload(self) -> None:
         """SIGHUP: each stage reads again what it can."""

@@ -12,8 +12,10 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
+from pipeinfer.runtime.port_owner import owner
 from pipeinfer.settings import ConfigurationError
 
+NEXT = 100  # ports beyond one that is taken, of which a free one is named
 BACKLOG = 1024  # connections that may wait to be accepted
 NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this host does not have
 
@@ -38,8 +40,7 @@ def listen(sockets: Iterable[socket.socket]) -> None:
             one.listen(BACKLOG)
         except OSError as error:
             host, port, *_ = one.getsockname()
-            reason = error.strerror or error
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}") from error
+            raise ConfigurationError(_why(host, port, error)) from error
 
 
 def check_free(host: str, port: int) -> None:
@@ -67,8 +68,7 @@ def _opened(host: str, port: int, backlog: int) -> list[socket.socket]:
             raise absent or OSError(errno.EADDRNOTAVAIL, "it has no address")
     except OSError as error:
         close_all(opened)
-        reason = error.strerror or error
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise ConfigurationError(_why(host, port, error)) from error
     return opened
 
 
@@ -95,6 +95,28 @@ def _adopted(descriptor: int) -> socket.socket:
         raise ConfigurationError(f"--listen-fd {descriptor}: {error.strerror}") from error
     adopted.setblocking(False)
     return adopted
+
+
+def _why(host: str, port: int, error: OSError) -> str:
+    """Which flag is to be changed, and why; of a port that is taken also whose it is, and another
+    one that is free."""
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host else f"port {port}"
+    if error.errno != errno.EADDRINUSE:
+        flag = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
+        return f"{flag}: cannot listen on {place}: {error.strerror or error}"
+    numbers = (address[0] for _, address in _addresses(host, port))
+    whose = next(filter(None, (owner(number, port) for number in numbers)), "")
+    text = f"--port {port}: {place} is taken{whose and ' '}{whose}"
+    free = next((other for other in range(port + 1, port + NEXT) if _is_free(host, other)), None)
+    return text if free is None else f"{text}; --port {free} is free (with make: PORT={free})"
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        close_all(_bound(family, at, 0) for family, at in _addresses(host, port))
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:

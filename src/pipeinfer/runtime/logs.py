@@ -15,6 +15,8 @@ from pipeinfer import traceparent
 from pipeinfer.settings import Settings
 
 ACCESS = "pipeinfer.access"  # the logger that has a line for each request of a client
+DETAILS = "pipeinfer.details"  # the logger of how a start was done, for who tunes or repairs it
+CLEAR = "\r\x1b[K"  # what a terminal's line shows so far is to be written over
 _OWN = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 
@@ -46,18 +48,20 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(settings: Settings, name: str) -> None:
-    """Log lines on stderr, each with the stage's id. Requests have theirs in JSON, or where details
-    are wanted."""
+    """Log lines on stderr, each with the stage's id. Requests and details have theirs in JSON, or
+    at the level "debug"."""
     handler = logging.StreamHandler(sys.stderr)
     if settings.log_format == "json":
         handler.setFormatter(JsonLines(name))
         logging.captureWarnings(True)
     else:
-        form = f"%(asctime)s %(levelname).1s {name} %(message)s"
+        over = CLEAR if sys.stderr.isatty() else ""  # a line that says how far a start is
+        form = f"{over}%(asctime)s %(levelname).1s {name} %(message)s"
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     quiet = settings.log_format == "text" and settings.log_level != "debug"
-    logging.getLogger(ACCESS).setLevel(logging.WARNING if quiet else logging.NOTSET)
+    for name in (ACCESS, DETAILS):
+        logging.getLogger(name).setLevel(logging.WARNING if quiet else logging.NOTSET)
 
 
 def about(message: object) -> dict[str, str]:
@@ -73,4 +77,5 @@ def complain(settings: Settings, reason: str) -> None:
     if settings.log_format == "json":
         logging.getLogger(__name__).error("%s", reason)
     else:
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        over = CLEAR if sys.stderr.isatty() else ""
+        print(f"{over}error: {reason}", file=sys.stderr, flush=True)

@@ -375,7 +375,8 @@ class Shell:
         self._progress = (state, reason)
         self._loop.call_soon_threadsafe(self._show_state)
 
-    def _state(self) -> tuple[State, str]:
+    def state(self) -> tuple[State, str]:
+        """The stage's state, and what it does or waits for."""
         if self._stage is None or self._progress[0] == "failed":
             return self._progress
         return self._stage.core.state()
@@ -395,7 +396,7 @@ class Shell:
             self._stop.set()
 
     def _show_state(self) -> None:
-        if self._shown is None or self._state()[0] == self._shown[0]:
+        if self._shown is None or self.state()[0] == self._shown[0]:
             return
         was = self._shown[0]
         self._publish_heartbeat()
@@ -414,7 +415,7 @@ class Shell:
     def _say_rank(self) -> None:
         """Of an engine, to those who decide by it."""
         if self.identity.name == "engine":
-            who, (state, _) = self.identity, self._state()
+            who, (state, _) = self.identity, self.state()
             self._say(
                 "group",
                 RankStatus(
@@ -445,7 +446,7 @@ class Shell:
     def _publish_heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        was, (state, reason) = self._shown, self._state()
+        was, (state, reason) = self._shown, self.state()
         self._shown = state, reason
         self._said_at = self._loop.time()
         self._say_rank()

@@ -18,7 +18,7 @@ import zmq
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import GroupFault, Heartbeat, Message
+from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import find
 from pipeinfer.runtime.child import Child, cause
 from pipeinfer.runtime.deployment import SECRET
@@ -109,6 +109,10 @@ class Supervisor:
         url = find.url_from_here(made.host, self._door.port, bool(made.tls_cert))
         served = find.Served(url=url, model=made.model_name, path=made.model)
         find.publish(Path(self._topology_file), served)
+
+    def states(self) -> dict[str, tuple[State, str]]:
+        """The state of each stage here by its id, and what it does or waits for."""
+        return {stage: child.said for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
         """Drains and stops everything; called again, kills."""

@@ -1,0 +1,90 @@
+"""Whose a port is: a process and its program, whatever the address; of our servers the model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.runtime import port_owner
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, Served, alive, publish
+from pipeinfer.runtime.port_owner import owner
+from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+
+LISTENER = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+one = socket.create_server((sys.argv[1], 0), family=family)
+print(one.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def listener(script: Path, host: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that listens on `host`, and its port."""
+    script.write_text(LISTENER)
+    words = [sys.executable, "-u", str(script), host, "--password=hidden"]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("listens", "asked"),
+    [
+        ("127.0.0.1", ["127.0.0.1", "0.0.0.0", ""]),
+        ("0.0.0.0", ["127.0.0.1", "127.0.0.2"]),
+        ("::", ["127.0.0.1", "::1"]),
+        ("::1", ["::1", "::"]),
+    ],
+)
+def test_a_process_is_named_with_its_script_and_without_its_arguments(tmp_path, listens, asked):
+    with listener(tmp_path / "web.py", listens) as (process, port):
+        for host in asked:
+            assert owner(host, port) == f"by process {process.pid} (python web.py)"
+
+
+def test_who_listens_elsewhere_is_not_meant(tmp_path):
+    with listener(tmp_path / "web.py", "127.0.0.1") as (_, port):
+        assert owner("127.0.0.2", port) == owner("::1", port) == ""
+        assert owner("127.0.0.1", port + 1) == ""
+
+
+def test_a_process_that_cannot_be_seen_is_said_to_be_there(tmp_path, monkeypatch):
+    (tmp_path / "net").mkdir()
+    for table in ("tcp", "tcp6"):
+        text = Path("/proc/net", table).read_text()
+        (tmp_path / "net" / table).write_text(text)
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        port = ours.getsockname()[1]
+        (tmp_path / "net/tcp").write_text(Path("/proc/net/tcp").read_text())
+        monkeypatch.setattr(port_owner, "PROC", tmp_path)
+        assert owner("127.0.0.1", port) == "by a process that this user cannot see"
+    monkeypatch.setattr(port_owner, "PROC", tmp_path / "nothing")
+    assert owner("127.0.0.1", port) == ""
+
+
+def test_a_server_of_ours_is_named_with_its_model_even_before_it_listens(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = tmp_path / f"{PREFIX}one" / TOPOLOGY
+    file.parent.mkdir()
+    file.write_text(topologies.local(Settings(), "ipc://one/").to_toml())
+    with socket.create_server(("127.0.0.1", 0)) as ours, alive(file):
+        port = ours.getsockname()[1]
+        publish(file, Served(f"http://127.0.0.1:{port}", "tiny", "/models/tiny"))
+        wanted = f"by process {os.getpid()} (pipeinfer serve, model tiny)"
+        assert owner("127.0.0.1", port) == wanted
+        ours.close()
+        assert owner("127.0.0.1", port) == wanted
