@@ -1,4 +1,4 @@
-"""Flags by which a command chooses the server that it talks to.
+"""How a command chooses the running server that it talks to: by flags, or by the model.
 
 Knows no command.
 """
@@ -6,8 +6,9 @@ Knows no command.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from pipeinfer.runtime.find import running_topology
+from pipeinfer.runtime.find import Running, running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 
 
@@ -22,3 +23,25 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     """That of the server that the flags mean. Raises ConfigurationError, which lists the servers
     if there are several."""
     return running_topology(options.topology, options.port)
+
+
+def serving(model: str = "") -> Running | None:
+    """The server of this user on this host that serves `model`, by its name there or by its folder
+    or file; of several the newest. Without `model` it is the only one that runs.
+
+    A server that is reached by https alone is none: its certificate names it otherwise.
+    """
+    servers = [
+        one
+        for one in running_servers()
+        if one.served is not None and one.served.url.startswith("http:")
+    ]
+    if not model:
+        return servers[0] if len(servers) == 1 else None
+    path = str(Path(model).expanduser().resolve())
+    same = (
+        one
+        for one in reversed(servers)
+        if one.served is not None and (one.served.model == model or one.served.path == path)
+    )
+    return next(same, None)
