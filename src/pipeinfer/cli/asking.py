@@ -61,15 +61,19 @@ def _model(asked: Asked, wanted: Wanted, line: StatusLine) -> Model:
     if not asked.options.local and not asked.of_local_models:
         from pipeinfer.cli.running import serving
 
-        server = serving(asked.model)
-        if server is not None and server.served is not None:
+        servers = serving(asked.model)
+        if len(servers) == 1 or (servers and asked.model):
             from pipeinfer.cli.served_model import ServedModel
 
+            server, served = servers[0]
             line.clear()
-            url, model = server.served.url, server.served.model
-            said = f"asking {model} of the server at {url} (process {server.pid})"
+            said = f"asking {served.model} of the server at {served.url} (process {server.pid})"
             print(f"{said}; --local loads a model here", file=sys.stderr, flush=True)
-            return ServedModel(asked, wanted, url, model, server.pid)
+            return ServedModel(asked, wanted, served.url, served.model, server.pid)
+        if servers:
+            line.clear()
+            said = f"{len(servers)} servers run here, and neither MODEL nor --url says which to ask"
+            print(f"{said}: loading {DEMO}", file=sys.stderr, flush=True)
 
     from pipeinfer.cli.local_model import LocalModel
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeinfer.runtime.find import Running, running_servers, running_topology
+from pipeinfer.runtime.find import Running, Served, running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 
 
@@ -25,23 +25,17 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     return running_topology(options.topology, options.port)
 
 
-def serving(model: str = "") -> Running | None:
-    """The server of this user on this host that serves `model`, by its name there or by its folder
-    or file; of several the newest. Without `model` it is the only one that runs.
+def serving(model: str = "") -> list[tuple[Running, Served]]:
+    """The servers of this user on this host that serve `model`, by its name there or by its folder
+    or file, the newest first; without `model` all.
 
     A server that is reached by https alone is none: its certificate names it otherwise.
     """
-    servers = [
-        one
-        for one in running_servers()
-        if one.served is not None and one.served.url.startswith("http:")
-    ]
-    if not model:
-        return servers[0] if len(servers) == 1 else None
+    servers = [(one, one.served) for one in reversed(running_servers()) if one.served is not None]
     path = str(Path(model).expanduser().resolve())
-    same = (
-        one
-        for one in reversed(servers)
-        if one.served is not None and (one.served.model == model or one.served.path == path)
-    )
-    return next(same, None)
+    return [
+        (server, served)
+        for server, served in servers
+        if served.url.startswith("http:")
+        and (not model or model == served.model or path == served.path)
+    ]

@@ -149,6 +149,9 @@ class ServedModel:
     def _broken(self, error: Exception) -> Unanswered:
         if isinstance(error, msgspec.DecodeError):
             return Unanswered(f"{self._url} answers what is none of OpenAI's API: {error}")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            error = error.os_error
+            return Unanswered(f"{self._url}: nobody answers there ({error.strerror or error})")
         return Unanswered(f"{self._url}: {str(error) or type(error).__name__}")
 
 
