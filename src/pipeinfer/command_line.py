@@ -46,6 +46,10 @@ class CommandLine(argparse.ArgumentParser):
             if flag not in self._option_string_actions:
                 self.error(self._unknown(flag))
         options, left = self.parse_known_args(words, namespace or argparse.Namespace())
+        # argparse gives a list of words only those that stand together.
+        many = [one for one in self._get_positional_actions() if one.nargs in ("*", "+")]
+        while many and left and not left[0].startswith("-"):
+            getattr(options, many[0].dest).append(left.pop(0))
         if left:
             self.error(f"unexpected argument {left[0]!r}")
         return options

@@ -73,6 +73,8 @@ def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
         (("--kv-pages", "many", "a"), "--kv-pages"),
         (("--model", "/no/such/folder", "a"), "/no/such/folder"),
         (("--json", "--stream", "a"), "not allowed with"),
+        (("Count from 3 to 9.", "a"), "'Count from 3 to 9.' is no model: of several words the"),
+        (("--url", "http://127.0.0.1:1", "--kv-pages", "9", "a"), "--kv-pages is a setting of a"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
@@ -81,3 +83,4 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
     done = generate(*arguments)
     assert said in done.stderr
     assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -150,8 +150,9 @@ class ServedModel:
         if isinstance(error, msgspec.DecodeError):
             return Unanswered(f"{self._url} answers what is none of OpenAI's API: {error}")
         if isinstance(error, aiohttp.ClientConnectorError):
-            error = error.os_error
-            return Unanswered(f"{self._url}: nobody answers there ({error.strerror or error})")
+            number = error.os_error.errno
+            why = os.strerror(number) if number and number > 0 else str(error.os_error)
+            return Unanswered(f"{self._url}: nobody answers there ({why})")
         return Unanswered(f"{self._url}: {str(error) or type(error).__name__}")
 
 
@@ -189,4 +190,4 @@ def _message(text: str) -> str:
     error = said.get("error", said)
     if isinstance(error, dict):
         error = error.get("message", error)
-    return str(error)
+    return " ".join(str(error).split())
