@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from pipeinfer.close_names import did_you_mean, none_of
@@ -35,7 +35,8 @@ class CommandLine(argparse.ArgumentParser):
             prog=prog, description=description, epilog=epilog, usage=usage, allow_abbrev=False
         )
         self._essential = tuple(essential)
-        self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+        said = "show all flags and exit"
+        self.add_argument("--help-all", action=_HelpAll, text=self.format_help_all, help=said)
 
     def parse_args(  # type: ignore[override]  (the overloads of typeshed say the same)
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -118,7 +119,13 @@ class CommandLine(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse._HelpAction):
-    """Prints `format_help_all` and ends the process."""
+    """Prints another text than `--help` does, and ends the process."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str
+    ) -> None:
+        super().__init__(option_strings, dest=dest, default=argparse.SUPPRESS, help=help)
+        self._text = text
 
     def __call__(
         self,
@@ -127,8 +134,7 @@ class _HelpAll(argparse._HelpAction):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        assert isinstance(parser, CommandLine)
-        sys.stdout.write(parser.format_help_all())
+        sys.stdout.write(self._text())
         parser.exit()
 
 

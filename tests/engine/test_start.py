@@ -29,7 +29,6 @@ def test_phases_are_said_in_order_with_the_graphs_beside_theirs():
     assert shown == [
         "reading weights",
         "reading weights, 0.75 of 5.00 GiB",
-        "capturing CUDA graphs",
         "capturing CUDA graphs, 1 of 60",
         "capturing CUDA graphs, 24 of 60",
         "reading weights",

@@ -18,6 +18,7 @@ from pipeinfer.runtime.find import PREFIX, TOPOLOGY, Served, alive, publish
 from pipeinfer.runtime.port_owner import owner
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
+from servers import environment
 
 LISTENER = """
 import socket, sys
@@ -88,3 +89,22 @@ def test_a_server_of_ours_is_named_with_its_model_even_before_it_listens(tmp_pat
         assert owner("127.0.0.1", port) == wanted
         ours.close()
         assert owner("127.0.0.1", port) == wanted
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2], ids=["inbox", "telemetry", "plan"])
+def test_a_stage_whose_address_is_taken_says_by_whom_in_one_line(tmp_path, offset):
+    """Code 1, not 2: it may be the process before, which still ends."""
+    with listener(tmp_path / "web.py", "127.0.0.1") as (process, port):
+        file = tmp_path / "pipeinfer.toml"
+        others = topologies.local(Settings(), "ipc:///tmp/none/").to_toml()
+        ours = f"tcp://127.0.0.1:{port - offset}"
+        file.write_text(others.replace("ipc:///tmp/none/scheduler-0", ours))
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeinfer.runtime", "scheduler", "--topology", str(file)],
+            env=environment(), stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stderr == (
+            f"error: scheduler-0: tcp://127.0.0.1:{port} is taken by process {process.pid} "
+            "(python web.py)\n"
+        )
+        assert done.returncode == 1

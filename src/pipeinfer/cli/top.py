@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     with Caller(topology, zmq.Context.instance()) as caller, Keys(rewritten) as keys:
         for stage in health.rows:
             caller.listen(stage)
-        try:
+        with suppress(KeyboardInterrupt):
             heard = dict.fromkeys(health.rows, 0)
             listen(
                 caller, health, FIRST, lambda beat: _twice(heard, beat, pictures), quits=keys.quits
@@ -55,8 +56,6 @@ def run(arguments: Sequence[str]) -> int:
                     return 0 if all(row.seen is not None for row in health.rows.values()) else 1
                 _ask(caller, health, options.seconds + LASTS)
                 listen(caller, health, options.seconds, observed=latencies, quits=keys.quits)
-        except KeyboardInterrupt:
-            pass
     return 0
 
 
@@ -206,7 +205,7 @@ def _engine(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
     return [
         f"{shown.rate:,.0f} tokens/s",
         f"{share:.0%} busy",
-        f"{shown.running} of {stats.get('slots_total', 0.0):.0f} slots",
+        f"{shown.running}/{stats.get('slots_total', 0.0):.0f} slots",
         f"KV {stats.get('pages_free', 0.0) / pages:.0%} free",
         f"{stats.get('pages_evictable', 0.0) / pages:.0%} cached",
         f"hits {cached / max(prompts, 1.0):.0%}",

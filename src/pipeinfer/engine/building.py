@@ -116,7 +116,7 @@ def _agreed(collectives: TorchCollectives, pages: int) -> int:
     """Pages with the dummy that all ranks have room for: each has measured for itself."""
     least = collectives.smallest(pages)
     if least < pages:
-        details.info(
+        log.info(
             "rank %d has room for %s pages, but another rank for %s, which all ranks use",
             collectives.rank,
             f"{pages - 1:,}",

@@ -108,7 +108,8 @@ def _placed(settings: Settings, loaded: LoadedEngine) -> str:
     import torch
 
     if loaded.device == "cpu":
-        where = f"the CPU with {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        where = f"the CPU with {threads} thread{'s' if threads > 1 else ''}"
     else:
         where = (
             f"GPU {torch.device(loaded.device).index} ({torch.cuda.get_device_name(loaded.device)})"

@@ -27,10 +27,9 @@ WORDS = {
     "attention": "loading kernels",
     "warm_up": "trying the first steps, which may compile kernels",
     "pool": "reserving memory for tokens",
-    "graphs": "capturing CUDA graphs",
     "step_times": "measuring how long steps take",
     "vocabulary": "preparing grammars",
-}  # what is said of a phase while it goes on; of the others something else speaks
+}  # what is said of a phase as it begins; graphs are counted, and whoever waits for ranks says so
 SHOWN = 0.005  # seconds: what takes less is not worth a word
 TICKS = "SC_CLK_TCK"
 GIB = 2**30
@@ -73,7 +72,7 @@ class Start:
     def captured(self, done: int, total: int) -> None:
         """`done` of `total` graphs."""
         self.graphs = f"{done} of {total}"
-        self._say(f"{WORDS['graphs']}, {self.graphs}")
+        self._say(f"capturing CUDA graphs, {self.graphs}")
 
     def __str__(self) -> str:
         """For a person."""
