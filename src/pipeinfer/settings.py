@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer import other_names, other_servers
+from pipeinfer.close_names import did_you_mean, none_of
+from pipeinfer.command_line import CommandLine
 from pipeinfer.settings_help import GROUPS
 
 PREFIX = "PIPEINFER_"
@@ -127,24 +129,25 @@ def build(values: Mapping[str, object]) -> Settings:
     try:
         return msgspec.convert(dict(values), Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(_named(str(error))) from None
+        raise ConfigurationError(_named(str(error), values)) from None
 
 
 def unknown(name: str) -> str:
     """What is said of a name that is no setting, with the one that it resembles most."""
-    import difflib  # only here: the command line's start pays for every import
-
     names = [*Settings.__struct_fields__, *other_names.ALIASES, *other_names.SWITCHES]
-    close = difflib.get_close_matches(name, names, 1)
-    return f"unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    return f"unknown setting {name!r}{did_you_mean(name, names)}"
 
 
-def _named(text: str) -> str:
-    """Turns msgspec's "... - at `$.kv_pages`" into "--kv-pages: ..."."""
-    if " - at `$." in text:
-        text, _, field = text.partition(" - at `$.")
-        return f"--{field.rstrip('`').replace('_', '-')}: {text}"
-    return text
+def _named(text: str, values: Mapping[str, object]) -> str:
+    """Turns msgspec's "... - at `$.kv_pages`" into "--kv-pages: ..."; of a value that is no choice
+    it says the choices."""
+    text, found, field = text.partition(" - at `$.")
+    if not found:
+        return text
+    name = field.rstrip("`")
+    choices = flag_types()[name][1]
+    said = none_of(values[name], choices) if choices else text
+    return f"{other_names.flag(name)}: {said}"
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -228,7 +231,7 @@ class _Refused(argparse.Action):
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, object]:
     """Settings given as flags; argparse ends the process with code 2 for an unknown one."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = CommandLine()
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
     add_flags(parser)
     return vars(parser.parse_args(arguments))

@@ -24,8 +24,8 @@ MODEL = Told(
     "a folder, a GGUF file or a hub id",
     "the demo model",
     "A folder has config.json and safetensors files. A hub id is downloaded once. GGUF files have "
-    "[a page of their own](gguf.md). `serve` and `doctor` take the model without a flag, "
-    "`generate` and `chat` as `--model`.",
+    "[a page of their own](gguf.md). Commands take the model without a flag, "
+    "and also as `--model`.",
 )
 
 # Of the file of API keys, and of the two targets: too long for a sentence.

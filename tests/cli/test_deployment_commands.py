@@ -111,7 +111,7 @@ def test_a_pair_that_is_there_is_left_alone(folder):
     [
         (("", ""), "keys/pipeinfer.key is not there"),
         (('keys = "keys"', ""), "tcp://front:7000: tcp addresses other than loopback need CURVE"),
-        (('name = "engine"', 'name = "engin"'), "unknown stage 'engin'"),
+        (('name = "engine"', 'name = "engin"'), "; did you mean 'engine'"),
         (("tcp://front:7020", "ipc:///run/x"), "other hosts cannot reach it there"),
         (("tcp://front:7020", "tcp://front"), "must be tcp://HOST:PORT"),
         (("[[stage]]", "[settings]\nkv_pages = -1\n[[stage]]"), "--kv-pages"),

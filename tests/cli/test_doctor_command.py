@@ -133,7 +133,7 @@ def test_a_scheduler_that_still_starts_beside_it_is_no_reason_to_fail(monkeypatc
             health.beat(beat, 1.0)
             assert enough(beat) == bool(stats)
 
-        monkeypatch.setattr(doctor, "listen", listen)
+        monkeypatch.setattr("pipeinfer.cli.top.listen", listen)
         return list(doctor._targets(topology))
 
     assert hear({}) == []

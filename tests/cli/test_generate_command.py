@@ -25,12 +25,30 @@ def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
 
 
 def test_completions_are_lines_on_stdout_and_stderr_is_silent() -> None:
-    done = generate(*QUICK, "--chat", "Count from 3 to 9.", "-", stdin="Count from 1 to 4.\n\n")
+    done = generate(
+        *QUICK,
+        "--chat",
+        "pipeinfer-demo",
+        "Count from 3 to 9.",
+        "-",
+        stdin="Count from 1 to 4.\n\n",
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("3 4 5 6 7 8 9\n1 2 3 4\n", "", 0)
 
 
 def test_json_has_an_object_per_prompt() -> None:
-    done = generate(*QUICK, "--in-process", "--json", "--max-tokens", "4", "--stop", "zz", "a", "b")
+    done = generate(
+        *QUICK,
+        "--in-process",
+        "--json",
+        "--max-tokens",
+        "4",
+        "--stop",
+        "zz",
+        "pipeinfer-demo",
+        "a",
+        "b",
+    )
     first, second = map(json.loads, done.stdout.splitlines())
     assert (first["prompt"], second["prompt"]) == ("a", "b")
     assert len(first["token_ids"]) == 4
@@ -39,7 +57,9 @@ def test_json_has_an_object_per_prompt() -> None:
 
 
 def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
-    done = generate(*QUICK, "--stream", "--chat", "Count from 3 to 9.", "x" * 3000)
+    done = generate(
+        *QUICK, "--stream", "--chat", "--model", "pipeinfer-demo", "Count from 3 to 9.", "x" * 3000
+    )
     assert done.stdout == "3 4 5 6 7 8 9\n"
     assert done.stderr.startswith("error: This model's maximum context length is 2048 tokens")
     assert done.returncode == 1
@@ -53,6 +73,8 @@ def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
         (("--kv-pages", "many", "a"), "--kv-pages"),
         (("--model", "/no/such/folder", "a"), "/no/such/folder"),
         (("--json", "--stream", "a"), "not allowed with"),
+        (("Count from 3 to 9.", "a"), "'Count from 3 to 9.' is no model: of several words the"),
+        (("--url", "http://127.0.0.1:1", "--kv-pages", "9", "a"), "--kv-pages is a setting of a"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
@@ -61,3 +83,4 @@ def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
     done = generate(*arguments)
     assert said in done.stderr
     assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

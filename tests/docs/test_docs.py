@@ -118,7 +118,7 @@ def test_python_and_toml_blocks_are_valid(page):
 
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
-    asked = {option for a in flags.parser("x", "")._actions for option in a.option_strings}
+    asked = {option for a in flags.parser("x", "", "", ())._actions for option in a.option_strings}
     sources = [ROOT / "tests/conftest.py"]
     sources += [
         path

@@ -99,11 +99,17 @@ def test_offline_example_prints_two_answers():
     assert count == "'3 4 5 6 7 8 9 10 11 12' stop"
 
 
-def test_generate_line_counts():
+@pytest.fixture
+def alone(short_path, monkeypatch):
+    """No server of another test is found."""
+    monkeypatch.setenv("TMPDIR", str(short_path))
+
+
+def test_generate_line_counts(alone):
     assert run(line(".venv/bin/pipeinfer generate")).split()[:5] == ["3", "4", "5", "6", "7"]
 
 
-def test_chat_line_answers():
+def test_chat_line_answers(alone):
     out = run(line(".venv/bin/pipeinfer chat"), input="What is pipeinfer?\n/exit\n")
     assert ABOUT["What is pipeinfer?"] in out
 

@@ -538,7 +538,7 @@ def test_reset_forgets_everything():
 
 
 def test_unknown_cache_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="unknown cache"):
+    with pytest.raises(ConfigurationError, match=r"--cache: .* is none of"):
         MemoryManager(8, 4, 2, 16, "lru")
 
 

@@ -43,7 +43,7 @@ def test_ids_say_stage_group_and_rank():
     ("text", "why"),
     [
         ("not toml", "pipeinfer.toml"),
-        (FIVE.replace("gateway", "gatewax"), "unknown stage 'gatewax'"),
+        (FIVE.replace("gateway", "gatewax"), "'gatewax' is none of .*; did you mean 'gateway'"),
         (FIVE.replace("ipc:///tmp/x/engine", "ipc:///tmp/x/gateway"), "both take"),
         (
             FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 2\n',

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeinfer.close_names import did_you_mean
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.steps.shape import AttentionShape
 
@@ -89,6 +90,7 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
     if name != "auto" and name not in known:
         raise ConfigurationError(
             f"--attention: no backend {name!r} for {device}; known: {', '.join(known)}"
+            + did_you_mean(name, known)
         )
     if name == "auto":
         return "torch" if gpu is None else _chosen(gpu)

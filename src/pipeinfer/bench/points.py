@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeinfer.bench import arrivals, lag, latency
+from pipeinfer.bench.defaults import REQUESTS, ROUNDS
 from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.lag import ClientFacts
 from pipeinfer.bench.latency import Summary, Target, Timeline
@@ -20,8 +21,6 @@ from pipeinfer.bench.measuring import Progress, measure
 from pipeinfer.bench.prompts import Drawn, Listed
 
 STREAMS_EACH = 64  # that a process of the client follows without being late
-REQUESTS = 64  # of a point, if nobody says how many
-ROUNDS = 4  # requests of each stream, at least
 
 
 @dataclass(frozen=True)

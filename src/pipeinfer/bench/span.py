@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from pipeinfer.command_line import CommandLine
 from pipeinfer.gateway import keys
 
 
@@ -23,15 +24,14 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer api-key",
         description="Makes a random API key. The key goes to stderr, once; the line for the file "
         "of --api-key-file, which has its hash only, goes to stdout. A running server reads the "
         "file again on SIGHUP.",
         epilog="Example: pipeinfer api-key alice --requests 60 >> keys.txt",
-        allow_abbrev=False,
     )
     made.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
     made.add_argument(

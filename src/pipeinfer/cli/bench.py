@@ -1,217 +1,53 @@
 """`pipeinfer bench URL`: latency and throughput of any OpenAI-compatible server, over HTTP.
 
-Knows flags and what to print; what is measured, and how, is in pipeinfer/bench/.
+Knows the flags; measure.py beside does it, and pipeinfer/bench/ says how.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipeinfer.bench import arrivals, page, points, prompts, result, table, warming
-from pipeinfer.bench.endpoint import Endpoint, base
-from pipeinfer.bench.latency import Target
-from pipeinfer.bench.measuring import ClientDied
-from pipeinfer.bench.points import Bounds, Point, Run, Seen
-from pipeinfer.bench.prompts import Drawn, Listed
+from pipeinfer.bench import defaults
 from pipeinfer.bench.span import Span
-from pipeinfer.bench.warming import NoAnswer
+from pipeinfer.command_line import CommandLine
 from pipeinfer.json_values import JsonObject
-from pipeinfer.settings import ConfigurationError
-
-DEFAULT_STREAMS = 8
-EACH = 1_000_003  # added to the seed for each further point
-HIDDEN = "--api-key"  # its value goes into no file
 
 
 def run(arguments: Sequence[str]) -> int:
     """0; 1 if no request at all was answered; ConfigurationError for what cannot be."""
     options = parser().parse_args(arguments)
-    listed = _points(options)
-    for path in (options.json, options.html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"{path}: there is no such folder")
-    try:
-        bench, settings = asyncio.run(_prepared(options))
-        print("  ".join(f"{name}: {value}" for name, value in settings.items()), flush=True)
-        seen = [_measured(bench, number, point) for number, point in enumerate(listed)]
-    except (NoAnswer, ClientDied) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if len(seen) > 1:
-        print("\n" + table.overview(seen))
-    _write(options, _command(arguments), settings, seen, bench.target)
-    return 0 if any(one.summary["failed"] < one.summary["requests"] for one in seen) else 1
+
+    from pipeinfer.cli import measure
+
+    return measure.run(options, arguments)
 
 
-def _measured(bench: Run, number: int, point: Point) -> Seen:
-    line = table.ProgressLine(point.label, point.requests, sys.stderr)
-    try:
-        seen = bench.measure(number, point, line.show)
-    finally:
-        line.end()
-    print("\n" + table.point(seen, bench.target), flush=True)
-    return seen
-
-
-def _write(
-    options: argparse.Namespace,
-    command: str,
-    settings: dict[str, str],
-    seen: Sequence[Seen],
-    target: Target,
-) -> None:
-    if options.json is not None:
-        last = seen[-1].summary
-        metrics = {
-            "tokens_per_s": last["tokens_per_s"],
-            "ttft_ms": last["ttft_ms"],
-            "itl_ms": last["itl_ms"],
-            "e2e_ms": last["e2e_ms"],
-            "targets_ms": {"ttft": target.first * 1e3, "itl": target.between * 1e3},
-            "settings": settings,
-            "points": [one.metrics() for one in seen],
-        }
-        result.write(options.json, command, metrics)
-    if options.html is not None:
-        title = f"{settings['model']} at {settings['server']}"
-        options.html.write_text(page.page(title, {**settings, "command": command}, seen, target))
-        print(f"\n{options.html} is the page of it")
-
-
-def _command(arguments: Sequence[str]) -> str:
-    """As it was called, without the key."""
-    words = list(arguments)
-    for place, word in enumerate(words):
-        if word == HIDDEN and place + 1 < len(words):
-            words[place + 1] = "..."
-        elif word.startswith(f"{HIDDEN}="):
-            words[place] = f"{HIDDEN}=..."
-    return shlex.join(["pipeinfer", "bench", *words])
-
-
-def _points(options: argparse.Namespace) -> list[Point]:
-    """In the order of the help; a default if nothing is asked for."""
-    bounds = Bounds(options.requests, options.duration)
-    if options.duration is not None and (options.burst or options.trace):
-        raise ConfigurationError("--duration bounds neither --burst nor --trace; --requests does")
-    if options.duration is not None and options.requests is not None:
-        raise ConfigurationError("--requests and --duration exclude each other")
-    found = [points.closed(streams, bounds) for streams in options.concurrency]
-    found += [points.opened(rate, bounds, options.seed) for rate in options.rate]
-    found += [points.burst(bounds)] if options.burst else []
-    if options.trace:
-        trace = arrivals.entries(options.trace)
-        found.append(points.recorded(trace[: options.requests], options.speed))
-    return found or [points.closed(DEFAULT_STREAMS, bounds)]
-
-
-async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
-    """What is the same at all points, and how it is said; the server is warm then."""
-    endpoint = Endpoint(
-        url=base(options.url),
-        chat=options.endpoint == "chat",
-        model=options.model,
-        api_key=options.api_key,
-        temperature=options.temperature,
-        ignore_eos=options.ignore_eos,
-        exact=False,
-        timeout=options.timeout,
-        further=options.extra,
-    )
-    if endpoint.chat and options.ids:
-        raise ConfigurationError("token ids need --endpoint completions")
-    drawn = _drawn(options)
-    listed = None
-    if options.prompts is not None:
-        seed, chat = options.seed, endpoint.chat
-        listed = prompts.of_file(options.prompts, options.output_tokens, seed, chat)
-    if endpoint.model is None:
-        model = await warming.first_model(endpoint)
-        endpoint = msgspec.structs.replace(endpoint, model=model)
-    endpoint = await warming.without_what_is_refused(endpoint)
-    said = "tokens, as words"
-    if listed is None:
-        drawn, counted = await warming.counted(endpoint, drawn)
-        said = said if counted else "words"
-    if options.warm_up:
-        lines = await warming.warm_up(endpoint, listed or drawn, options.warm_up)
-        if not any(line.complete for line in lines):
-            failed = f"all {len(lines)} requests of the warm-up failed"
-            text = f"{failed}, the first by {lines[0].kind}: {lines[0].error}"
-            raise NoAnswer(f"{endpoint.address}: {text}")
-    target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
-    bench = Run(endpoint, _source(drawn, listed), target, _processes(options))
-    return bench, _settings(options, endpoint, said)
-
-
-def _drawn(options: argparse.Namespace) -> Drawn:
-    lengths: list[tuple[int, int]] = []
-    if options.trace:
-        found = arrivals.entries(options.trace)
-        lengths = [(entry.input_length, entry.output_length) for entry in found]
-    return Drawn(
-        prompt=options.prompt_tokens,
-        output=options.output_tokens,
-        seed=options.seed,
-        highest_id=options.highest_id if options.ids else None,
-        prefixes=options.shared_prefixes,
-        prefix_tokens=options.shared_tokens,
-        lengths=lengths,
-    )
-
-
-def _source(drawn: Drawn, listed: Listed | None) -> Callable[[int], Drawn | Listed]:
-    """The prompts of each point, none of which was in one before."""
-    if listed is not None:
-        return lambda number: listed
-    return lambda number: msgspec.structs.replace(drawn, seed=drawn.seed + EACH * number)
-
-
-def _processes(options: argparse.Namespace) -> Callable[[Point], int]:
-    if options.processes is not None:
-        return lambda point: options.processes
-    return lambda point: point.processes(result.cores())
-
-
-def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> dict[str, str]:
-    """Of the whole run, by name; without the key."""
-    shown = {
-        "server": endpoint.url,
-        "model": str(endpoint.model),
-        "endpoint": options.endpoint,
-    }
-    if options.prompts is not None:
-        shown["prompts"] = f"{options.prompts.name}"
-    elif options.trace is not None:
-        shown["prompts"] = f"lengths of {options.trace.name}"
-    else:
-        kind = f"random ids up to {options.highest_id}" if options.ids else counted
-        shown["prompts"] = f"{options.prompt_tokens} {kind}"
-    if options.shared_prefixes:
-        shown["behind"] = f"one of {options.shared_prefixes} prefixes of {options.shared_tokens}"
-    shown["output"] = f"{options.output_tokens} tokens"
-    shown["ends"] = "ignored" if endpoint.ignore_eos else "as the model likes"
-    shown["temperature"] = f"{endpoint.temperature:g}"
-    return shown | {"seed": str(options.seed)}
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer bench",
         description="Measures the latency and throughput of a server with OpenAI's API: pipeinfer, "
         "vLLM, SGLang, llama.cpp, Ollama and others. Several loads are measured in turn.",
         epilog="Example: pipeinfer bench http://127.0.0.1:8000 --rate 1,2,4 --html bench.html",
-        allow_abbrev=False,
+        essential=(
+            "--concurrency",
+            "--rate",
+            "--requests",
+            "--duration",
+            "--prompt-tokens",
+            "--output-tokens",
+            "--prompts",
+            "--model",
+            "--api-key",
+            "--json",
+            "--html",
+        ),
     )
     made.add_argument("url", metavar="URL", help="of the server, with or without /v1")
     _add_load(made.add_argument_group("load"))
@@ -223,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_load(group: Any) -> None:
     add = group.add_argument
-    said = f"closed loop: so many streams at a time (default: {DEFAULT_STREAMS})"
+    said = f"closed loop: so many streams at a time (default: {defaults.STREAMS})"
     add("--concurrency", type=_list(int), default=[], metavar="N,N", help=said)
     said = "open loop: Poisson arrivals, requests a second"
     add("--rate", type=_list(float), default=[], metavar="R,R", help=said)
@@ -231,7 +67,7 @@ def _add_load(group: Any) -> None:
     said = "open loop: JSON lines with timestamp, input_length, output_length"
     add("--trace", type=Path, metavar="FILE", help=said)
     add("--speed", type=_positive(float), default=1.0, metavar="X", help="of the trace")
-    said = f"of each load (default: {points.REQUESTS}, at least {points.ROUNDS} a stream)"
+    said = f"of each load (default: {defaults.REQUESTS}, at least {defaults.ROUNDS} a stream)"
     add("--requests", type=_positive(int), metavar="M", help=said)
     said = "seconds in which requests of each load are begun, in the place of --requests"
     add("--duration", type=_positive(float), metavar="S", help=said)

@@ -1,7 +1,7 @@
-"""`pipeinfer chat`: a conversation on the terminal, with history.
+"""`pipeinfer chat [MODEL]`: a conversation on the terminal, with history.
 
-Knows the offline classes only. Lines are read on the main thread, which Ctrl-C interrupts; the
-model answers on another.
+Knows questions and answers; asking.py knows who answers. Lines are read on the main thread, which
+Ctrl-C interrupts; the model answers on another.
 """
 
 from __future__ import annotations
@@ -9,53 +9,60 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from pipeinfer.cli import flags
+from pipeinfer.cli.answers import Unanswered, Wanted
 from pipeinfer.cli.generate import show
-from pipeinfer.llm import AsyncLLM, PipelineStopped, RequestError
-from pipeinfer.offline.loop_thread import LoopThread
-from pipeinfer.params import SamplingParams
-from pipeinfer.settings import DEMO
+from pipeinfer.command_line import CommandLine
+
+if TYPE_CHECKING:
+    from pipeinfer.cli.asking import Session
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    return flags.parser("chat", f"Talks to a model: {HELP}.")
+    made = flags.parser(
+        "chat",
+        "[MODEL]",
+        f"Talks to MODEL (a folder, a GGUF file, a hub id, or what a running server calls it); "
+        f"without it, to the demo. {HELP}.",
+        (),
+    )
+    said = "default: of the only server that runs, or the demo"
+    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
+    flags.add_model_flag(made)
+    return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Talks until /exit or the end of the input; returns the exit code."""
-    asked = flags.parse(parser(), arguments)
-    llm, thread = AsyncLLM(**asked.settings), LoopThread()
+    made = parser()
+    asked = flags.asked(made, made.parse_args(arguments))
+
+    from pipeinfer.cli.asking import session
+
     try:
-        thread.run(llm.start())
-        conversation = Conversation(
-            llm, thread, asked.params(llm.get_default_sampling_params().plain(), None)
-        )
-        if sys.stdin.isatty():
-            with suppress(ImportError):
-                import readline  # noqa: F401  (imported for what it does to input())
-            print(f"{asked.settings.get('model') or DEMO}: {HELP}.")
-        talk(conversation)
-        return 0
-    except PipelineStopped as error:
+        with session(asked, Wanted()) as answering:
+            if sys.stdin.isatty():
+                with suppress(ImportError):
+                    import readline  # noqa: F401  (imported for what it does to input())
+                print(f"{answering.model.name}: {HELP}.")
+            talk(Conversation(answering))
+    except Unanswered as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        thread.run(llm.close())
-        thread.close()
+    return 0
 
 
 class Conversation:
     """The messages so far, and the model that answers them."""
 
-    def __init__(self, llm: AsyncLLM, thread: LoopThread, params: SamplingParams) -> None:
-        self._llm = llm
-        self._thread = thread
-        self._params = params
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
@@ -68,21 +75,14 @@ class Conversation:
         self._messages.append({"role": "user", "content": question})
         said: list[str] = []
         try:
-            error = self._thread.run(self._answer(said))
+            self._session.thread.run(show(self._session.model, self._messages, said))
         except KeyboardInterrupt:
-            error = ""
             print(" [stopped]")
-        except RequestError as refusal:
-            error = str(refusal)
-        if error:
+        except Unanswered as error:
             self._messages.pop()
             print(f"error: {error}", file=sys.stderr)
             return
         self._messages.append({"role": "assistant", "content": "".join(said)})
-
-    async def _answer(self, said: list[str]) -> str:
-        async with aclosing(self._llm.chat(self._messages, self._params)) as deltas:
-            return await show(deltas, said)
 
 
 def talk(conversation: Conversation) -> None:

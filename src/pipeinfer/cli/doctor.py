@@ -6,7 +6,6 @@ it. Starts no stage and reads no weights.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import platform
 import resource
@@ -14,23 +13,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
-
-import zmq
+from typing import TYPE_CHECKING, Literal
 
 from pipeinfer import settings as config
-from pipeinfer.bus.caller import Caller
-from pipeinfer.cli.serve import add_model
-from pipeinfer.cli.top import listen
-from pipeinfer.gateway.health import Expected, Health, Row
+from pipeinfer.cli.serve import ESSENTIAL, add_model
+from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
-from pipeinfer.runtime.local import prepare
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, measured
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Topology
 from pipeinfer.version import __version__
+
+if TYPE_CHECKING:
+    from pipeinfer.gateway.health import Row
 
 GPU_PACKAGES = ("flashinfer-python", "sglang-kernel", "triton")
 GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first start
@@ -54,13 +51,13 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer doctor",
         description="Says whether `pipeinfer serve` with the same MODEL and settings would start "
         "on this host, and what it would choose. Reads no weights; a hub id is downloaded.",
-        allow_abbrev=False,
+        essential=ESSENTIAL,
     )
     add_model(made)
     config.add_flags(made)
@@ -70,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
 def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield "ok", "pipeinfer", f"{__version__}, Python {platform.python_version()}"
     gpus = yield from _devices()
+
+    from pipeinfer.runtime.local import prepare
+
     try:
         settings = prepare(flags, lambda text: None)
     except ConfigurationError as error:
@@ -183,6 +183,12 @@ def _steps(settings: Settings) -> Finding:
 def _targets(topology: Topology) -> Iterator[Finding]:
     """What the targets for steps allow the groups of a running server, as their engines measured
     at their start; nothing of those that still start, or have ended."""
+    import zmq
+
+    from pipeinfer.bus.caller import Caller
+    from pipeinfer.cli.top import listen
+    from pipeinfer.gateway.health import Expected, Health
+
     health = Health([Expected(stage, "scheduler") for stage in topology.ids("scheduler")])
     rows = health.rows.values()
     with Caller(topology, zmq.Context.instance()) as caller:

@@ -1,6 +1,6 @@
-"""Flags of the commands that ask a model on the terminal: settings, and how to sample.
+"""Flags of the commands that ask a model on the terminal: which one, and how to sample.
 
-Knows no command and no model.
+Knows no command, no model and no server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any
 import msgspec
 
 from pipeinfer import settings as config
+from pipeinfer.command_line import CommandLine
+from pipeinfer.other_names import flag
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+
+# Settings that mean something to a server that runs already: its key, and of a request's noise.
+# The rest of these are of the terminal.
+ALSO_OF_SERVERS = ("model", "api_key", "seed", "log_level", "log_format")
+OF_LOCAL_MODELS = "a setting of a model that is loaded here"
 
 
 @dataclass(frozen=True)
@@ -25,44 +32,75 @@ class Asked:
     settings: dict[str, Any]
     sampling: dict[str, Any]
 
+    @property
+    def model(self) -> str:
+        """MODEL, "" for any."""
+        return str(self.settings.get("model", ""))
+
+    @property
+    def of_local_models(self) -> list[str]:
+        """Flags that were given and that only a model which is loaded here can heed."""
+        return [flag(name) for name in self.settings if name not in ALSO_OF_SERVERS]
+
     def params(self, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
         """`defaults` with what was given; without --max-tokens that is `max_tokens`."""
         chosen = {"max_tokens": max_tokens, **self.sampling}
         return normalized(msgspec.structs.replace(defaults, **chosen))
 
 
-def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with --model, the sampling flags and all settings."""
-    made = argparse.ArgumentParser(
+def parser(command: str, usage: str, description: str, essential: Sequence[str]) -> CommandLine:
+    """A parser with the choice of a server, the sampling flags and all settings. `essential`: flags
+    of the command that `--help` shows before others."""
+    made = CommandLine(
         prog=f"pipeinfer {command}",
+        usage=f"pipeinfer {command} {usage} [FLAG ...]",
         description=description,
-        epilog="What is not given comes from the model's generation_config.json.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    made.add_argument("--model", metavar="MODEL", help="a folder or hub id; default: the demo")
+        epilog="A server that runs on this host and serves MODEL (without MODEL, the only one that "
+        "runs) is asked, unless flags of a model that is loaded here are given. How to sample is "
+        "the model's generation_config.json's to say where no flag does.",
+        essential=(*essential, "--max-tokens", "--temperature", "--top-p", "--stop", "--url",
+                   "--local", "--api-key", "--device", "--max-model-len"),
+    )  # fmt: skip
+    where = made.add_argument_group("where the model runs").add_mutually_exclusive_group()
+    where.add_argument("--url", metavar="URL", default="", help="a running server, to be asked")
+    where.add_argument("--local", action="store_true", help="load the model here in any case")
+    nothing = argparse.SUPPRESS
     sampling = made.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="of the answer, at most")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K")
-    sampling.add_argument("--top-p", type=float, metavar="P")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
+    add = sampling.add_argument
+    add("--max-tokens", type=int, metavar="N", default=nothing, help="of the answer, at most")
+    add("--temperature", type=float, metavar="T", default=nothing, help="0 is greedy")
+    add("--top-k", type=int, metavar="K", default=nothing, help="of the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", default=nothing, help="of the likeliest, up to P")
+    said = "ends the answer; may be repeated"
+    add("--stop", action="append", metavar="TEXT", default=nothing, help=said)
+    said = "go on after the model's end"
+    add("--ignore-eos", action="store_true", default=nothing, help=said)
     config.add_flags(made)
     return made
 
 
-def parse(made: argparse.ArgumentParser, arguments: Sequence[str]) -> Asked:
+def add_model_flag(made: CommandLine) -> None:
+    """MODEL by a flag, as other servers take it."""
+    also = ("--model", "--model-path")
+    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def asked(made: CommandLine, options: argparse.Namespace) -> Asked:
     """Ends the process with code 2 for flags that cannot be."""
-    options = made.parse_args(arguments)
     given = vars(options)
     settings = {k: v for k, v in given.items() if k in config.Settings.__struct_fields__}
-    if "log_level" not in config.from_environment(os.environ):
-        settings.setdefault("log_level", "warning")  # a terminal is for the answers
+    environment = config.from_environment(os.environ)
+    if "model" in environment:
+        settings.setdefault("model", environment["model"])
     sampling = {k: v for k, v in given.items() if k in SamplingParams.__struct_fields__}
     sampling.pop("seed", None)  # the setting of that name: it seeds all requests
     try:
         normalized(SamplingParams(**sampling))
     except InvalidParameter as error:
         made.error(str(error))
-    return Asked(options, settings, sampling)
+    found = Asked(options, settings, sampling)
+    if options.url and found.of_local_models:
+        made.error(f"{found.of_local_models[0]} is {OF_LOCAL_MODELS}, and --url asks a server")
+    if "log_level" not in environment:
+        settings.setdefault("log_level", "warning")  # a terminal is for the answers
+    return found

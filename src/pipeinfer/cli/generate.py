@@ -1,6 +1,6 @@
-"""`pipeinfer generate PROMPT...`: completions of prompts on stdout, and the end.
+"""`pipeinfer generate [MODEL] PROMPT...`: completions of prompts on stdout, and the end.
 
-Knows the offline classes only.
+Knows questions and answers; asking.py knows who answers.
 """
 
 from __future__ import annotations
@@ -8,43 +8,96 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipeinfer.cli import flags
-from pipeinfer.cli.flags import Asked
-from pipeinfer.llm import LLM, AsyncLLM, PipelineStopped, RequestError, RequestOutput
+from pipeinfer.cli.answers import Model, Piece, Question, Unanswered, Wanted
+from pipeinfer.command_line import CommandLine
+from pipeinfer.settings import DEMO, ConfigurationError
+
+if TYPE_CHECKING:
+    from pipeinfer.cli.asking import Session
 
 MAX_TOKENS = 128
 
 
+class Line(msgspec.Struct):
+    """What --json prints of a prompt."""
+
+    prompt: str
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+
+
 def run(arguments: Sequence[str]) -> int:
     """Prints the completions in the prompts' order; returns the exit code."""
-    asked = flags.parse(parser(), arguments)
-    prompts = _prompts(asked.options.prompts)
+    made = parser()
+    options = made.parse_args(arguments)
+    _take_model(options)
+    asked = flags.asked(made, options)
+    prompts = _prompts(options.words)
+
+    from pipeinfer.cli.asking import session
+
+    live = sys.stdout.isatty() and len(prompts) == 1 and not options.json
+    streams = options.stream or live
+    wanted = Wanted(MAX_TOKENS, batch=not streams, token_ids=options.json)
+    questions = [_question(prompt, options.chat) for prompt in prompts]
     try:
-        if asked.options.stream:
-            return asyncio.run(_stream(asked, prompts))
-        return _whole(asked, prompts)
-    except (RequestError, PipelineStopped) as error:
+        with session(asked, wanted) as answering:
+            if streams:
+                for question in questions:
+                    answering.thread.run(show(answering.model, question))
+                return 0
+            lines = [Line(prompt) for prompt in prompts]
+            _answer_all(answering, questions, lines)
+    except Unanswered as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    for line in lines:
+        print(msgspec.json.encode(line).decode() if options.json else line.text)
+    return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = flags.parser("generate", f"Completes prompts; at most {MAX_TOKENS} tokens by default.")
-    made.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - reads lines")
-    made.add_argument("--chat", action="store_true", default=False, help="use the chat template")
+    made = flags.parser(
+        "generate",
+        "[MODEL] PROMPT ...",
+        f"Completes prompts; at most {MAX_TOKENS} tokens by default. Of several words the first is "
+        "MODEL (a folder, a GGUF file, a hub id, or what a running server calls it), unless "
+        "--model names it; without MODEL a single PROMPT is the demo's.",
+        ("--chat", "--stream", "--json"),
+    )
+    flags.add_model_flag(made)
+    made.add_argument("words", nargs="+", metavar="PROMPT", help="a text; - reads lines")
+    made.add_argument("--chat", action="store_true", help="use the chat template")
     how = made.add_mutually_exclusive_group()
-    how.add_argument("--stream", action="store_true", default=False, help="print as it comes")
-    how.add_argument("--json", action="store_true", default=False, help="one object per line")
+    said = "print as it comes; on a terminal one prompt's completion is anyway"
+    how.add_argument("--stream", action="store_true", help=said)
+    how.add_argument("--json", action="store_true", help="one object per line")
     return made
 
 
-def _prompts(given: Iterable[str]) -> list[str]:
+def _take_model(options: argparse.Namespace) -> None:
+    """Of several words the first is MODEL."""
+    if "model" in options or len(options.words) == 1:
+        return
+    model, *options.words = options.words
+    if len(model.split()) != 1 and not Path(model).exists():
+        raise ConfigurationError(
+            f"{model!r} is no model: of several words the first is MODEL, {DEMO} for the demo"
+        )
+    options.model = model
+
+
+def _prompts(given: Sequence[str]) -> list[str]:
     prompts = []
     for prompt in given:
         if prompt == "-":
@@ -54,60 +107,72 @@ def _prompts(given: Iterable[str]) -> list[str]:
     return prompts
 
 
-def _whole(asked: Asked, prompts: list[str]) -> int:
-    with LLM(**asked.settings) as llm:
-        params = asked.params(llm.get_default_sampling_params().plain(), MAX_TOKENS)
-        bar = len(prompts) > 1 and sys.stderr.isatty()
-        if asked.options.chat:
-            results = llm.chat([_chat(prompt) for prompt in prompts], params, bar)
-        else:
-            results = llm.generate(prompts, params, bar)
-    for prompt, result in zip(prompts, results, strict=True):
-        print(_line(prompt, result) if asked.options.json else result.outputs[0].text)
-    errors = [result.outputs[0].error for result in results if result.outputs[0].error]
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
-    return 1 if errors else 0
+def _question(prompt: str, chat: bool) -> Question:
+    return [{"role": "user", "content": prompt}] if chat else prompt
 
 
-async def _stream(asked: Asked, prompts: list[str]) -> int:
-    async with AsyncLLM(**asked.settings) as llm:
-        params = asked.params(llm.get_default_sampling_params().plain(), MAX_TOKENS)
-        for prompt in prompts:
-            if asked.options.chat:
-                deltas = llm.chat(_chat(prompt), params)
-            else:
-                deltas = llm.generate(prompt, params)
-            async with aclosing(deltas):
-                error = await show(deltas)
-            if error:
-                print(f"error: {error}", file=sys.stderr)
-                return 1
-    return 0
+def _answer_all(session: Session, questions: Sequence[Question], lines: Sequence[Line]) -> None:
+    """All at once, into `lines`; the first that is refused ends the others."""
+    from pipeinfer.runtime.status_line import StatusLine
+
+    shown = StatusLine(doing="answering")
+
+    def show_progress() -> None:
+        ended = sum(line.finish_reason is not None for line in lines)
+        tokens = sum(len(line.token_ids) for line in lines)
+        so_far = f", {tokens:,} tokens" if tokens else ""
+        shown.show(f"{ended} of {len(lines)} prompts{so_far}")
+
+    try:
+        session.thread.run(_together(session.model, questions, lines), show_progress)
+    finally:
+        shown.clear()
 
 
-async def show(deltas: AsyncIterator, said: list[str] | None = None) -> str:
-    """Prints deltas as they come, and a newline; returns the error that ended them, or nothing."""
-    error = ""
-    async for delta in deltas:
-        print(delta.text, end="", flush=True)
-        if said is not None:
-            said.append(delta.text)
-        error = delta.error
+async def _together(model: Model, questions: Sequence[Question], lines: Sequence[Line]) -> None:
+    tasks = [
+        asyncio.create_task(_collect(model, question, line))
+        for question, line in zip(questions, lines, strict=True)
+    ]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _collect(model: Model, question: Question, line: Line) -> None:
+    async with aclosing(model.answer(question)) as pieces:
+        async for piece in pieces:
+            line.text += piece.text
+            line.token_ids += piece.token_ids
+            line.finish_reason = piece.finish_reason or line.finish_reason
+
+
+async def show(model: Model, question: Question, said: list[str] | None = None) -> None:
+    """Prints an answer as it comes, and a newline, also if it breaks off. `said`: gets what is no
+    thought. Unanswered."""
+    printed = False
+    async with aclosing(model.answer(question)) as pieces:
+        try:
+            async for text in _apart(pieces, said):
+                print(text, end="", flush=True)
+                printed = True
+        except Unanswered:
+            if printed:
+                print(flush=True)
+            raise
     print(flush=True)
-    return error
 
 
-def _chat(prompt: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}]
-
-
-def _line(prompt: str, result: RequestOutput) -> str:
-    output = result.outputs[0]
-    shown = {
-        "prompt": prompt,
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-    }
-    return msgspec.json.encode(shown).decode()
+async def _apart(pieces: AsyncIterator[Piece], said: list[str] | None) -> AsyncIterator[str]:
+    """The text of all; between thoughts and what comes after them is an empty line."""
+    thinks = False
+    async for piece in pieces:
+        if thinks and piece.text and not piece.thought:
+            yield "\n\n"
+        thinks = piece.thought or (thinks and not piece.text)
+        yield piece.text
+        if said is not None and not piece.thought:
+            said.append(piece.text)

@@ -5,12 +5,12 @@ Knows where the files go and what to say about them; what they are is bus/keys.p
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeinfer.bus import keys
+from pipeinfer.command_line import CommandLine
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,14 +27,13 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer keys",
         description="Makes CURVE key pairs: NAME.key and NAME.pub. One pair for all stages is "
         "enough; with one for each host, a host can be shut out by taking its .pub file away.",
         epilog="Example: pipeinfer keys front gpu-a gpu-b --out keys",
-        allow_abbrev=False,
     )
     made.add_argument("names", nargs="*", metavar="NAME", help=f"default: {keys.DEFAULT}")
     made.add_argument(

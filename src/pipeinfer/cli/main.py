@@ -1,6 +1,7 @@
 """The command `pipeinfer`: finds the subcommand and turns its errors into exit codes.
 
-Knows the names of the subcommands; each is imported only when it is called.
+Knows the names of the subcommands; each is imported only when it is called. What a subcommand's
+module imports is paid for by its `--help`, so that heavy modules are imported by its `run` alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeinfer.close_names import did_you_mean
+from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
@@ -20,8 +23,8 @@ from pipeinfer.version import __version__
 COMMANDS = {
     "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
-    "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
+    "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
     "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
     "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),
     "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
@@ -30,6 +33,7 @@ COMMANDS = {
     "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),
     "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
 }
+WRONG_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,24 +44,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="pipeinfer", description="An inference server as a pipeline of processes."
-    )
-    parser.add_argument("--version", action="version", version=f"pipeinfer {__version__}")
-    listing = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"commands:\n{listing}\n\n`pipeinfer COMMAND --help` says more."
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
-    options = parser.parse_args(arguments[:1])
-    module, _ = COMMANDS[options.command]
+    command = parser().parse_args(arguments[:1]).command
+    if command is None:
+        print(parser().format_help(), end="", file=sys.stderr)
+        return WRONG_USAGE
+    if command not in COMMANDS:
+        print(f"error: unknown command {command!r}{_meant(command)}", file=sys.stderr)
+        return WRONG_USAGE
     try:
         _check_here()
-        return importlib.import_module(module).run(arguments[1:])
+        return importlib.import_module(COMMANDS[command][0]).run(arguments[1:])
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return WRONG_USAGE
     except KeyboardInterrupt:
         return 1
+
+
+def parser() -> CommandLine:
+    """The words of the command line, up to the subcommand."""
+    made = _Pipeinfer(
+        prog="pipeinfer",
+        description="An inference server as a pipeline of processes.",
+        usage="pipeinfer COMMAND [FLAG ...]",
+    )
+    made.add_argument("--version", action="version", version=f"pipeinfer {__version__}")
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    listing = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
+    made.epilog = f"commands:\n{listing}\n\n`pipeinfer COMMAND --help` says more."
+    made.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    return made
+
+
+class _Pipeinfer(CommandLine):
+    """`--help-all` shows the flags of all subcommands."""
+
+    def format_help_all(self) -> str:
+        modules = [importlib.import_module(module) for module, _ in COMMANDS.values()]
+        texts = [self.format_help(), *(one.parser().format_help_all() for one in modules)]
+        return f"\n{'-' * 80}\n\n".join(texts)
+
+
+def _meant(command: str) -> str:
+    """The end of the error about a subcommand that there is not."""
+    return did_you_mean(command, COMMANDS) or f": there are {', '.join(COMMANDS)}"
 
 
 @contextmanager

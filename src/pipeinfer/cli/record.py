@@ -17,6 +17,7 @@ import zmq
 
 from pipeinfer.bus.caller import Caller
 from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.settings import ConfigurationError
@@ -37,13 +38,12 @@ def run(arguments: Sequence[str]) -> int:
         return _Session(caller, stages, _request(options)).run()
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer record",
         description="Records stages of a running server into DIR, one file each, until a limit is "
         "reached or Ctrl-C is pressed. `python tools/replay` reads the files.",
-        allow_abbrev=False,
     )
     add = made.add_argument
     add_server(made)

@@ -1,4 +1,4 @@
-"""Flags by which a command chooses the server that it talks to.
+"""How a command chooses the running server that it talks to: by flags, or by the model.
 
 Knows no command.
 """
@@ -6,8 +6,9 @@ Knows no command.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from pipeinfer.runtime.find import running_topology
+from pipeinfer.runtime.find import Running, Served, running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 
 
@@ -22,3 +23,19 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     """That of the server that the flags mean. Raises ConfigurationError, which lists the servers
     if there are several."""
     return running_topology(options.topology, options.port)
+
+
+def serving(model: str = "") -> list[tuple[Running, Served]]:
+    """The servers of this user on this host that serve `model`, by its name there or by its folder
+    or file, the newest first; without `model` all.
+
+    A server that is reached by https alone is none: its certificate names it otherwise.
+    """
+    servers = [(one, one.served) for one in reversed(running_servers()) if one.served is not None]
+    path = str(Path(model).expanduser().resolve())
+    return [
+        (server, served)
+        for server, served in servers
+        if served.url.startswith("http:")
+        and (not model or model == served.model or path == served.path)
+    ]

@@ -12,20 +12,21 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import uvloop
-import zmq
-
 from pipeinfer import settings as config
-from pipeinfer.runtime.hangup import on_hangup
-from pipeinfer.runtime.local import check_port, local_stages, prepare
-from pipeinfer.runtime.logs import set_up_logging
-from pipeinfer.runtime.status_line import StatusLine, follow
-from pipeinfer.runtime.supervisor import Supervisor
+from pipeinfer.command_line import CommandLine
 
 if TYPE_CHECKING:
     from pipeinfer.runtime.inprocess import InProcess
+    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
+
+# Flags that `--help` shows, of serve and of doctor.
+ESSENTIAL = (
+    "--host", "--port", "--served-model-name", "--api-key", "--device", "--dtype", "--tp", "--dp",
+    "--max-model-len", "--memory-fraction", "--log-level",
+)  # fmt: skip
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,6 +34,13 @@ def run(arguments: Sequence[str]) -> int:
     code."""
     flags = vars(parser().parse_args(arguments))
     on = str(flags.pop("on"))
+
+    import uvloop
+    import zmq
+
+    from pipeinfer.runtime.local import check_port, local_stages, prepare
+    from pipeinfer.runtime.logs import set_up_logging
+    from pipeinfer.runtime.status_line import StatusLine
 
     def known(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
@@ -43,14 +51,14 @@ def run(arguments: Sequence[str]) -> int:
         return uvloop.run(_run(stages.service, StatusLine(settings.log_format == "text")))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer serve",
         description="Serves MODEL (a folder, a hub id, or nothing for the demo) over HTTP.",
         epilog="Every flag is also an environment variable: --kv-pages is PIPEINFER_KV_PAGES. "
         "Names of vLLM and SGLang, such as --tensor-parallel-size, are understood as well.",
-        allow_abbrev=False,
+        essential=ESSENTIAL,
     )
     add_model(made)
     made.add_argument(
@@ -66,12 +74,16 @@ def parser() -> argparse.ArgumentParser:
 
 def add_model(made: argparse.ArgumentParser) -> None:
     """MODEL, with a flag before it or without: other servers want the one or the other."""
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    said = "a folder, a GGUF file or a hub id; default: the demo"
+    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
     also = ("--model", "--model-path")
     made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
+    from pipeinfer.runtime.hangup import on_hangup
+    from pipeinfer.runtime.status_line import follow
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)

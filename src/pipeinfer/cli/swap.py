@@ -5,7 +5,6 @@ Knows how to ask and what to print; the supervisor of the server does it (runtim
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ import zmq
 
 from pipeinfer.bus.caller import Caller
 from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import SUPERVISOR, Topology
@@ -53,9 +53,9 @@ def chosen_stage(topology: Topology, name: str) -> str:
     return ids[0]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer swap",
         usage="pipeinfer swap STAGE [--port N] [-- COMMAND ...]",
         description="Has STAGE hand over to a new process while requests go on. COMMAND is started "
@@ -63,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
         "started again as it was. All ranks of an engine's group go together.",
         epilog="Example: pipeinfer swap scheduler -- "
         "env PYTHONPATH=../other/src python -m pipeinfer.runtime",
-        allow_abbrev=False,
     )
     made.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
     add_server(made)

@@ -6,7 +6,6 @@ while somebody looks. The web page shows the same figures.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
@@ -19,6 +18,7 @@ import zmq
 from pipeinfer.bus.caller import Caller
 from pipeinfer.cli.keyboard import Keys
 from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
@@ -59,12 +59,11 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer top",
         description="Shows what the stages of a running server do, until q or Ctrl-C.",
-        allow_abbrev=False,
     )
     add = made.add_argument
     add_server(made)

@@ -6,12 +6,12 @@ nobody.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Sequence
 
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
+from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.topology import addresses
 from pipeinfer.topology.topology import Entry, Topology
@@ -75,13 +75,12 @@ def _details(entry: Entry, topology: Topology) -> str:
     return "  ".join(words)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The words of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog="pipeinfer topology",
         description="Checks a topology, and the keys that lie on this host, and draws it.",
         epilog="Environment variables are heeded as the stages do: see docs/topology.md.",
-        allow_abbrev=False,
     )
     made.add_argument("action", choices=("check",))
     made.add_argument("file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone")

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from pipeinfer.close_names import none_of
 from pipeinfer.settings import ConfigurationError
 
 CACHES = {
@@ -96,6 +97,6 @@ class PrefixCache(Protocol):
 def make_cache(name: str, page_size: int) -> PrefixCache:
     """The cache called `name`; raises ConfigurationError, which lists the names there are."""
     if name not in CACHES:
-        raise ConfigurationError(f"--cache: unknown cache {name!r}, there are {', '.join(CACHES)}")
+        raise ConfigurationError(f"--cache: {none_of(name, CACHES)}")
     module, _, cls = CACHES[name].partition(":")
     return getattr(import_module(module), cls)(page_size)

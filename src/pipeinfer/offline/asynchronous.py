@@ -38,6 +38,7 @@ from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
 from pipeinfer.offline.tokenizer import tokenizer_of
 from pipeinfer.runtime.local import prepare
+from pipeinfer.runtime.status_line import waits
 from pipeinfer.settings import Settings
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class AsyncLLM:
         self._defaults = SamplingParams()
         self._folder = Path()
         self._pipeline: Pipeline | None = None
+        self._step = "looking for the model"
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
         self._numbers = itertools.count()  # drawn from by any thread
         self._one_begins = asyncio.Lock()
@@ -108,6 +110,10 @@ class AsyncLLM:
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics of each stage, as of its latest heartbeat (twice a second)."""
         return self._running().stats()
+
+    def waits_for(self) -> str:
+        """What start() waits for at the moment, in words; any thread may ask."""
+        return self._step if self._pipeline is None else waits(self._pipeline.states())
 
     def generate(
         self,
@@ -204,13 +210,17 @@ class AsyncLLM:
 
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
-        settings = prepare(self._given, log.info)
+        settings = prepare(self._given, self._say)
         self._folder = Path(settings.model)
         read_outline(self._folder, settings.model_impl)
         defaults = public(sampling_defaults(self._folder))
         defaults.max_tokens = defaults.max_tokens or COMPLETION_MAX_TOKENS
         self._defaults = defaults
         return settings
+
+    def _say(self, text: str) -> None:
+        self._step = text
+        log.info("%s", text)
 
     def _chosen(self, first: AnyParams | None, second: AnyParams | None) -> AnyParams:
         return next((one for one in (first, second) if one is not None), self._defaults)

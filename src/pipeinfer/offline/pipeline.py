@@ -19,6 +19,7 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.messages import State
 from pipeinfer.offline.driver import OfflineDriver, Sink
 from pipeinfer.runtime import wakefulness
 from pipeinfer.runtime.exit_codes import MISCONFIGURED
@@ -86,6 +87,10 @@ class Pipeline:
         """The statistics in each stage's latest heartbeat, by stage id."""
         rows = {} if self._core is None else self._core.health.rows
         return {stage: dict(row.stats) for stage, row in rows.items()}
+
+    def states(self) -> dict[str, tuple[State, str]]:
+        """The state of each stage by its id, and what it does or waits for."""
+        return {} if self._service is None else self._service.states()
 
     async def stop(self) -> None:
         """Fails what runs and ends all stages; returns when they are gone. Callable again."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
+from pipeinfer.close_names import none_of
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Entry, Topology
@@ -60,7 +61,7 @@ def _stage(word: str) -> Entry:
     name, *numbers = stage.split("-")
     wrong = next((field for field in fields if field not in FIELDS), None)
     if wrong is not None:
-        raise ConfigurationError(f"{STAGES}: {word}: {wrong!r} is none of {', '.join(FIELDS)}")
+        raise ConfigurationError(f"{STAGES}: {word}: {none_of(wrong, FIELDS)}")
     counts = [int(number) for number in numbers if number.isdigit()]
     wanted = 2 if name == "engine" else 1
     if name not in NAMES or not address or len(counts) != len(numbers) or len(counts) != wanted:

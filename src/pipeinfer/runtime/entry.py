@@ -25,6 +25,7 @@ from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.room import make_room
 from pipeinfer.bus.wires import AddressTaken
+from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.door import WAIT, opened
@@ -109,12 +110,11 @@ def stage_settings(
     return topologies.fitting(config.build(named), topology)
 
 
-def parser(stage: str | None) -> argparse.ArgumentParser:
+def parser(stage: str | None) -> CommandLine:
     """The words of the command line; without a `stage` its name is one of them."""
-    made = argparse.ArgumentParser(
+    made = CommandLine(
         prog=f"stages/{stage}.py" if stage else "python -m pipeinfer.runtime",
         description="Runs one stage. Further flags are those of `pipeinfer serve`.",
-        allow_abbrev=False,
     )
     if stage is None:
         made.add_argument("stage", choices=topologies.NAMES)

@@ -19,6 +19,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.source import find_model
+from pipeinfer.close_names import did_you_mean
 from pipeinfer.runtime import listening, spans
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
@@ -150,7 +151,9 @@ def _host(topology: Topology, on: str) -> list[str]:
     hosts = topology.hosts()
     if on and on not in hosts:
         there = ", ".join(hosts) or "none"
-        raise ConfigurationError(f"--on {on}: the topology has no such host; there is {there}")
+        meant = did_you_mean(on, hosts)
+        said = f"--on {on}: the topology has no such host; there is {there}{meant}"
+        raise ConfigurationError(said)
     if not on and len(hosts) > 1:
         raise ConfigurationError(f"--on must say which host this is: {', '.join(hosts)}")
     return ["", on or "".join(hosts)]

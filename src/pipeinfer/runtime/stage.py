@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipeinfer.close_names import none_of
 from pipeinfer.control import Observed, Prefix, Prefixes
 from pipeinfer.core import Core
 from pipeinfer.messages import Delivered, Fenced, HandOver, Message, Recovered, State
@@ -131,6 +132,6 @@ def deaths(topology: Topology, channel: str = "group") -> tuple[tuple[str, str],
 def builder(name: str) -> Callable[[StageContext], Stage]:
     """The function that builds stage `name`; ConfigurationError for an unknown one."""
     if name not in BUILDERS:
-        raise ConfigurationError(f"unknown stage {name!r}; there are {', '.join(BUILDERS)}")
+        raise ConfigurationError(f"stage: {none_of(name, BUILDERS)}")
     module, _, function = BUILDERS[name].partition(":")
     return getattr(importlib.import_module(module), function)

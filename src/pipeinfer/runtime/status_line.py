@@ -30,6 +30,7 @@ class StatusLine:
     logs at most every 5 seconds: a start that is quick says nothing.
 
     output: where the line is written if it is a terminal, `rewritten` allowing. clock: seconds.
+    doing: what the line begins with.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class StatusLine:
         rewritten: bool = True,
         output: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        doing: str = "starting",
     ) -> None:
+        self._doing = doing
         self._output = output or sys.stderr
         self._rewrites = rewritten and self._output.isatty()
         self._clock = clock
@@ -49,12 +52,12 @@ class StatusLine:
         now = self._clock()
         seconds = int(now - self._began)
         if self._rewrites:
-            line = f"starting ({seconds} s): {text}"[: shutil.get_terminal_size().columns - 1]
+            line = f"{self._doing} ({seconds} s): {text}"[: shutil.get_terminal_size().columns - 1]
             if line != self._said:
                 print(f"{CLEAR}{line}", end="", file=self._output, flush=True)
                 self._said = line
         elif now - self._said_at >= (SAME if text == self._said else CHANGED):
-            log.info("starting, after %d s: %s", seconds, text)
+            log.info("%s, after %d s: %s", self._doing, seconds, text)
             self._said, self._said_at = text, now
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
+from pipeinfer.close_names import none_of
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.settings import ConfigurationError
 
@@ -33,7 +34,7 @@ def create(name: str) -> Policy:
     target = POLICIES.get(name, name)
     module, separator, cls = target.partition(":")
     if not separator:
-        raise ConfigurationError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
+        raise ConfigurationError(f"--policy: {none_of(name, POLICIES)}")
     try:
         return getattr(importlib.import_module(module), cls)()
     except (ImportError, AttributeError) as error:

@@ -25,7 +25,8 @@ class Request:
 
     work: the message that it came with; its prompt stays there, nobody looks at single ids of it.
     arrival: its number among all requests of this scheduler. arrived_at: when it came, in seconds
-        of the clock that plans are made by. admitted_at: when it first got a slot. deadline: by the clock of events; infinite without one.
+        of the clock that plans are made by. admitted_at: when it first got a slot.
+    deadline: by the clock of events; infinite without one.
     max_total: most tokens, prompt and output, that it may have. prompt_len: of its prompt.
     outputs: ids, int32, that results have confirmed. stops: ids that end it.
     phase: see Phase. slot: the engine's, -1 unless it runs.

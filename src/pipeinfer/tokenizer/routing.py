@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeinfer.close_names import none_of
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.prefixes import BLOCK, Prefixes, chain
 
@@ -172,9 +173,7 @@ class Router:
     def __init__(self, policy: str, groups: int) -> None:
         """ConfigurationError for a policy that there is not."""
         if policy not in POLICIES:
-            raise ConfigurationError(
-                f"--routing: {policy!r} is unknown; there is {', '.join(POLICIES)}"
-            )
+            raise ConfigurationError(f"--routing: {none_of(policy, POLICIES)}")
         self._groups = Groups(groups)
         self._policy = POLICIES[policy](self._groups)
         self._alone = groups == 1

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pipeinfer.close_names import none_of
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import addresses
 
@@ -204,7 +205,7 @@ def checked(topology: Topology) -> Topology:
     seen: dict[str, str] = {}
     for entry in topology.entries:
         if entry.name not in NAMES:
-            raise ConfigurationError(f"unknown stage {entry.name!r}; there are {', '.join(NAMES)}")
+            raise ConfigurationError(f"stage: name: {none_of(entry.name, NAMES)}")
         addresses.check(entry.address, topology.keyed)
         for name in addresses.OFFSETS:
             endpoint = addresses.derive(entry.address, name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
+from pipeinfer.close_names import none_of
 from pipeinfer.gateway.pieces import AnswerReader, CallIds, MakeReader, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
@@ -414,8 +415,7 @@ def _named(flag: str, name: str, known: Collection[str], found: str) -> str:
     if name == "none":
         return ""
     if name not in known:
-        names = ", ".join(("auto", "none", *known))
-        raise ConfigurationError(f"--{flag}: {name!r} is none of {names}")
+        raise ConfigurationError(f"--{flag}: {none_of(name, ('auto', 'none', *known))}")
     return name
 
 

@@ -1,0 +1,193 @@
+"""A model that a running server serves: pipeinfer's, or any other with OpenAI's API.
+
+Knows HTTP and server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+
+import aiohttp
+import msgspec
+
+from pipeinfer import settings as config
+from pipeinfer.bench.endpoint import base
+from pipeinfer.cli.answers import Piece, Question, Unanswered, Wanted
+from pipeinfer.cli.flags import Asked
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.runtime.find import running_servers
+
+DATA, DONE = b"data:", b"[DONE]"
+CONNECTING = 10.0  # seconds
+LOOK = 0.2  # seconds between two looks at a server that starts
+AT_ONCE = 64  # requests that are sent to a server at a time
+LONGEST = 1 << 24  # bytes of a line of a stream
+SHOWN = 300  # letters of an error that is no JSON
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Said | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: JsonValue = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Ready(msgspec.Struct):
+    reason: str = ""
+
+
+class ServedModel:
+    """`name`: as the server calls it, once it is started."""
+
+    def __init__(
+        self, asked: Asked, wanted: Wanted, url: str, model: str = "", pid: int = 0
+    ) -> None:
+        """url: with or without /v1. model: "" for MODEL, or else
+        the first that the server names. pid: of a server on this host, which may still start."""
+        self.name = model or asked.model or url
+        self._url = base(url)
+        self._pid = pid
+        self._model = model or asked.model
+        self._waits_for = "asking the server"
+        settings = config.build({**config.from_environment(os.environ), **asked.settings})
+        most = {} if wanted.max_tokens is None else {"max_tokens": wanted.max_tokens}
+        seed = {"seed": settings.seed} if "seed" in asked.settings else {}
+        ids = {"return_token_ids": True} if wanted.token_ids else {}
+        self._fields: JsonObject = {**most, **asked.sampling, **seed, **ids, "stream": True}
+        key = settings.api_key
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=AT_ONCE),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING),
+            headers=self._headers,
+            read_bufsize=LONGEST,
+        )
+        if self._pid:
+            await self._until_ready(self._client)
+        if not self._model:
+            self._model = self.name = await self._first_model(self._client)
+
+    def waits_for(self) -> str:
+        return self._waits_for
+
+    async def answer(self, question: Question) -> AsyncGenerator[Piece, None]:
+        assert self._client is not None
+        chat = not isinstance(question, str)
+        path = "chat/completions" if chat else "completions"
+        asked = {"messages": question} if chat else {"prompt": question}
+        body = {"model": self._model, **asked, **self._fields}
+        try:
+            async with self._client.post(f"{self._url}/v1/{path}", json=body) as answer:
+                await self._check(answer)
+                async for piece in _pieces(answer):
+                    yield piece
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise self._broken(error) from None
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _until_ready(self, client: aiohttp.ClientSession) -> None:
+        """A server that was just started does not listen yet, or answers 503."""
+        while True:
+            try:
+                async with client.get(f"{self._url}/health/ready") as answer:
+                    if answer.status == 200:
+                        return
+                    said = msgspec.json.decode(await answer.read(), type=_Ready)
+                    self._waits_for = f"the server starts: {said.reason}"
+            except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+                self._waits_for = "the server starts"
+                if all(one.pid != self._pid for one in running_servers()):
+                    raise self._broken(error) from None
+            await asyncio.sleep(LOOK)
+
+    async def _first_model(self, client: aiohttp.ClientSession) -> str:
+        try:
+            async with client.get(f"{self._url}/v1/models") as answer:
+                await self._check(answer)
+                models = msgspec.json.decode(await answer.read(), type=_Models).data
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            raise self._broken(error) from None
+        if not models:
+            raise Unanswered(f"{self._url} serves no model")
+        return models[0].id
+
+    async def _check(self, answer: aiohttp.ClientResponse) -> None:
+        """Unanswered for what the server refuses."""
+        if answer.status == 200:
+            return
+        text = await answer.text(errors="replace")
+        hint = "; give its key by --api-key" if answer.status == 401 else ""
+        raise Unanswered(f"{_message(text)} (status {answer.status} of {self._url}{hint})")
+
+    def _broken(self, error: Exception) -> Unanswered:
+        if isinstance(error, msgspec.DecodeError):
+            return Unanswered(f"{self._url} answers what is none of OpenAI's API: {error}")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            number = error.os_error.errno
+            why = os.strerror(number) if number and number > 0 else str(error.os_error)
+            return Unanswered(f"{self._url}: nobody answers there ({why})")
+        return Unanswered(f"{self._url}: {str(error) or type(error).__name__}")
+
+
+async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]:
+    """Until the stream says that it has ended; Unanswered if it does not, or ends in an error."""
+    ended = False
+    async for line in answer.content:
+        if not line.startswith(DATA):
+            continue
+        data = line.removeprefix(DATA).strip()
+        if data == DONE:
+            return
+        chunk = msgspec.json.decode(data, type=_Chunk)
+        if chunk.error is not None:
+            raise Unanswered(_message(data.decode(errors="replace")))
+        for choice in chunk.choices:
+            ended = ended or choice.finish_reason is not None
+            said = choice.delta or _Said(content=choice.text)
+            thought = said.reasoning_content or said.reasoning
+            ids = choice.token_ids or []
+            if thought:
+                yield Piece(thought, ids, thought=True)
+                ids = []
+            yield Piece(said.content or "", ids, False, choice.finish_reason)
+    if not ended:
+        raise Unanswered("the answer broke off")
+
+
+def _message(text: str) -> str:
+    """Of an error in OpenAI's form, or else the text itself."""
+    try:
+        said = msgspec.json.decode(text, type=dict[str, JsonValue])
+    except msgspec.DecodeError:
+        return " ".join(text.split())[:SHOWN] or "no reason given"
+    error = said.get("error", said)
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return " ".join(str(error).split())

@@ -1,0 +1,23 @@
+"""What is said of a name that is not known: the names that there are, and the one it resembles.
+
+Knows no names of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def none_of(name: object, names: Iterable[object]) -> str:
+    """ "'mixd' is none of mixed, fcfs; did you mean 'mixed'?" """
+    known = [str(one) for one in names]
+    return f"{name!r} is none of {', '.join(known)}{did_you_mean(str(name), known)}"
+
+
+def did_you_mean(name: str, names: Iterable[str], quote: str = "'") -> str:
+    """The end of an error, "; did you mean 'mixed'?", or nothing if no name is close."""
+    import difflib  # only here: the command line's start pays for every import
+
+    by_lower = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"; did you mean {quote}{by_lower[close[0]]}{quote}?" if close else ""

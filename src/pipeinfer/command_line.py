@@ -1,0 +1,154 @@
+"""The parser of all command lines: errors are one line, and --help shows the flags that matter.
+
+Knows no command and no setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from pipeinfer.close_names import did_you_mean, none_of
+
+WRONG_USAGE = 2  # exit code
+
+
+class CommandLine(argparse.ArgumentParser):
+    """Errors end the process with code 2 and one line, which names the flag or the choice that was
+    perhaps meant. Flags are not abbreviated.
+
+    essential: flags that `--help` shows, in this order; `--help-all` shows all. Without them both
+    show all.
+    """
+
+    def __init__(
+        self,
+        prog: str | None = None,
+        description: str = "",
+        epilog: str = "",
+        usage: str | None = None,
+        essential: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, usage=usage, allow_abbrev=False
+        )
+        self._essential = tuple(essential)
+        said = "show all flags and exit"
+        self.add_argument("--help-all", action=_HelpAll, text=self.format_help_all, help=said)
+
+    def parse_args(  # type: ignore[override]  (the overloads of typeshed say the same)
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        words = list(sys.argv[1:] if args is None else args)
+        # Before anything else: the value of a flag that is not known passes for another argument.
+        for flag in _flags(words):
+            if flag not in self._option_string_actions:
+                self.error(self._unknown(flag))
+        options, left = self.parse_known_args(words, namespace or argparse.Namespace())
+        # argparse gives a list of words only those that stand together.
+        many = [one for one in self._get_positional_actions() if one.nargs in ("*", "+")]
+        while many and left and not left[0].startswith("-"):
+            getattr(options, many[0].dest).append(left.pop(0))
+        if left:
+            self.error(f"unexpected argument {left[0]!r}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with `message` in one line; argparse's own are put in our words."""
+        said = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
+        missing = "the following arguments are required: "
+        if said.startswith(missing):
+            said = f"{said.removeprefix(missing)} is missing"
+        more = "" if said.endswith(("?", ".")) else f" (`{self.prog} --help` says more)"
+        self.exit(WRONG_USAGE, f"error: {' '.join(said.split())}{more}\n")
+
+    def format_help(self) -> str:
+        """What `--help` shows."""
+        if not self._essential:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self._short_usage(), [], [])
+        formatter.add_text(self.description)
+        formatter.start_section(None)
+        formatter.add_arguments(self._get_positional_actions())
+        formatter.end_section()
+        formatter.start_section("flags that matter most")
+        known = self._option_string_actions
+        shown = [known[flag] for flag in self._essential]
+        formatter.add_arguments([*shown, known["--help-all"]])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        flags = sum(
+            bool(action.option_strings) and action.help != argparse.SUPPRESS
+            for action in self._actions
+        )
+        formatter.add_text(f"`{self.prog} --help-all` shows all {flags} flags.")
+        return formatter.format_help()
+
+    def format_help_all(self) -> str:
+        """What `--help-all` shows: every flag, in its group."""
+        usage = self.usage
+        try:
+            self.usage = self._short_usage() if self._essential else usage
+            return super().format_help()
+        finally:
+            self.usage = usage
+
+    def _short_usage(self) -> str:
+        """Without the flags, which would fill a screen."""
+        words = [
+            "%(prog)s",
+            *(_placeholder(one) for one in self._get_positional_actions()),
+            "[FLAG ...]",
+        ]
+        return self.usage or " ".join(words)
+
+    def _unknown(self, flag: str) -> str:
+        known = [
+            name
+            for name, action in self._option_string_actions.items()
+            if name.startswith("--") and action.dest != argparse.SUPPRESS
+        ]
+        return f"unknown flag {flag}{did_you_mean(flag, known, quote='')}"
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, none_of(value, action.choices))
+
+
+class _HelpAll(argparse._HelpAction):
+    """Prints another text than `--help` does, and ends the process."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str
+    ) -> None:
+        super().__init__(option_strings, dest=dest, default=argparse.SUPPRESS, help=help)
+        self._text = text
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        sys.stdout.write(self._text())
+        parser.exit()
+
+
+def _flags(words: Sequence[str]) -> Iterator[str]:
+    """Those of `words` that argparse takes for flags, without values."""
+    for word in words:
+        if word == "--":
+            return
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and " " not in flag:
+            yield flag
+
+
+def _placeholder(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest.upper())
+    forms = {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}
+    return forms.get(str(action.nargs), name)
