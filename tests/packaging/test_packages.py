@@ -99,14 +99,15 @@ def test_the_wheel_holds_the_whole_package_with_the_demo_model(wheel):
     assert wheel.stat().st_size < MOST_MIB * 2**20
 
 
-def test_a_server_of_the_wheel_answers(bare, tmp_path, monkeypatch):
+def test_a_server_of_the_wheel_answers_and_its_recording_is_replayed(bare, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     where = run(bare, "-c", "import pipeinfer, torch; print(pipeinfer.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(bare.parents[1])
     script = bare.with_name("pipeinfer")
     assert run(script, "--version", cwd=tmp_path) == f"pipeinfer {__version__}\n"
-    with Server("--threads", "1", python=str(bare)) as server:
+    traces = tmp_path / "traces"
+    with Server("--threads", "1", "--record", str(traces), python=str(bare)) as server:
         body = {"messages": [{"role": "user", "content": "What is pipeinfer?"}]}
         status, answer = server.post("/v1/chat/completions", body)
         assert status == 200
@@ -114,3 +115,6 @@ def test_a_server_of_the_wheel_answers(bare, tmp_path, monkeypatch):
         commands = Path(f"/proc/{server.pid('engine')}/cmdline").read_bytes().split(b"\0")
         assert commands[0].decode() == str(bare), "its stages are of the wheel, too"
         assert server.stop() == 0
+    [trace] = traces.glob("tokenizer-*.pitrace")
+    said = run(script, "replay", "run", "tokenizer", trace, cwd=tmp_path)
+    assert "equal to the end" in said, "what it recorded is replayed without a checkout"

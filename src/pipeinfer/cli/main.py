@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
     "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
+    "replay": ("pipeinfer.cli.replay", "play again what stages recorded"),
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
     "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
     "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),

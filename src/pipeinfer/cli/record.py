@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="pipeinfer record",
         description="Records stages of a running server into DIR, one file each, until a limit is "
-        "reached or Ctrl-C is pressed. `python tools/replay` reads the files.",
+        "reached or Ctrl-C is pressed. `pipeinfer replay` reads the files.",
         allow_abbrev=False,
     )
     add = made.add_argument

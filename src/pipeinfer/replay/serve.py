@@ -20,12 +20,12 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
+from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
+from pipeinfer.replay.recording import Recording, load_stage, warn_of_tail
+from pipeinfer.replay.roles import Diverged, Role, Timed, role_of
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
-from replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
-from replay.recording import Recording, load_stage, warn_of_tail
-from replay.roles import Diverged, Role, Timed, role_of
 
 TICK, HEARTBEAT = 0.1, 0.5  # seconds
 APART = 1e-6  # seconds between two of a kind, for timers of one moment have no order

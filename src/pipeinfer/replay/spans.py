@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from replay.describe import line
-from replay.journeys import Journey, journeys
-from replay.recording import Entry, Exchange, Recording
-from replay.subjects import Subjects
+from pipeinfer.replay.describe import line
+from pipeinfer.replay.journeys import Journey, journeys
+from pipeinfer.replay.recording import Entry, Exchange, Recording
+from pipeinfer.replay.subjects import Subjects
 
 ORDER = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 ROWS = ("core", "in flight 0", "in flight 1", "prepare", "forward")  # of a stage, downwards

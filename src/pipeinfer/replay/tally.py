@@ -13,9 +13,9 @@ import numpy as np
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Result
 from pipeinfer.packing import unpack
-from replay.difference import Difference
-from replay.recording import Exchange
-from replay.subjects import Subjects
+from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.recording import Exchange
+from pipeinfer.replay.subjects import Subjects
 
 
 class Tally:

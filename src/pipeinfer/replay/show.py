@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from replay.codes import EQUAL
-from replay.describe import arrow, line
-from replay.recording import Entry, load, warn_of_tail
-from replay.subjects import Subjects
+from pipeinfer.replay.codes import EQUAL
+from pipeinfer.replay.describe import arrow, line
+from pipeinfer.replay.recording import Entry, load, warn_of_tail
+from pipeinfer.replay.subjects import Subjects
 
 WIDE = 110
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeinfer.core import LOCAL
-from replay.recording import Entry, Recording
+from pipeinfer.replay.recording import Entry, Recording
 
 # In the order in which a request comes to them.
 POINTS = ("called", "submitted", "tokenized", "queued", "admitted", "planned",

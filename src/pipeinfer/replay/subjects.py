@@ -6,7 +6,6 @@ Follows one trace in its order. Knows messages and slots; nothing of files, core
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result
@@ -22,7 +21,7 @@ class Subjects:
         self._slots: dict[int, str] = {}
         self._plans: OrderedDict[tuple[int, int], dict[int, str]] = OrderedDict()
 
-    def of(self, message: Any) -> tuple[str, ...]:
+    def of(self, message: object) -> tuple[str, ...]:
         """Ids of the requests, without repeats; empty where a message is about none."""
         match message:
             case Begin():

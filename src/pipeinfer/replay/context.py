@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from replay.describe import arrow, line
-from replay.difference import Difference
-from replay.recording import Entry, Recording
-from replay.subjects import Subjects
+from pipeinfer.replay.describe import arrow, line
+from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.recording import Entry, Recording
+from pipeinfer.replay.subjects import Subjects
 
 BEFORE = 8  # messages shown
 MOST_REQUESTS = 3  # named; a step may be about hundreds

@@ -12,25 +12,24 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
 
 from pipeinfer.core import Core
+from pipeinfer.replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
+from pipeinfer.replay.context import explain
+from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.pacing import Pace
+from pipeinfer.replay.player import Player
+from pipeinfer.replay.playing import DevicePlayback, play_alone
+from pipeinfer.replay.rebuild import Rebuilt, rebuild
+from pipeinfer.replay.recording import Entry, Exchange, Recording, load_stage, warn_of_tail
+from pipeinfer.replay.tally import Tally
+from pipeinfer.replay.varying import left_out
 from pipeinfer.topology.topology import NAMES
 from pipeinfer.trace.restore import restore
-from replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
-from replay.context import explain
-from replay.difference import Difference
-from replay.pacing import Pace
-from replay.player import Player
-from replay.playing import DevicePlayback, play_alone
-from replay.rebuild import Rebuilt, rebuild
-from replay.recording import Entry, Exchange, Recording, load_stage, warn_of_tail
-from replay.tally import Tally
-from replay.varying import left_out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="the difference as JSON; the rest on stderr")
 
 
-def run(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
+def run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
     """The exit code. CannotReplay before anything is played."""
     if options.halt and options.until is None:
         raise CannotReplay(USAGE, "--break needs --until SEQ")
@@ -74,7 +73,11 @@ class Run:
     """One replay, from the first exchange to the verdict. `tally` and `seconds` are its numbers."""
 
     def __init__(
-        self, recording: Recording, rebuilt: Rebuilt, options: argparse.Namespace, say: Any
+        self,
+        recording: Recording,
+        rebuilt: Rebuilt,
+        options: argparse.Namespace,
+        say: Callable[[str], object],
     ) -> None:
         self._recording, self._rebuilt, self._options, self._say = recording, rebuilt, options, say
         driver = rebuilt.stage.driver

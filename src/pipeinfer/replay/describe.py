@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from pipeinfer.packing import unpack
-from replay.recording import Entry
+from pipeinfer.replay.recording import Entry
 
 MOST_IDS = 6
 MOST_TEXT = 40
 HIDDEN = frozenset({"request_id", "attempt", "params", "trace", "gateway", "detokenizer", "group"})
 
 
-def line(message: Any, width: int = 110) -> str:
+def line(message: object, width: int = 110) -> str:
     """The fields that are not at their defaults, without the request's id; at most `width`
     characters."""
     shown = ", ".join(_fields(message))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from replay.clocks import Offset, offsets
-from replay.codes import USAGE, CannotReplay
-from replay.recording import Recording, load
+from pipeinfer.replay.clocks import Offset, offsets
+from pipeinfer.replay.codes import USAGE, CannotReplay
+from pipeinfer.replay.recording import Recording, load
 
 
 def load_merged(paths: Sequence[Path]) -> list[Recording]:

@@ -1,4 +1,4 @@
-"""How `python tools/replay` ends: its exit codes, and the errors that carry one.
+"""How `pipeinfer replay` ends: its exit codes, and the errors that carry one.
 
 Knows no command.
 """

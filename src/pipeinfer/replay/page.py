@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from replay.spans import Picture
+from pipeinfer.replay.spans import Picture
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "/*DATA*/null"

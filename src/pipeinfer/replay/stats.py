@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from replay.codes import EQUAL
-from replay.journeys import Journey, journeys
-from replay.merging import load_merged
-from replay.quantiles import milliseconds
-from replay.recording import Recording, warn_of_tail
+from pipeinfer.replay.codes import EQUAL
+from pipeinfer.replay.journeys import Journey, journeys
+from pipeinfer.replay.merging import load_merged
+from pipeinfer.replay.quantiles import milliseconds
+from pipeinfer.replay.recording import Recording, warn_of_tail
 
 SLOWEST = 5
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeinfer.packing import unpack
-from replay.varying import left_out
+from pipeinfer.replay.varying import left_out
 
 ID_BYTES = 4
 MISSING = "(missing)"
@@ -23,11 +23,11 @@ class Mismatch(NamedTuple):
     """`field` is a path such as `rows[2].ids[0]`; the values are plain: numbers, text, lists."""
 
     field: str
-    recorded: Any
-    replayed: Any
+    recorded: object
+    replayed: object
 
 
-def first_mismatch(recorded: Any, replayed: Any, skips: Skips = left_out) -> Mismatch | None:
+def first_mismatch(recorded: object, replayed: object, skips: Skips = left_out) -> Mismatch | None:
     """Where `replayed` first differs from `recorded`, in the order of the fields, or None.
 
     `skips(type name)`: fields of such a struct that are left out. Floats are equal or not: what a
@@ -36,7 +36,7 @@ def first_mismatch(recorded: Any, replayed: Any, skips: Skips = left_out) -> Mis
     return next(_differences("", recorded, replayed, skips), None)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """`value` as JSON could hold it: structs as lists with their type's name, packed ids as
     integers."""
     if isinstance(value, msgspec.Struct):

@@ -1,7 +1,7 @@
-"""The command line of the replay tool: each command is a module with `add_arguments` and `run`.
+"""`pipeinfer replay`: each of its commands is a module with `add_arguments` and `run`.
 
-Knows no trace. What the parser of `run` does not know is taken as a setting of pipeinfer that wins
-over the recorded one, so that `--device cpu` or `--overlap-depth 1` work there.
+Knows no trace. What the parser of `replay run` does not know is taken as a setting of pipeinfer
+that wins over the recorded one, so that `--device cpu` or `--overlap-depth 1` work there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeinfer import settings as config
-from replay.codes import CannotReplay
+from pipeinfer.replay.codes import CannotReplay
 
 COMMANDS = {
     "run": "a fresh stage gets the recorded inputs, and must give the recorded outputs",
@@ -30,20 +30,22 @@ TAKES_SETTINGS = ("run", "session")
 def parser() -> argparse.ArgumentParser:
     """The words of the command line."""
     made = argparse.ArgumentParser(
-        prog="python tools/replay", description="Replays what stages recorded; docs/replay.md."
+        prog="pipeinfer replay",
+        description="Replays what stages recorded: one stage alone, every message in its place.",
     )
     commands = made.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        importlib.import_module(f"replay.{name}").add_arguments(command)
+        said = f"{text[0].upper()}{text[1:]}."
+        command = commands.add_parser(name, help=text, description=said, allow_abbrev=False)
+        importlib.import_module(f"pipeinfer.replay.{name}").add_arguments(command)
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: see codes.py."""
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: see replay/codes.py. ConfigurationError for a setting that cannot be."""
     made = parser()
     options, rest = made.parse_known_args(arguments)
-    module = importlib.import_module(f"replay.{options.command}")
+    module = importlib.import_module(f"pipeinfer.replay.{options.command}")
     try:
         if options.command in TAKES_SETTINGS:
             return module.run(options, config.parse_flags(rest))

@@ -6,12 +6,11 @@ Knows exchanges of entries and what a core returns; nothing of how either came t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pipeinfer.core import Send
+from pipeinfer.replay.comparison import MISSING, Mismatch, Skips, first_mismatch, plain
+from pipeinfer.replay.recording import Entry, Exchange
 from pipeinfer.trace.notes import Unencoded
-from replay.comparison import MISSING, Mismatch, Skips, first_mismatch, plain
-from replay.recording import Entry, Exchange
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class Difference:
     seq: int
     channel: str
     field: str
-    recorded: Any
-    replayed: Any
+    recorded: object
+    replayed: object
     cause: Entry
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
         names = ("seq", "channel", "field", "recorded", "replayed")
         return {name: getattr(self, name) for name in names}

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
-from replay.comparison import first_mismatch
-from replay.describe import arrow, line
-from replay.recording import Entry, Recording, load, warn_of_tail
-from replay.rewriting import canonical_changes, rewritten
-from replay.varying import SHELL_MESSAGES
+from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
+from pipeinfer.replay.comparison import first_mismatch
+from pipeinfer.replay.describe import arrow, line
+from pipeinfer.replay.recording import Entry, Recording, load, warn_of_tail
+from pipeinfer.replay.rewriting import canonical_changes, rewritten
+from pipeinfer.replay.varying import SHELL_MESSAGES
 
 CLOCKED = frozenset({"Tick"})  # how many there are is the timer's business
 BEFORE = 3

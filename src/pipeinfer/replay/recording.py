@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeinfer.replay.codes import OTHER_PROTOCOL, UNREADABLE, USAGE, CannotReplay
 from pipeinfer.topology.topology import Identity
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import OtherProtocol, Trace, TraceHeader, UnreadableTrace
-from replay.codes import OTHER_PROTOCOL, UNREADABLE, USAGE, CannotReplay
 
 Direction = Literal["in", "out", "note"]
 

@@ -22,10 +22,10 @@ from pipeinfer.messages import (
     Recovered,
     Result,
 )
-from replay.codes import USAGE, CannotReplay
-from replay.comparison import first_mismatch
-from replay.recording import Entry, Recording
-from replay.rewriting import Numbered, rewritten
+from pipeinfer.replay.codes import USAGE, CannotReplay
+from pipeinfer.replay.comparison import first_mismatch
+from pipeinfer.replay.recording import Entry, Recording
+from pipeinfer.replay.rewriting import Numbered, rewritten
 
 AHEAD = 2  # plans that a live engine gets before the result of the first of them
 PLAYED = ("engine", "scheduler", "gateway", "tokenizer")

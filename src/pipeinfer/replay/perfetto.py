@@ -6,19 +6,18 @@ the slice around them, and metadata (M) that names processes and threads. Times 
 
 from __future__ import annotations
 
-from typing import Any
-
-from replay.spans import Picture
+from pipeinfer.json_values import JsonObject
+from pipeinfer.replay.spans import Picture
 
 MICRO = 1e6
 
 
-def events(picture: Picture) -> list[dict[str, Any]]:
+def events(picture: Picture) -> list[JsonObject]:
     """One process for each stage, one thread for each of its rows, one flow for each request."""
     stages = list(dict.fromkeys(stage for stage, _ in picture.rows))
     pids = {stage: at for at, stage in enumerate(stages, 1)}
     tids = {row: at for at, row in enumerate(picture.rows, 1)}
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     for stage, pid in pids.items():
         out.append(_named("process_name", pid, 0, stage))
         out.append(_sorted("process_sort_index", pid, 0, pid))
@@ -49,9 +48,9 @@ def events(picture: Picture) -> list[dict[str, Any]]:
     return out
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _named(kind: str, pid: int, tid: int, name: str) -> JsonObject:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
-def _sorted(kind: str, pid: int, tid: int, at: int) -> dict[str, Any]:
+def _sorted(kind: str, pid: int, tid: int, at: int) -> JsonObject:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"sort_index": at}}

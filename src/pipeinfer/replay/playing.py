@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from pipeinfer.engine.core import Compute, StepFailed
 from pipeinfer.events import GraphDue, StepDone
 from pipeinfer.messages import Message
+from pipeinfer.replay.comparison import first_mismatch
+from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.pacing import Pace
+from pipeinfer.replay.player import Player
+from pipeinfer.replay.recording import Exchange
+from pipeinfer.replay.tally import Tally
+from pipeinfer.replay.varying import left_out
 from pipeinfer.runtime.stage import Driver
-from replay.comparison import first_mismatch
-from replay.difference import Difference
-from replay.pacing import Pace
-from replay.player import Player
-from replay.recording import Exchange
-from replay.tally import Tally
-from replay.varying import left_out
 
 STEP_SECONDS = 600.0  # a device that is silent for so long has hung
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pipeinfer import settings as config
 from pipeinfer.messages import State
+from pipeinfer.replay.codes import USAGE, CannotReplay
+from pipeinfer.replay.recording import Recording
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
 from pipeinfer.topology.topology import NAMES, Entry, Topology
-from replay.codes import USAGE, CannotReplay
-from replay.recording import Recording
 
 # What the engine's builder found out for itself, as the settings that say it outright.
 FACTS = {
@@ -44,7 +43,7 @@ class Rebuilt:
 
 
 def rebuild(
-    recording: Recording, model: str, overrides: Mapping[str, Any], core_only: bool = False
+    recording: Recording, model: str, overrides: Mapping[str, object], core_only: bool = False
 ) -> Rebuilt:
     """The stage of the recording, from its own checkpoint or the folder `model`; `overrides` are
     settings that win over the recorded ones. CannotReplay for what cannot be built here."""
@@ -68,7 +67,7 @@ def rebuild(
 
 
 def settings_of(
-    recording: Recording, model: str, overrides: Mapping[str, Any]
+    recording: Recording, model: str, overrides: Mapping[str, object]
 ) -> tuple[Settings, list[str]]:
     """(settings, warnings). Overrides win over facts, facts over recorded settings."""
     header = recording.header

@@ -10,11 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
-from replay import page, perfetto
-from replay.codes import EQUAL, USAGE, CannotReplay
-from replay.merging import load_merged
-from replay.recording import warn_of_tail
-from replay.spans import picture
+from pipeinfer.replay import page, perfetto
+from pipeinfer.replay.codes import EQUAL, USAGE, CannotReplay
+from pipeinfer.replay.merging import load_merged
+from pipeinfer.replay.recording import warn_of_tail
+from pipeinfer.replay.spans import picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

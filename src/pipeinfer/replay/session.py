@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
-from bench.processes import Server
-from replay.codes import EQUAL
-from replay.mixture import Mixed, mixture, twins
+from pipeinfer.bench.local_server import Server
+from pipeinfer.replay.codes import EQUAL
+from pipeinfer.replay.mixture import Mixed, mixture, twins
 
 # Few pages, so that requests must be preempted; the largest request still fits.
 DEFAULTS = {"kv_pages": 40, "page_size": 16, "threads": 1, "dtype": "float32", "device": "cpu"}
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed-of-requests", type=int, default=1, metavar="N")
 
 
-def run(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
+def run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
     """0 if every request was answered as it should be."""
     settings = {**DEFAULTS, **overrides, "record": str(options.out)}
     requests = mixture(options.requests, options.seed_of_requests)

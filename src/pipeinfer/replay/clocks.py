@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from replay.recording import Recording
+from pipeinfer.replay.recording import Recording
 
 FAR = float("inf")
 

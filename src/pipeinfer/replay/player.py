@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeinfer.core import LOCAL, Core, Send
-from replay.comparison import Skips
-from replay.difference import Difference, first_difference
-from replay.recording import Entry, Exchange
+from pipeinfer.replay.comparison import Skips
+from pipeinfer.replay.difference import Difference, first_difference
+from pipeinfer.replay.recording import Entry, Exchange
 
 Deliver = Callable[[Any], None]
 DEVICE = ("Compute", "Capture")  # what a device does whose steps are played
