@@ -89,3 +89,11 @@ def test_the_site_has_colours_and_a_logo_of_its_own(site):
     assert "assets/site.css" in page
     assert re.search(r'<img src="images/logo\.svg" alt="logo"', page)
     assert 'href="images/favicon.svg"' in page
+
+
+def test_drawings_and_formulas_fit_the_column():
+    """At 1280 pixels the column of text holds 96 characters of code."""
+    for name in ("architecture", "step-budget"):
+        page = (ROOT / f"docs/{name}.md").read_text()
+        drawn = page.split("\n```")[1::2]
+        assert [line for block in drawn for line in block.splitlines() if len(line) > 96] == []
