@@ -192,6 +192,13 @@ GROUPS: dict[str, dict[str, Told]] = {
             "port to listen on; 0 takes a free one",
             more="The line `ready http://HOST:PORT` names the port that was taken.",
         ),
+        "public_address": Told(
+            "ADDRESS",
+            "where users reach the server, if not where it listens",
+            "where it listens",
+            "Behind a published port or a proxy: HOST:PORT, a port of this host, or a whole URL. "
+            "The line `ready` says it.",
+        ),
         "api_key": Told(
             "KEY",
             "what clients must show under /v1",

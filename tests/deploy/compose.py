@@ -1,6 +1,7 @@
-"""compose.yaml as Docker Compose would read it: variables, profiles, what a container would get.
+"""compose.yaml and its siblings as Docker Compose would read them: variables, files that change one
+another, profiles, what a container would get.
 
-Knows the file's format, runs nothing.
+Knows the files' format, runs nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,38 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+FILE, GPU, HOSTS = "compose.yaml", "compose.gpu.yaml", "compose.hosts.yaml"
+REPLACED = ("command", "test")  # lists that a later file gives anew; others it adds to
+
+
+class Reset:
+    """`!reset`: what a later file takes away."""
+
+
+class Loader(yaml.SafeLoader):
+    pass
+
+
+Loader.add_constructor("!reset", lambda _loader, _node: Reset())
+
+
+def load(name: str) -> dict[str, Any]:
+    return yaml.load((ROOT / name).read_text(), Loader)
+
+
+def merged(tree: Any, change: Any, key: str = "") -> Any:
+    """`tree` of earlier files, changed by a later one."""
+    if isinstance(tree, dict) and isinstance(change, dict):
+        both = {k: merged(tree[k], change[k], k) for k in tree.keys() & change.keys()}
+        known = {**tree, **change, **both}
+        return {k: value for k, value in known.items() if not isinstance(value, Reset)}
+    if isinstance(tree, list) and isinstance(change, list) and key not in REPLACED:
+        return [*tree, *change]
+    return change
 
 
 def interpolated(tree: Any, variables: dict[str, str]) -> Any:
-    """`${NAME}` and `${NAME:-default}` in all strings; nothing else is used in the file."""
+    """`${NAME}` and `${NAME:-default}` in all strings; nothing else is used in the files."""
     if isinstance(tree, dict):
         return {key: interpolated(value, variables) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -39,13 +68,15 @@ def variables(text: str) -> dict[str, str]:
 
 @dataclass
 class Compose:
-    """The file with `variables` filled in."""
+    """The files that COMPOSE_FILE names, or compose.yaml, with `variables` filled in."""
 
     variables: dict[str, str]
 
     def __post_init__(self) -> None:
-        text = (ROOT / "compose.yaml").read_text()
-        self.tree = interpolated(yaml.safe_load(text), self.variables)
+        tree: dict[str, Any] = {}
+        for name in self.variables.get("COMPOSE_FILE", FILE).split(":"):
+            tree = merged(tree, load(name))
+        self.tree = interpolated(tree, self.variables)
         self.services: dict[str, dict[str, Any]] = self.tree["services"]
 
     def active(self, *profiles: str) -> list[str]:

@@ -1,25 +1,36 @@
-"""compose.yaml, its variables and the Dockerfile: valid by the specification, and consistent."""
+"""compose.yaml and its siblings, their variables and the Dockerfile: valid, and consistent."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
 from typing import Any
 
 import pytest
-import yaml
-from compose import ROOT, VARIABLE, Compose, variables
+from compose import FILE, GPU, HOSTS, ROOT, VARIABLE, Compose, load, variables
 from containers import DOCKERFILE, HEAVY, SECRETS, TOPOLOGY, image_files, stage_of
 
 from pipeinfer.runtime.deployment import BIND, KEYS, SECRET, STAGES, stages
 from pipeinfer.settings import Settings, from_environment
 from servers import STAGES as NAMES
 
-DEFAULTS = variables((ROOT / ".env").read_text())
 EXAMPLE = (ROOT / ".env.example").read_text()
-COMPOSE = Compose(DEFAULTS)
-# What is built here; the others are other people's.
-SERVICES = {name: one for name, one in COMPOSE.services.items() if "build" in one}
-services = pytest.mark.parametrize("name", SERVICES)
+# The deployments: as it is checked out, with GPUs, and on several hosts.
+DEPLOYMENTS = {
+    name: Compose({"COMPOSE_FILE": ":".join(files)} if files else {})
+    for name, files in {"cpu": (), "gpu": (FILE, GPU), "hosts": (FILE, GPU, HOSTS)}.items()
+}
+COMPOSE = DEPLOYMENTS["cpu"]
+# Those of this project; the others are other people's.
+SERVICES = {
+    (where, name): one
+    for where, compose in DEPLOYMENTS.items()
+    for name, one in compose.services.items()
+    if one["image"].startswith("pipeinfer")
+}
+services = pytest.mark.parametrize(("where", "name"), SERVICES)
 
 TEXT, WORD = r".*", r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"
 DURATION = r"(\d+(us|ms|s|m|h))+"
@@ -55,6 +66,7 @@ def wrong(value: object, rule: Rule, path: str = "") -> list[str]:
 # The attributes of the Compose specification that a service here may have, with their forms.
 SERVICE: Rule = {
     "image": r"[a-z0-9/._-]+(:[\w.-]+)?",
+    "pull_policy": r"always|never|missing|build",
     "build": {"context": TEXT, "dockerfile": TEXT, "target": WORD, "args": {"*": (TEXT, int)}},
     "profiles": [r"[a-zA-Z0-9][a-zA-Z0-9_.-]+"],
     "network_mode": r"none|host|bridge|(service|container):.+",
@@ -83,7 +95,7 @@ SERVICE: Rule = {
     "cap_drop": [TEXT],
     "security_opt": [TEXT],
 }  # fmt: skip
-FILE: Rule = {
+SPECIFICATION: Rule = {
     "services": {"*": SERVICE},
     "volumes": {"*": (type(None), {"external": bool, "name": TEXT})},
     "secrets": {"*": {"file": TEXT, "environment": TEXT, "external": bool}},
@@ -91,12 +103,13 @@ FILE: Rule = {
 
 
 def test_the_file_holds_to_the_compose_specification():
-    tree = {key: value for key, value in COMPOSE.tree.items() if not key.startswith("x-")}
-    assert wrong(tree, FILE) == []
+    for compose in DEPLOYMENTS.values():
+        tree = {key: value for key, value in compose.tree.items() if not key.startswith("x-")}
+        assert wrong(tree, SPECIFICATION) == []
 
 
 def test_what_breaks_the_specification_would_be_found():
-    broken = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["gateway-local"]
+    broken = load(FILE)["services"]["gateway"]
     for key, value in (
         ("stop_grace_period", 45), ("ports", ["8000:"]), ("privileged_", True),
         ("depends_on", {"tokenizer": {"condition": "service_up"}}), ("restart", True),
@@ -105,62 +118,90 @@ def test_what_breaks_the_specification_would_be_found():
 
 
 @services
-def test_a_service_is_whole(name):
-    service = SERVICES[name]
-    assert service["profiles"], "without a profile it would run with every one"
+def test_a_service_is_whole(where, name):
+    service, tree = SERVICES[where, name], DEPLOYMENTS[where].tree
+    assert bool(service.get("profiles")) == (where == "hosts"), "all of them, where one host is all"
     assert not (service.get("ports") and service["network_mode"] == "host")
-    assert set(service.get("depends_on", {})) <= set(SERVICES)
+    assert set(service.get("depends_on", {})) <= set(NAMES)
     for volume in service["volumes"]:
         source, target, *_ = volume.split(":")
-        assert source in COMPOSE.tree["volumes"]
+        assert source in tree["volumes"]
         assert target in DOCKERFILE
     for secret in service["secrets"]:
-        assert (secret if isinstance(secret, str) else secret["source"]) in COMPOSE.tree["secrets"]
+        assert (secret if isinstance(secret, str) else secret["source"]) in tree["secrets"]
     grace = int(service["stop_grace_period"].removesuffix("s"))
     assert grace > Settings().drain_timeout + 5
 
 
 @services
-def test_a_service_sets_variables_that_exist(name):
-    given = set(SERVICES[name]["environment"])
+def test_a_service_sets_variables_that_exist(where, name):
+    given = set(SERVICES[where, name]["environment"])
     known = {k for k in given if from_environment({k: "1"})}
     assert given - known <= {STAGES, KEYS, SECRET, BIND}
-    assert SERVICES[name]["environment"][KEYS] == SECRETS
+    assert SERVICES[where, name]["environment"][KEYS] == SECRETS
 
 
 @services
-def test_an_image_is_a_target_of_the_dockerfile_with_a_user_of_its_own(name):
-    service = SERVICES[name]
-    target = service["build"]["target"]
-    assert service["image"] == ("pipeinfer" if target == "cpu" else f"pipeinfer:{target}")
+def test_an_image_is_a_target_of_the_dockerfile_with_a_user_of_its_own(where, name):
+    image = SERVICES[where, name]["image"]
+    target = image.partition(":")[2] or "cpu"
     parts = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
     bodies = {part.split("\n")[0].split()[-1]: part for part in parts}
     bases = {part.split("\n")[0].split()[-1]: part.split()[0] for part in parts}
     text = bodies[target] + bodies.get(bases[target], "")
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["pipeinfer"]
-    assert (stage_of(service) == "engine") == (target != "slim")
+    assert name != "engine" or target != "slim"
 
 
-def test_every_profile_set_runs_each_stage_once():
-    assert DEFAULTS["COMPOSE_PROFILES"] == "local"
-    for profiles in ((), ("local",), ("front", "gpu")):
-        active = COMPOSE.active(*profiles)
-        assert sorted(stage_of(SERVICES[name]) for name in active) == sorted(NAMES), profiles
-    assert {stage_of(SERVICES[n]) for n in COMPOSE.active("gpu")} == {"scheduler", "engine"}
+@pytest.mark.parametrize(
+    ("where", "profiles"),
+    [("cpu", ()), ("gpu", ()), ("hosts", ("front",)), ("hosts", ("gpu",))],
+)
+def test_every_image_that_runs_is_built_once_by_one_service_and_pulled_by_none(where, profiles):
+    compose = DEPLOYMENTS[where]
+    running = [compose.services[name] for name in compose.active(*profiles)]
+    builders = [one["image"] for one in running if "build" in one]
+    assert sorted(builders) == sorted({one["image"] for one in running})
+    for one in running:
+        if "build" in one:
+            target = one["build"]["target"]
+            assert one["image"] == ("pipeinfer" if target == "cpu" else f"pipeinfer:{target}")
+        else:
+            assert one["pull_policy"] == "never"
+
+
+def test_every_deployment_runs_each_stage_once():
+    """The first without a .env, and without a profile."""
+    for where, profiles in (("cpu", ()), ("gpu", ()), ("hosts", ("front", "gpu"))):
+        compose = DEPLOYMENTS[where]
+        active = compose.active(*profiles)
+        assert sorted(stage_of(compose.services[name]) for name in active) == sorted(NAMES), where
+    hosts = DEPLOYMENTS["hosts"]
+    assert hosts.active() == []
+    assert hosts.active("gpu") == ["scheduler", "engine"]
+
+
+def test_the_gateway_prints_the_address_that_is_published():
+    for given, said in (({}, "127.0.0.1:8000"), ({"PIPEINFER_PUBLISH": "8600"}, "8600")):
+        gateway = Compose(given).services["gateway"]
+        assert gateway["ports"] == [f"{said}:8000"]
+        assert gateway["environment"]["PIPEINFER_PUBLIC_ADDRESS"] == said
+    hosts = DEPLOYMENTS["hosts"].services["gateway"]
+    assert "ports" not in hosts and not hosts["environment"]["PIPEINFER_PUBLIC_ADDRESS"]
 
 
 def test_what_must_stop_later_is_depended_on():
     """A gateway before all others, a scheduler before its engine; missing ones are not missed."""
-    for name, service in SERVICES.items():
+    for (where, name), service in SERVICES.items():
         after = {"gateway": set(NAMES) - {"gateway"}, "scheduler": {"engine"}}
         depends = service.get("depends_on", {})
-        assert {stage_of(SERVICES[n]) for n in depends} == after.get(stage_of(service), set()), name
+        assert set(depends) == after.get(name, set()), (where, name)
         assert all(how["required"] is False for how in depends.values())
 
 
-def test_those_who_watch_run_beside_every_profile_and_read_files_that_are_there():
-    active = COMPOSE.active("monitoring")
-    assert active == ["prometheus", "grafana"]
+def test_those_who_watch_run_beside_the_stages_and_read_files_that_are_there():
+    active = set(COMPOSE.active("monitoring")) - set(NAMES)
+    assert active == {"prometheus", "grafana"}
     for name in active:
         service = COMPOSE.services[name]
         assert service["network_mode"] == "host", "the gateway's port is there"
@@ -175,7 +216,7 @@ def test_those_who_watch_run_beside_every_profile_and_read_files_that_are_there(
 
 
 def test_engines_reserve_gpus_and_keep_their_kernels():
-    engine = SERVICES["engine"]
+    engine = SERVICES["gpu", "engine"]
     [devices] = engine["deploy"]["resources"]["reservations"]["devices"]
     assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     caches = re.findall(r"(\w+)=/var/cache/pipeinfer", DOCKERFILE)
@@ -184,12 +225,12 @@ def test_engines_reserve_gpus_and_keep_their_kernels():
 
 
 def test_the_example_names_every_variable_and_no_other():
-    used = {m[1] for m in VARIABLE.finditer((ROOT / "compose.yaml").read_text())}
-    uncommented = re.sub(r"^#(?=\w+=)", "", EXAMPLE, flags=re.MULTILINE)
-    named = variables(uncommented)
-    helpers = {"COMPOSE_PROFILES", "FRONT", "GPU_A", "GPU_B"}
-    assert set(named) == used | helpers
-    assert variables(EXAMPLE) == DEFAULTS, "uncommented is what holds anyway"
+    files = "".join((ROOT / name).read_text() for name in (FILE, GPU, HOSTS))
+    used = {m[1] for m in VARIABLE.finditer(files)}
+    named = variables(re.sub(r"^#(?=\w+=)", "", EXAMPLE, flags=re.MULTILINE))
+    assert set(named) == used | {"COMPOSE_FILE", "FRONT", "GPU_A", "GPU_B"}
+    assert named["COMPOSE_FILE"] == f"{FILE}:{GPU}:{HOSTS}"
+    assert variables(EXAMPLE) == {}, "copied as it is, nothing changes"
     assert {e.host for e in stages(named[STAGES])} == {"front", "gpu-a", "gpu-b"}
     assert named["THIS_HOST"] == "front"
 
@@ -202,15 +243,28 @@ def test_dockerfile_copies_what_exists():
     assert image_files().keys() >= {TOPOLOGY, "/usr/local/share/pipeinfer/healthcheck.py"}
 
 
-def test_the_slim_image_leaves_out_what_only_the_engine_needs():
-    """The Dockerfile's own filter, on the dependencies as they are."""
-    [program] = re.findall(r'^RUN python -c "(.+)" > light\.txt', DOCKERFILE, re.MULTILINE)
-    import subprocess
-    import sys
+def test_the_lists_of_packages_are_the_dependencies_and_the_slim_image_needs_no_torch(tmp_path):
+    script = ROOT / "stages/requirements.py"
+    command = [sys.executable, "-S", script, ROOT / "pyproject.toml", tmp_path]
+    subprocess.run(command, check=True, timeout=60)
+    lists = {path.name: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert lists["cpu.txt"] == project["dependencies"]
+    assert lists["cuda.txt"] == [*lists["cpu.txt"], *project["optional-dependencies"]["cuda"]]
+    left_out = set(lists["cpu.txt"]) - set(lists["slim.txt"])
+    assert {re.split(r"[<>=]", line)[0] for line in left_out} == set(HEAVY)
+    assert [re.split(r"[<>=]", line)[0] for line in lists["torch.txt"]] == ["torch"]
 
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    kept = {re.split(r"[<>=]", line)[0] for line in done.stdout.split()}
-    assert not kept & set(HEAVY)
-    assert {"pyzmq", "aiohttp", "tokenizers", "msgspec", "uvloop", "zstandard"} <= kept
+
+def test_a_change_of_the_code_installs_no_package_again():
+    """A stage that installs lists of packages has got no sources, nor comes of one that has."""
+    parts = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    bodies = {part.split("\n")[0].split()[-1]: part for part in parts}
+    installing = [name for name, body in bodies.items() if "install -r" in body]
+    assert len(installing) == 3
+    for name in installing:
+        while name in bodies:
+            assert "COPY src" not in bodies[name] and "--from=wheel" not in bodies[name]
+            assert "COPY pyproject.toml" not in bodies[name], "its other lines change, too"
+            name = bodies[name].split()[0]
+    assert DOCKERFILE.count("hatchling build") == 1

@@ -132,3 +132,18 @@ def test_it_is_read_from_the_first_answer_to_the_links():
 def test_every_command_is_in_the_table_of_commands():
     table = README.split("## All commands")[1].split("\n## ")[0]
     assert set(re.findall(r"`pipeinfer ([\w-]+)`", table)) == set(COMMANDS)
+
+
+def test_the_home_page_compares_as_the_readme_does():
+    def table(text: str) -> str:
+        return text.split("## Beside other servers\n\n")[1].split("\n\n")[0]
+
+    assert table(README).startswith("| | pipeinfer |")
+    assert table((ROOT / "docs/index.md").read_text()) == table(README)
+
+
+def test_lines_of_code_are_what_the_command_of_the_readme_counts():
+    assert "`python tools/lines`" in README
+    counted = json.loads(run([sys.executable, "tools/lines"]))["total"]
+    [said] = re.findall(r"^\| lines of Python code \| ([\d,]+) \|", README, re.MULTILINE)
+    assert abs(int(said.replace(",", "")) - counted) < 0.1 * counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -74,3 +75,25 @@ def test_a_list_below_a_line_of_text_is_a_list():
     assert hooks.mapped(text, "docs/api.md", "api.md") == (
         "Some:\n\n- one\n  more\n- two\n\nText\nand\n\n1. three\n\n```\na\n- b\n```"
     )
+
+
+def test_search_finds_how_to_restart_an_engine(site):
+    """A section whose title has the words, which weigh most."""
+    sections = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = [one["location"] for one in sections if one["title"].lower() == "restart an engine"]
+    assert found == ["operations.html#restart-an-engine"]
+
+
+def test_the_site_has_colours_and_a_logo_of_its_own(site):
+    page = (site / "index.html").read_text()
+    assert "assets/site.css" in page
+    assert re.search(r'<img src="images/logo\.svg" alt="logo"', page)
+    assert 'href="images/favicon.svg"' in page
+
+
+def test_drawings_and_formulas_fit_the_column():
+    """At 1280 pixels the column of text holds 96 characters of code."""
+    for name in ("architecture", "step-budget"):
+        page = (ROOT / f"docs/{name}.md").read_text()
+        drawn = page.split("\n```")[1::2]
+        assert [line for block in drawn for line in block.splitlines() if len(line) > 96] == []

@@ -25,13 +25,14 @@ TREE = "HTTP_AND_OFFLINE_TREE"  # of the checkout whose `LLM` is measured
 sys.path[:0] = [str(ROOT / "tools"), str(Path(os.environ.get(TREE, ROOT), "src"))]
 
 from bench import batch, shapes  # noqa: E402
-from bench.processes import cpu_seconds, stop, wait_ready  # noqa: E402
+from bench.processes import cpu_seconds  # noqa: E402
 from bench.workload import Work, uniform  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench import latency  # noqa: E402
 from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
 from pipeinfer.bench.load import Open  # noqa: E402
+from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
 from pipeinfer.bench.measuring import measure  # noqa: E402
 from pipeinfer.bench.prompts import Listed, Request  # noqa: E402
 from pipeinfer.bench.span import Span  # noqa: E402

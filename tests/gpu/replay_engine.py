@@ -23,9 +23,9 @@ from bench import batch, offline, shapes, workload  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench.span import Span  # noqa: E402
-from replay.rebuild import rebuild  # noqa: E402
-from replay.recording import load_stage, warn_of_tail  # noqa: E402
-from replay.run import Run  # noqa: E402
+from pipeinfer.replay.rebuild import rebuild  # noqa: E402
+from pipeinfer.replay.recording import load_stage, warn_of_tail  # noqa: E402
+from pipeinfer.replay.run import Run  # noqa: E402
 
 
 def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float]:

@@ -19,10 +19,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "tools"), str(HERE.parent.parent / "src")]
 
 from bench import shapes  # noqa: E402
-from bench.processes import stop, wait_ready  # noqa: E402
 from pipeinfer.bench import arrivals, latency  # noqa: E402
 from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
 from pipeinfer.bench.load import Open  # noqa: E402
+from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
 from pipeinfer.bench.measuring import measure  # noqa: E402
 from pipeinfer.bench.prompts import Drawn  # noqa: E402
 from pipeinfer.bench.span import Span  # noqa: E402

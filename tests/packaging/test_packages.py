@@ -6,6 +6,7 @@ tests, pipeinfer itself comes from the wheel alone.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -13,9 +14,12 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 import pytest
+import trove_classifiers
 
 from pipeinfer.demo.tasks import ABOUT
 from pipeinfer.version import __version__
@@ -99,14 +103,49 @@ def test_the_wheel_holds_the_whole_package_with_the_demo_model(wheel):
     assert wheel.stat().st_size < MOST_MIB * 2**20
 
 
-def test_a_server_of_the_wheel_answers(bare, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def metadata(wheel) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_string(archive.read(name).decode())
+
+
+def test_the_package_says_whose_it_is_and_where_to_read_on(metadata):
+    assert metadata["Author"] == "The pipeinfer authors"
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    assert {"Source", "Documentation", "Changelog", "Issues"} == set(urls)
+    assert all(url.startswith(urls["Source"]) for url in urls.values())
+    assert "inference-server" in metadata["Keywords"].split(",")
+    classifiers = metadata.get_all("Classifier")
+    assert set(classifiers) <= trove_classifiers.classifiers
+    assert {name for name in classifiers if name.startswith("Programming")} > {
+        "Programming Language :: Python :: 3.11"
+    }
+
+
+def test_links_of_the_description_lead_out_of_the_package(metadata):
+    """To what there is in the repository."""
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
+    assert text.startswith("# pipeinfer")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 20
+    source = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Source"]
+    ours = [re.fullmatch(rf"{source}/(?:blob|raw)/HEAD/([^#]+)(?:#.*)?", link) for link in links]
+    assert [link for link, found in zip(links, ours, strict=True) if found is None] == []
+    assert [found[1] for found in ours if found and not (ROOT / found[1]).exists()] == []
+    assert re.search(r"!\[[^]]*\]\(\S+/raw/HEAD/docs/images/\S+\.png\)", text)
+
+
+def test_a_server_of_the_wheel_answers_and_its_recording_is_replayed(bare, tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     where = run(bare, "-c", "import pipeinfer, torch; print(pipeinfer.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(bare.parents[1])
     script = bare.with_name("pipeinfer")
     assert run(script, "--version", cwd=tmp_path) == f"pipeinfer {__version__}\n"
-    with Server("--threads", "1", python=str(bare)) as server:
+    traces = tmp_path / "traces"
+    with Server("--threads", "1", "--record", str(traces), python=str(bare)) as server:
         body = {"messages": [{"role": "user", "content": "What is pipeinfer?"}]}
         status, answer = server.post("/v1/chat/completions", body)
         assert status == 200
@@ -114,3 +153,6 @@ def test_a_server_of_the_wheel_answers(bare, tmp_path, monkeypatch):
         commands = Path(f"/proc/{server.pid('engine')}/cmdline").read_bytes().split(b"\0")
         assert commands[0].decode() == str(bare), "its stages are of the wheel, too"
         assert server.stop() == 0
+    [trace] = traces.glob("tokenizer-*.pitrace")
+    said = run(script, "replay", "run", "tokenizer", trace, cwd=tmp_path)
+    assert "equal to the end" in said, "what it recorded is replayed without a checkout"

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import threading
 import time
 import urllib.error
@@ -23,14 +22,11 @@ import zmq
 from pipeinfer.bus.caller import Caller
 from pipeinfer.control import Observed
 from pipeinfer.messages import Heartbeat
+from pipeinfer.replay.journeys import journeys
+from pipeinfer.replay.merging import load_merged
 from pipeinfer.runtime.find import running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 from servers import Server
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from replay.journeys import journeys
-from replay.merging import load_merged
 
 KEY, OTHER = "secret", "other"
 STAGES = ["gateway-0", "tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0"]

@@ -6,20 +6,14 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from preemptions import preempting_plans
 from replay_tool import tool
 
 from pipeinfer import demo
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from preemptions import preempting_plans  # noqa: E402
-
-from replay.recording import load  # noqa: E402
+from pipeinfer.replay.recording import load
 
 TRIES = 3  # how often requests give way depends on the machine's pace; in one of hundreds, never
 REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "150"))

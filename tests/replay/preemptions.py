@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeinfer.messages import Abort, Done, Plan, Result, StopHit, Tokens
-from replay.recording import Recording
+from pipeinfer.replay.recording import Recording
 
 
 def preempting_plans(recording: Recording) -> dict[int, str]:

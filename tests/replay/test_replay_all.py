@@ -16,9 +16,9 @@ from pipeinfer.events import StepDone
 from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from replay.difference import Difference
-from replay.recording import Entry, Exchange, load
-from replay.tally import Tally
+from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.recording import Entry, Exchange, load
+from pipeinfer.replay.tally import Tally
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
 

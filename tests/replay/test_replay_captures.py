@@ -16,14 +16,14 @@ from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
+from pipeinfer.replay.pacing import Pace
+from pipeinfer.replay.player import Player
+from pipeinfer.replay.playing import DevicePlayback
+from pipeinfer.replay.recording import Entry, Exchange
+from pipeinfer.replay.tally import Tally
+from pipeinfer.replay.varying import left_out
 from pipeinfer.trace.bodies import Bodies
 from pipeinfer.trace.format import Record
-from replay.pacing import Pace
-from replay.player import Player
-from replay.playing import DevicePlayback
-from replay.recording import Entry, Exchange
-from replay.tally import Tally
-from replay.varying import left_out
 
 
 class Runner:

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from replay_tool import tool
 
+from pipeinfer.cli.replay import run as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
+from pipeinfer.replay.comparison import first_mismatch
+from pipeinfer.replay.rebuild import rebuild
+from pipeinfer.replay.recording import load
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import MAGIC, TraceHeader, pack_header, pack_records
 from pipeinfer.trace.notes import End
-from replay.cli import main
-from replay.comparison import first_mismatch
-from replay.rebuild import rebuild
-from replay.recording import load
 
 encode = msgspec.msgpack.encode
 

@@ -11,8 +11,8 @@ from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange
 from pipeinfer.passages.registry import observer
 from pipeinfer.passages.steps import LastMinute
-from replay.journeys import Journey, journeys
-from replay.recording import Recording, load
+from pipeinfer.replay.journeys import Journey, journeys
+from pipeinfer.replay.recording import Recording, load
 
 
 class Observed:

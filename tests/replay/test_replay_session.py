@@ -11,9 +11,9 @@ from replay_tool import tool
 
 from pipeinfer.engine.core import EngineCore
 from pipeinfer.messages import Plan
-from replay.difference import Difference
-from replay.rebuild import rebuild
-from replay.recording import Recording, load
+from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.rebuild import rebuild
+from pipeinfer.replay.recording import Recording, load
 
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 

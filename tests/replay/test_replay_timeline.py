@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 from replay_tool import tool
 
+from pipeinfer.replay.merging import load_merged
+from pipeinfer.replay.recording import load
+from pipeinfer.replay.spans import picture
 from pipeinfer.trace import format as form
 from pipeinfer.trace.reader import Trace
-from replay.merging import load_merged
-from replay.recording import load
-from replay.spans import picture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 REQUIRED = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,9 @@ from pipeinfer.gateway.health import expected_stages
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.replay.difference import first_difference
+from pipeinfer.replay.recording import load
+from pipeinfer.replay.varying import left_out
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings
@@ -29,12 +30,6 @@ from pipeinfer.topology.topology import Identity, Topology
 from pipeinfer.trace.notes import End, Unencoded
 from pipeinfer.trace.reader import Trace
 from waiting import until
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from replay.difference import first_difference
-from replay.recording import load
-from replay.varying import left_out
 
 PARAMS = SamplingParams()
 MOST = 4_000  # bytes of a frame here

@@ -83,3 +83,10 @@ def test_rooms_of_any_checkout_largest_first(tmp_path, capsys):
 def test_a_folder_without_code_is_an_error(tmp_path, capsys):
     assert cli.main([str(tmp_path)]) == 2
     assert "no Python files" in capsys.readouterr().err
+
+
+def test_a_folder_without_src_is_counted_itself(tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/one.py").write_text('"""No code."""\nx = 1\n')
+    assert cli.main([str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == 1

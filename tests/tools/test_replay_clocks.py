@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.messages import PROTOCOL, Abort
+from pipeinfer.replay.clocks import FAR, offsets
+from pipeinfer.replay.codes import CannotReplay
+from pipeinfer.replay.merging import merged
+from pipeinfer.replay.quantiles import quantile
+from pipeinfer.replay.recording import Entry, Recording
 from pipeinfer.trace.format import TraceHeader
-from replay.clocks import FAR, offsets
-from replay.codes import CannotReplay
-from replay.merging import merged
-from replay.quantiles import quantile
-from replay.recording import Entry, Recording
 
 
 def recording(stage: str, entries=(), monotonic=0.0, wall=0.0) -> Recording:

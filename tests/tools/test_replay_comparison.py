@@ -13,11 +13,11 @@ from pipeinfer.core import Send
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
 from pipeinfer.packing import pack
-from replay.comparison import first_mismatch
-from replay.difference import first_difference
-from replay.recording import Entry, Exchange
-from replay.rewriting import canonical_changes, rewritten
-from replay.varying import FIELDS, left_out
+from pipeinfer.replay.comparison import first_mismatch
+from pipeinfer.replay.difference import first_difference
+from pipeinfer.replay.recording import Entry, Exchange
+from pipeinfer.replay.rewriting import canonical_changes, rewritten
+from pipeinfer.replay.varying import FIELDS, left_out
 
 
 def result(**fields) -> Result:

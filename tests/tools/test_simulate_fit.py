@@ -15,11 +15,11 @@ import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work
 from pipeinfer.packing import unpack
+from pipeinfer.replay.recording import Recording
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import TraceHeader
-from replay.recording import Recording
 from simulate import delays, fitting, measured, noise_fit, observed, step_model
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment

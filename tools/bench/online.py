@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from bench.processes import Server
 from pipeinfer.bench import arrivals, latency, streaming, warming
 from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.latency import Target, Timeline
 from pipeinfer.bench.load import Open
+from pipeinfer.bench.local_server import Server
 from pipeinfer.bench.measuring import measure
 from pipeinfer.bench.prompts import Drawn, Request
 from pipeinfer.bench.span import Span

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import instant_engine, processes
 from pipeinfer import settings as config
-from pipeinfer.bench import streaming
+from pipeinfer.bench import local_server, streaming
 from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.latency import Timeline, percentiles
 from pipeinfer.bench.prompts import Drawn
@@ -102,12 +102,12 @@ def stages(
         try:
             for name in NAMES:
                 running[name] = _start(name, file, environment)
-            url = processes.wait_ready(running["gateway"])
+            url = local_server.wait_ready(running["gateway"])
             pids = {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
             yield url, pids, local, highest
         finally:
             for process in running.values():  # the gateway first: it ends what still runs
-                processes.stop(process)
+                local_server.stop(process)
 
 
 def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import shapes
-from bench.processes import NotReady, Server
 from pipeinfer.bench import streaming
 from pipeinfer.bench.endpoint import Endpoint
+from pipeinfer.bench.local_server import NotReady, Server
 from pipeinfer.bench.prompts import Request
 
 FIRST = Request(1, ids=[1, 2, 3, 4, 5, 6, 7, 8])

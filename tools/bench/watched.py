@@ -17,10 +17,11 @@ from typing import Any
 
 from bench import browsers
 from bench.online import plan
-from bench.processes import Server, cpu_seconds
+from bench.processes import cpu_seconds
 from pipeinfer.bench import latency
 from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.latency import Target
+from pipeinfer.bench.local_server import Server
 from pipeinfer.bench.measuring import measure
 from pipeinfer.bench.span import Span
 

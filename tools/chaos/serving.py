@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench import processes
+from pipeinfer.bench import local_server
 
 Stage = tuple[str, int, int]  # name, group and rank of a stage
 PATIENCE = 120.0  # seconds for a stage to come back
@@ -34,14 +34,14 @@ class Serving:
     def __init__(self, settings: Mapping[str, Any], *words: str) -> None:
         handle, self._log = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".log")
         command = [sys.executable, "-m", "pipeinfer", "serve"]
-        command += [*processes.flags({**settings, "port": 0}), *words]
+        command += [*local_server.flags({**settings, "port": 0}), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=handle, text=True)
         os.close(handle)
         self.url = ""
 
     def __enter__(self) -> Serving:
         try:
-            self.url = processes.wait_ready(self.process)
+            self.url = local_server.wait_ready(self.process)
         except BaseException:
             print(self.log(), file=sys.stderr)
             self.__exit__(None, None, None)
@@ -54,12 +54,12 @@ class Serving:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        processes.stop(self.process)
+        local_server.stop(self.process)
         Path(self._log).unlink()
 
     def stop(self) -> int:
         """Tells it to stop; the exit code."""
-        processes.stop(self.process)
+        local_server.stop(self.process)
         return self.process.returncode
 
     def log(self) -> str:

@@ -21,7 +21,7 @@ same as `pipeinfer`."""
 TOOLS_SAID = """These run from a checkout: `python tools/NAME COMMAND`. What stands here is what \
 each knows beside `--help`."""
 TAKES_SETTINGS = "All [settings](settings.md) are flags, too."
-TOOLS = ("replay", "bench", "simulate", "chaos", "soak", "fuzz", "lines", "same_tokens", "docs")
+TOOLS = ("bench", "simulate", "chaos", "soak", "fuzz", "lines", "same_tokens", "docs")
 
 
 def page() -> str:
@@ -43,10 +43,11 @@ def _commands() -> Iterator[str]:
 def _tools() -> Iterator[str]:
     for name in TOOLS:
         yield f"### tools/{name}"
-        yield from _parser(importlib.import_module(f"{name}.cli").parser())
+        yield from _parser(importlib.import_module(f"{name}.cli").parser(), "####")
 
 
-def _parser(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _parser(parser: argparse.ArgumentParser, head: str = "###") -> Iterator[str]:
+    """What a parser says; each command of its own below a heading that begins with `head`."""
     yield prose(parser.description or "")
     groups = parser._action_groups
     yield bullets(
@@ -61,7 +62,7 @@ def _parser(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                yield f"#### {parser.prog.removeprefix('python ')} {name}"
+                yield f"{head} {parser.prog.removeprefix('python ')} {name}"
                 yield from _parser(command)
 
 

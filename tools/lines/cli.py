@@ -1,4 +1,4 @@
-"""The command line: lines of code of a checkout's src/, in total and per room.
+"""The command line: lines of code of a checkout's src/ or of another folder, in total and per room.
 
 A room is a folder of the package; what lies beside them is counted as ".".
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def parser() -> argparse.ArgumentParser:
     """The words of the command line."""
     made = argparse.ArgumentParser(prog="python tools/lines", description=__doc__)
-    said = "another checkout, or a copy of its src"
+    said = "another checkout, or a folder of Python that has no src"
     made.add_argument("checkout", type=Path, nargs="?", default=ROOT, help=said)
     made.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
     return made
@@ -31,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 2 where there is nothing to count."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)
-    metrics = count(options.checkout / "src")
+    inner = options.checkout / "src"
+    source = inner if inner.is_dir() else options.checkout
+    metrics = count(source)
     if not metrics["files"]:
-        print(f"no Python files in {options.checkout / 'src'}", file=sys.stderr)
+        print(f"no Python files in {source}", file=sys.stderr)
         return 2
     print(json.dumps(metrics))
     if options.json is not None:

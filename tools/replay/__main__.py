@@ -1,9 +1,7 @@
-"""`python tools/replay COMMAND ...`: makes the package importable from a checkout, then runs it."""
+"""`python tools/replay COMMAND ...` is the same as `pipeinfer replay COMMAND ...`."""
 
-import importlib
 import sys
-from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+from pipeinfer.cli.main import main
 
-sys.exit(importlib.import_module("replay.cli").main())
+sys.exit(main(["replay", *sys.argv[1:]]))

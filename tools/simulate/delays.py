@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeinfer.messages import Plan, Result, Submit, Text, Tokens, Work
-from replay.recording import Recording
+from pipeinfer.replay.recording import Recording
 from simulate import measured
 from simulate.fitting import nonnegative
 

@@ -1,6 +1,6 @@
 """Steps as recordings of a real run show them: what each computed, and how long it took.
 
-Reads traces of `--record DIR` through tools/replay. Knows no model of step times.
+Reads traces of `--record DIR` through pipeinfer.replay. Knows no model of step times.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pipeinfer.messages import Result
 from pipeinfer.packing import unpack
+from pipeinfer.replay.codes import CannotReplay
+from pipeinfer.replay.recording import Entry, Recording, load
 from pipeinfer.settings import ConfigurationError
-from replay.codes import CannotReplay
-from replay.recording import Entry, Recording, load
 from simulate.step_model import attended
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from pipeinfer.messages import Submit, Text, Work
 from pipeinfer.packing import unpack
+from pipeinfer.replay.recording import Recording
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
-from replay.recording import Recording
 from simulate import measured
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
     "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
+    "replay": ("pipeinfer.cli.replay", "play again what stages recorded"),
     "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
     "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),
     "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),

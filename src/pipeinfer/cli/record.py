@@ -43,7 +43,7 @@ def parser() -> CommandLine:
     made = CommandLine(
         prog="pipeinfer record",
         description="Records stages of a running server into DIR, one file each, until a limit is "
-        "reached or Ctrl-C is pressed. `python tools/replay` reads the files.",
+        "reached or Ctrl-C is pressed. `pipeinfer replay` reads the files.",
     )
     add = made.add_argument
     add_server(made)

@@ -41,19 +41,19 @@ FIRST_BEATS = 1.0  # seconds within which the stages that are there have been he
 class HttpDriver:
     """Serves `service` on the sockets that `listen()` gives, which it closes. start() sets `url`.
 
-    `host` is the name under which a user knows them; with a `certificate` they speak TLS.
+    `url_of` says under which URL a user reaches a port; with a `certificate` they speak TLS.
     """
 
     def __init__(
         self,
         service: Service,
-        host: str,
+        url_of: Callable[[int], str],
         listen: Callable[[], list[socket.socket]],
         certificate: Certificate | None = None,
     ) -> None:
         self._service = service
         self._certificate = certificate
-        self._host = host
+        self._url_of = url_of
         self._listen = listen
         self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
@@ -85,9 +85,7 @@ class HttpDriver:
             metrics.bad_requests.inc,
             metrics.refused_connections.inc,
         )
-        port = self._sockets[0].getsockname()[1]
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.url = f"{'https' if self._certificate else 'http'}://{host}:{port}"
+        self.url = self._url_of(self._sockets[0].getsockname()[1])
         self._accepting = asyncio.create_task(self._accept(self._connections))
 
     def deliver(self, message: Message) -> None:

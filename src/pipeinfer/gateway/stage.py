@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 
 from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import CHANNEL
-from pipeinfer.gateway import keys, tls
+from pipeinfer.gateway import address, keys, tls
 from pipeinfer.gateway.access import Access
 from pipeinfer.gateway.admission import Admission, guarded
 from pipeinfer.gateway.backlog import Backlog
@@ -89,7 +90,9 @@ def build(context: StageContext) -> Stage:
         access=Access(traces),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
-    driver = HttpDriver(service, settings.host, lambda: _listen(context), certificate)
+    driver = HttpDriver(
+        service, partial(address.url, settings), lambda: _listen(context), certificate
+    )
     return Stage(
         core,
         driver,
