@@ -230,7 +230,7 @@ def test_naive_cache_takes_nothing():
 
 
 def test_unknown_cache_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigurationError, match="'lru', there are radix, naive"):
+    with pytest.raises(ConfigurationError, match="'lru' is none of radix, naive"):
         make_cache("lru", 16)
 
 

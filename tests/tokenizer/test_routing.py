@@ -23,7 +23,7 @@ def choose(router: Router, name: str, ids: np.ndarray, outputs: int = 10, salt: 
 
 def test_one_group_needs_no_policy_and_an_unknown_policy_is_named():
     assert choose(Router("prefix", 1), "a", prompt(0, 5)) == 0
-    with pytest.raises(ConfigurationError, match="'sideways' is unknown"):
+    with pytest.raises(ConfigurationError, match="'sideways' is none of"):
         Router("sideways", 2)
 
 

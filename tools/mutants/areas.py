@@ -53,15 +53,13 @@ class Area:
 
 RECOVERY = (
     "recent.py", "recovery.py",
-    "scheduler/engine_state.py", "scheduler/epochs.py", "scheduler/recovery.py",
-    "scheduler/planner.py", "tokenizer/ledger.py", "gateway/ledger.py", "runtime/fence.py",
-    "runtime/unsent.py", "runtime/group_fault.py", "scheduler/epochs.py", "scheduler/epochs.py",
-    "scheduler/epochs.py", "tokenizer/group_watch.py",
+    "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/ledger.py", "gateway/ledger.py",
+    "runtime/fence.py", "runtime/unsent.py", "runtime/group_fault.py", "tokenizer/group_watch.py",
 )  # fmt: skip
 
 AREAS = {
     "scheduler": Area(
-        ("scheduler/*.py", "scheduler/policies/*.py"),
+        ("scheduler/*.py",),
         (
             "tests/scheduler/test_composer.py",
             "tests/scheduler/test_request_state.py",
