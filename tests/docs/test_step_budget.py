@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.settings import Settings
-from pipeinfer.step_budget import Targets, mixed_budget
+from pipeinfer.step_budget import Targets, prefill_budget
 from pipeinfer.step_cost import PER_SECOND, Prompt
 from simulate import step_model, step_times
 
@@ -48,11 +48,11 @@ def test_the_table_says_what_steps_take_and_bring():
 
 def test_steps_get_the_prompt_tokens_that_the_example_says():
     targets = Targets(Settings().itl_target, Settings().ttft_target)
-    budget = mixed_budget(0, 8192, COST, targets)
+    budget = prefill_budget(0, 8192, COST, targets)
     table = rows("| prompts that came just now")
     assert [int(row[0][0]) for row in table] == [1, 30, 48]
     for [[prompts], _pace, _enough, given, [takes]] in table:
         waiting = [Prompt(LENGTH)] * int(prompts)
-        assert budget.prompts(ROWS, CONTEXT, waiting) == given[-1]
+        assert budget.tokens_beside(ROWS, CONTEXT, waiting) == given[-1]
         time = dict(COST.steps(ROWS, CONTEXT, waiting))[given[-1] + ROWS]
         assert takes == pytest.approx(time / MS, abs=0.05)
