@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stage import build
+from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,

@@ -7,8 +7,7 @@ import pytest
 from test_detokenizer_core import EOS, Bench
 
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.incremental import DecoderFactory
-from pipeinfer.detokenizer.token_texts import TokenTexts
+from pipeinfer.detokenizer.text import DecoderFactory, TokenTexts
 from pipeinfer.logprobs import size, unscored
 from pipeinfer.messages import (
     LogprobTexts,

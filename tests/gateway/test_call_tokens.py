@@ -11,7 +11,7 @@ from call_forms import FORMS, MARKERS
 from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.demo import __file__ as demo
-from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.gateway.reading.call_grammars import Wanted
 from pipeinfer.gateway.reading.marked import ARGUMENT_BEGIN, SEPARATOR
 from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading

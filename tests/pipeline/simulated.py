@@ -22,7 +22,7 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.choices import choice_id
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
 from pipeinfer.events import Leave, Tick
 from pipeinfer.gateway.core import GatewayCore

@@ -1,7 +1,8 @@
 """`llama`: one GGUF file through pipeinfer and through llama.cpp on a CPU, in turns, side by side.
 
-llama.cpp gets it as it is and as float16; pipeinfer computes in float32. Each round is a process of
-its own, while nothing of the other runs. How llama.cpp is driven is in llama_generate.py.
+llama.cpp gets it as it is and as float16; pipeinfer computes as its settings say, such as `--dtype`
+and `--quantization`. Each round is a process of its own, while nothing of the other runs. How
+llama.cpp is driven is in llama_generate.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipeinfer.settings import ConfigurationError
 
 THREADS = 2
 SCRIPT = Path(__file__).with_name("llama_generate.py")
-OURS, QUANTIZED, HALF = "pipeinfer float32", "llama.cpp as is", "llama.cpp F16"
+OURS, QUANTIZED, HALF = "pipeinfer", "llama.cpp as is", "llama.cpp F16"
 SHOWN = 160  # letters of each side's first answer
 
 
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     model = Path(settings.get("model", ""))
     if model.suffix != ".gguf" or not model.is_file():
         raise ConfigurationError("MODEL must be a .gguf file here")
-    ours = {"threads": THREADS, **settings, "dtype": "float32"}
+    ours = {"threads": THREADS, **settings}
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
         folder = Path(temporary)
         files = {QUANTIZED: model, HALF: gguf_f16.write(model, folder / "f16.gguf")}

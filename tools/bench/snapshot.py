@@ -23,7 +23,7 @@ import numpy as np
 from pipeinfer.core import Core
 from pipeinfer.demo import demo_path
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Expected

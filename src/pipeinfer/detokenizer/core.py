@@ -1,8 +1,8 @@
 """The detokenizer without its I/O: token rows in, text rows out, one message per gateway.
 
-Knows which requests are open and where their text and their stop-string hits go, and keeps what a
-restarted scheduler must be told; how ids become text is the stream's business. Knows no transport,
-no clock and no model.
+DetokenizerCore knows which requests are open and where their text and their stop-string hits go,
+and keeps what a restarted scheduler must be told. RequestStream is one request's way from token
+rows to text rows; how ids become text is in text.py. Knows no transport, no clock and no model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
+import msgspec
+
 from pipeinfer.core import Send
-from pipeinfer.detokenizer.incremental import DecoderFactory
-from pipeinfer.detokenizer.scores import scores_of
-from pipeinfer.detokenizer.stream import Stream
-from pipeinfer.detokenizer.token_offsets import TokenOffsets
+from pipeinfer.detokenizer.text import (
+    DecoderFactory,
+    IncrementalDecoder,
+    StopStrings,
+    TokenOffsets,
+    TokenTexts,
+)
 from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.logprobs import NO_ID, OWN_WORDS, layout, size
 from pipeinfer.messages import (
     Abort,
     CacheReset,
     Delivered,
     Done,
+    FinishReason,
+    LogprobTexts,
     Message,
     Open,
     PromptTokens,
@@ -35,13 +43,14 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import unpack
+from pipeinfer.packing import pack_few, unpack, unpack_few
+from pipeinfer.params import SamplingParams
 from pipeinfer.recovery import RollCall, answer, number
 
 log = logging.getLogger(__name__)
 
 
-COUNTED = ("opened", "finished", "aborted", "tokens", "stop_hits", "late_rows", "failed")
+STATISTICS = ("opened", "finished", "aborted", "tokens", "stop_hits", "late_rows", "failed")
 
 
 class DetokenizerCore:
@@ -67,12 +76,12 @@ class DetokenizerCore:
     ) -> None:
         self._decoders = decoders
         self._stage = stage
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
-        self._left = False
-        self._counts = dict.fromkeys(COUNTED, 0)
+        self._has_left = False
+        self._counts = dict.fromkeys(STATISTICS, 0)
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """See Core. Raises TypeError for a message that is not a detokenizer's."""
@@ -82,7 +91,7 @@ class DetokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._left else "ready", "")
+        return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         """running, kept: requests that go on, and that ended and whose clients may not have it all;
@@ -94,10 +103,10 @@ class DetokenizerCore:
         }
 
     def idle(self) -> bool:
-        return self._left or not self._streams
+        return self._has_left or not self._streams
 
     def _on_open(self, event: Open, _now: float) -> list[Send]:
-        if not self._heeds(event.group):
+        if not self._counts_from(event.group):
             return []
         over = self._ended.get(event.request_id)
         known = self._streams.get(event.request_id) if over is None else over[1]
@@ -107,15 +116,15 @@ class DetokenizerCore:
             self._counts["opened"] += 1
             context = [token for token in unpack(event.context_ids).tolist() if token >= 0]
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
-            scores = scores_of(event.params, self._decoders)
+            scores = logprobs_of(event.params, self._decoders)
             offsets = TokenOffsets(self._decoders.texts) if event.token_offsets else None
-            self._streams[event.request_id] = Stream(event, decoder, scores, offsets)
+            self._streams[event.request_id] = RequestStream(event, decoder, scores, offsets)
         elif over is None and event.attempt == known.attempt:
             self._streams[event.request_id].group = event.group  # another one took it over
         return []
 
     def _on_tokens(self, event: Tokens, _now: float) -> list[Send]:
-        if not self._heeds(event.group):
+        if not self._counts_from(event.group):
             self._counts["late_rows"] += len(event.rows)
             return []
         texts: dict[int, list[TextRow]] = {}
@@ -125,14 +134,14 @@ class DetokenizerCore:
             if stream is None or stream.group != event.group >= 0:
                 self._counts["late_rows"] += 1
                 continue
-            before = stream.received
-            text = self._take(stream, row)
+            before = stream.num_tokens
+            text = self._process_row(stream, row)
             if text is None:
                 continue
-            self._counts["tokens"] += stream.received - before
+            self._counts["tokens"] += stream.num_tokens - before
             texts.setdefault(stream.gateway, []).append(text)
             if text.finish is not None:
-                hits += self._end(stream, text, row)
+                hits += self._finish(stream, text, row)
         return [
             *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
             *hits,
@@ -140,12 +149,12 @@ class DetokenizerCore:
 
     def _on_prompt(self, event: PromptTokens, _now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
-        if stream is None or stream.attempt != event.attempt or not self._heeds(event.group):
+        if stream is None or stream.attempt != event.attempt or not self._counts_from(event.group):
             return []
         if stream.group != event.group >= 0:
             return []
         try:
-            text = stream.score(event)
+            text = stream.process_prompt_logprobs(event)
         except Exception as error:  # as for rows of tokens
             about = {"request_id": event.request_id}
             log.exception("request %s: prompt at %d", event.request_id, event.first, extra=about)
@@ -154,18 +163,18 @@ class DetokenizerCore:
             return []
         hits: list[Send] = []
         if text.finish is not None:
-            row = TokenRow(request_id=event.request_id, offset=stream.received, ids=b"")
-            hits = self._end(stream, text, row)
+            row = TokenRow(request_id=event.request_id, offset=stream.num_tokens, ids=b"")
+            hits = self._finish(stream, text, row)
         return [Send("text", f"gateway-{stream.gateway}", Text((text,))), *hits]
 
-    def _end(self, stream: Stream, text: TextRow, row: TokenRow) -> list[Send]:
+    def _finish(self, stream: RequestStream, text: TextRow, row: TokenRow) -> list[Send]:
         """`text`, made of `row`, is its last; returns what its scheduler is told."""
         del self._streams[stream.request_id]
         self._counts["finished"] += 1
         self._ended[stream.request_id] = stream.group, stream.delivered(row)
-        return self._upstream(stream, text, row)
+        return self._stop_hits(stream, text, row)
 
-    def _heeds(self, group: int) -> bool:
+    def _counts_from(self, group: int) -> bool:
         """Whether what the scheduler of `group` says counts: see RollCall.begun.
 
         Two groups run one request if two tokenizers in turn chose them, so it is not enough that
@@ -173,37 +182,37 @@ class DetokenizerCore:
         """
         return self._roll_call.begun(f"scheduler-{group}")
 
-    def _take(self, stream: Stream, row: TokenRow) -> TextRow | None:
+    def _process_row(self, stream: RequestStream, row: TokenRow) -> TextRow | None:
         try:
-            return stream.take(row)
+            return stream.process_row(row)
         except Exception as error:  # ids that no tokenizer can decode fail their request alone
             about = {"request_id": row.request_id}
             log.exception("request %s: row at %d", row.request_id, row.offset, extra=about)
             return stream.fail(f"the output cannot be decoded: {error}")
 
-    def _upstream(self, stream: Stream, text: TextRow, row: TokenRow) -> list[Send]:
+    def _stop_hits(self, stream: RequestStream, text: TextRow, row: TokenRow) -> list[Send]:
         """Tells the scheduler about an end that it does not know of."""
-        if stream.cut is not None:
+        if stream.stop_len is not None:
             self._counts["stop_hits"] += 1
         elif text.finish == "error" and row.finish is None:
             self._counts["failed"] += 1
         else:
             return []
-        hit = StopHit(stream.request_id, stream.attempt, stream.received)
+        hit = StopHit(stream.request_id, stream.attempt, stream.num_tokens)
         return [Send("stops", f"scheduler-{stream.group}", hit)]
 
     def _on_refused(self, event: Refused, _now: float) -> list[Send]:
-        self._forget(event.request_id, event.attempt)
+        self._remove(event.request_id, event.attempt)
         return [Send("text", f"gateway-{event.gateway}", event)]
 
     def _on_cache_reset(self, event: CacheReset, _now: float) -> list[Send]:
         return [Send("text", f"gateway-{event.gateway}", event)]
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
-        self._forget(event.request_id, event.attempt)
+        self._remove(event.request_id, event.attempt)
         return []
 
-    def _forget(self, request_id: str, attempt: int) -> None:
+    def _remove(self, request_id: str, attempt: int) -> None:
         stream = self._streams.get(request_id)
         if stream is not None and stream.attempt <= attempt:
             del self._streams[request_id]
@@ -249,7 +258,7 @@ class DetokenizerCore:
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
-        self._left = True
+        self._has_left = True
         return []
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
@@ -270,3 +279,291 @@ class DetokenizerCore:
         Leave: _on_leave,
         Unsent: _ignore,
     }
+
+
+class RequestStream:
+    """The text of one request, from token rows to text rows. It has the last word on the end of the
+    request, because it alone reads tokens as text in order. After a row with `finish` the request
+    has ended and its stream must be dropped.
+
+    num_tokens: output tokens read so far. stop_len: the number of output tokens up to and including
+    the one that completed a stop string, None while there was none. gateway, group: numbers of
+    those that the request belongs to. All ids read are kept: a restarted scheduler goes on from
+    them.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_ids",
+        "_offsets",
+        "_params",
+        "_scores",
+        "_sent_bytes",
+        "_stops",
+        "attempt",
+        "gateway",
+        "group",
+        "num_tokens",
+        "request_id",
+        "stop_len",
+    )
+
+    def __init__(
+        self,
+        opened: Open,
+        decoder: IncrementalDecoder,
+        scores: RequestLogprobs | None = None,
+        offsets: TokenOffsets | None = None,
+    ) -> None:
+        """`scores`: for log-probs, `offsets`: for places of tokens, if the request asks for
+        them."""
+        self._params = params = opened.params
+        self._scores = scores
+        self.request_id = opened.request_id
+        self.attempt = opened.attempt
+        self.gateway = opened.gateway
+        self.group = opened.group
+        self.num_tokens = 0
+        self.stop_len: int | None = None
+        self._ids = bytearray()
+        self._decoder = decoder
+        self._stops = (
+            StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        )
+        self._sent_bytes = 0
+        self._offsets = offsets
+
+    def process_row(self, row: TokenRow) -> TextRow | None:
+        """The text row for `row`; None if all of it was seen before.
+
+        Ids go out with the row that they came in, even where their text waits for more. A hole
+        before `row` fails the request: its text would be wrong.
+        """
+        raw = row.ids
+        start = self.num_tokens
+        if row.offset != start:
+            if row.offset > start:
+                return self.fail(f"output tokens {start} to {row.offset - 1} were lost")
+            raw = raw[4 * (start - row.offset) :]
+        if not raw and row.finish is None:
+            return None
+        stop_token = row.stop_token if row.finish == "stop" else None
+        shown = raw[:-4] if stop_token is not None else raw
+        text, hit = self._decode(unpack_few(shown))
+        if hit is not None:
+            return self._ended_by_string(row, start, shown, text, hit)
+        self.num_tokens = start + len(raw) // 4
+        self._append_ids(row, start, raw)
+        if row.finish is not None:
+            return self._ended(row, start, shown, text, stop_token)
+        return self._row(start, shown, text, cached_tokens=row.cached_tokens)
+
+    def process_prompt_logprobs(self, told: PromptTokens) -> TextRow | None:
+        """The text row for log-probs of the prompt; None if all of them were seen before."""
+        scores = self._scores
+        if scores is None:
+            return None
+        seen = scores.num_prompt_scored - told.first
+        if seen < 0:
+            return self.fail(f"log-probs of prompt tokens before {told.first} were lost")
+        shown = scores.add_prompt(
+            told.ids[4 * seen :], told.logprobs[scores.prompt.score_size * seen :]
+        )
+        if shown is None:
+            return None
+        row = self._row(self.num_tokens, b"", "")
+        return msgspec.structs.replace(row, prompt=shown, prompt_offset=told.first + seen)
+
+    @property
+    def num_prompt_scored(self) -> int:
+        """Prompt tokens whose log-probs are known."""
+        return 0 if self._scores is None else self._scores.num_prompt_scored
+
+    def fail(self, reason: str) -> TextRow:
+        """The request ends with an error that its client sees."""
+        return self._row(self.num_tokens, b"", "", finish="error", error=reason)
+
+    def delivered(self, last: TokenRow | None = None) -> Delivered:
+        """What a restarted scheduler must know; `last`: the row with which it ended."""
+        scores = self._scores
+        found_again = self.stop_len is not None  # the end, in the same ids
+        return Delivered(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            ids=bytes(self._ids),
+            ended=last is not None,
+            finish=None if last is None or found_again else last.finish,
+            error="" if last is None or found_again else last.error,
+            logprobs=b"" if scores is None else bytes(scores.output.raw),
+            prompt_logprobs=b"" if scores is None else bytes(scores.prompt.raw),
+        )
+
+    def _append_ids(self, row: TokenRow, start: int, ids: bytes) -> None:
+        """`ids` are output tokens from `start` on, and there are no others behind them."""
+        self._ids[4 * start :] = ids
+        if self._scores is not None:
+            side, many = self._scores.output, len(ids) // 4
+            begin = side.score_size * (start - row.offset)
+            side.raw[side.score_size * start :] = row.logprobs[
+                begin : begin + side.score_size * many
+            ]
+
+    def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
+        """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
+        # Hot path: runs once for every output token of every request.
+        step = self._decoder.step
+        stops, scores, offsets = self._stops, self._scores, self._offsets
+        if stops is None and scores is None and offsets is None:
+            return (step(ids[0]) if len(ids) == 1 else "".join(map(step, ids))), None
+        parts: list[str] = []
+        for count, token in enumerate(ids, self.num_tokens + 1):
+            text, hit = step(token), None
+            if offsets is not None:
+                offsets.add_token(token, text)
+            if scores is not None:
+                scores.output.add_token(text)
+            if stops is not None:
+                text, hit = stops.feed(text, count > self._params.min_tokens)
+            parts.append(text)
+            if hit is not None:
+                self.stop_len = count
+                return "".join(parts), hit
+        return "".join(parts), None
+
+    def _ended_by_string(
+        self, row: TokenRow, start: int, ids: bytes, text: str, hit: str
+    ) -> TextRow:
+        assert self.stop_len is not None
+        self.num_tokens = self.stop_len
+        ids = ids[: 4 * (self.stop_len - start)]
+        self._append_ids(row, start, ids)
+        return self._row(
+            start, ids, text, finish="stop", stop_reason=hit, cached_tokens=row.cached_tokens
+        )
+
+    def _ended(
+        self, row: TokenRow, start: int, ids: bytes, text: str, stop_token: int | None
+    ) -> TextRow:
+        # What the prompt alone left unfinished is not the output's to show.
+        tail = self._decoder.flush() if start or ids else ""
+        if self._stops is not None:
+            piece, hit = self._stops.feed(tail, self.num_tokens > self._params.min_tokens)
+            text += piece
+            if hit is not None:
+                self.stop_len = start + len(ids) // 4
+                return self._ended_by_string(row, start, ids, text, hit)
+            tail = self._stops.flush()
+        return self._row(
+            start,
+            ids,
+            text + tail,
+            finish=row.finish,
+            stop_reason=stop_token if stop_token in self._params.stop_token_ids else None,
+            cached_tokens=row.cached_tokens,
+            error=row.error,
+        )
+
+    def _row(
+        self,
+        start: int,
+        ids: bytes,
+        text: str,
+        *,
+        finish: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        cached_tokens: int = 0,
+        error: str = "",
+    ) -> TextRow:
+        before, scores, logprobs = self._sent_bytes, self._scores, None
+        if scores is not None:
+            side = scores.output
+            logprobs = side.take_texts(ids, bytes(side.raw[side.score_size * start :]))
+        offsets = b"" if self._offsets is None else self._offsets.take(len(ids) // 4)
+        self._sent_bytes += len(text) if text.isascii() else len(text.encode())
+        return TextRow(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            text=text,
+            byte_offset=before,
+            token_offset=start,
+            ids=ids,
+            finish=finish,
+            stop_reason=stop_reason,
+            output_tokens=self.num_tokens,
+            cached_tokens=cached_tokens,
+            error=error,
+            logprobs=logprobs,
+            offsets=offsets,
+        )
+
+
+class SequenceLogprobs:
+    """Log-probs of the tokens of an output, or of a prompt.
+
+    num_alternatives: of each token; None: nobody asked. score_size: bytes of a token's packed
+    scores. raw: those of all tokens so far, which a restarted scheduler must know. text_len:
+    letters of the text so far, from which tokens get their offsets.
+    """
+
+    __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size", "text_len")
+
+    def __init__(self, most: int | None, texts: TokenTexts) -> None:
+        self.num_alternatives = most
+        self.score_size = size(most)
+        self.raw = bytearray()
+        self.text_len = 0
+        self._texts = texts
+        self._offsets: list[int] = []
+
+    def add_token(self, text: str) -> None:
+        """The next token, and the text that is certain since it came."""
+        self._offsets.append(self.text_len)
+        self.text_len += len(text)
+
+    def take_texts(self, ids: bytes, raw: bytes, name_ids: bool = False) -> LogprobTexts | None:
+        """Log-probs with texts of `ids` (int32 bytes), whose packed scores are `raw`. They are the
+        first of the tokens that were added since the last call; the others are not shown. None if
+        there are no ids or nobody asked. name_ids: with the ids."""
+        offsets, self._offsets = self._offsets, []
+        if self.num_alternatives is None or not ids:
+            return None
+        tokens, named, end = unpack_few(ids), list[int](), OWN_WORDS + self.num_alternatives
+        raw = raw[: len(tokens) * self.score_size]
+        for token, words in zip(
+            tokens, layout(self.num_alternatives).iter_unpack(raw), strict=True
+        ):
+            named.append(token)
+            # A token that nothing comes before has no rank, and no alternatives.
+            named += words[OWN_WORDS:end] if words[1] else [NO_ID] * self.num_alternatives
+        texts = tuple(map(self._texts.__getitem__, named))
+        shown = pack_few(offsets[: len(tokens)])
+        return LogprobTexts(scores=raw, texts=texts, offsets=shown, ids=ids if name_ids else b"")
+
+
+class RequestLogprobs:
+    """Log-probs of one request that asks for any: `output` and `prompt`."""
+
+    __slots__ = ("_decoder", "output", "prompt")
+
+    def __init__(self, params: SamplingParams, decoders: DecoderFactory) -> None:
+        self.output = SequenceLogprobs(params.logprobs, decoders.texts)
+        self.prompt = SequenceLogprobs(params.prompt_logprobs, decoders.texts)
+        self._decoder: IncrementalDecoder = decoders.open((), params.skip_special_tokens)
+
+    @property
+    def num_prompt_scored(self) -> int:
+        """Prompt tokens so far."""
+        return len(self.prompt.raw) // self.prompt.score_size if self.prompt.score_size else 0
+
+    def add_prompt(self, ids: bytes, raw: bytes) -> LogprobTexts | None:
+        """More of the prompt's tokens."""
+        for token in unpack_few(ids):
+            self.prompt.add_token(self._decoder.step(token))
+        self.prompt.raw += raw
+        return self.prompt.take_texts(ids, raw, name_ids=True)
+
+
+def logprobs_of(params: SamplingParams, decoders: DecoderFactory) -> RequestLogprobs | None:
+    """For a request with these parameters; None if it asks for no log-probs."""
+    asked = params.logprobs is not None or params.prompt_logprobs is not None
+    return RequestLogprobs(params, decoders) if asked else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.detokenizer.core import DetokenizerCore
-from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.text.loading import load_tokenizer
 from pipeinfer.text.template_sources import read_tokenizer_config

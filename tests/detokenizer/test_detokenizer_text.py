@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pipeinfer.detokenizer.incremental import MAX_PENDING, DecoderFactory, WindowDecoder
+from pipeinfer.detokenizer.text import MAX_PENDING, DecoderFactory, WindowDecoder
 
 KINDS = ("byte-level", "byte-fallback", "metaspace")
 PIECES = ["the", " quick", "hello", " ", "  ", "né", "<tool call>", "<|end|>", "你好", "🙂", "\n"]

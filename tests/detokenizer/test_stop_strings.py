@@ -7,7 +7,7 @@ import time
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.detokenizer.stops import StopStrings
+from pipeinfer.detokenizer.text import StopStrings
 
 LETTERS = st.sampled_from("ab")
 STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=3)
