@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from pipeinfer.checkpoint.transfer import Say, Transfer, size
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.urls import without_password
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -238,8 +238,7 @@ def _hub() -> str:
     """The hub's address, without a password that may stand in it."""
     from huggingface_hub import constants
 
-    parts = urlsplit(constants.ENDPOINT)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return without_password(constants.ENDPOINT)
 
 
 def _takes_chunks() -> bool:
