@@ -15,13 +15,15 @@ def base(url: str) -> str:
     ConfigurationError for what is no URL of HTTP."""
     plain = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     whole = plain if "://" in plain else f"http://{plain}"
+    refusal = ConfigurationError(f"{url!r} is no URL of HTTP, such as http://127.0.0.1:8000")
     try:
         parts = urlsplit(whole)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return whole
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a bracket or a port that is none
-        pass
-    raise ConfigurationError(f"{url!r} is no URL of HTTP, such as http://127.0.0.1:8000")
+        raise refusal from None
+    if not right:
+        raise refusal
+    return whole
 
 
 def without_password(url: str) -> str:
