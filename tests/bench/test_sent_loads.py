@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.bench import arrivals, points, prompts
-from pipeinfer.bench.endpoint import Endpoint, Prepared, base
+from pipeinfer.bench.endpoint import Endpoint, Prepared
 from pipeinfer.bench.load import Closed, Open
 from pipeinfer.bench.points import Bounds
 from pipeinfer.bench.prompts import Drawn, Request
 from pipeinfer.bench.span import Span
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.urls import base
 
 
 class Noted:

@@ -4,6 +4,7 @@ missing is named. The hub is a server on this machine, the client the real one.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from huggingface_hub.utils import WeakFileLock
 
 import hub
 from pipeinfer.checkpoint import hub as downloads
@@ -285,3 +287,95 @@ def test_a_disk_without_room_is_known_before_anything_is_downloaded(
 def test_a_word_that_no_model_could_be_called_is_said_to_be_none(served: hub.Hub) -> None:
     assert "no model of the hub is called so" in refused("what--is..this")
     assert served.seen == []
+
+
+# ------------------------------------------------------------------------- what others left or hold
+
+
+def blob_of(cache: Path, file: str) -> Path:
+    """Where the cache keeps a file of the demo model."""
+    sha = hashlib.sha256((demo_path() / file).read_bytes()).hexdigest()
+    return cache / f"models--{NAME.replace('/', '--')}" / "blobs" / sha
+
+
+def left_over(cache: Path, body: bytes) -> None:
+    """Another process has written so much of the weights."""
+    blob = blob_of(cache, WEIGHTS)
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    blob.with_name(f"{blob.name}.incomplete").write_bytes(body)
+
+
+@pytest.mark.parametrize("length", [SIZE // 2, SIZE], ids=["half", "whole"])
+def test_what_a_disk_lost_of_an_unfinished_file_is_downloaded_again(
+    served: hub.Hub, tmp_path: Path, length: int
+) -> None:
+    left_over(tmp_path / "cache", bytes(length))
+    whole(resolve_model(NAME, "", lambda text: None))
+    assert served.ranges_of(WEIGHTS)[-1] == ""
+
+
+def test_a_file_that_is_not_what_the_hub_names_is_refused(
+    served: hub.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    send = hub._Handler._send_body
+    monkeypatch.setattr(
+        hub._Handler, "_send_body", lambda self, body: send(self, body[:-1] + bytes([body[-1] ^ 1]))
+    )
+    assert "has another SHA-256 than it names" in refused()
+    assert not blob_of(tmp_path / "cache", WEIGHTS).exists()
+
+
+def test_a_file_of_the_cache_that_lost_its_end_is_downloaded_again(
+    served: hub.Hub, tmp_path: Path
+) -> None:
+    resolve_model(NAME, "", lambda text: None)
+    os.truncate(blob_of(tmp_path / "cache", WEIGHTS), SIZE // 2)
+    whole(resolve_model(NAME, "", lambda text: None))
+
+
+def test_a_file_that_another_program_downloads_is_waited_for(
+    served: hub.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It holds the client's lock of the file, and writes the same unfinished file."""
+    monkeypatch.setattr(downloads, "LOOK", 0.05)
+    cache, body = tmp_path / "cache", (demo_path() / WEIGHTS).read_bytes()
+    blob = blob_of(cache, WEIGHTS)
+    lock = cache / ".locks" / f"models--{NAME.replace('/', '--')}" / f"{blob.name}.lock"
+    lock.parent.mkdir(parents=True)
+    waits, told = threading.Event(), list[str]()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if "waiting" in text:
+            waits.set()
+
+    found: list[Path] = []
+    with WeakFileLock(lock):
+        left_over(cache, body[:1000])
+        thread = threading.Thread(target=lambda: found.append(resolve_model(NAME, "", tell)))
+        thread.start()
+        assert waits.wait(60)
+        left_over(cache, body)
+        blob.with_name(f"{blob.name}.incomplete").rename(blob)
+    thread.join()
+    whole(found[0])
+    assert served.ranges_of(WEIGHTS) == []
+    assert f"{WEIGHTS}: another program downloads it, waiting for that" in told
+
+
+def test_what_is_kept_of_a_model_needs_no_more_room(
+    served: hub.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left_over(tmp_path / "cache", (demo_path() / WEIGHTS).read_bytes()[: SIZE - 1000])
+    usage = downloads.shutil.disk_usage("/")._replace(free=1 << 20)
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage)
+    whole(resolve_model(NAME, "", lambda text: None))
+
+
+def test_a_password_in_the_address_of_the_hub_is_not_shown(
+    served: hub.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = served.url.replace("://", "://me:secret@")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    message = refused("someone/nothing")
+    assert "secret" not in message and served.url in message

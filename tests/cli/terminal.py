@@ -15,16 +15,19 @@ CTRL_C, CTRL_D = b"\x03", b"\x04"
 
 
 class Terminal:
-    """Runs `command` as the foreground job of its own terminal; use it as a context manager."""
+    """Runs `command` as the foreground job of its own terminal; use it as a context manager.
+    `kind`: by terminfo; for a "dumb" one a line editor writes no controls of its own."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: dict[str, str], kind: str = "vt100"
+    ) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
             command,
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**environment, "TERM": "dumb"},
+            env={**environment, "TERM": kind},
             start_new_session=True,
             # The controlling terminal is what turns a typed Ctrl-C into a signal.
             preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),

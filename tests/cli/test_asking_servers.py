@@ -218,6 +218,28 @@ def test_nobody_at_the_url_is_an_error_of_one_line() -> None:
     assert err == f"error: {url}: nobody answers there (Connection refused)\n"
 
 
+def test_a_password_in_the_url_is_not_shown() -> None:
+    with odd({}) as url:
+        pass
+    _, err, code = generate("--url", url.replace("//", "//me:hidden@"), "a", env=environment())
+    assert (err, code) == (f"error: {url}: nobody answers there (Connection refused)\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--url", "ftp://here"), "'ftp://here' is no URL of HTTP"),
+        (("--url", "http://[here"), "'http://[here' is no URL of HTTP"),
+        (("--url", "here:70000"), "'here:70000' is no URL of HTTP"),
+        (("--url", "here", "--api-key", "key\r"), "--api-key: the key has a line end"),
+    ],
+)
+def test_a_url_or_a_key_that_cannot_be_is_wrong_usage(arguments, said) -> None:
+    out, err, code = generate(*arguments, "a", env=environment())
+    assert (out, code, err.count("\n")) == ("", 2, 1)
+    assert err.startswith(f"error: {said}")
+
+
 def running(folder: Path, name: str, url: str, model: str) -> ExitStack:
     """What a server leaves in its temporary folder, as long as the stack is open."""
     made = folder / (PREFIX + name)

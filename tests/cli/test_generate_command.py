@@ -65,10 +65,46 @@ def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
     assert done.returncode == 1
 
 
+def test_without_standard_input_a_prompt_is_answered() -> None:
+    words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--in-process", "--chat"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *words, "Count from 3 to 9."],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("3 4 5 6 7 8 9\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "-"), ("chat", "m", "--url", "http://127.0.0.1:1")]
+)
+def test_input_that_is_no_text_is_said_in_one_line(command: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer", *command],
+        input=b"a\n\xff\n",
+        capture_output=True,
+        timeout=120,
+        env=environment() | {"PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: standard input is no text in utf-8: byte 2 of")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_prompt_that_no_text_can_be_is_refused_in_one_line() -> None:
+    words = [sys.executable, "-m", "pipeinfer", "generate", *QUICK, "--in-process", b"\xff"]
+    done = subprocess.run(words, capture_output=True, timeout=120, env=environment())
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: prompt: ") and done.stderr.count(b"\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((), "PROMPT"),
+        (("--model", "~nobody-is-called-so/model", "a"), "there is no such folder or file"),
         (("--temperature", "-1", "a"), "temperature must be from 0 to 100"),
         (("--kv-pages", "many", "a"), "--kv-pages"),
         (("--model", "/no/such/folder", "a"), "/no/such/folder"),

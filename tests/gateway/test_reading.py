@@ -152,6 +152,8 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
     ("openai", harmony(W, HARD, "<|start|>assistant") + harmony("now", {}), "",
      [(W, HARD), ("now", {})]),
     ("openai", "Hello there.", "Hello there.", []),
+    # Digits of other scripts are letters to JSON.
+    ("pythonic", "[now(x=٣, y=[१२, 3])]", "", [("now", {"x": "٣", "y": ["१२", 3]})]),
 ]  # fmt: skip
 
 

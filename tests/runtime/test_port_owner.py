@@ -30,10 +30,10 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def listener(script: Path, host: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def listener(script: Path, host: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that listens on `host`, and its port."""
     script.write_text(LISTENER)
-    words = [sys.executable, "-u", str(script), host, "--password=hidden"]
+    words = [sys.executable, "-X", "dev", "-u", str(script), host, "--password=hidden", *more]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -55,6 +55,11 @@ def test_a_process_is_named_with_its_script_and_without_its_arguments(tmp_path, 
     with listener(tmp_path / "web.py", listens) as (process, port):
         for host in asked:
             assert owner(host, port) == f"by process {process.pid} (python web.py)"
+
+
+def test_an_argument_of_a_script_is_no_module(tmp_path):
+    with listener(tmp_path / "web.py", "127.0.0.1", "-m", "hidden") as (process, port):
+        assert owner("127.0.0.1", port) == f"by process {process.pid} (python web.py)"
 
 
 def test_who_listens_elsewhere_is_not_meant(tmp_path):

@@ -64,9 +64,3 @@ class Endpoint(msgspec.Struct, frozen=True):
             body["stream_options"] = {"include_usage": True}
         encoded = msgspec.json.encode(body | self.further)
         return Prepared(encoded, request.output, len(request.ids))
-
-
-def base(url: str) -> str:
-    """A server's address without `/v1`, which people write or leave out."""
-    plain = url.rstrip("/").removesuffix("/v1").rstrip("/")
-    return plain if "://" in plain else f"http://{plain}"

@@ -3,19 +3,22 @@ downloaded, by one process at a time, and goes on where it was cut off.
 
 Files that the hub sends by plain HTTP are written as `blobs/ETAG.incomplete`, which outlives a lost
 connection and this process, and is gone on with by Range: the client itself drops what came of a
-file. The links of the cache, and files that the hub sends as chunks (Xet), are the client's.
+file. Meanwhile the client's own lock of the file is held, since other programs may use the same
+cache. The links of the cache, and files that the hub sends as chunks (Xet), are the client's.
 Knows no torch and not what the files say.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +28,7 @@ from tqdm import tqdm
 
 from pipeinfer.checkpoint.transfer import Say, Transfer, size
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.urls import without_password
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -41,6 +45,8 @@ PAUSE, LONGEST_PAUSE = 1.0, 16.0  # seconds before the second try; doubled from 
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
 PARTIAL = 206  # of HTTP
 ANSWER = 20.0  # seconds for what the hub says of a model or a file
+LOOK = 1.0  # seconds between two looks at a lock that is waited for
+SHA256 = re.compile("[0-9a-f]{64}")  # an ETag that is the hash of a large file
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,13 @@ def _wanted(snapshot: Snapshot) -> list[str]:
 
 
 def _missing(snapshot: Snapshot) -> list[str]:
-    """Wanted files that the cache lacks, the largest first."""
+    """Wanted files that the cache lacks, or has with another length, the largest first."""
     from huggingface_hub import try_to_load_from_cache
 
     def there(file: str) -> bool:
         found = try_to_load_from_cache(snapshot.name, file, revision=snapshot.revision)
-        return isinstance(found, str)
+        size = snapshot.sizes[file]  # 0 where the hub does not say it
+        return isinstance(found, str) and size in (0, Path(found).stat().st_size)
 
     lacking = [file for file in _wanted(snapshot) if not there(file)]
     return sorted(lacking, key=lambda file: -snapshot.sizes[file])
@@ -181,6 +188,11 @@ def _folder_name(name: str) -> str:
     return f"models--{name.replace('/', '--')}"
 
 
+def _blobs(name: str) -> Path:
+    """Where the cache keeps a model's files, each under its ETag."""
+    return _cache() / _folder_name(name) / "blobs"
+
+
 # ----------------------------------------------------------------------------------------- download
 
 
@@ -212,12 +224,21 @@ def _download(snapshot: Snapshot, say: Say) -> None:
 
 
 def _check_room(name: str, total: int) -> None:
-    free = shutil.disk_usage(_cache()).free
-    if free < total:
+    kept = sum(part.stat().st_size for part in _blobs(name).glob("*.incomplete"))
+    free, needed = shutil.disk_usage(_cache()).free, max(total - kept, 0)
+    if free < needed:
+        more = " more" if kept else ""
         raise ConfigurationError(
-            f"model {name!r} needs {size(total)} in {_cache()}, where {size(free)} are free; "
-            "HF_HUB_CACHE names another folder"
+            f"model {name!r} needs {size(needed)}{more} in {_cache()}, where {size(free)} are "
+            "free; HF_HUB_CACHE names another folder"
         )
+
+
+def _hub() -> str:
+    """The hub's address, without a password that may stand in it."""
+    from huggingface_hub import constants
+
+    return without_password(constants.ENDPOINT)
 
 
 def _takes_chunks() -> bool:
@@ -280,18 +301,42 @@ class _File:
             self._size = about.size
             self._transfer.expect(self._file, about.size)
         by_chunks = about.xet_file_data is not None and _takes_chunks()
-        if about.etag is not None and not by_chunks:
-            self._kept = True
-            self._by_range(url, _cache() / _folder_name(name) / "blobs" / about.etag)
+        if about.etag is not None and about.size is not None:
+            blob = _blobs(name) / about.etag
+            with self._locked(about.etag):
+                if blob.exists() and blob.stat().st_size != about.size:
+                    blob.unlink()  # a disk lost its end; the client would take it for whole
+                if not by_chunks and not blob.exists():
+                    self._kept = True
+                    self._by_range(url, blob)
         hf_hub_download(name, self._file, revision=revision, tqdm_class=self._counter())
+
+    @contextmanager
+    def _locked(self, etag: str) -> Iterator[None]:
+        """With the lock under which the client, in any program, writes the file."""
+        from huggingface_hub.utils import WeakFileLock
+
+        path = _cache() / ".locks" / _folder_name(self._snapshot.name) / f"{etag}.lock"
+        with ExitStack() as held:
+            waits = False
+            while True:
+                try:
+                    held.enter_context(WeakFileLock(path, timeout=LOOK))
+                    break
+                except TimeoutError:
+                    if self._halt.is_set():
+                        raise _Halted from None
+                if not waits:
+                    said = "another program downloads it, waiting for that"
+                    self._transfer.note(f"{self._file}: {said}")
+                    waits = True
+            yield
 
     def _by_range(self, url: str, blob: Path) -> None:
         """What is missing of `blob`, which is named so when it is whole."""
         from huggingface_hub import constants, get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        if blob.exists():
-            return
         blob.parent.mkdir(parents=True, exist_ok=True)
         part = blob.with_name(f"{blob.name}.incomplete")
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
@@ -312,7 +357,25 @@ class _File:
                     self._copy(response.iter_bytes(), target)
         if part.stat().st_size != self._size:
             raise ConnectionError("the file ended too early")
+        self._check_hash(part, blob.name, here > 0)
         part.replace(blob)
+
+    def _check_hash(self, part: Path, etag: str, resumed: bool) -> None:
+        """That large files are what the hub names: of what another process left, a disk may have
+        lost something, and then all of it comes once more."""
+        if not SHA256.fullmatch(etag):
+            return
+        with part.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == etag:
+                return
+        part.unlink()
+        self._transfer.set(self._file, 0)
+        if resumed:
+            raise ConnectionError("what came has another SHA-256 than the hub names")
+        raise ConfigurationError(
+            f"model {self._snapshot.name!r}: what {_hub()} sends as {self._file} has another "
+            "SHA-256 than it names"
+        )
 
     def _copy(self, pieces: Iterator[bytes], target: BinaryIO) -> None:
         for piece in pieces:
@@ -385,7 +448,7 @@ def _refusal(
     name: str, revision: str, error: Exception, local: Exception | None = None
 ) -> ConfigurationError:
     """Why there is no model, by what the client raised; `local`: when it looked into its cache."""
-    from huggingface_hub import constants, errors, get_token
+    from huggingface_hub import errors, get_token
 
     at = f" at revision {revision!r}" if revision else ""
     given = f"the token of {TOKEN}" if get_token() else f"no token is given as {TOKEN}"
@@ -397,24 +460,23 @@ def _refusal(
         case errors.GatedRepoError():
             why = f"{given} has no access" if get_token() else given
             return ConfigurationError(
-                f"model {name!r} is gated: {why}. Ask for access at {constants.ENDPOINT}/{name}, "
+                f"model {name!r} is gated: {why}. Ask for access at {_hub()}/{name}, "
                 f"and set {TOKEN} to a token of the account that has it"
             )
         case errors.RevisionNotFoundError():
             return ConfigurationError(f"model {name!r} of the hub has no revision {revision!r}")
         case errors.RepositoryNotFoundError():
             return ConfigurationError(
-                f"{nowhere}the hub at {constants.ENDPOINT} has no model of that name, or a private "
-                f"one: {given}"
+                f"{nowhere}the hub at {_hub()} has no model of that name, or a private one: {given}"
             )
         case errors.HFValidationError():
             return ConfigurationError(f"{nowhere}no model of the hub is called so")
         case _ if status in (401, 403):
             why = f"does not accept {given}" if get_token() else f"wants a token: {given}"
-            return ConfigurationError(f"model {name!r}: the hub at {constants.ENDPOINT} {why}")
+            return ConfigurationError(f"model {name!r}: the hub at {_hub()} {why}")
         case _ if local is not None:
             return ConfigurationError(
-                f"{nowhere}the hub at {constants.ENDPOINT} cannot be asked for it{at}: "
+                f"{nowhere}the hub at {_hub()} cannot be asked for it{at}: "
                 f"{_reason(error)}; in {_cache()} {_lacking(name, local)}"
             )
         case _:

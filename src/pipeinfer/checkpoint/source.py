@@ -7,6 +7,7 @@ Knows no torch and not what the files say.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def resolve_model(
     """
     if name in ("", DEMO):
         return demo_path()
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for a user that is none)
     if folder.is_dir():
         _check_whole(folder)
         return folder.resolve()

@@ -16,6 +16,7 @@ from pipeinfer.cli import flags
 from pipeinfer.cli.answers import Unanswered, Wanted
 from pipeinfer.cli.generate import show
 from pipeinfer.command_line import CommandLine
+from pipeinfer.runtime.terminal import not_text
 
 if TYPE_CHECKING:
     from pipeinfer.cli.asking import Session
@@ -98,6 +99,8 @@ def talk(conversation: Conversation) -> None:
         except KeyboardInterrupt:
             print()
             continue
+        except UnicodeDecodeError as error:
+            raise not_text(error) from None
         if line == "/exit":
             return
         if line == "/reset":

@@ -18,6 +18,7 @@ import msgspec
 from pipeinfer.cli import flags
 from pipeinfer.cli.answers import Model, Piece, Question, Unanswered, Wanted
 from pipeinfer.command_line import CommandLine
+from pipeinfer.runtime.terminal import not_text
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
@@ -101,7 +102,11 @@ def _prompts(given: Sequence[str]) -> list[str]:
     prompts = []
     for prompt in given:
         if prompt == "-":
-            prompts += [line for line in sys.stdin.read().splitlines() if line]
+            try:
+                lines = sys.stdin.read().split("\n")
+            except UnicodeDecodeError as error:
+                raise not_text(error) from None
+            prompts += filter(None, lines)
         else:
             prompts.append(prompt)
     return prompts

@@ -26,7 +26,7 @@ class Keys:
     def __init__(self, wanted: bool = True) -> None:
         self._source = -1
         self._quits = False
-        if wanted and sys.stdin is not None and sys.stdin.isatty():
+        if wanted and sys.stdin.isatty():
             source = sys.stdin.fileno()
             if not _in_background(source):
                 self._source = source

@@ -40,11 +40,11 @@ class LocalModel:
         return self._llm.waits_for()
 
     async def answer(self, question: Question) -> AsyncGenerator[Piece, None]:
-        if isinstance(question, str):
-            deltas = self._llm.generate(question, self._params)
-        else:
-            deltas = self._llm.chat([dict(message) for message in question], self._params)
         try:
+            if isinstance(question, str):
+                deltas = self._llm.generate(question, self._params)
+            else:
+                deltas = self._llm.chat([dict(message) for message in question], self._params)
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield Piece(delta.text, delta.token_ids, False, delta.finish_reason)

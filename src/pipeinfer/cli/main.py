@@ -17,6 +17,7 @@ from pathlib import Path
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.closed_output import discard_unread
+from pipeinfer.runtime.terminal import open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 
@@ -40,6 +41,7 @@ WRONG_USAGE = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else; 141, as a
     shell says of SIGPIPE, where nobody reads any more what is printed."""
+    open_streams()
     with _until_nobody_reads():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
 
@@ -99,7 +101,7 @@ def _until_nobody_reads() -> Iterator[None]:
         try:
             yield
         finally:
-            for output in filter(None, (sys.stdout, sys.stderr)):
+            for output in (sys.stdout, sys.stderr):
                 output.flush()  # here, and not when it is too late to say how this ended
     except BrokenPipeError:
         if not discard_unread():

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pipeinfer.bench import arrivals, defaults, page, points, prompts, result, table, warming
-from pipeinfer.bench.endpoint import Endpoint, base
+from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.latency import Target
 from pipeinfer.bench.measuring import ClientDied
 from pipeinfer.bench.points import Bounds, Point, Run, Seen
 from pipeinfer.bench.prompts import Drawn, Listed
 from pipeinfer.bench.warming import NoAnswer
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.urls import base
 
 EACH = 1_000_003  # added to the seed for each further point
 HIDDEN = "--api-key"  # its value goes into no file

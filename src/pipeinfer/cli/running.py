@@ -6,7 +6,7 @@ Knows no command.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 
 from pipeinfer.runtime.find import Running, Served, running_servers, running_topology
 from pipeinfer.topology.topology import Topology
@@ -32,7 +32,7 @@ def serving(model: str = "") -> list[tuple[Running, Served]]:
     A server that is reached by https alone is none: its certificate names it otherwise.
     """
     servers = [(one, one.served) for one in reversed(running_servers()) if one.served is not None]
-    path = str(Path(model).expanduser().resolve())
+    path = os.path.realpath(os.path.expanduser(model))  # noqa: PTH111 (no user need be called so)
     return [
         (server, served)
         for server, served in servers

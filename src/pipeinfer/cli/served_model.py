@@ -13,11 +13,12 @@ import aiohttp
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.bench.endpoint import base
 from pipeinfer.cli.answers import Piece, Question, Unanswered, Wanted
 from pipeinfer.cli.flags import Asked
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.runtime.find import running_servers
+from pipeinfer.settings import ConfigurationError
+from pipeinfer.urls import base, without_password
 
 DATA, DONE = b"data:", b"[DONE]"
 CONNECTING = 10.0  # seconds
@@ -63,10 +64,12 @@ class ServedModel:
     def __init__(
         self, asked: Asked, wanted: Wanted, url: str, model: str = "", pid: int = 0
     ) -> None:
-        """url: with or without /v1. model: "" for MODEL, or else
-        the first that the server names. pid: of a server on this host, which may still start."""
-        self.name = model or asked.model or url
+        """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
+        pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
+        that no request can have."""
         self._url = base(url)
+        self._shown = without_password(self._url)
+        self.name = model or asked.model or self._shown
         self._pid = pid
         self._model = model or asked.model
         self._waits_for = "asking the server"
@@ -76,6 +79,8 @@ class ServedModel:
         ids = {"return_token_ids": True} if wanted.token_ids else {}
         self._fields: JsonObject = {**most, **asked.sampling, **seed, **ids, "stream": True}
         key = settings.api_key
+        if not key.isprintable():  # as of a file whose last line end came along
+            raise ConfigurationError("--api-key: the key has a line end or another control letter")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client: aiohttp.ClientSession | None = None
 
@@ -132,10 +137,10 @@ class ServedModel:
             async with client.get(f"{self._url}/v1/models") as answer:
                 await self._check(answer)
                 models = msgspec.json.decode(await answer.read(), type=_Models).data
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise self._broken(error) from None
         if not models:
-            raise Unanswered(f"{self._url} serves no model")
+            raise Unanswered(f"{self._shown} serves no model")
         return models[0].id
 
     async def _check(self, answer: aiohttp.ClientResponse) -> None:
@@ -144,16 +149,16 @@ class ServedModel:
             return
         text = await answer.text(errors="replace")
         hint = "; give its key by --api-key" if answer.status == 401 else ""
-        raise Unanswered(f"{_message(text)} (status {answer.status} of {self._url}{hint})")
+        raise Unanswered(f"{_message(text)} (status {answer.status} of {self._shown}{hint})")
 
     def _broken(self, error: Exception) -> Unanswered:
         if isinstance(error, msgspec.DecodeError):
-            return Unanswered(f"{self._url} answers what is none of OpenAI's API: {error}")
+            return Unanswered(f"{self._shown} answers what is none of OpenAI's API: {error}")
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno
             why = os.strerror(number) if number and number > 0 else str(error.os_error)
-            return Unanswered(f"{self._url}: nobody answers there ({why})")
-        return Unanswered(f"{self._url}: {str(error) or type(error).__name__}")
+            return Unanswered(f"{self._shown}: nobody answers there ({why})")
+        return Unanswered(f"{self._shown}: {str(error) or type(error).__name__}")
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]:

@@ -42,6 +42,7 @@ from pipeinfer.runtime.report import Reporter, reporter
 from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.status_line import StatusLine, follow
+from pipeinfer.runtime.terminal import open_streams
 from pipeinfer.runtime.wakefulness import patience
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
@@ -57,6 +58,7 @@ OF_CONNECTIONS = (5_000, 20, 100)
 
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
     """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
+    open_streams()
     made = parser(stage)
     options, rest = made.parse_known_args(arguments)
     try:

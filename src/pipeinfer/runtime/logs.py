@@ -12,6 +12,7 @@ import sys
 from datetime import UTC, datetime
 
 from pipeinfer import traceparent
+from pipeinfer.runtime.terminal import rewrites
 from pipeinfer.settings import Settings
 
 ACCESS = "pipeinfer.access"  # the logger that has a line for each request of a client
@@ -55,7 +56,7 @@ def set_up_logging(settings: Settings, name: str) -> None:
         handler.setFormatter(JsonLines(name))
         logging.captureWarnings(True)
     else:
-        over = CLEAR if sys.stderr.isatty() else ""  # a line that says how far a start is
+        over = CLEAR if rewrites(sys.stderr) else ""  # a line that says how far a start is
         form = f"{over}%(asctime)s %(levelname).1s {name} %(message)s"
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
@@ -77,5 +78,5 @@ def complain(settings: Settings, reason: str) -> None:
     if settings.log_format == "json":
         logging.getLogger(__name__).error("%s", reason)
     else:
-        over = CLEAR if sys.stderr.isatty() else ""
+        over = CLEAR if rewrites(sys.stderr) else ""
         print(f"{over}error: {reason}", file=sys.stderr, flush=True)

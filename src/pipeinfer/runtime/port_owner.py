@@ -40,7 +40,7 @@ def _inodes(host: str, port: int) -> Iterator[str]:
     """Of the sockets that listen on `port` at an address that `host` meets."""
     wanted = ipaddress.ip_address(host.partition("%")[0] or "::")
     for table in ("tcp", "tcp6"):
-        with suppress(FileNotFoundError):  # no such family here, or no /proc
+        with suppress(OSError):  # no such family here, or no /proc that may be read
             for line in (PROC / "net" / table).read_text().splitlines()[1:]:
                 _, local, _, state, *more = line.split()
                 address, _, number = local.partition(":")
@@ -82,11 +82,17 @@ def _name(pid: int) -> str:
     except OSError:  # it has ended
         return "?"
     if Path(words[0]).name.startswith("python"):
-        at = next((n for n, word in enumerate(words) if n and word[:2] in ("-m", "-c")), 0)
-        script = next((word for word in words[1:] if word and not word.startswith("-")), "")
-        if words[at] == "-m":
-            more = 2 if words[at + 1].startswith("pipeinfer") else 1  # its command, or its stage
-            name = " ".join(["python -m", *words[at + 1 : at + 1 + more]])
-        elif not at and script:
-            name = f"python {Path(script).name}"
+        what, *rest = _program(words[1:]) or [""]
+        if what == "-m" and rest:
+            more = 2 if rest[0].startswith("pipeinfer") else 1  # its command, or its stage
+            name = " ".join(["python -m", *rest[:more]])
+        elif what and not what.startswith("-"):
+            name = f"python {Path(what).name}"
     return name[:LENGTH]
+
+
+def _program(words: list[str]) -> list[str]:
+    """Python's arguments from the script, or from the flag of a module or of code, on."""
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c", "-"):
+        words = words[2 if words[0] in ("-W", "-X") else 1 :]  # these have a value
+    return words

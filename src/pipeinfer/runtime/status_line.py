@@ -16,6 +16,7 @@ from typing import TextIO
 
 from pipeinfer.messages import State
 from pipeinfer.runtime.logs import CLEAR
+from pipeinfer.runtime.terminal import rewrites
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class StatusLine:
     ) -> None:
         self._doing = doing
         self._output = output or sys.stderr
-        self._rewrites = rewritten and self._output.isatty()
+        self._rewrites = rewritten and rewrites(self._output)
         self._clock = clock
         self._began = self._said_at = clock()
         self._said = ""

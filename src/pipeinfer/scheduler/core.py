@@ -68,9 +68,8 @@ from pipeinfer.scheduler.recovery import (
 )
 from pipeinfer.scheduler.request import Request, TooLong, max_total, request_of
 
-DrainState = Literal[
-    "serving", "draining", "left"
-]  # until its requests have ended, or left to another
+# "draining": until its requests have ended. "left": they are left to another scheduler.
+DrainState = Literal["serving", "draining", "left"]
 
 
 class SchedulerCore:
@@ -591,7 +590,7 @@ class LiveRequests:
         return self._requests.get(request_id)
 
     def new_request(self, work: Work, now: float, since: float) -> Request:
-        """The next request, which is not live yet; times as for `from_work`."""
+        """The next request, which is not live yet; times as for `request_of`."""
         self.arrivals += 1
         return request_of(work, self.arrivals, now, since)
 

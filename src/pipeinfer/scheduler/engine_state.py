@@ -162,9 +162,8 @@ class Slots:
         self._free: list[int] = []
         self._releases: list[Release] = []
         self._resets = False
-        self._mean_output_fraction = (
-            1.0  # share of the outputs they might have had that requests had lately
-        )
+        # Share of the outputs they might have had that requests had lately.
+        self._mean_output_fraction = 1.0
 
     def begin(self, count: int, credits: PageCredits) -> None:
         """An epoch begins with `count` empty slots."""
@@ -238,7 +237,7 @@ class Slots:
         request.free_slot()
 
     def jumping(self) -> dict[str, Request]:
-        """Those of `ahead` that still know enough to go on by more than one token, by id."""
+        """Those of `knowing_ahead` that can still go on by more than one token, by id."""
         self.knowing_ahead = {
             key: one for key, one in self.knowing_ahead.items() if one.known_ahead > 1
         }
@@ -292,11 +291,8 @@ class Slots:
         )
 
 
-LATE_SECONDS = (
-    2.0  # seconds without a result until something may be lost; then twice as long, and so on
-)
-
-
+# Seconds without a result until something may be lost; then twice as long, and so on.
+LATE_SECONDS = 2.0
 BAD_LOGITS = "the model's logits for this request are not finite"
 RowResult = tuple[Request, list[int], bytes, str]
 

@@ -201,7 +201,7 @@ class FencedRanks:
         return incarnation in self._fenced
 
     def add(self, processes: Mapping[int, int], now: float, fence: bool) -> None:
-        """These must end, incarnations by rank, in the place of those before. `shun`: they cannot
+        """These must end, incarnations by rank, in the place of those before. `fence`: they cannot
         go on even if they answer again."""
         self._to_kill = dict(processes)
         if fence:

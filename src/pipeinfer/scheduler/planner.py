@@ -271,9 +271,10 @@ class SchedulerOptions:
     """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
     budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
-    `targets`. groups: of the deployment, which tokenizers hear of. shares: whether requests find a
-    prompt, or its beginning, in a prefix cache, so that they wait for it. least_common: tokens of a
-    beginning that is worth it. host_loss: seconds of silence after which a rank counts as lost.
+    `targets`. groups: of the deployment, which tokenizers hear of. shares_prefixes: whether
+    requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
+    least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which
+    a rank counts as lost.
     """
 
     policy: str = "mixed"

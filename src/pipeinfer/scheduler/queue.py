@@ -376,9 +376,8 @@ def _goes_before(lead: Request, request: Request) -> bool:
     return lead.phase in COMING and lead.work.priority <= request.work.priority
 
 
-ASK_AGAIN_SECONDS = (
-    1.0  # seconds after which engines are asked anew: a subscription may have been late
-)
+# After so long engines are asked anew: a subscription may have been late.
+ASK_AGAIN_SECONDS = 1.0
 MOST_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
 
 

@@ -43,7 +43,8 @@ class RecoveryRecords:
     whose work has not come; and which requests another group took over.
 
     finished: (request, the message that ended it), by id.
-    patience: seconds, at least, that a finished request waits for its Done; no more than KEPT."""
+    patience: seconds, at least, that a finished request waits for its Done; at most
+    MOST_KEPT_SECONDS count."""
 
     def __init__(
         self,
@@ -56,9 +57,8 @@ class RecoveryRecords:
         self.detokenizers = tuple(detokenizers)
         self.finished: dict[str, tuple[Request, FinalMessage]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
-        self._ended_attempts = Recent[float](
-            REMEMBERED_SECONDS, MOST_REMEMBERED
-        )  # the last attempt of each
+        # The last attempt of each.
+        self._ended_attempts = Recent[float](REMEMBERED_SECONDS, MOST_REMEMBERED)
         self._handed_over: dict[str, str] = {}  # to another group; where its output goes
         self._finished_at_last_sweep: set[str] = set()  # ids that were kept at the last sweep
         self._sweep_at = 0.0

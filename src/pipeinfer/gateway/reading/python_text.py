@@ -32,7 +32,7 @@ _ESCAPE_BEGUN = re.compile(rf"\\(?:x{_HEX}?|u{_HEX}{{0,3}}|U{_HEX}{{0,7}}|[0-7]{
 _ESCAPES = {"a": "\\u0007", "v": "\\u000b", "'": "'", "\n": ""} | {
     char: "\\" + char for char in '"\\bfnrt'
 }
-_NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.[\d_]*)?([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.[\d_]*)?([eE][+-]?\d+)?", re.ASCII)
 _OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]{1,16}|[oO][0-7]{1,16}|[bB][01]{1,16})")
 
 
