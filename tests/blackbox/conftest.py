@@ -44,7 +44,7 @@ class Http:
 
 @pytest.fixture(scope="session")
 def server():
-    with Server("--chat-template", str(TEMPLATE), "--vllm-metrics") as running:
+    with Server("--chat-template", str(TEMPLATE)) as running:
         yield running
 
 

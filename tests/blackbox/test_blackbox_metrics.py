@@ -4,8 +4,11 @@ autoscalers and dashboards read.
 
 from __future__ import annotations
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from servers import Server
 
 LABELS = {"model_name": "pipeinfer-demo", "engine": "0"}
 ONE, MANY = 3, 9  # tokens of outputs
@@ -43,14 +46,22 @@ class Scrape:
 
 
 @pytest.fixture(scope="module")
-def looks(server, http):
+def server():
+    """One that nobody asked anything before: heartbeats tell of requests only some time later."""
+    with Server("--vllm-metrics") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def looks(server):
     """Before and after two requests, of which the server has heard all; and their usage."""
     before = Scrape(server)
     asked = {"prompt": "count from 1 to 90", "temperature": 0, "ignore_eos": True}
     usages = [
-        http.ask("/v1/completions", {**asked, "max_tokens": most})["usage"] for most in (ONE, MANY)
+        _asked(server, "/v1/completions", {**asked, "max_tokens": most})["usage"]
+        for most in (ONE, MANY)
     ]
-    http.ask("/tokenize", {"prompt": "not a request of any group"})
+    _asked(server, "/tokenize", {"prompt": "not a request of any group"})
 
     def all_heard() -> Scrape | None:
         now = Scrape(server)
@@ -60,6 +71,10 @@ def looks(server, http):
         return now if grown == 2 and not busy else None
 
     return before, server.wait(all_heard, "heartbeats tell of both requests"), usages
+
+
+def _asked(server, path: str, body: dict) -> dict:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=120).raise_for_status().json()
 
 
 def grown(looks, name: str, **labels: str) -> float:
@@ -119,9 +134,9 @@ def test_tokens_and_ends_are_those_that_clients_were_told(looks):
     assert reasons == {"stop": 0, "length": 2, "abort": 0, "error": 0}
 
 
-def test_a_stream_that_runs_is_seen_in_slots_and_pages(server, http):
+def test_a_stream_that_runs_is_seen_in_slots_and_pages(server):
     body = {"prompt": "count", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with http.client.stream("POST", "/v1/completions", json=body) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         assert answer.status_code == 200
 
         def seen() -> Scrape | None:
