@@ -1,7 +1,7 @@
 """compose.yaml and its siblings as Docker Compose would read them: variables, files that change one
 another, profiles, what a container would get.
 
-Knows the files' format, runs nothing.
+Knows the files' format, runs nothing; test_docker_compose.py holds it to the real tool.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ import yaml
 ROOT = Path(__file__).parents[2]
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 FILE, GPU, HOSTS = "compose.yaml", "compose.gpu.yaml", "compose.hosts.yaml"
+# Sets of files, with profiles.
+THREE = f"{FILE}:{GPU}:{HOSTS}"
+RUNS = [
+    (FILE, ()), (FILE, ("monitoring",)), (f"{FILE}:{GPU}", ()),
+    (THREE, ("front",)), (THREE, ("gpu",)), (THREE, ("front", "gpu")),
+    (f"{FILE}:{HOSTS}", ("front",)), (f"{FILE}:{HOSTS}", ("gpu",)),
+]  # fmt: skip
 REPLACED = ("command", "test")  # lists that a later file gives anew; others it adds to
 
 
@@ -41,7 +48,9 @@ def merged(tree: Any, change: Any, key: str = "") -> Any:
         known = {**tree, **change, **both}
         return {k: value for k, value in known.items() if not isinstance(value, Reset)}
     if isinstance(tree, list) and isinstance(change, list) and key not in REPLACED:
-        return [*tree, *change]
+        # A mount takes the place of an earlier one at the same path.
+        name = (lambda one: one.split(":")[1]) if key == "volumes" else str
+        return list({name(one): one for one in [*tree, *change]}.values())
     return change
 
 
@@ -78,6 +87,11 @@ class Compose:
             tree = merged(tree, load(name))
         self.tree = interpolated(tree, self.variables)
         self.services: dict[str, dict[str, Any]] = self.tree["services"]
+        for service in self.services.values():
+            environment = service.get("environment", {})
+            passed_on = {k: self.variables.get(k) for k, v in environment.items() if v is None}
+            found = {**environment, **passed_on}
+            service["environment"] = {k: v for k, v in found.items() if v is not None}
 
     def active(self, *profiles: str) -> list[str]:
         """The services that `docker compose up` starts; without --profile those of .env."""

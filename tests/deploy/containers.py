@@ -106,8 +106,9 @@ class ContainerHost:
             source = secret if isinstance(secret, str) else secret["source"]
             target = secret if isinstance(secret, str) else secret["target"]
             file = Path(self.compose.secret_file(source))
-            if file.is_char_device():
-                (folder / target).touch()
+            if file.is_char_device():  # is mounted as what it is
+                (folder / target).unlink(missing_ok=True)
+                (folder / target).symlink_to(file)
             elif not (folder / target).exists():
                 shutil.copy(file, folder / target)
         return str(folder)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from servers import STAGES as NAMES
 
 EXAMPLE = (ROOT / ".env.example").read_text()
 # The deployments: as it is checked out, with GPUs, and on several hosts.
+FILES = {
+    "cpu": (), "gpu": (FILE, GPU), "hosts": (FILE, GPU, HOSTS), "cpu hosts": (FILE, HOSTS),
+}  # fmt: skip
 DEPLOYMENTS = {
     name: Compose({"COMPOSE_FILE": ":".join(files)} if files else {})
-    for name, files in {"cpu": (), "gpu": (FILE, GPU), "hosts": (FILE, GPU, HOSTS)}.items()
+    for name, files in FILES.items()
 }
 COMPOSE = DEPLOYMENTS["cpu"]
 # Those of this project; the others are other people's.
@@ -32,6 +36,7 @@ SERVICES = {
 }
 services = pytest.mark.parametrize(("where", "name"), SERVICES)
 
+HUB = {"HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET"}
 TEXT, WORD = r".*", r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"
 DURATION = r"(\d+(us|ms|s|m|h))+"
 PORT = r"((\d+\.){3}\d+:)?(\d+:)?\d+(/(tcp|udp))?"
@@ -120,7 +125,7 @@ def test_what_breaks_the_specification_would_be_found():
 @services
 def test_a_service_is_whole(where, name):
     service, tree = SERVICES[where, name], DEPLOYMENTS[where].tree
-    assert bool(service.get("profiles")) == (where == "hosts"), "all of them, where one host is all"
+    assert bool(service.get("profiles")) == ("hosts" in where), "all, where one host is all"
     assert not (service.get("ports") and service["network_mode"] == "host")
     assert set(service.get("depends_on", {})) <= set(NAMES)
     for volume in service["volumes"]:
@@ -138,7 +143,18 @@ def test_a_service_sets_variables_that_exist(where, name):
     given = set(SERVICES[where, name]["environment"])
     known = {k for k in given if from_environment({k: "1"})}
     assert given - known <= {STAGES, KEYS, SECRET, BIND}
+    assert "PIPEINFER_ALLOWED_HOSTS" in given or name != "gateway"
     assert SERVICES[where, name]["environment"][KEYS] == SECRETS
+
+
+def test_variables_of_the_hub_reach_every_stage_where_they_are_set():
+    """And only there: an empty HF_ENDPOINT would be no hub."""
+    documented = (ROOT / "docs/deployment.md").read_text()
+    assert set(re.findall(r"^\| `(HF_\w+)` \|", documented, re.MULTILINE)) == {*HUB, "HF_HUB_CACHE"}
+    for name in NAMES:
+        assert not HUB & set(COMPOSE.services[name]["environment"])
+        given = Compose(dict.fromkeys(HUB, "1")).services[name]["environment"]
+        assert {key: given[key] for key in HUB} == dict.fromkeys(HUB, "1")
 
 
 @services
@@ -155,7 +171,7 @@ def test_an_image_is_a_target_of_the_dockerfile_with_a_user_of_its_own(where, na
 
 @pytest.mark.parametrize(
     ("where", "profiles"),
-    [("cpu", ()), ("gpu", ()), ("hosts", ("front",)), ("hosts", ("gpu",))],
+    [("cpu", ()), ("gpu", ()), *product(("hosts", "cpu hosts"), (("front",), ("gpu",)))],
 )
 def test_every_image_that_runs_is_built_once_by_one_service_and_pulled_by_none(where, profiles):
     compose = DEPLOYMENTS[where]
@@ -163,18 +179,16 @@ def test_every_image_that_runs_is_built_once_by_one_service_and_pulled_by_none(w
     builders = [one["image"] for one in running if "build" in one]
     assert sorted(builders) == sorted({one["image"] for one in running})
     for one in running:
+        assert one["pull_policy"] == "never", "of those who build, too: they would pull first"
         if "build" in one:
             target = one["build"]["target"]
             assert one["image"] == ("pipeinfer" if target == "cpu" else f"pipeinfer:{target}")
-        else:
-            assert one["pull_policy"] == "never"
 
 
 def test_every_deployment_runs_each_stage_once():
     """The first without a .env, and without a profile."""
-    for where, profiles in (("cpu", ()), ("gpu", ()), ("hosts", ("front", "gpu"))):
-        compose = DEPLOYMENTS[where]
-        active = compose.active(*profiles)
+    for where, compose in DEPLOYMENTS.items():
+        active = compose.active(*(("front", "gpu") if "hosts" in where else ()))
         assert sorted(stage_of(compose.services[name]) for name in active) == sorted(NAMES), where
     hosts = DEPLOYMENTS["hosts"]
     assert hosts.active() == []
@@ -226,7 +240,7 @@ def test_engines_reserve_gpus_and_keep_their_kernels():
 
 def test_the_example_names_every_variable_and_no_other():
     files = "".join((ROOT / name).read_text() for name in (FILE, GPU, HOSTS))
-    used = {m[1] for m in VARIABLE.finditer(files)}
+    used = {m[1] for m in VARIABLE.finditer(files)} | HUB
     named = variables(re.sub(r"^#(?=\w+=)", "", EXAMPLE, flags=re.MULTILINE))
     assert set(named) == used | {"COMPOSE_FILE", "FRONT", "GPU_A", "GPU_B"}
     assert named["COMPOSE_FILE"] == f"{FILE}:{GPU}:{HOSTS}"

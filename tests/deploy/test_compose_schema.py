@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from compose import FILE, GPU, HOSTS, ROOT, Compose, load
+from compose import FILE, ROOT, RUNS, Compose, load
 
-THREE = f"{FILE}:{GPU}:{HOSTS}"
-RUNS = [
-    (FILE, ()), (FILE, ("monitoring",)), (f"{FILE}:{GPU}", ()),
-    (THREE, ("front",)), (THREE, ("gpu",)), (THREE, ("front", "gpu")),
-]  # fmt: skip
 MISTAKES: dict[str, tuple[str, Any]] = {
     "an attribute that does not exist": ("privileged_", True),
     "a number where a duration belongs": ("stop_grace_period", 45),
