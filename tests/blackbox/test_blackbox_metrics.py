@@ -64,11 +64,14 @@ def looks(server):
     _asked(server, "/tokenize", {"prompt": "not a request of any group"})
 
     def all_heard() -> Scrape | None:
+        """What scheduler and engine tell by heartbeats is there."""
         now = Scrape(server)
+        looked_up = now.vllm("prefix_cache_queries_total")
         queued = now.of("pipeinfer_queue_seconds_count", group="0")
         grown = queued - before.of("pipeinfer_queue_seconds_count", group="0")
         busy = now.of("pipeinfer_requests_running") + now.vllm("kv_cache_usage_perc")
-        return now if grown == 2 and not busy else None
+        whole = grown == 2 and looked_up == sum(one["prompt_tokens"] for one in usages)
+        return now if whole and not busy else None
 
     return before, server.wait(all_heard, "heartbeats tell of both requests"), usages
 
