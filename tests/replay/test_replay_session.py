@@ -123,7 +123,7 @@ def test_wrong_special_token_flag_is_found_at_the_first_chat(planted, session):
 
 def test_off_by_one_in_a_stop_string_is_found_where_it_stops(planted, session):
     bug = (
-        "from pipeinfer.detokenizer import stops\n"
+        "from pipeinfer.detokenizer import text as stops\n"
         "source = stops.StopStrings.feed\n"
         "def feed(self, piece, armed=True):\n"
         "    text, hit = source(self, piece, armed)\n"
