@@ -358,21 +358,21 @@ class RequestStream:
             return self._ended(row, start, shown, text, stop_token)
         return self._row(start, shown, text, cached_tokens=row.cached_tokens)
 
-    def process_prompt_logprobs(self, told: PromptTokens) -> TextRow | None:
+    def process_prompt_logprobs(self, prompt_tokens: PromptTokens) -> TextRow | None:
         """The text row for log-probs of the prompt; None if all of them were seen before."""
         scores = self._scores
         if scores is None:
             return None
-        seen = scores.num_prompt_scored - told.first
+        seen = scores.num_prompt_scored - prompt_tokens.first
         if seen < 0:
-            return self.fail(f"log-probs of prompt tokens before {told.first} were lost")
+            return self.fail(f"log-probs of prompt tokens before {prompt_tokens.first} were lost")
         shown = scores.add_prompt(
-            told.ids[4 * seen :], told.logprobs[scores.prompt.score_size * seen :]
+            prompt_tokens.ids[4 * seen :], prompt_tokens.logprobs[scores.prompt.score_size * seen :]
         )
         if shown is None:
             return None
         row = self._row(self.num_tokens, b"", "")
-        return msgspec.structs.replace(row, prompt=shown, prompt_offset=told.first + seen)
+        return msgspec.structs.replace(row, prompt=shown, prompt_offset=prompt_tokens.first + seen)
 
     @property
     def num_prompt_scored(self) -> int:

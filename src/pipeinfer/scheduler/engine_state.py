@@ -38,15 +38,15 @@ class EngineState:
         """A new epoch: all memories are empty."""
         self._agreement.begin()
 
-    def on_admitted(self, told: Admitted) -> None:
+    def on_admitted(self, admitted: Admitted) -> None:
         """A plan was applied: its pages, and what the prefix cache held. Raises InvalidReport."""
-        self._check_pages(told)
+        self._check_pages(admitted)
         credits = self.slots.credits
         # A hit shortens a prompt, so its later rows grow it further than their plans counted.
-        pages = sum(credits.between(*further) for further in self.in_flight.on_admitted(told))
+        pages = sum(credits.between(*further) for further in self.in_flight.on_admitted(admitted))
         if pages:
             credits.plan(self.in_flight.newest, pages)
-        self.slots.on_page_counts(told)
+        self.slots.on_page_counts(admitted)
 
     def process_result(self, result: Result) -> Iterator[RowResult]:
         """A plan's result; see StepsInFlight.process_result. Raises InvalidReport, and at its end
@@ -183,10 +183,10 @@ class Slots:
         self.released_pages = self.evicted = 0
         return lost
 
-    def on_page_counts(self, told: Admitted | Result) -> None:
+    def on_page_counts(self, report: Admitted | Result) -> None:
         """The engine's pages, as it told them after one of the plans; the latest plan's count."""
-        if self.credits.report(told.number, told.free, told.evictable):
-            self.evicted = told.evicted
+        if self.credits.report(report.number, report.free, report.evictable):
+            self.evicted = report.evicted
 
     @property
     def free(self) -> int:

@@ -250,17 +250,17 @@ class RankStates:
         self._host_loss = host_loss
         self._known: dict[int, _RankState] = {}
 
-    def on_status(self, told: RankStatus, now: float) -> None:
+    def on_status(self, status: RankStatus, now: float) -> None:
         """A late word of a process before the one that was heard last does not count."""
-        known = self._known.get(told.rank)
-        if known is None or (known.incarnation, known.over) <= (told.incarnation, False):
-            self._know(told.rank, _RankState(told.incarnation, told.state, now), now)
+        known = self._known.get(status.rank)
+        if known is None or (known.incarnation, known.over) <= (status.incarnation, False):
+            self._know(status.rank, _RankState(status.incarnation, status.state, now), now)
 
-    def on_ended(self, rank: int, told: Ended, now: float) -> None:
+    def on_ended(self, rank: int, ended: Ended, now: float) -> None:
         """Its process has ended, unless the next one has been heard already."""
         known = self._known.get(rank)
-        if known is None or known.incarnation <= told.incarnation:
-            self._know(rank, _RankState(told.incarnation, "starting", now, over=True), now)
+        if known is None or known.incarnation <= ended.incarnation:
+            self._know(rank, _RankState(ended.incarnation, "starting", now, over=True), now)
 
     def check(self, now: float) -> bool:
         """Looks who has been silent for too long; True if that is so long that a rank is lost.
@@ -302,11 +302,11 @@ class GroupAnnouncer:
         self._published_at = float("-inf")
 
     def take_due(
-        self, standing: Standing, now: float, told: Callable[[], GroupStatus]
+        self, standing: Standing, now: float, make_status: Callable[[], GroupStatus]
     ) -> list[Send]:
-        """What is to be published now; `told()` makes it. `now`: monotonic seconds."""
+        """What is to be published now; `make_status()` makes it. `now`: monotonic seconds."""
         if standing == self._published and now - self._published_at < self._every:
             return []
         self._published = standing
         self._published_at = now
-        return [Send("group", EVERYONE, told())]
+        return [Send("group", EVERYONE, make_status())]

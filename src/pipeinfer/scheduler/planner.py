@@ -101,11 +101,11 @@ class Planner:
         """Grammars that engines are to be asked for now."""
         return self._queue.grammars.take_due(now)
 
-    def on_prepared(self, told: Prepared) -> list[Request]:
+    def on_prepared(self, prepared: Prepared) -> list[Request]:
         """What a rank says of a grammar. Those that waited for it go on; if it cannot be had, they
         are returned."""
-        free = self._queue.grammars.on_prepared(told)
-        if told.error:
+        free = self._queue.grammars.on_prepared(prepared)
+        if prepared.error:
             return free
         for request in free:
             if request.phase == "waiting_for_grammar":  # suspects wait apart

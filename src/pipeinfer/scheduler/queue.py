@@ -476,18 +476,18 @@ class GrammarQueue:
                 one.sent = now
                 yield one.prepare
 
-    def on_prepared(self, told: Prepared) -> list[Request]:
+    def on_prepared(self, prepared: Prepared) -> list[Request]:
         """A rank has it, or cannot have it: those that need not wait any more."""
-        if (told.rank, told.incarnation) not in enumerate(self._processes):
+        if (prepared.rank, prepared.incarnation) not in enumerate(self._processes):
             return []
-        one = self._asked.get(told.request_id)
+        one = self._asked.get(prepared.request_id)
         if one is None:
             return []
-        one.answered.add(told.rank)
-        if len(one.answered) < self._tp and not told.error:
+        one.answered.add(prepared.rank)
+        if len(one.answered) < self._tp and not prepared.error:
             return []
-        del self._asked[told.request_id]
-        if not told.error:
+        del self._asked[prepared.request_id]
+        if not prepared.error:
             self._known[one.prepare.spec] = None
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
