@@ -13,8 +13,8 @@ import torch
 from dense_attention import causal, split
 from foreign_checkpoints import write_configuration
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.engine import key_shifts as module
-from pipeinfer.engine.key_shifts import key_shifts
+from pipeinfer.engine import kv_store as module
+from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import ReadyHeads

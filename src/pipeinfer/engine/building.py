@@ -14,7 +14,7 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.distributed.collectives import TorchCollectives
-from pipeinfer.engine.key_shifts import key_shifts
+from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.machine import Machine
 from pipeinfer.engine.rooms import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.runner import Runner

@@ -18,11 +18,11 @@ from pipeinfer.attention.interface import Attention, Plan
 from pipeinfer.engine import step_times
 from pipeinfer.engine.arrays import Cut, StepArrays
 from pipeinfer.engine.artificial import empty_step
-from pipeinfer.engine.attend import StepAttention, store_for
 from pipeinfer.engine.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.device import Device, InTwoParts, Mark
 from pipeinfer.engine.executor import Fill, unwatched
 from pipeinfer.engine.graphs import Captured, Graphs, alone
+from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.penalties import Penalties
