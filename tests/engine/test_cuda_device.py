@@ -11,9 +11,10 @@ import pytest
 import torch
 from single_steps import empty_step
 
-from pipeinfer.engine.buffers import PARITIES
+from pipeinfer.engine.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda import device as module
 from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.runner import Runner
@@ -147,17 +148,18 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         def submit(self, work, prepare):
             prepare()
 
-    def pack(step, parity, captured):
+    def pack(step, buffers, captured):
         happened.append(("pack", step.number))
-        assert parity == step.number % PARITIES
+        assert buffers.parity == step.number % PARITIES
 
     runner = Runner.__new__(Runner)
-    runner.phases, runner._launched, runner._latest = Phases(), 0, [None] * PARITIES
+    runner.phases, runner._launched = Phases(), 0
+    runner._buffers = [StepBuffers(parity, HostDevice(), 1, 1, 1) for parity in range(PARITIES)]
     runner.device, runner._graphs = Device(), Graphs(None)  # type: ignore
     runner._pack = pack  # type: ignore
     for number in range(4):
         runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
-        runner._latest[number % PARITIES] = LaunchedStep(number)  # type: ignore
+        runner._buffers[number % PARITIES].latest = LaunchedStep(number)  # type: ignore
     assert happened == [
         ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
         ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),

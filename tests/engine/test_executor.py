@@ -177,10 +177,6 @@ class TwoParts(LaunchedStep):
         self.first.end(None)
         self.rest, self.mark = self.mark, InTwoParts(self.first)
 
-    def finish(self, fill) -> None:
-        self.log.append(("fill", self.number, fill(np.zeros((1, 1), np.int32))))
-        self.mark.complete(self.rest)
-
 
 class MaskedRunner(Runner):
     """Steps of odd numbers have masked rows."""
@@ -195,6 +191,10 @@ class MaskedRunner(Runner):
             return super().launch(step, before)
         self.launched.append(TwoParts(step.number, self.log))
         return self.launched[-1]
+
+    def finish(self, launched, fill):
+        self.log.append(("fill", launched.number, fill(np.zeros((1, 1), np.int32))))
+        launched.mark.complete(launched.rest)
 
     def end(self, number, error=None):
         [one] = [one for one in self.launched if one.number == number]

@@ -6,12 +6,17 @@ lies where.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device
 from pipeinfer.engine.rooms import Packer
+
+if TYPE_CHECKING:
+    from pipeinfer.engine.executor import LaunchedStep
 
 PARITIES = 2
 MOST_PIECES = 1024
@@ -47,11 +52,15 @@ class Download:
 
 
 class StepBuffers:
-    """One parity. plan: what attention made of its step, whose memory is nobody else's until the
-    step has ended.
+    """One parity. latest: the last step that was launched in them. plan: what attention made of it,
+    whose memory is nobody else's until the step has ended.
     """
 
-    def __init__(self, device: Device, words: int, most_rows: int, nobody: int) -> None:
+    def __init__(
+        self, parity: int, device: Device, words: int, most_rows: int, nobody: int
+    ) -> None:
+        self.parity = parity
+        self.latest: LaunchedStep | None = None
         self._pinned = device.pinned((words,), torch.int32)
         self.packer = Packer(self._pinned.numpy(), nobody)
         self.plan: Plan = None

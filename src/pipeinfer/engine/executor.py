@@ -8,14 +8,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pipeinfer.engine.device import Device, Failed, Mark
+from pipeinfer.engine.device import Failed, Mark
 from pipeinfer.steps.step import Sampled, Step
+
+if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
+    import torch
+
+    from pipeinfer.engine.buffers import StepBuffers
+    from pipeinfer.engine.masks import Masks
+    from pipeinfer.engine.runner import PackedStep, Runner
+    from pipeinfer.engine.scores import StepScores
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
@@ -25,6 +33,10 @@ MOST_UNFINISHED = 4
 # Writes the masks of a step's masked rows, int32 [N, W]; returns the rows that must not sample
 # anything, with the reason.
 Fill = Callable[[np.ndarray], dict[int, str]]
+
+
+def unwatched(step: Step) -> None:
+    """Nobody looks on."""
 
 
 class Watch(Protocol):
@@ -39,55 +51,38 @@ class Watch(Protocol):
         ...
 
 
-class LaunchedStep(Protocol):
-    """A launched step; `mark` is its end, which is not ready before the step was finished."""
+@dataclass
+class LaunchedStep:
+    """`step` on its way through the device, in `buffers` of its parity.
 
-    @property
-    def mark(self) -> Mark: ...
+    mark: its end, which is not ready before a step with masked rows was finished.
+    packed: what is left to be computed: from its launch on, and of a step with masked rows until it
+    was finished. refused: those of its rows that must not sample, with the reason.
+
+    Written by the device's work, read when the step has ended:
+    drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
+    that belong to rows that sample, in their order. scores: where log-probs are asked for.
+    logits: [S, vocab], if they are kept.
+    """
+
+    step: Step
+    buffers: StepBuffers
+    mark: Mark = field(init=False)
+    packed: PackedStep | None = None
+    refused: dict[int, str] = field(default_factory=dict[int, str])
+    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    scores: StepScores | None = None
+    logits: torch.Tensor | None = None
+    _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
         """What it gave, waited for if need be; raises what the step raised."""
-        ...
-
-    def finish(self, fill: Fill, /) -> None:
-        """Queues the rest of a step with masked rows, before any other is launched."""
-        ...
-
-
-class Runner(Protocol):
-    """See engine/runner.py."""
-
-    @property
-    def device(self) -> Device: ...
-
-    def launch(self, step: Step, before: Callable[[Step], None], /) -> LaunchedStep:
-        """Queues `step` behind those that were launched before. Calls `before` with it right before
-        its kernels are launched, on the thread that launches them. A step with masked rows is
-        computed up to their logits."""
-        ...
-
-
-@dataclass(frozen=True)
-class NotLaunched:
-    """In place of a step whose launch raised."""
-
-    mark: Failed
-
-    def take(self) -> Sampled:
-        self.mark.wait()
-
-    def finish(self, fill: Fill) -> None:
-        """There is nothing to finish."""
-
-
-class Masks(Protocol):
-    """What rows with a grammar may sample; see engine/masks.py."""
-
-    def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]: ...
-
-    def take(self, step: Step, sampled: Sampled, /) -> Sampled: ...
-
-    def close(self) -> None: ...
+        if self._sampled is None:
+            self.mark.wait()
+            sampled = Sampled.of(self.drawn[self.rows], self.refused)
+            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
+        return self._sampled
 
 
 class Executor:
@@ -116,7 +111,8 @@ class Executor:
         self._watch = watch
         self._before = unwatched if watch is None else watch.before
         self._masks = masks
-        self._launched: deque[tuple[Step, LaunchedStep]] = deque()  # not yet reported, oldest first
+        # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
+        self._launched: deque[tuple[Step, Mark, LaunchedStep | None]] = deque()
         self._unfinished = False  # the one that was launched last waits for its masks
         self._behind: deque[Step] = deque()  # it
         self._closed = False
@@ -138,7 +134,7 @@ class Executor:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
         if self.unreported >= MOST_UNFINISHED:
-            unfinished = sum(not one.mark.ready for _, one in self._launched) + len(self._behind)
+            unfinished = sum(not mark.ready for _, mark, _ in self._launched) + len(self._behind)
             if unfinished >= MOST_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"
@@ -160,50 +156,49 @@ class Executor:
     def _go_on(self) -> None:
         """Launches what waits, up to a step whose masks cannot be known yet."""
         while self._behind and not self._unfinished:
-            step = self._behind.popleft()
+            step, launched = self._behind.popleft(), None
             try:
                 launched = self._runner.launch(step, self._before)
                 self._unfinished = step.masked is not None
+                mark = launched.mark
             except Exception as error:  # whatever it is, it belongs to this step's owner
-                launched = NotLaunched(Failed(error))
-            self._launched.append((step, launched))
+                mark = Failed(error)
+            self._launched.append((step, mark, launched))
             if self._unfinished:
                 self._finish()
             else:
-                launched.mark.then(self._loop, self._report)
+                mark.then(self._loop, self._report)
 
     def _finish(self) -> None:
         """The step that waits for its masks, if all before it were reported."""
         if not self._unfinished or len(self._launched) > 1:
             return
-        assert self._masks is not None
-        step, launched = self._launched[0]
+        step, mark, launched = self._launched[0]
+        assert self._masks is not None and launched is not None
         try:
-            launched.finish(partial(self._masks.fill, step))
+            self._runner.finish(launched, partial(self._masks.fill, step))
         except Exception as error:
-            launched = NotLaunched(Failed(error))
-            self._launched[0] = step, launched
+            mark = Failed(error)
+            self._launched[0] = step, mark, None
         self._unfinished = False
-        launched.mark.then(self._loop, self._report)
+        mark.then(self._loop, self._report)
 
     def _report(self) -> None:
         """Whatever has ended; a step that was never launched may have called too early."""
-        while self._launched and self._launched[0][1].mark.ready:
-            step, launched = self._launched.popleft()
+        while self._launched and self._launched[0][1].ready:
+            step, mark, launched = self._launched.popleft()
             try:
+                mark.wait()  # raises why a launch has failed; a fault of a kernel shows only here
+                assert launched is not None
                 sampled = launched.take()
                 if self._masks is not None:
                     sampled = self._masks.take(step, sampled)
-            except Exception as error:  # a fault of a kernel shows only here
+            except Exception as error:
                 self._on_error(step, error)
                 continue
             self.steps += 1
-            self.busy_seconds += launched.mark.busy
-            self.idle_seconds += launched.mark.idle
-            self._on_done(step, sampled, launched.mark.busy)
+            self.busy_seconds += mark.busy
+            self.idle_seconds += mark.idle
+            self._on_done(step, sampled, mark.busy)
         self._finish()
         self._go_on()
-
-
-def unwatched(step: Step) -> None:
-    """Nobody looks on."""

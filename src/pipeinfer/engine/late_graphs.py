@@ -10,38 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pipeinfer.engine.device import Mark
 from pipeinfer.runtime.logs import DETAILS
+
+if TYPE_CHECKING:
+    from pipeinfer.engine.runner import Runner
 
 log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 
 FIRST = 0.5  # seconds that the engine is left to meet its scheduler
 QUIET = 0.05  # seconds without a step: who sends one request after the other is not disturbed
 GAP = 0.01  # seconds between two captures
-
-
-class Unfinished(Protocol):
-    """What has graphs to capture; see engine/runner.py."""
-
-    @property
-    def graphs(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def graphs_left(self) -> int:
-        """How many are to come."""
-        ...
-
-    def capture_next(self) -> Mark:
-        """Queues the capture of one; only while no step is under way."""
-        ...
-
-    def leave_graphs(self) -> None:
-        """None comes any more."""
-        ...
 
 
 class LateGraphs:
@@ -51,7 +32,7 @@ class LateGraphs:
     has each graph from the same step on again.
     """
 
-    def __init__(self, runner: Unfinished) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._quiet: Callable[[], float] = lambda: 0.0
         self._due: Callable[[], None] = lambda: None

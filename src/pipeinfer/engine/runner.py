@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ from pipeinfer.engine.arrays import Cut, StepArrays
 from pipeinfer.engine.artificial import empty_step
 from pipeinfer.engine.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.device import Device, InTwoParts, Mark
-from pipeinfer.engine.executor import Fill, unwatched
+from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
 from pipeinfer.engine.graphs import Captured, Graphs, alone
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.marks import usual_marks
@@ -30,7 +30,7 @@ from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
 from pipeinfer.engine.rooms import LargestStep, Room, parted, sharing
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
-from pipeinfer.engine.scores import Scores, StepScores
+from pipeinfer.engine.scores import Scores
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
@@ -41,79 +41,35 @@ from pipeinfer.tensors import tensor_of
 
 
 @dataclass
-class LaunchedStep:
-    """A launched step; `mark` is its end.
+class PackedStep:
+    """One launch of `step`: what the host packed, and what is computed of it on the way.
 
-    drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
-    their order. scores: of its logits, where log-probs are asked for. logits: [S, vocab], if they
-    are kept. rest: what is left to be done of a step with masked rows, by `complete`. refused:
-    those of them that must not sample.
-    """
-
-    mark: Mark = field(init=False)
-    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
-    scores: StepScores | None = None
-    logits: torch.Tensor | None = None
-    rest: _Rest | None = None
-    complete: Callable[[LaunchedStep, Fill], None] | None = None
-    refused: dict[int, str] = field(default_factory=dict[int, str])
-    _sampled: Sampled | None = None
-
-    def take(self) -> Sampled:
-        """What it gave, waited for if need be."""
-        if self._sampled is None:
-            self.mark.wait()
-            sampled = Sampled.of(self.drawn[self.rows], self.refused)
-            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
-        return self._sampled
-
-    def finish(self, fill: Fill) -> None:
-        """See executor.py."""
-        assert self.complete is not None
-        self.complete(self, fill)
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A step that is to be launched, in `buffers`: the first `words` of them.
-
-    entries: see Packer.pack. late: what changes in the slots' state, int32 [2n], if it does not fit
-    there. truncated: int64, which of the rows that sample have top-k, top-p or min-p; biased:
-    whether the logits of some of them are raised or lowered.
+    buffers: of its parity; `num_words` of their pinned words are uploaded. cut: views of the
+    device's buffers. graph: that is replayed; None: kernel by kernel.
+    sample_rows: int64 [S], where in `logits` the rows that sample stand; None: they are the first.
+    late: int32 [2n], changes of the slots' state that do not fit into the words.
+    truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
+    logits of some of them are raised or lowered.
+    scores: where log-probs are asked for. logits: [S, share] once computed, None if no row samples.
     """
 
     step: Step
-    parity: int
     buffers: StepBuffers
     cut: Cut
-    captured: Captured | None
-    words: int
-    entries: np.ndarray | None
+    graph: Captured | None
+    num_words: int
+    sample_rows: np.ndarray | None
     late: np.ndarray | None
     truncated: np.ndarray
     biased: bool
+    scores: Scores | None = None
+    logits: torch.Tensor | None = None
 
     @property
     def rows(self) -> np.ndarray | slice:
-        """Which entries are those of rows that sample, in their order."""
+        """Which rows of `logits` are those of rows that sample, in their order."""
         count = int(np.count_nonzero(self.step.samples))
-        return slice(count) if self.entries is None else self.entries
-
-    def scores(self, sampler: Sampler) -> Scores | None:
-        """For log-probs, where any are asked for."""
-        step = self.step
-        asked = step.logprobs is not None or step.prompts
-        return Scores(step, self.entries, sampler) if asked else None
-
-
-@dataclass(frozen=True)
-class _Rest:
-    """Of a step: what its rows are to be sampled from."""
-
-    packed: _Packed
-    logits: torch.Tensor | None
-    scores: Scores | None
+        return slice(count) if self.sample_rows is None else self.sample_rows
 
 
 class Runner:
@@ -150,9 +106,10 @@ class Runner:
         )
         words = len(self._arrays.words)
         nobody = self._state.nobody
-        self._buffers = [StepBuffers(device, words, largest.rows, nobody) for _ in range(PARITIES)]
+        self._buffers = [
+            StepBuffers(parity, device, words, largest.rows, nobody) for parity in range(PARITIES)
+        ]
         self._launched = 0
-        self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
         # Of the rows that were packed last: their fields, and what follows for all their steps.
         self._wishes: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
@@ -188,46 +145,81 @@ class Runner:
         return self.launch(step).take()
 
     def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> LaunchedStep:
-        """Queues the whole step; does not wait for the device, except for buffers still in use,
-        which the depth of the overlap loop rules out on rank 0. See engine/executor.py."""
-        parity = self._launched % PARITIES
+        """Queues the step behind those that were launched before. Does not wait for the device,
+        except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
+
+        `before` is called with it right before its kernels are launched, on the thread that
+        launches them. A step with masked rows is computed up to their logits; see `finish`.
+        """
+        buffers = self._buffers[self._launched % PARITIES]
         self._launched += 1
-        last, launched = self._latest[parity], LaunchedStep()
-        packed: list[_Packed] = []
-
-        def prepare() -> None:
-            before(step)
-            with self.phases.range("wait for buffers"):
-                if last is not None:  # what it reads is free then, and what it gave taken
-                    last.take()
-            with self.phases.span("pack", step.number):
-                packed.append(self._pack(step, parity, self._fitting(step)))
-
+        launched = LaunchedStep(step, buffers)
+        prepare = partial(self._prepare, launched, buffers.latest, before)
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
-            mark = self.device.submit(lambda: self._run(packed.pop(), launched), prepare)
-            launched.mark = mark
-            if step.masked is not None:
-                launched.mark = whole = InTwoParts(mark)
-                launched.complete = partial(self._complete, step, parity, whole)
-        self._latest[parity] = launched
+            first = self.device.submit(partial(self._compute, launched), prepare)
+        launched.mark = first if step.masked is None else InTwoParts(first)
+        buffers.latest = launched
         return launched
 
-    def _complete(
-        self, step: Step, parity: int, mark: InTwoParts, launched: LaunchedStep, fill: Fill
+    def _prepare(
+        self, launched: LaunchedStep, last: LaunchedStep | None, before: Callable[[Step], None]
     ) -> None:
-        """Queues the rest of a step with masked rows, which was launched last."""
-        assert step.masked is not None
-        many, width = len(step.masked.rows), -(-self._sampler.vocab // 32)
-        words = self._buffers[parity].masks.take(many * width).view(many, width)
-        with self.phases.span("masks", step.number):
+        """On the host, before the device begins."""
+        step, buffers = launched.step, launched.buffers
+        before(step)
+        with self.phases.range("wait for buffers"):
+            if last is not None:  # what it reads is free then, and what it gave taken
+                last.take()
+        with self.phases.span("pack", step.number):
+            launched.packed = self._pack(step, buffers, self._fitting(step))
+
+    @torch.inference_mode()
+    def _compute(self, launched: LaunchedStep) -> None:
+        """As the device's work: upload, plan, forward pass, sampling and download are queued."""
+        packed, launched.packed = launched.packed, None
+        assert packed is not None
+        number, span = packed.step.number, self.phases.span
+        with span("upload", number):
+            self._upload(packed)
+        with span("attention_plan", number):
+            plan = self._plan(packed)
+        with span("forward", number):
+            packed.logits = self._forward(packed, plan)
+        if packed.step.masked is not None:
+            launched.packed = packed  # its rows are sampled when their masks are known
+            return
+        with span("sample", number):
+            self._sample(packed, launched)
+
+    def finish(self, launched: LaunchedStep, fill: Fill) -> None:
+        """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
+        masks."""
+        masked, mark = launched.step.masked, launched.mark
+        assert masked is not None and isinstance(mark, InTwoParts)
+        many, width = len(masked.rows), -(-self._sampler.vocab // 32)
+        words = launched.buffers.masks.take(many * width).view(many, width)
+        with self.phases.span("masks", launched.step.number):
             launched.refused = fill(words.numpy())
+        mark.complete(self.device.submit(partial(self._finish, launched, words)))
 
-        def work() -> None:
-            rest, launched.rest = launched.rest, None
-            if rest is not None:  # else the first part has failed
-                self._finish(rest, launched, words)
-
-        mark.complete(self.device.submit(work))
+    @torch.inference_mode()
+    def _finish(self, launched: LaunchedStep, words: torch.Tensor) -> None:
+        """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
+        packed, launched.packed = launched.packed, None
+        if packed is None:  # the first part has failed
+            return
+        masked, logits, scores = packed.step.masked, packed.logits, packed.scores
+        assert masked is not None and logits is not None
+        if scores is not None and packed.graph is not None:
+            scores.keep(logits)  # of what the model said, before all else
+        launched.logits = self._kept(logits)
+        rows = masked.rows if packed.sample_rows is None else packed.sample_rows[masked.rows]
+        where = logits.device
+        at = tensor_of(rows).to(where, non_blocking=True)
+        there = self._sampler.masks(words.to(where, non_blocking=True))
+        self._kernels.mask(logits, at, there, self._sampler.first_id)
+        with self.phases.span("sample", packed.step.number):
+            self._sample(packed, launched)
 
     def _fitting(self, step: Step) -> Captured | None:
         """A graph for the step, if its logits are what is asked for: graphs have them for the rows
@@ -235,86 +227,32 @@ class Runner:
         suppressed = step.logprobs is not None and step.logprobs.suppressed
         return None if suppressed or step.prompts else self._graphs.fitting(step)
 
-    @torch.inference_mode()
-    def _run(self, packed: _Packed, launched: LaunchedStep) -> None:
-        """As the device's work."""
-        number, span, captured = packed.step.number, self.phases.span, packed.captured
-        buffers, scores = packed.buffers, packed.scores(self._sampler)
-        with span("upload", number):
-            self._upload(packed)
-        with span("attention_plan", number):
-            if captured is None or self._backend.traits.host_lengths:
-                buffers.plan = self._plan(packed)
-        with span("forward", number):
-            if captured is None:
-                logits = self._logits(packed.cut, buffers.plan, scores)
-            else:  # sampling by temperature included
-                captured.replay()
-                logits = captured.logits
-        if packed.step.masked is None:
-            self._sample(packed, logits, scores, launched)
-        else:
-            launched.rest = _Rest(packed, logits, scores)
-
-    @torch.inference_mode()
-    def _finish(self, rest: _Rest, launched: LaunchedStep, words: torch.Tensor) -> None:
-        """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
-        packed, logits, scores = rest.packed, rest.logits, rest.scores
-        masked = packed.step.masked
-        assert masked is not None and logits is not None
-        if scores is not None and packed.captured is not None:
-            scores.keep(logits)  # of what the model said, before all else
-        launched.logits = self._kept(logits)
-        rows = masked.rows if packed.entries is None else packed.entries[masked.rows]
-        where = logits.device
-        at = tensor_of(rows).to(where, non_blocking=True)
-        there = self._sampler.masks(words.to(where, non_blocking=True))
-        self._kernels.mask(logits, at, there, self._sampler.first_id)
-        self._sample(packed, logits, scores, launched)
-
-    def _sample(
-        self,
-        packed: _Packed,
-        logits: torch.Tensor | None,
-        scores: Scores | None,
-        launched: LaunchedStep,
-    ) -> None:
-        """What the rows draw, and what is said of it, on their way to the host."""
-        buffers = packed.buffers
-        with self.phases.span("sample", packed.step.number):
-            if logits is not None:
-                drawn = self._drawn(packed, logits)
-                launched.drawn = buffers.download(drawn)
-                launched.rows = packed.rows
-                if packed.step.masked is None:
-                    launched.logits = self._kept(logits)
-                if scores is not None:
-                    scores.rows(logits, drawn)
-            if scores is not None:
-                launched.scores = scores.download(buffers.logprobs)
-
-    def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
-        """The step in this parity's buffer, for that graph or none."""
-        if captured is None:
+    def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
+        """The step in these buffers, for that graph or none."""
+        if graph is None:
             cut = self._arrays.cut(Room.of(step), int(step.samples.sum()), graph=False)
         else:
-            cut = captured.cut
-        return self._packed(step, parity, cut, captured)
+            cut = graph.cut
+        return self._packed(step, buffers, cut, graph)
 
-    def _packed(self, step: Step, parity: int, cut: Cut, captured: Captured | None) -> _Packed:
-        buffers = self._buffers[parity]
+    def _packed(
+        self, step: Step, buffers: StepBuffers, cut: Cut, graph: Captured | None
+    ) -> PackedStep:
         changes, late = self._state.changes(step.delta), None
         if len(changes) > 2 * self._arrays.most_pairs:
             changes, late = changes[:0], changes
-        words, entries = buffers.packer.pack(step, cut.room, cut.samples, changes)
+        num_words, sample_rows = buffers.packer.pack(step, cut.room, cut.samples, changes)
         if self._wishes[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
             self._wishes = step.fields, truncated(step.fields), biased
-        return _Packed(
-            step, parity, buffers, cut, captured, words, entries, late, *self._wishes[1:]
+        packed = PackedStep(
+            step, buffers, cut, graph, num_words, sample_rows, late, *self._wishes[1:]
         )
+        if step.logprobs is not None or step.prompts:
+            packed.scores = Scores(step, sample_rows, self._sampler)
+        return packed
 
-    def _upload(self, packed: _Packed) -> None:
+    def _upload(self, packed: PackedStep) -> None:
         """What changes in the slots, and the step, on the current stream."""
         cleared, late = packed.step.delta.cleared, packed.late
         if self._backend.traits.host_lengths:
@@ -324,16 +262,42 @@ class Runner:
         if late is not None:
             pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
-        packed.buffers.upload(packed.words, self._arrays.words)
+        packed.buffers.upload(packed.num_words, self._arrays.words)
 
-    def _plan(self, packed: _Packed) -> Plan:
-        """Of a graph's rows: into where its first plan lies."""
-        cut, table = packed.cut, None
+    def _plan(self, packed: PackedStep) -> Plan:
+        """What attention makes of the step; None where a graph holds what it needs. Of a graph's
+        rows: into where its first plan lies."""
+        cut, buffers, host = packed.cut, packed.buffers, self._backend.traits.host_lengths
+        if packed.graph is not None and not host:
+            return None
         exact = None if cut.graph else packed.step
-        if exact is not None and self._backend.traits.host_lengths:
+        table = None
+        if exact is not None and host:
             table = self._mirror.pages(exact, self.pool.page_size)
-        rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
-        return self._backend.plan(rows)
+        rows = self._arrays.paged(cut, buffers.parity, buffers.packer.words, exact, table)
+        buffers.plan = self._backend.plan(rows)
+        return buffers.plan
+
+    def _forward(self, packed: PackedStep, plan: Plan) -> torch.Tensor | None:
+        """Logits [S, share], ready to be sampled; None if no row samples."""
+        if packed.graph is None:
+            return self._logits(packed.cut, plan, packed.scores)
+        packed.graph.replay()  # sampling by temperature included
+        return packed.graph.logits
+
+    def _sample(self, packed: PackedStep, launched: LaunchedStep) -> None:
+        """What the rows draw, and what is said of it, on their way to the host."""
+        buffers, logits, scores = packed.buffers, packed.logits, packed.scores
+        if logits is not None:
+            drawn = self._drawn(packed, logits)
+            launched.drawn = buffers.download(drawn)
+            launched.rows = packed.rows
+            if packed.step.masked is None:
+                launched.logits = self._kept(logits)
+            if scores is not None:
+                scores.rows(logits, drawn)
+        if scores is not None:
+            launched.scores = scores.download(buffers.logprobs)
 
     def _logits(self, cut: Cut, plan: Plan, scores: Scores | None = None) -> torch.Tensor | None:
         """Logits [S, vocab], ready to be sampled; None if no row samples. What `scores` wants to
@@ -361,20 +325,22 @@ class Runner:
         edits = self._state.edits
         self._kernels.edit(logits, out.write_slots, out.sample_positions, edits, first, values)
 
-    def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
+    def _drawn(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
-        step, cut, captured = packed.step, packed.cut, packed.captured
-        entries, truncated = packed.entries, packed.truncated
+        step, cut, graph = packed.step, packed.cut, packed.graph
+        sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
-        if captured is not None and alike and step.masked is None:
-            return captured.drawn
+        if graph is not None and alike and step.masked is None:
+            return graph.drawn
         if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
         if packed.biased:
             self._edit(logits, cut, values=True)
-        said = self._penalties.apply(logits, step.penalties, entries) if step.penalties else None
+        said = None
+        if step.penalties is not None:
+            said = self._penalties.apply(logits, step.penalties, sample_rows)
         last_token = self._state.by_slot.last_token
-        truncated = truncated if entries is None else entries[truncated]
+        truncated = truncated if sample_rows is None else sample_rows[truncated]
         drawn = self._sampler.sample(logits, cut.sampling, last_token, truncated)
         if said is not None:
             self._penalties.count(drawn, *said)
@@ -492,7 +458,7 @@ class Runner:
 
     def _prepared(self, cut: Cut, step: Step) -> tuple[Cut, Plan]:
         """The step where graphs read, planned."""
-        packed = self._packed(step, 0, cut, None)
+        packed = self._packed(step, self._buffers[0], cut, None)
         self._upload(packed)
         return cut, self._plan(packed)
 

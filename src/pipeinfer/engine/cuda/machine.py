@@ -60,7 +60,7 @@ class CudaMachine:
         largest = largest_step(runner.largest, page_size, most_tokens)
         for _ in range(2):  # the first one also allocates what stays
             launched = runner.launch(largest)
-            launched.finish(allow_all)
+            runner.finish(launched, allow_all)
             launched.take()
         runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
