@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.engine.mirror import Mirror
+from page_mirror import PageMirror
 from pipeinfer.steps.step import Delta, Step
 
 
@@ -21,6 +21,6 @@ def all_pages(slots, pages) -> Delta:
 
 def pages_of(step: Step, page_size: int) -> np.ndarray:
     """int32 [R, P] of a step whose delta says all of it."""
-    state = Mirror(int(step.slots.max(initial=0)) + 1)
+    state = PageMirror(int(step.slots.max(initial=0)) + 1)
     state.apply(step.delta)
     return state.pages(step, page_size)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.mirror import Mirror
+from page_mirror import PageMirror
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.errors import ProtocolError
@@ -29,7 +29,7 @@ class Side:
         self.memory = MemoryManager(pages, page_size, SLOTS, LIMIT)
         self.requests = RequestTable(SLOTS)
         self.builder = StepBuilder(self.memory, self.requests)
-        self.slots = Mirror(SLOTS)
+        self.slots = PageMirror(SLOTS)
         self.short = short
         self.shortcuts = 0
 

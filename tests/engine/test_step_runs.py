@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.rooms import Packer, Room, layout
+from pipeinfer.engine.rooms import GraphShape, Packer, layout
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
@@ -82,7 +82,7 @@ def test_prompts_have_no_runs_and_attention_that_reads_row_by_row_is_told_none()
     assert two_with_a_common_prompt(Side(shares=False)).runs is None
 
 
-@pytest.mark.parametrize("room", [Room(3, 3, 0), Room(8, 8, 0), Room(64, 8, 8)])
+@pytest.mark.parametrize("room", [GraphShape(3, 3, 0), GraphShape(8, 8, 0), GraphShape(64, 8, 8)])
 def test_words_of_a_step_have_its_runs_and_no_others(room):
     side = Side()
     step = two_with_a_common_prompt(side)
@@ -94,8 +94,8 @@ def test_words_of_a_step_have_its_runs_and_no_others(room):
         alone = replace(step, runs=None) if runs is None else step
         packer.pack(alone, room, 3, np.zeros(0, dtype=np.int32))
         for begin, values in (
-            (at.lines, [] if runs is None else runs.lines.tolist()),
-            (at.seats, [] if runs is None else runs.seats.tolist()),
+            (at.leaders, [] if runs is None else runs.lines.tolist()),
+            (at.ranks, [] if runs is None else runs.seats.tolist()),
         ):
             words = packer.words[begin : begin + room.rows].tolist()
             assert words == values + [0] * (room.rows - len(values))

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from hash_device import HashDevice, chain
-from pipeinfer.engine.mirror import Mirror
+from page_mirror import PageMirror
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory import runs
@@ -69,7 +69,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.requests = RequestTable(SLOTS)
         self.steps = StepBuilder(self.memory, self.requests, shares=True)
         self.device = HashDevice(self.pages, size, SLOTS)
-        self.heard = Mirror(SLOTS)  # of steps that the device has not run yet
+        self.heard = PageMirror(SLOTS)  # of steps that the device has not run yet
         self.number = 0
         self.live: dict[int, Sequence] = {}
         self.preempted: list[Sequence] = []

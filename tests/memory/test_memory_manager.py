@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hash_device import HashDevice, chain
-from pipeinfer.engine.mirror import Mirror
+from page_mirror import PageMirror
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
@@ -31,7 +31,7 @@ class Memory:
         self.requests = RequestTable(slots)
         self.steps = StepBuilder(self.manager, self.requests)
         self.device = HashDevice(pages, SIZE, slots)
-        self.heard = Mirror(slots)  # of steps that the device need not have run yet
+        self.heard = PageMirror(slots)  # of steps that the device need not have run yet
         self.number = 0
 
     def plan(

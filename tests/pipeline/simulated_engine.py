@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 from simulated_grammars import WORDS, Matcher, choice, compiled
 
+from page_mirror import PageMirror
 from pipeinfer.core import Send
 from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.driver import step_done
-from pipeinfer.engine.mirror import Mirror
 from pipeinfer.events import Compiled, StepDone
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
@@ -62,7 +62,7 @@ class TokenDevice:
         self._sources: dict[int, RowSource] = {}  # by slot
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
-        self._slots = Mirror(SLOTS)
+        self._slots = PageMirror(SLOTS)
         self._edits: dict[int, Edits] = {}
 
     def run(self, step: Step) -> list[int | str]:

@@ -35,10 +35,10 @@ requests.RequestTable.put = put
 DEVICE_FAILS_ON_A_SEED = """
 from pipeinfer.engine import runner
 right = runner.Runner._logits
-def logits(self, cut, plan):
-    found = right(self, cut, plan)
-    if 13 in cut.sampling["seed"].tolist():
-        raise RuntimeError(f"step of {cut.room.rows} rows: no kernel for this seed")
+def logits(self, views, plan, scores=None):
+    found = right(self, views, plan, scores)
+    if 13 in views.sampling["seed"].tolist():
+        raise RuntimeError(f"step of {views.shape.rows} rows: no kernel for this seed")
     return found
 runner.Runner._logits = logits
 """

@@ -19,7 +19,7 @@ HYBRID = PagedKind(
         PREFERRED,
         captures_decode=True,
         captures_prefill=True,
-        gathered="prompts",
+        block_table="prefills",
         shares=True,
     ),
     at_once=True,

@@ -39,12 +39,18 @@ class Piece:
         return self.start + self.count - self.key_start
 
 
-def places(
-    pages: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int
-) -> np.ndarray:
-    """int64 places of `positions` of `rows` (broadcast against each other)."""
-    page, offset = np.divmod(positions, page_size)
-    return pages[rows, page].astype(np.int64) * page_size + offset
+@dataclass(frozen=True)
+class RowPages:
+    """Pages of rows: position p of row r lies in page indices[indptr[r] + p // page_size]."""
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    page_size: int
+
+    def places(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """int64 places of `positions` of `rows` (broadcast against each other)."""
+        page, offset = np.divmod(positions, self.page_size)
+        return self.indices[self.indptr[rows] + page].astype(np.int64) * self.page_size + offset
 
 
 def key_spans(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +87,7 @@ def pieces(
     """The rows after the `decodes`; under a sliding window long rows come in several pieces.
 
     Without the cut, every query of a long row would read the keys of all its windows. The arrays
-    are those of RowArrays.
+    are DeviceStep's.
     """
     for row in range(decodes, len(lengths)):
         first, count = int(q_indptr[row]), int(q_indptr[row + 1] - q_indptr[row])

@@ -14,9 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention import step_index
-from pipeinfer.attention.interface import KV, Traits
-from pipeinfer.attention.rows import PagedRows
-from pipeinfer.attention.step_index import Piece
+from pipeinfer.attention.interface import KV, PlanInputs, Traits
+from pipeinfer.attention.step_index import Piece, RowPages
 from pipeinfer.attention.unfused import attend_unfused, is_unfused
 from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
 from pipeinfer.memory.pool import KVPool
@@ -72,7 +71,7 @@ class TorchBackend:
     The keys of a whole prompt are the step's own: they are not gathered from their pages.
     """
 
-    traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True, host_lengths=True)
+    traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True)
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
@@ -95,8 +94,13 @@ class TorchBackend:
         self._scales = pool.scales
         self._scratch = None
 
-    def plan(self, rows: PagedRows) -> TorchPlan:
-        return {window: self._window(rows, window) for window in self._windows}
+    def plan(self, inputs: PlanInputs) -> TorchPlan:
+        """Reads the step's arrays where they are: on a GPU that waits for the steps before."""
+        step = inputs.step
+        lengths, queries = _on_host(step.seq_lens), _on_host(step.qo_indptr)
+        pages = RowPages(_on_host(step.kv_indptr), _on_host(step.kv_indices), self._page_size)
+        rows = lengths, queries, pages, step.shape.decodes
+        return {window: self._window(*rows, window) for window in self._windows}
 
     def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: TorchPlan) -> torch.Tensor:
         assert k is not None and v is not None, "this backend needs_kv"
@@ -117,9 +121,14 @@ class TorchBackend:
 
     # ------------------------------------------------------------------------------------- a step
 
-    def _window(self, rows: PagedRows, window: int | None) -> WindowPlan:
-        host, decodes = rows.on_host, rows.decodes
-        lengths, queries, pages = host.lengths.numpy(), host.q_indptr.numpy(), host.table.numpy()
+    def _window(
+        self,
+        lengths: np.ndarray,
+        queries: np.ndarray,
+        pages: RowPages,
+        decodes: int,
+        window: int | None,
+    ) -> WindowPlan:
         pieces = [
             self._piece(pages, window, piece)
             for piece in step_index.pieces(lengths, queries, decodes, window)
@@ -135,7 +144,7 @@ class TorchBackend:
 
     def _bucket(
         self,
-        pages: np.ndarray,
+        pages: RowPages,
         rows: np.ndarray,
         firsts: np.ndarray,
         lengths: np.ndarray,
@@ -145,7 +154,7 @@ class TorchBackend:
         steps = np.arange(longest)
         padding = steps >= lengths[rows, None]
         at = np.where(padding, 0, firsts[rows, None] + steps)
-        places = step_index.places(pages, rows[:, None], at, self._page_size)
+        places = pages.places(rows[:, None], at)
         places[padding] = 0  # the dummy page's first token: finite, and nobody's
         bias = None
         if padding[-1, -1]:
@@ -155,12 +164,12 @@ class TorchBackend:
             begin, begin + len(rows), longest, self._tensor(places.reshape(-1)), bias
         )
 
-    def _piece(self, pages: np.ndarray, window: int | None, piece: Piece) -> PrefillPiece:
+    def _piece(self, pages: RowPages, window: int | None, piece: Piece) -> PrefillPiece:
         count, keys = piece.count, piece.keys
         if keys == count and (window is None or count <= window):
             return PrefillPiece(piece.first, count, None, None)
         at = np.arange(piece.key_start + keys - 1, piece.key_start - 1, -1)
-        places = step_index.places(pages, np.full_like(at, piece.row), at, self._page_size)
+        places = pages.places(piece.row, at)
         # With the keys reversed, query i sees key j iff count-1 <= i + j < count-1 + window: one
         # vector, read with strides (1, 1), is the whole mask in count + keys floats.
         band = torch.full((count + keys - 1,), NEVER, dtype=self._dtype, device=self._device)
@@ -265,3 +274,8 @@ class TorchBackend:
         scales = self._scales[layer]
         k, v = k.view(E4M3), v.view(E4M3)
         return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)
+
+
+def _on_host(tensor: torch.Tensor) -> np.ndarray:
+    """Of a tensor of the CPU the same memory."""
+    return tensor.cpu().numpy()

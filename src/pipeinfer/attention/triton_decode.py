@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from pipeinfer.attention.rows import PagedRows
+from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
 from pipeinfer.kernels.decode_pieces import (
     Cut,
@@ -106,20 +106,19 @@ class TritonDecodeKernel:
         self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
         self._runs = room_for_runs(most_rows, self._device)
 
-    def plan(self, rows: PagedRows, begin: int, end: int) -> Plan:
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> Plan:
         """Views only."""
-        lengths, indptr = rows.device.lengths[begin:end], rows.device.kv_indptr[begin : end + 1]
-        lines, seats, runs = rows.device.lines, rows.device.seats, None
+        step, runs = inputs.step, None
+        lengths, indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
+        leaders, ranks = step.prefix_leaders, step.prefix_ranks
         shares = self._seats(self._cut(end - begin)) > 0
-        if shares and lines is not None and seats is not None:
-            runs = Runs(lines[begin:end], seats[begin:end], *self._runs)
+        if shares and leaders is not None and ranks is not None:
+            runs = Runs(leaders[begin:end], ranks[begin:end], *self._runs)
         windows = {
-            window: DecodeRows(
-                lengths, indptr, rows.device.indices, pieces, None if window else runs
-            )
+            window: DecodeRows(lengths, indptr, step.kv_indices, pieces, None if window else runs)
             for window, pieces in self._pieces.items()
         }
-        return Plan(windows, early=end == len(rows.device.lengths))
+        return Plan(windows, early=end == step.shape.rows)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Plan) -> None:
         shape, pool = self._shapes[layer], self._pool

@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 
 from pipeinfer.attention.interface import Plan
-from pipeinfer.engine.arrays import Cut
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, SHARING, Room
+from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, SHARING, holds
+from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.steps.step import Step
 
 SMALL = 8
@@ -31,14 +31,14 @@ class Captured:
     """One size; `logits` and `drawn` are what it leaves behind until the next replay, or capture,
     of any."""
 
-    cut: Cut
+    views: DeviceStep
     replay: Work
     logits: torch.Tensor
     drawn: torch.Tensor
 
 
-# (cut, plan) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
-Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
+# (views, plan) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
+Body = Callable[[DeviceStep, Plan], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Graphs:
@@ -51,39 +51,39 @@ class Graphs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.decodes: tuple[int, ...] = ()
-        self.mixed: tuple[Room, ...] = ()
-        self.sharing: tuple[Room, ...] = ()
-        self.left: list[Room] = []
+        self.mixed: tuple[GraphShape, ...] = ()
+        self.sharing: tuple[GraphShape, ...] = ()
+        self.left: list[GraphShape] = []
         self.slow: frozenset[int] = frozenset()
-        self._captured: dict[Room, Captured] = {}
+        self._captured: dict[GraphShape, Captured] = {}
 
-    def __getitem__(self, room: Room) -> Captured:
+    def __getitem__(self, room: GraphShape) -> Captured:
         return self._captured[room]
 
-    def seconds(self, room: Room, times: int = REPLAYS) -> float:
+    def seconds(self, room: GraphShape, times: int = REPLAYS) -> float:
         """What a replay takes of whatever graphs read now: enough to compare sizes."""
         return self._device.seconds(self[room].replay, times)
 
-    def __contains__(self, room: Room) -> bool:
+    def __contains__(self, room: GraphShape) -> bool:
         return room in self._captured
 
     def __len__(self) -> int:
         return len(self._captured)
 
     @property
-    def planned(self) -> tuple[Room, ...]:
+    def planned(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
         later = (room for room in self.left if room.prefills and not room.shares)
         return tuple(sorted({*self.mixed, *later}))
 
-    def like(self, room: Room, step: Step) -> Room | None:
+    def like(self, room: GraphShape, step: Step) -> GraphShape | None:
         """`room`, or while that has no graph, the smallest that has one, for as many tokens and for
         the step."""
         there = self._either(room)
         if there in self:
             return there
         same = (other for other in self.mixed if other.tokens == room.tokens)
-        return next((other for other in same if other.holds(step)), None)
+        return next((other for other in same if holds(other, step)), None)
 
     def fitting(self, step: Step) -> Captured | None:
         """The smallest for the step; None if there is none, or it is far larger. Where decodes
@@ -98,27 +98,27 @@ class Graphs:
         room = self._smallest(self.mixed, step)
         return None if room is None else self[room]
 
-    def _smallest(self, rooms: Sequence[Room], step: Step) -> Room | None:
+    def _smallest(self, rooms: Sequence[GraphShape], step: Step) -> GraphShape | None:
         """Of `rooms`, ascending, the first for the step that is not slow, or else the first; None
         if there is none, or it is far larger."""
-        slow: Room | None = None
+        slow: GraphShape | None = None
         for room in rooms:
             if _far_larger(room, len(step.tokens)):
                 break
-            if room.holds(step):
+            if holds(room, step):
                 if not room.prefills or room.tokens not in self.slow:
                     return room
                 slow = slow or room
         return slow
 
-    def _either(self, room: Room) -> Room:
+    def _either(self, room: GraphShape) -> GraphShape:
         """`room`, or where that has no graph, the one of that size whose decodes share."""
         return room if room in self else replace(room, shares=True)
 
     def capture(
         self,
-        rooms: Sequence[Room],
-        prepare: Callable[[Room], tuple[Cut, Plan]],
+        rooms: Sequence[GraphShape],
+        prepare: Callable[[GraphShape], tuple[DeviceStep, Plan]],
         body: Body,
         progress: Callable[[], None],
     ) -> None:
@@ -126,9 +126,9 @@ class Graphs:
         puts a step of padding rows where graphs read, and plans it. progress() after each.
         """
         for room in sorted(rooms, reverse=True):
-            cut, plan = prepare(room)
-            made = self._device.capture(partial(body, cut, plan))
-            self._captured[room] = Captured(cut, made.again, *made.tensors)
+            views, plan = prepare(room)
+            made = self._device.capture(partial(body, views, plan))
+            self._captured[room] = Captured(views, made.again, *made.tensors)
             progress()
         self._list()
 
@@ -140,7 +140,7 @@ class Graphs:
         self.mixed = tuple(sorted(mixed))
         self.sharing = tuple(room for room in every if room.shares)
 
-    def drop_slower_small_ones(self, prepare: Callable[[Room], object]) -> None:
+    def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
         libraries' matrix kernels are not always faster. As `capture`, after it.
         """
@@ -156,11 +156,11 @@ class Graphs:
         self._list()
 
 
-def _far_larger(room: Room, tokens: int) -> bool:
+def _far_larger(room: GraphShape, tokens: int) -> bool:
     """Whether a step of so many tokens would be padded too much."""
     return room.tokens - tokens > max(MOST_PADDING, room.tokens // PADDING_SHARE)
 
 
-def alone(decodes: int) -> Room:
+def alone(decodes: int) -> GraphShape:
     """For so many decodes and nothing else."""
-    return Room(decodes, decodes, 0)
+    return GraphShape(decodes, decodes, 0)

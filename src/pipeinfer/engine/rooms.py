@@ -1,5 +1,5 @@
-"""Room for a step: so many tokens, decode rows and prompt rows. A graph has room for steps of a few
-sizes, a step without one takes as much as it needs.
+"""Shapes of steps: so many tokens, decode rows and prefill rows. CUDA graphs are captured for a
+few of them, and a graph runs every step that fits into its shape.
 
 Also how a step is written into the words that a device reads. In plain NumPy, and nothing here
 loops over rows: this is the hot path of the engine's host. Knows no device and no kernel.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.kernels.tables import NOBODY
+from pipeinfer.kernels.tables import NO_LOGITS, GraphShape
 from pipeinfer.step_cost import steps_up_to
 from pipeinfer.steps.step import Step
 
@@ -31,35 +31,20 @@ ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, order=True)
-class Room:
-    """For `tokens` of all rows, for `decodes` rows of one token and `prefills` of more. shares:
-    what decodes begin with in common is read once, by kernels that others need not take."""
-
-    tokens: int
-    decodes: int
-    prefills: int
-    shares: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Decode rows, then prefill rows."""
-        return self.decodes + self.prefills
-
-    @classmethod
-    def of(cls, step: Step) -> Room:
-        """What the step needs."""
-        shares = step.runs is not None
-        return cls(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
-
-    def holds(self, step: Step) -> bool:
-        """Whether it is large enough, and for steps of that kind."""
-        prompts = len(step.slots) - step.decodes
-        enough = self.tokens >= len(step.tokens) and self.prefills >= prompts
-        return enough and self.decodes >= step.decodes and (prompts > 0) == (self.prefills > 0)
+def shape_of(step: Step) -> GraphShape:
+    """What the step needs."""
+    shares = step.runs is not None
+    return GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
 
 
-NO_ROOM = Room(0, 0, 0)
+def holds(shape: GraphShape, step: Step) -> bool:
+    """Whether it is large enough, and for steps of that kind."""
+    prompts = len(step.slots) - step.decodes
+    enough = shape.tokens >= len(step.tokens) and shape.prefills >= prompts
+    return enough and shape.decodes >= step.decodes and (prompts > 0) == (shape.prefills > 0)
+
+
+_NO_SHAPE = GraphShape(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,7 @@ class LargestStep:
     tokens: int
     pages: int
 
-    def hold(self, room: Room) -> bool:
+    def hold(self, room: GraphShape) -> bool:
         """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
         return room.tokens <= self.tokens and max(room.decodes, room.prefills) <= self.rows
 
@@ -85,7 +70,7 @@ def decode_ladder(most: int) -> tuple[int, ...]:
 
 def mixed_ladder(
     most_tokens: int, most_rows: int, most_decodes: int, mixed: int
-) -> tuple[Room, ...]:
+) -> tuple[GraphShape, ...]:
     """Rooms for steps of up to `most_tokens` and `most_rows`, ascending: of prompts alone, and of
     prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
     nearly have. None if graphs of decodes are off (most_decodes 0).
@@ -105,11 +90,11 @@ def mixed_ladder(
         if tokens < largest + DECODES:
             rows = {*classes, full} if tokens <= LARGE else {most_decodes}
             beside += [(tokens, decodes, some) for decodes in rows]
-    rooms = (Room(*one) for one in (*alone, *beside))
+    rooms = (GraphShape(*one) for one in (*alone, *beside))
     return tuple(sorted(room for room in rooms if room.rows <= room.tokens <= most_tokens))
 
 
-def parted(rooms: Sequence[Room]) -> tuple[list[Room], list[Room]]:
+def parted(rooms: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
     """`rooms` of graphs as those that must be there first, so that every step finds one that is not
     much larger, and the others in the order in which they are worth it. First come, of decodes
     alone, powers of two, one and a half times those, and the most; of each number of tokens with
@@ -125,7 +110,7 @@ def parted(rooms: Sequence[Room]) -> tuple[list[Room], list[Room]]:
     return first, sorted((room for room in rooms if room not in there), key=_worth)
 
 
-def sharing(rooms: Sequence[Room]) -> list[Room]:
+def sharing(rooms: Sequence[GraphShape]) -> list[GraphShape]:
     """Of `rooms`, none of which shares, those that are wanted a second time for steps that do: as
     many decodes alone as are there first, and beside prompts the smallest class and the largest.
     """
@@ -135,17 +120,17 @@ def sharing(rooms: Sequence[Room]) -> list[Room]:
     return [replace(room, shares=True) for room in enough]
 
 
-def _few_alone(rooms: Sequence[Room]) -> list[Room]:
+def _few_alone(rooms: Sequence[GraphShape]) -> list[GraphShape]:
     alone = sorted(room for room in rooms if not (room.prefills or room.shares))
     few = [room for room in alone if _rough(room.decodes)]
     return few + [room for room in alone[-1:] if room not in few]
 
 
-def _largest(rooms: Sequence[Room]) -> list[Room]:
+def _largest(rooms: Sequence[GraphShape]) -> list[GraphShape]:
     """Of each number of tokens with prompts, the one for most rows."""
-    largest: dict[int, Room] = {}
+    largest: dict[int, GraphShape] = {}
     for room in rooms:
-        most = largest.get(room.tokens, NO_ROOM).rows
+        most = largest.get(room.tokens, _NO_SHAPE).rows
         if room.prefills and not room.shares and room.rows > most:
             largest[room.tokens] = room
     return list(largest.values())
@@ -155,16 +140,16 @@ def _rough(size: int) -> bool:
     return size // (size & -size) in (1, 3)
 
 
-def _worth(room: Room) -> tuple[bool, bool, Room]:
+def _worth(room: GraphShape) -> tuple[bool, bool, GraphShape]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
     once saves more than prompts' graphs of the right size."""
     return room.prefills > 0 and not room.shares, room.shares, room
 
 
-def unaided(most_tokens: int, most_rows: int) -> tuple[Room, ...]:
+def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:
     """To be measured where no prompts are captured: of one prompt beside a few decodes."""
     decodes = min(DECODES, most_rows - 1)
-    rooms = (Room(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
+    rooms = (GraphShape(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
     return tuple(room for room in rooms if decodes > 0 and room.rows < room.tokens)
 
 
@@ -176,25 +161,25 @@ def _prompts(tokens: int, few: int) -> int:
 class Layout(NamedTuple):
     """The words, int32, at which a step's arrays begin; see kernels/tables.py for what they are.
 
-    | number of pairs | slots R | starts R | counts R | entries R | lines R | seats R | tokens T |
-    pairs ... |
+    | number of pairs | slots R | starts R | counts R | logits_rows R | leaders R | ranks R |
+    tokens T | pairs ... |
 
-    The pairs are indices and values of what changes in the slots' state before. lines, seats: what
-    decodes begin with in common, as in Step.runs.
+    The pairs are indices and values of what changes in the slots' state before. leaders, ranks:
+    what decodes begin with in common, as in Step.runs.
     """
 
     slots: int
     starts: int
     counts: int
-    entries: int
-    lines: int
-    seats: int
+    logits_rows: int
+    leaders: int
+    ranks: int
     tokens: int
     pairs: int
 
 
 @lru_cache(maxsize=4096)
-def layout(room: Room) -> Layout:
+def layout(room: GraphShape) -> Layout:
     """Every array begins at a multiple of 16 bytes."""
     at = [ALIGN]
     for size in (*[room.rows] * 6, room.tokens):
@@ -210,11 +195,11 @@ class Packer:
     def __init__(self, words: np.ndarray, nobody: int) -> None:
         self.words = words
         self._nobody = nobody
-        self._last: tuple[Room, int, Step] | None = None
+        self._last: tuple[GraphShape, int, Step] | None = None
         self._entries: np.ndarray | None = None
 
     def pack(
-        self, step: Step, room: Room, samples: int, pairs: np.ndarray
+        self, step: Step, room: GraphShape, samples: int, pairs: np.ndarray
     ) -> tuple[int, np.ndarray | None]:
         """The step, and `pairs` int32 [2n] of what changes before it.
 
@@ -232,7 +217,7 @@ class Packer:
         words[at.pairs : at.pairs + len(pairs)] = pairs
         return at.pairs + len(pairs), self._entries
 
-    def _rows(self, step: Step, room: Room, at: Layout, samples: int) -> None:
+    def _rows(self, step: Step, room: GraphShape, at: Layout, samples: int) -> None:
         words, sampling = self.words, step.samples
         if step.slots.max(initial=0) >= self._nobody:
             raise ValueError(f"slot {step.slots.max()}, where there are {self._nobody}")
@@ -241,14 +226,14 @@ class Packer:
         ):  # fmt: skip
             _spread(words[begin : begin + room.rows], values, room, step.decodes, filler)
         lines, seats = (NONE, NONE) if step.runs is None else (step.runs.lines, step.runs.seats)
-        for begin, values in ((at.lines, lines), (at.seats, seats)):
+        for begin, values in ((at.leaders, lines), (at.ranks, seats)):
             words[begin : begin + len(values)] = values
             words[begin + len(values) : begin + room.rows] = 0
         words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
         if len(step.slots) < room.rows:
             sampling = np.zeros(room.rows, dtype=bool)
             _spread(sampling, step.samples, room, step.decodes, False)
-        entries = words[at.entries : at.entries + room.rows]
+        entries = words[at.logits_rows : at.logits_rows + room.rows]
         self._entries = None
         if samples == room.rows and not room.prefills:
             own = np.arange(room.rows, dtype=np.int32)
@@ -270,7 +255,9 @@ def _alike(one: Step, other: Step) -> bool:
     )
 
 
-def _spread(view: np.ndarray, values: np.ndarray, room: Room, decodes: int, filler: int) -> None:
+def _spread(
+    view: np.ndarray, values: np.ndarray, room: GraphShape, decodes: int, filler: int
+) -> None:
     """Decodes where the room has decode rows, prompts where it has prompt rows."""
     if len(values) == len(view):
         view[:] = values
@@ -284,7 +271,7 @@ def _spread(view: np.ndarray, values: np.ndarray, room: Room, decodes: int, fill
 
 def _enter(entries: np.ndarray, sampling: np.ndarray, samples: int) -> None:
     """The first entries are those of rows that sample, the other rows have the rest: nobody's."""
-    entries[:] = NOBODY
+    entries[:] = NO_LOGITS
     mine = np.flatnonzero(sampling)
     entries[mine] = np.arange(len(mine))
     left = np.arange(len(mine), samples, dtype=np.int32)

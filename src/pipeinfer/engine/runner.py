@@ -16,7 +16,7 @@ import torch
 
 from pipeinfer.attention.interface import Attention, Plan
 from pipeinfer.engine import step_times
-from pipeinfer.engine.arrays import Cut, StepArrays
+from pipeinfer.engine.arrays import DeviceBuffers
 from pipeinfer.engine.artificial import empty_step
 from pipeinfer.engine.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.device import Device, InTwoParts, Mark
@@ -24,15 +24,15 @@ from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
 from pipeinfer.engine.graphs import Captured, Graphs, alone
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.marks import usual_marks
-from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.rooms import LargestStep, Room, parted, sharing
+from pipeinfer.engine.rooms import LargestStep, parted, shape_of, sharing
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
 from pipeinfer.engine.scores import Scores
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
+from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.models.interface import Model
 from pipeinfer.step_cost import StepCost
@@ -44,8 +44,8 @@ from pipeinfer.tensors import tensor_of
 class PackedStep:
     """One launch of `step`: what the host packed, and what is computed of it on the way.
 
-    buffers: of its parity; `num_words` of their pinned words are uploaded. cut: views of the
-    device's buffers. graph: that is replayed; None: kernel by kernel.
+    buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
+    buffers. graph: that is replayed; None: kernel by kernel.
     sample_rows: int64 [S], where in `logits` the rows that sample stand; None: they are the first.
     late: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
@@ -55,7 +55,7 @@ class PackedStep:
 
     step: Step
     buffers: StepBuffers
-    cut: Cut
+    views: DeviceStep
     graph: Captured | None
     num_words: int
     sample_rows: np.ndarray | None
@@ -100,11 +100,10 @@ class Runner:
         ids = range(model.vocabulary.start, model.vocabulary.stop)
         self._penalties = Penalties(largest.rows, ids, where)
         self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
-        self._mirror = Mirror(largest.rows)  # for attention that plans on the host
-        self._arrays = StepArrays(
+        self._device_buffers = DeviceBuffers(
             largest, pool.page_size, backend.traits, self._state, where, kernels
         )
-        words = len(self._arrays.words)
+        words = len(self._device_buffers.words)
         nobody = self._state.nobody
         self._buffers = [
             StepBuffers(parity, device, words, largest.rows, nobody) for parity in range(PARITIES)
@@ -230,23 +229,24 @@ class Runner:
     def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
         """The step in these buffers, for that graph or none."""
         if graph is None:
-            cut = self._arrays.cut(Room.of(step), int(step.samples.sum()), graph=False)
+            samples = int(step.samples.sum())
+            views = self._device_buffers.views(shape_of(step), samples, padded=False)
         else:
-            cut = graph.cut
-        return self._packed(step, buffers, cut, graph)
+            views = graph.views
+        return self._packed(step, buffers, views, graph)
 
     def _packed(
-        self, step: Step, buffers: StepBuffers, cut: Cut, graph: Captured | None
+        self, step: Step, buffers: StepBuffers, views: DeviceStep, graph: Captured | None
     ) -> PackedStep:
         changes, late = self._state.changes(step.delta), None
-        if len(changes) > 2 * self._arrays.most_pairs:
+        if len(changes) > 2 * self._device_buffers.most_pairs:
             changes, late = changes[:0], changes
-        num_words, sample_rows = buffers.packer.pack(step, cut.room, cut.samples, changes)
+        num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
         if self._wishes[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
             self._wishes = step.fields, truncated(step.fields), biased
         packed = PackedStep(
-            step, buffers, cut, graph, num_words, sample_rows, late, *self._wishes[1:]
+            step, buffers, views, graph, num_words, sample_rows, late, *self._wishes[1:]
         )
         if step.logprobs is not None or step.prompts:
             packed.scores = Scores(step, sample_rows, self._sampler)
@@ -255,33 +255,36 @@ class Runner:
     def _upload(self, packed: PackedStep) -> None:
         """What changes in the slots, and the step, on the current stream."""
         cleared, late = packed.step.delta.cleared, packed.late
-        if self._backend.traits.host_lengths:
-            self._mirror.apply(packed.step.delta)
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.clear(cleared)
         if late is not None:
             pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
-        packed.buffers.upload(packed.num_words, self._arrays.words)
+        packed.buffers.upload(packed.num_words, self._device_buffers.words)
 
     def _plan(self, packed: PackedStep) -> Plan:
         """What attention makes of the step; None where a graph holds what it needs. Of a graph's
         rows: into where its first plan lies."""
-        cut, buffers, host = packed.cut, packed.buffers, self._backend.traits.host_lengths
-        if packed.graph is not None and not host:
+        buffers = packed.buffers
+        if packed.graph is None:
+            self._device_buffers.expand(packed.views)
+        elif not self._backend.traits.host_lengths:
             return None
-        exact = None if cut.graph else packed.step
-        table = None
-        if exact is not None and host:
-            table = self._mirror.pages(exact, self.pool.page_size)
-        rows = self._arrays.paged(cut, buffers.parity, buffers.packer.words, exact, table)
-        buffers.plan = self._backend.plan(rows)
+        buffers.plan = self._planned(packed)
         return buffers.plan
+
+    def _planned(self, packed: PackedStep) -> Plan:
+        views, buffers = packed.views, packed.buffers
+        return self._backend.plan(
+            self._device_buffers.plan_inputs(
+                views, buffers.parity, buffers.packer.words, packed.step
+            )
+        )
 
     def _forward(self, packed: PackedStep, plan: Plan) -> torch.Tensor | None:
         """Logits [S, share], ready to be sampled; None if no row samples."""
         if packed.graph is None:
-            return self._logits(packed.cut, plan, packed.scores)
+            return self._logits(packed.views, plan, packed.scores)
         packed.graph.replay()  # sampling by temperature included
         return packed.graph.logits
 
@@ -299,35 +302,37 @@ class Runner:
         if scores is not None:
             launched.scores = scores.download(buffers.logprobs)
 
-    def _logits(self, cut: Cut, plan: Plan, scores: Scores | None = None) -> torch.Tensor | None:
-        """Logits [S, vocab], ready to be sampled; None if no row samples. What `scores` wants to
-        know of them and of others it is given."""
-        self._arrays.expand(cut)
-        out = cut.expanded
-        attend = StepAttention(self._backend, plan, self._store, out.places)
-        rows = cut.last if cut.samples else None
+    def _logits(
+        self, views: DeviceStep, plan: Plan, scores: Scores | None = None
+    ) -> torch.Tensor | None:
+        """Logits [S, share] of a step that is expanded, ready to be sampled; None if no row
+        samples. What `scores` wants to know of them and of others it is given."""
+        attend = StepAttention(self._backend, plan, self._store, views.slot_mapping)
+        samples, rows = views.num_logits, None
+        if samples and not views.every_token:
+            rows = views.logits_indices
         if scores is not None and scores.of_prompts:
-            rows = scores.tokens(out.last)
-        hidden = self._model(out.ids, out.positions, attend, rows)
+            rows = scores.tokens(views.logits_indices)
+        hidden = self._model(views.input_ids, views.positions, attend, rows)
         if scores is not None and scores.of_prompts:
-            scores.prompts(hidden[cut.samples :])
-            hidden = hidden[: cut.samples]
-        if not cut.samples:
+            scores.prompts(hidden[samples:])
+            hidden = hidden[:samples]
+        if not samples:
             return None
         logits = self._sampler.logits(hidden)
         if scores is not None:
             scores.keep(logits)
-        self._edit(logits, cut)
+        self._edit(logits, views)
         return logits
 
-    def _edit(self, logits: torch.Tensor, cut: Cut, values: bool = False) -> None:
-        out, first = cut.expanded, self._sampler.first_id
-        edits = self._state.edits
-        self._kernels.edit(logits, out.write_slots, out.sample_positions, edits, first, values)
+    def _edit(self, logits: torch.Tensor, views: DeviceStep, values: bool = False) -> None:
+        edits, first = self._state.edits, self._sampler.first_id
+        where = views.write_slots, views.sample_positions
+        self._kernels.edit(logits, *where, edits, first, values)
 
     def _drawn(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
-        step, cut, graph = packed.step, packed.cut, packed.graph
+        step, views, graph = packed.step, packed.views, packed.graph
         sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
         if graph is not None and alike and step.masked is None:
@@ -335,13 +340,13 @@ class Runner:
         if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
         if packed.biased:
-            self._edit(logits, cut, values=True)
+            self._edit(logits, views, values=True)
         said = None
         if step.penalties is not None:
             said = self._penalties.apply(logits, step.penalties, sample_rows)
         last_token = self._state.by_slot.last_token
         truncated = truncated if sample_rows is None else sample_rows[truncated]
-        drawn = self._sampler.sample(logits, cut.sampling, last_token, truncated)
+        drawn = self._sampler.sample(logits, views.sampling, last_token, truncated)
         if said is not None:
             self._penalties.count(drawn, *said)
         return drawn
@@ -355,7 +360,7 @@ class Runner:
     def capture(
         self,
         sizes: tuple[int, ...],
-        mixed: tuple[Room, ...] = (),
+        mixed: tuple[GraphShape, ...] = (),
         progress: Callable[[int, int], None] | None = None,
         choose: bool = False,
         later: bool = False,
@@ -370,7 +375,7 @@ class Runner:
         if not (traits.captures_decode and sizes):
             return
         mixed = mixed if traits.captures_prefill else ()
-        rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
+        rooms: Sequence[GraphShape] = [*map(alone, sizes), *mixed]
         rooms += sharing(rooms) if self.shares else []
         first, left = parted(rooms) if later else (rooms, [])
         graphs, count = Graphs(self.device), _counter(len(rooms), progress)
@@ -439,35 +444,36 @@ class Runner:
         launched.take()
         return launched.mark.busy
 
-    def _replayed(self, room: Room, step: Step) -> float:
+    def _replayed(self, shape: GraphShape, step: Step) -> float:
         """What the device takes for it by the graph of that size."""
         found: list[float] = []
 
         @torch.inference_mode()
         def work() -> None:
-            self._prepared(self._graphs[room].cut, step)
-            found.append(self._graphs.seconds(room, step_times.REPLAYS))
+            self._prepared(self._graphs[shape].views, step)
+            found.append(self._graphs.seconds(shape, step_times.REPLAYS))
 
         self.device.run(work)
         return found[0]
 
-    def _padding(self, room: Room) -> tuple[Cut, Plan]:
-        """A step of padding rows where graphs of that size read, planned."""
-        samples = min(room.rows, self.largest.rows)
-        return self._prepared(self._arrays.cut(room, samples, graph=True), empty_step())
+    def _padding(self, shape: GraphShape) -> tuple[DeviceStep, Plan]:
+        """A step of padding rows where graphs of that shape read, planned."""
+        samples = min(shape.rows, self.largest.rows)
+        return self._prepared(self._device_buffers.views(shape, samples, padded=True), empty_step())
 
-    def _prepared(self, cut: Cut, step: Step) -> tuple[Cut, Plan]:
+    def _prepared(self, views: DeviceStep, step: Step) -> tuple[DeviceStep, Plan]:
         """The step where graphs read, planned."""
-        packed = self._packed(step, self._buffers[0], cut, None)
+        packed = self._packed(step, self._buffers[0], views, None)
         self._upload(packed)
-        return cut, self._plan(packed)
+        return views, self._planned(packed)
 
-    def _body(self, cut: Cut, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    def _body(self, views: DeviceStep, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py."""
-        logits = self._logits(cut, plan)
+        self._device_buffers.expand(views)
+        logits = self._logits(views, plan)
         assert logits is not None
         last_token = self._state.by_slot.last_token
-        return logits, self._sampler.sample(logits, cut.sampling, last_token, NONE)
+        return logits, self._sampler.sample(logits, views.sampling, last_token, NONE)
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from pipeinfer.engine.artificial import deep_decodes, deep_prompts
 from pipeinfer.engine.graphs import Graphs, alone
-from pipeinfer.engine.rooms import DECODES, Room, unaided
+from pipeinfer.engine.rooms import DECODES, unaided
+from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.step_cost import PER_SECOND, StepCost
 from pipeinfer.steps.step import Step
 
@@ -38,7 +39,7 @@ def measured(
     largest: tuple[int, int],
     frame: Frame,
     pages: int,
-    replayed: Callable[[Room, Step], float],
+    replayed: Callable[[GraphShape, Step], float],
     run: Callable[[Step], float],
 ) -> StepCost | None:
     """As step_cost(): of graphs where there are some, else of steps up to `largest` (rows, tokens).
@@ -48,7 +49,7 @@ def measured(
     most_rows, most_tokens = largest
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
 
-    def seconds(room: Room, step: Step) -> float:
+    def seconds(room: GraphShape, step: Step) -> float:
         at = graphs.like(room, step)
         if at is None:
             return min(run(step) for _ in range(REPLAYS))
@@ -66,11 +67,11 @@ def measured(
 
 def step_cost(
     rows: Sequence[int],
-    sizes: Sequence[Room],
+    sizes: Sequence[GraphShape],
     frame: Frame,
     pages: int,
     of_decodes: Callable[[int, Step], float],
-    of_prompts: Callable[[Room, Step], float],
+    of_prompts: Callable[[GraphShape, Step], float],
 ) -> StepCost | None:
     """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
     ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
@@ -99,15 +100,15 @@ def step_cost(
 
 
 def _with_prompts(
-    sizes: Sequence[Room],
+    sizes: Sequence[GraphShape],
     longest: int,
     frame: Frame,
-    seconds: Callable[[Room, Step], float],
+    seconds: Callable[[GraphShape, Step], float],
 ) -> list[tuple[int, int, int | None]]:
     """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
     tokens, the one with the fewest decodes. None where a prompt cannot be deep."""
 
-    def amid(size: Room, depth: int) -> int:
+    def amid(size: GraphShape, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int | None]] = []
@@ -198,7 +199,7 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
     return found[::-1]
 
 
-def amid_prompts(size: Room, longest: int, depth: int, frame: Frame) -> Step:
+def amid_prompts(size: GraphShape, longest: int, depth: int, frame: Frame) -> Step:
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """

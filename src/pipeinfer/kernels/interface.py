@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.tables import BySlot, EditsBySlot, Expanded, Rows
+from pipeinfer.kernels.tables import BySlot, DeviceStep, EditsBySlot
 
 # Of S entries, by name: the fields of engine/fields.py, a seed as the bits of the uint64;
 # sample_positions, write_slots: int64.
@@ -26,15 +26,8 @@ class Kernels(Protocol):
         int32 [2n], of which no two have one index and different values."""
         ...
 
-    def expand(
-        self, rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded, /
-    ) -> None:
-        """Fills `out` from a step's rows and what lies in their slots.
-
-        padding: tokens and keys, 0 or 1, of a row that is nobody's; they are id 0 at position 0,
-        nowhere, and so are the tokens of `out` past the last row's. `out` must hold R rows; with
-        room in `listed` for the pages of all of them, or for none.
-        """
+    def expand(self, step: DeviceStep, held: BySlot, page_size: int, /) -> None:
+        """Fills what DeviceStep says from what was uploaded of the step and lies in its slots."""
         ...
 
     def edit(
