@@ -37,16 +37,16 @@ class Side:
         """Everything that comes out of a plan, as plain values."""
         if not self.short:
             self.memory._run = None
-        applied = self.memory.apply(plan)
+        rows = self.memory.apply(plan)
         self.memory.check_integrity()
         for admit in plan.admits:
             self.requests.put(admit)
-        step, sampled = self.builder.build(1, applied)
-        assert self.short or not applied.rows.again
-        self.shortcuts += applied.rows.again
-        found: dict[str, object] = {f"applied.{k}": v for k, v in vars(applied).items()}
-        del found["applied.rows"]
-        found |= {f"rows.{k}": v for k, v in vars(applied.rows).items() if k != "again"}
+        step, sampled = self.builder.build(1, rows)
+        assert self.short or not rows.same_as_previous
+        self.shortcuts += rows.same_as_previous
+        found: dict[str, object] = {
+            f"rows.{k}": v for k, v in vars(rows).items() if k != "same_as_previous"
+        }
         found |= {f"step.{k}": v for k, v in vars(step).items() if k not in ("fields", "delta")}
         found |= {f"fields.{k}": v for k, v in step.fields.items()}
         found |= {f"delta.{k}": v for k, v in vars(step.delta).items() if k not in WITHIN}

@@ -32,10 +32,10 @@ class Side:
         counts = pack([count] * len(rows))
         plan = Plan(1, self.number, releases, admits, pack(rows), counts)
         self.number += 1
-        applied = self.memory.apply(plan)
+        rows = self.memory.apply(plan)
         for admit in admits:
             self.requests.put(admit)
-        return self.builder.build(1, applied)[0]
+        return self.builder.build(1, rows)[0]
 
 
 def admit(slot: int, ids: list[int]) -> Admit:

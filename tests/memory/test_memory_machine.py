@@ -23,8 +23,8 @@ from page_mirror import PageMirror
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory import runs
-from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import PART, pack, unpack
 from pipeinfer.params import SamplingParams
@@ -220,16 +220,16 @@ class MemoryMachine(RuleBasedStateMachine):
     def apply(self, plan: Plan) -> None:
         before = {slot: sequence.planned for slot, sequence in self.live.items()}
         evicted = self.memory.evicted_pages
-        applied = self.memory.apply(plan)
+        rows = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
         self.check_forgotten(plan, evicted)
-        for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
+        for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
             self.requests.put(admit)
             assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
             self.live[admit.slot].planned = before[admit.slot] = cached
-        self.check_rows(plan, applied.rows, before)
-        step, _ = self.steps.build(1, applied)
+        self.check_rows(plan, rows, before)
+        step, _ = self.steps.build(1, rows)
         assert (step.counts[: step.decodes] == 1).all() and (step.counts[step.decodes :] > 1).all()
         self.heard.apply(step.delta)
         for row, pages in enumerate(self.heard.pages(step, self.page_size)):

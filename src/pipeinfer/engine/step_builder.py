@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.runs import common_runs
 from pipeinfer.steps.step import (
     LAST_TOKEN,
@@ -36,34 +36,34 @@ class StepBuilder:
         self._shares = shares
         self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
-        self._unseen: list[np.ndarray] = []  # pages, since the last step that computes anything
+        self._unverified: list[np.ndarray] = []  # pages, since the last step that computes anything
 
-    def build(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
+    def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
         """The step of the plan that the memory applied last, and where its sampled ids belong.
 
         The second, int64 [S], has for each row that samples, in the step's order, its row in the
         plan. Rows that compute nothing are left out; rows with one token come first. What changed
         in the slots waits for a step that computes something.
         """
-        rows, last = applied.rows, self._last
-        if len(applied.unseen):
-            self._unseen.append(applied.unseen)
+        last = self._last
+        if len(rows.unverified):
+            self._unverified.append(rows.unverified)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
-        if last is not None and rows.again and before == (epoch, applied.number - 1):
-            self._last = self._next(last[0], applied), last[1]
+        if last is not None and rows.same_as_previous and before == (epoch, rows.number - 1):
+            self._last = self._next(last[0], rows), last[1]
         else:
-            self._last = self._whole(epoch, applied)
+            self._last = self._whole(epoch, rows)
         return self._last
 
-    def _whole(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
-        rows, memory = applied.rows, self._memory
+    def _whole(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
+        memory = self._memory
         order, decodes = _order(rows.counts)
         slots, samples = rows.slots[order], rows.samples[order]
         ends = rows.starts[order] + rows.counts[order]
         last = np.flatnonzero(samples)
         step = Step(
             epoch=epoch,
-            number=applied.number,
+            number=rows.number,
             decodes=decodes,
             slots=slots,
             starts=rows.starts[order],
@@ -83,7 +83,7 @@ class StepBuilder:
         )
         return step, order[last]
 
-    def _next(self, last: Step, applied: Applied) -> Step:
+    def _next(self, last: Step, rows: Rows) -> Step:
         """`last`, one token further."""
         penalties = last.penalties
         if penalties is not None and penalties.new:
@@ -93,17 +93,17 @@ class StepBuilder:
             masked = replace(masked, new=(), extended=())
         return Step(
             last.epoch,
-            applied.number,
+            rows.number,
             last.decodes,
             last.slots,
-            applied.rows.starts,
+            rows.starts,
             last.counts,
             last.samples,
             last.tokens,
             last.fields,
             penalties,
             self._delta(),
-            self._again(last, applied.rows),
+            self._again(last, rows),
             (),
             masked,
             last.runs,
@@ -137,9 +137,9 @@ class StepBuilder:
             delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
         if released := self._requests.take_released():
             delta = replace(delta, released=released)
-        if self._unseen:
-            delta = replace(delta, cleared=np.concatenate(self._unseen))
-            self._unseen.clear()
+        if self._unverified:
+            delta = replace(delta, cleared=np.concatenate(self._unverified))
+            self._unverified.clear()
         return delta
 
 
