@@ -9,7 +9,7 @@ import torch
 
 from device_steps import device_step
 from pipeinfer.attention.interface import PlanInputs
-from pipeinfer.attention.step_index import RowPages
+from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.fields import filled
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool

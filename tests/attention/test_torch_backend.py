@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_cases import Case, dense, make_case, plan_inputs
 
-from pipeinfer.attention import step_index
+from pipeinfer.attention import torch_backend
 from pipeinfer.attention.torch_backend import TorchBackend
 from pipeinfer.steps.shape import AttentionShape
 
@@ -131,12 +131,12 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=80))
 def test_length_buckets_hold_every_row_once_and_little_padding(lengths):
     array = np.array(lengths)
-    order, bounds = step_index.length_buckets(array)
+    order, bounds = torch_backend.length_buckets(array)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == len(lengths)
     for begin, end in bounds:
         bucket = array[order[begin:end]]
         assert bucket[0] == bucket.max()
-        assert bucket.min() >= bucket.max() * step_index.BUCKET_SHORTEST
-        assert end - begin == 1 or len(bucket) * bucket.max() <= step_index.BUCKET_TOKENS
+        assert bucket.min() >= bucket.max() * torch_backend.BUCKET_SHORTEST
+        assert end - begin == 1 or len(bucket) * bucket.max() <= torch_backend.BUCKET_TOKENS

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
-from pipeinfer.attention import triton_decode  # noqa: E402
+from pipeinfer.attention import hybrid  # noqa: E402
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
@@ -105,9 +105,7 @@ KINDS = {
         TablePart, TablePart, Traits(None, 16, captures_decode=True, block_table="all")
     ),
     "torch": TorchBackend,
-    "own decodes": kind(
-        TablePart, triton_decode.TritonDecodeKernel, block_table="prefills", shares=True
-    ),
+    "own decodes": kind(TablePart, hybrid.TritonDecodeKernel, block_table="prefills", shares=True),
 }
 
 
@@ -166,7 +164,7 @@ runs.LEAST = 16  # tokens: prompts here are short
 rooms.SHARING = graphs.SHARING = 2
 READ = Reads(block=16, warps=4, stages=2)
 FEW = Cut(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
-triton_decode.cut = lambda *_: FEW
+hybrid.cut = lambda *_: FEW
 step_times.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 building.mixed_ladder = ladder

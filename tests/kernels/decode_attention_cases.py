@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pipeinfer.attention.rows import PagedRows, RowArrays
 
 from draws import seeded
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
-from pipeinfer.attention.rows import PagedRows, RowArrays
-from pipeinfer.attention.triton_decode import TritonDecodeKernel
+from pipeinfer.attention.hybrid import TritonDecodeKernel
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeinfer.attention.triton_decode import cut
+from pipeinfer.attention.hybrid import cut
 from pipeinfer.engine.slot_state import SEQUENCES
 from pipeinfer.kernels import (
     decode_attention,

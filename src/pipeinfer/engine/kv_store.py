@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.interface import KV, Attention, Plan, Traits
-from pipeinfer.attention.unfused import attend_unfused
+from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import LayerHeads
