@@ -10,7 +10,7 @@ import torch
 from device_steps import device_step
 from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.attention.torch_backend import RowPages
-from pipeinfer.engine.fields import filled
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape

@@ -12,7 +12,7 @@ import pytest
 from hash_device import HashDevice
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import DIGESTS, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.step_buffers import SlotState
+from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels import host
 from pipeinfer.steps.step import Delta
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from single_steps import empty_step
 
-from pipeinfer.engine.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda import device as module
 from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.step_buffers import PARITIES, StepBuffers
 
 
 class Event:

@@ -12,8 +12,8 @@ from edits_by_slot import Edited
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
-from pipeinfer.engine.fields import FIELDS
+from pipeinfer.engine.executor import step_done
+from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager

@@ -13,7 +13,7 @@ from single_steps import Row, build_step
 
 from kept_logits import logits_of
 from pipeinfer.engine import loading, machine
-from pipeinfer.engine.artificial import allow_all, largest_step
+from pipeinfer.engine.calibrate import allow_all, largest_step
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.engine.runner import Runner

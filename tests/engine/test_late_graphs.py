@@ -9,11 +9,9 @@ import threading
 import pytest
 from single_steps import HostRunner, empty_step
 
-from pipeinfer.engine import late_graphs
+from pipeinfer.engine import executor
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import DeviceDriver
-from pipeinfer.engine.executor import Executor
-from pipeinfer.engine.late_graphs import LateGraphs
+from pipeinfer.engine.executor import DeviceDriver, Executor, LateGraphs
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
@@ -64,7 +62,7 @@ def hello() -> Hello:
 @pytest.fixture
 async def driven(monkeypatch):
     for name in ("FIRST", "QUIET", "GAP"):
-        monkeypatch.setattr(late_graphs, name, 0.001)
+        monkeypatch.setattr(executor, name, 0.001)
     runner, fed = Runner(), asyncio.Queue()
     driver = DeviceDriver(
         lambda *reports: Executor(runner, *reports), Phases(), late=LateGraphs(runner)

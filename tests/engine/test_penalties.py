@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.penalties import IN_OUTPUT, IN_PROMPT, Penalties, penalized
+from pipeinfer.engine.sampling import IN_OUTPUT, IN_PROMPT, Penalties, penalized
 from pipeinfer.steps.step import PenaltyRows, Said
 
 VOCAB, SLOTS = 11, 4

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from page_mirror import PageMirror
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step_builder import StepBuilder
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.rooms import GraphShape, Packer, layout
-from pipeinfer.engine.step_builder import StepBuilder
+from pipeinfer.engine.graph_shapes import GraphShape
+from pipeinfer.engine.step_buffers import Packer, layout
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
 from pipeinfer.packing import pack

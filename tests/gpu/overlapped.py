@@ -11,7 +11,7 @@ from functools import partial
 
 from cores import Cores
 
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.settings import Settings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.engine.artificial import allow_all, largest_step
+from pipeinfer.engine.calibrate import allow_all, largest_step
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.settings import Settings
 

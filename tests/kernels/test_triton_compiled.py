@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pipeinfer.attention.hybrid import cut
-from pipeinfer.engine.slot_state import SEQUENCES
+from pipeinfer.engine.step_buffers import SEQUENCES
 from pipeinfer.kernels import (
     decode_attention,
     edits,

@@ -10,8 +10,8 @@ import torch
 
 from checkpoints import CheckpointCache
 from kept_logits import logits_of
-from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import load_engine
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.layers import compiled
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import silu_and_multiply

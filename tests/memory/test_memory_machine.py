@@ -20,8 +20,7 @@ from hypothesis.stateful import (
 
 from hash_device import HashDevice, chain
 from page_mirror import PageMirror
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step_builder import StepBuilder
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory import runs
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows

@@ -14,7 +14,7 @@ import numpy as np
 
 from kept_logits import kept
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.events import Compiled, Tick
 from pipeinfer.memory.manager import MemoryManager

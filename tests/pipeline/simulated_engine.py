@@ -15,7 +15,7 @@ from simulated_grammars import WORDS, Matcher, choice, compiled
 from page_mirror import PageMirror
 from pipeinfer.core import Send
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import Compiled, StepDone
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager

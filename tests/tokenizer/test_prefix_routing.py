@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (

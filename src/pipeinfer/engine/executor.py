@@ -6,24 +6,35 @@ Knows a runner that launches, and an event loop; no plan, no model, and no kind 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.device import Failed, Mark
+from pipeinfer.engine.phases import Phases
+from pipeinfer.events import Compiled, GraphDue, StepDone
+from pipeinfer.messages import Message
+from pipeinfer.packing import pack
+from pipeinfer.params import StructuredOutputs
+from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.steps.step import Sampled, Step
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
     import torch
 
-    from pipeinfer.engine.buffers import StepBuffers
     from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.runner import PackedStep, Runner
-    from pipeinfer.engine.scores import StepScores
+    from pipeinfer.engine.sampling import StepScores
+    from pipeinfer.engine.step_buffers import StepBuffers
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
@@ -202,3 +213,234 @@ class Executor:
             self._on_done(step, sampled, mark.busy)
         self._finish()
         self._go_on()
+
+
+log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
+PAUSE = 0.5  # seconds without a step after which percentiles begin anew
+
+
+StartExecutor = Callable[
+    [Callable[[Step, Sampled, float], None], Callable[[Step, Exception], None]], Executor
+]
+
+
+# Has a grammar compiled, which may be slow, and tells the other why it cannot be, or ""; in these
+# slots no request has one any more.
+PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool, Sequence[int]], None]
+
+
+def nothing_to_prepare(
+    spec: StructuredOutputs, then: Callable[[str], None], slow: bool, released: Sequence[int]
+) -> None:
+    """For engines without grammars."""
+    then("this engine serves no grammars")
+
+
+class DeviceDriver:
+    """Hands every Compute that the core sends to an executor, in order, every Compile to `prepare`,
+    and every Capture to `late`.
+
+    `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
+    runner note what a step costs; the driver adds what it takes to hand the result on. `late`:
+    captures what is left; `start`: what the engine's start took.
+    """
+
+    def __init__(
+        self,
+        begin: StartExecutor,
+        phases: Phases,
+        prepare: PrepareGrammar = nothing_to_prepare,
+        late: LateGraphs | None = None,
+        start: Mapping[str, float] = NOTHING,
+    ) -> None:
+        self._begin = begin
+        self._phases = phases
+        self._prepare = prepare
+        self._late = late
+        self._start = start
+        self._unreported = 0
+        self._quiet_since = 0.0
+        self._executor: Executor | None = None
+        self._feed: Callable[[Message], None] | None = None
+
+    async def start(self, feed: Callable[[Message], None]) -> None:
+        self._feed = feed
+        self._executor = self._begin(self._done, self._failed)
+        if self._late is not None:
+            self._late.start(self._quiet, lambda: feed(GraphDue()))
+
+    def _quiet(self) -> float:
+        """For how many seconds there was no step."""
+        return 0.0 if self._unreported else time.monotonic() - self._quiet_since
+
+    def deliver(self, message: Message) -> None:
+        assert self._executor is not None
+        match message:
+            case Compile():
+                self._compile(message)
+            case Compute():
+                self._compute(message)
+            case Capture():
+                assert self._late is not None
+                self._late.capture()
+            case _:
+                raise TypeError(f"a device takes no {type(message).__name__}")
+
+    def _compile(self, message: Compile) -> None:
+        loop = asyncio.get_running_loop()
+
+        def then(error: str) -> None:
+            """Called on whichever thread."""
+            compiled = Compiled(message.request_id, error)
+            with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
+                loop.call_soon_threadsafe(self._tell, compiled)
+
+        self._prepare(message.spec, then, message.slow, message.released)
+
+    def _tell(self, event: Message) -> None:
+        assert self._feed is not None
+        self._feed(event)
+
+    def _compute(self, message: Compute) -> None:
+        assert self._executor is not None
+        if not self._unreported and time.monotonic() - self._quiet_since > PAUSE:
+            self._phases.begin_anew()
+        self._unreported += 1
+        self._executor.submit(message.step)
+
+    async def stop(self) -> None:
+        if self._late is not None:
+            self._late.close()
+        if self._executor is not None:
+            self._executor.close()
+
+    def stats(self) -> dict[str, float]:
+        """Seconds in which the device computed, and in which it had no step queued; phases.py's; of
+        the start, and how many graphs there are."""
+        executor = self._executor
+        if executor is None:
+            return {}
+        return {
+            "busy_seconds": executor.busy_seconds,
+            "idle_seconds": executor.idle_seconds,
+            **self._phases.statistics(),
+            **self._start,
+            **(self._late.stats() if self._late is not None else {}),
+        }
+
+    def _done(self, step: Step, sampled: Sampled, seconds: float) -> None:
+        assert self._feed is not None
+        self._unreported -= 1
+        self._quiet_since = time.monotonic()
+        with self._phases.span("result", step.number):
+            self._feed(step_done(step, sampled, seconds))
+        self._phases.done(step.number, len(step.slots), step.decodes)
+
+    def _failed(self, step: Step, error: Exception) -> None:
+        assert self._feed is not None
+        self._unreported -= 1
+        log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
+        self._feed(StepFailed(step.epoch, step.number, str(error)))
+
+
+def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
+    """What the core is told of a step that gave `sampled`."""
+    counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
+    return StepDone(
+        epoch=step.epoch,
+        number=step.number,
+        counts=counts,
+        token_ids=ids,
+        seconds=seconds,
+        bad=bad,
+        logprobs=sampled.logprobs,
+        prompts=sampled.prompts,
+        refused=dict(sampled.refused),
+        mask_units=dict(sampled.mask_units),
+    )
+
+
+if TYPE_CHECKING:
+    from pipeinfer.engine.runner import Runner
+
+details = logging.getLogger(DETAILS)
+
+FIRST = 0.5  # seconds that the engine is left to meet its scheduler
+QUIET = 0.05  # seconds without a step: who sends one request after the other is not disturbed
+GAP = 0.01  # seconds between two captures
+
+
+class LateGraphs:
+    """Of one engine; all calls are on the event loop. `runner` has them.
+
+    That one is due is told to the core, as everything that steps depend on: so a recorded engine
+    has each graph from the same step on again.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._quiet: Callable[[], float] = lambda: 0.0
+        self._due: Callable[[], None] = lambda: None
+        self._next: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._began = 0.0
+
+    def start(self, quiet: Callable[[], float], due: Callable[[], None]) -> None:
+        """Begins; quiet(): for how many seconds there was no step, 0.0 while there is one. due():
+        has `capture` called, at once or never."""
+        self._quiet, self._due = quiet, due
+        self._began = asyncio.get_running_loop().time()
+        self._later(FIRST)
+
+    def close(self) -> None:
+        """No capture begins any more; to be called before its device is closed."""
+        self._closed = True
+        if self._next is not None:
+            self._next.cancel()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of graphs."""
+        return {"graphs": self._runner.graphs, "graphs_left": self._runner.graphs_left}
+
+    def capture(self) -> None:
+        """Captures the next one, if any is left, and looks for a moment for another."""
+        if not self._runner.graphs_left:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            mark = self._runner.capture_next()
+        except Exception as error:  # a GPU's captures are made before it returns
+            self._failed(error)
+            return
+        mark.then(loop, lambda: self._captured(mark))
+
+    def _later(self, seconds: float) -> None:
+        if self._runner.graphs_left and not self._closed:
+            self._next = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        quiet = self._quiet()
+        if quiet < QUIET:
+            self._later(QUIET - quiet)
+        else:
+            self._due()
+
+    def _captured(self, mark: Mark) -> None:
+        try:
+            mark.wait()
+        except Exception as error:
+            self._failed(error)
+            return
+        if self._runner.graphs_left:
+            self._later(GAP)
+        else:
+            took = asyncio.get_running_loop().time() - self._began
+            details.info("all %d CUDA graphs are there, %.1f s later", self._runner.graphs, took)
+
+    def _failed(self, error: Exception) -> None:
+        """Without it the engine is slower and not wrong. If the device is out of order, the next
+        step says so, and ends the process."""
+        self._runner.leave_graphs()
+        log.warning("no more CUDA graphs than %d: %s", self._runner.graphs, error, exc_info=error)

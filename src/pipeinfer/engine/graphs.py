@@ -18,7 +18,7 @@ import torch
 
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, SHARING, holds
+from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, alone, holds
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.steps.step import Step
 
@@ -159,8 +159,3 @@ class Graphs:
 def _far_larger(room: GraphShape, tokens: int) -> bool:
     """Whether a step of so many tokens would be padded too much."""
     return room.tokens - tokens > max(MOST_PADDING, room.tokens // PADDING_SHARE)
-
-
-def alone(decodes: int) -> GraphShape:
-    """For so many decodes and nothing else."""
-    return GraphShape(decodes, decodes, 0)

@@ -15,22 +15,18 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Attention, Plan
-from pipeinfer.engine import step_times
-from pipeinfer.engine.arrays import DeviceBuffers
-from pipeinfer.engine.artificial import empty_step
-from pipeinfer.engine.buffers import PARITIES, StepBuffers
+from pipeinfer.engine import calibrate
+from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, InTwoParts, Mark
 from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
-from pipeinfer.engine.graphs import Captured, Graphs, alone
+from pipeinfer.engine.graph_shapes import LargestStep, alone, parted, shape_of, sharing
+from pipeinfer.engine.graphs import Captured, Graphs
 from pipeinfer.engine.kv_store import StepAttention, store_for
-from pipeinfer.engine.marks import usual_marks
-from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.rooms import LargestStep, parted, shape_of, sharing
-from pipeinfer.engine.sampling import NONE, Sampler, truncated
-from pipeinfer.engine.scores import Scores
-from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.profiling import usual_marks
+from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, truncated
+from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
+from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.memory.pool import KVPool
@@ -104,9 +100,10 @@ class Runner:
             largest, pool.page_size, backend.traits, self._state, where, kernels
         )
         words = len(self._device_buffers.words)
-        nobody = self._state.nobody
+        padding_slot = self._state.padding_slot
         self._buffers = [
-            StepBuffers(parity, device, words, largest.rows, nobody) for parity in range(PARITIES)
+            StepBuffers(parity, device, words, largest.rows, padding_slot)
+            for parity in range(PARITIES)
         ]
         self._launched = 0
         self._graphs = Graphs(device)
@@ -239,7 +236,7 @@ class Runner:
         self, step: Step, buffers: StepBuffers, views: DeviceStep, graph: Captured | None
     ) -> PackedStep:
         changes, late = self._state.changes(step.delta), None
-        if len(changes) > 2 * self._device_buffers.most_pairs:
+        if len(changes) > 2 * self._device_buffers.most_changes:
             changes, late = changes[:0], changes
         num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
         if self._wishes[0] is not step.fields:
@@ -424,8 +421,8 @@ class Runner:
         """
         if not self._backend.traits.captures_decode:
             return
-        largest, frame = self.largest, step_times.Frame(self.largest.pages, self.pool.page_size)
-        self.step_cost = step_times.measured(
+        largest, frame = self.largest, calibrate.Frame(self.largest.pages, self.pool.page_size)
+        self.step_cost = calibrate.measured(
             self._graphs,
             (largest.rows, largest.tokens),
             frame,
@@ -435,8 +432,8 @@ class Runner:
         )
         cost, graphs = self.step_cost, self._graphs
         if cost is not None and graphs.mixed:
-            graphs.slow = agreed(step_times.slow(cost))
-            self.step_cost = step_times.padded(cost, graphs.slow)
+            graphs.slow = agreed(calibrate.slow(cost))
+            self.step_cost = calibrate.padded(cost, graphs.slow)
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""
@@ -451,7 +448,7 @@ class Runner:
         @torch.inference_mode()
         def work() -> None:
             self._prepared(self._graphs[shape].views, step)
-            found.append(self._graphs.seconds(shape, step_times.REPLAYS))
+            found.append(self._graphs.seconds(shape, calibrate.REPLAYS))
 
         self.device.run(work)
         return found[0]

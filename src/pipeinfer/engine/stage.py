@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeinfer.distributed.collectives import TorchCollectives
-    from pipeinfer.engine.driver import DeviceDriver
+    from pipeinfer.engine.executor import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
     from pipeinfer.engine.masks import Masks
-    from pipeinfer.engine.profile import StepProfile
+    from pipeinfer.engine.profiling import StepProfile
     from pipeinfer.memory.prefix_cache import PrefixCache
     from pipeinfer.settings import Settings
 
@@ -57,7 +57,7 @@ def build(context: StageContext) -> Stage:
 
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
-        from pipeinfer.engine.profile import StepProfile, profile_path
+        from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
 
         if not settings.in_process:  # modules stay: no search for garbage meanwhile looks at them
@@ -203,9 +203,7 @@ def _driver(
     masks: Masks | None,
     start: Start,
 ) -> DeviceDriver:
-    from pipeinfer.engine.driver import DeviceDriver, nothing_to_prepare
-    from pipeinfer.engine.executor import Executor
-    from pipeinfer.engine.late_graphs import LateGraphs
+    from pipeinfer.engine.executor import DeviceDriver, Executor, LateGraphs, nothing_to_prepare
 
     return DeviceDriver(
         partial(Executor, loaded.runner, watch=watch, masks=masks),

@@ -13,7 +13,7 @@ import torch
 
 from pipeinfer.kernels.tables import BySlot, DeviceStep, EditsBySlot
 
-# Of S entries, by name: the fields of engine/fields.py, a seed as the bits of the uint64;
+# Of S entries, by name: the fields of engine/step_builder.py, a seed as the bits of the uint64;
 # sample_positions, write_slots: int64.
 Knobs = Mapping[str, torch.Tensor]
 

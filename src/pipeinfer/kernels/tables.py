@@ -61,7 +61,7 @@ class DeviceStep:
     of all slots. block_table int32 [n, pages]: pages of the last n rows, for backends that want
     them by row. logits_indices int64 [S]: the token that a row of logits is computed from.
     write_slots, sample_positions int64 [S]: where the sampled id goes in last_token, and its
-    position. sampling_words int32: fields of the rows of logits (engine/fields.py), as BySlot's.
+    position. sampling_words int32: fields of the rows of logits, as BySlot's.
 
     padded: a graph's, whose rows may be padding. sampling: sampling tensors [S] by name, views of
     sampling_words, write_slots and sample_positions.

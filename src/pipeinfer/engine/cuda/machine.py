@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pipeinfer.engine.artificial import (
+from pipeinfer.engine.calibrate import (
     LARGE_TOP_K,
     alike_decodes,
     allow_all,
@@ -21,9 +21,9 @@ from pipeinfer.engine.artificial import (
     largest_step,
 )
 from pipeinfer.engine.cuda.device import CudaDevice
-from pipeinfer.engine.cuda.triton_hash import hashing
+from pipeinfer.engine.graph_shapes import SHARING
 from pipeinfer.engine.machine import Built
-from pipeinfer.engine.rooms import SHARING
+from pipeinfer.engine.preload import hashing
 from pipeinfer.engine.runner import Runner
 from pipeinfer.kernels import by_triton
 from pipeinfer.kernels.interface import Kernels

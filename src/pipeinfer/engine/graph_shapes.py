@@ -1,20 +1,15 @@
 """Shapes of steps: so many tokens, decode rows and prefill rows. CUDA graphs are captured for a
 few of them, and a graph runs every step that fits into its shape.
 
-Also how a step is written into the words that a device reads. In plain NumPy, and nothing here
-loops over rows: this is the hot path of the engine's host. Knows no device and no kernel.
+Knows sizes of steps alone; no device and no kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
 
-import numpy as np
-
-from pipeinfer.kernels.tables import NO_LOGITS, GraphShape
+from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.step_cost import steps_up_to
 from pipeinfer.steps.step import Step
 
@@ -27,8 +22,6 @@ SHARING = 9  # decodes that share what they read, at least
 LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
 MOST_PADDING = 128  # tokens, or
 PADDING_SHARE = 4  # that part of a room's
-ALIGN = 4  # words: kernels load 16 bytes at once where they may
-NONE = np.empty(0, dtype=np.int32)
 
 
 def shape_of(step: Step) -> GraphShape:
@@ -158,122 +151,6 @@ def _prompts(tokens: int, few: int) -> int:
     return max(few, min(tokens // PROMPT, MANY)) if tokens > LARGE else few
 
 
-class Layout(NamedTuple):
-    """The words, int32, at which a step's arrays begin; see kernels/tables.py for what they are.
-
-    | number of pairs | slots R | starts R | counts R | logits_rows R | leaders R | ranks R |
-    tokens T | pairs ... |
-
-    The pairs are indices and values of what changes in the slots' state before. leaders, ranks:
-    what decodes begin with in common, as in Step.runs.
-    """
-
-    slots: int
-    starts: int
-    counts: int
-    logits_rows: int
-    leaders: int
-    ranks: int
-    tokens: int
-    pairs: int
-
-
-@lru_cache(maxsize=4096)
-def layout(room: GraphShape) -> Layout:
-    """Every array begins at a multiple of 16 bytes."""
-    at = [ALIGN]
-    for size in (*[room.rows] * 6, room.tokens):
-        at.append(at[-1] + -(-size // ALIGN) * ALIGN)
-    return Layout(*at)
-
-
-class Packer:
-    """Writes steps into `words` int32, one after the other. Rows that are nobody's have the slot
-    `nobody`.
-    """
-
-    def __init__(self, words: np.ndarray, nobody: int) -> None:
-        self.words = words
-        self._nobody = nobody
-        self._last: tuple[GraphShape, int, Step] | None = None
-        self._entries: np.ndarray | None = None
-
-    def pack(
-        self, step: Step, room: GraphShape, samples: int, pairs: np.ndarray
-    ) -> tuple[int, np.ndarray | None]:
-        """The step, and `pairs` int32 [2n] of what changes before it.
-
-        Its decodes are the room's first decode rows, its prompts the first prompt rows. There are
-        `samples` entries: in a room of decode rows with one for each, every row has its own, else
-        rows that sample have the first ones. Returns how many words are of use, and where the
-        entries of the rows that sample are, None if they are the first.
-        """
-        at, words, last = layout(room), self.words, self._last
-        _spread(words[at.starts : at.starts + room.rows], step.starts, room, step.decodes, 0)
-        if last is None or last[:2] != (room, samples) or not _alike(last[2], step):
-            self._rows(step, room, at, samples)
-        self._last = room, samples, step
-        words[0] = len(pairs) // 2
-        words[at.pairs : at.pairs + len(pairs)] = pairs
-        return at.pairs + len(pairs), self._entries
-
-    def _rows(self, step: Step, room: GraphShape, at: Layout, samples: int) -> None:
-        words, sampling = self.words, step.samples
-        if step.slots.max(initial=0) >= self._nobody:
-            raise ValueError(f"slot {step.slots.max()}, where there are {self._nobody}")
-        for begin, values, filler in (
-            (at.slots, step.slots, self._nobody), (at.counts, step.counts, 0)
-        ):  # fmt: skip
-            _spread(words[begin : begin + room.rows], values, room, step.decodes, filler)
-        lines, seats = (NONE, NONE) if step.runs is None else (step.runs.lines, step.runs.seats)
-        for begin, values in ((at.leaders, lines), (at.ranks, seats)):
-            words[begin : begin + len(values)] = values
-            words[begin + len(values) : begin + room.rows] = 0
-        words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
-        if len(step.slots) < room.rows:
-            sampling = np.zeros(room.rows, dtype=bool)
-            _spread(sampling, step.samples, room, step.decodes, False)
-        entries = words[at.logits_rows : at.logits_rows + room.rows]
-        self._entries = None
-        if samples == room.rows and not room.prefills:
-            own = np.arange(room.rows, dtype=np.int32)
-            entries[:] = np.where(sampling, own, -1 - own)
-            if not step.samples.all():
-                self._entries = np.flatnonzero(step.samples)
-        else:
-            _enter(entries, sampling, samples)
-
-
-def _alike(one: Step, other: Step) -> bool:
-    """Whether they are the same but for `starts`: such steps share their arrays."""
-    return (
-        one.slots is other.slots
-        and one.counts is other.counts
-        and one.samples is other.samples
-        and one.tokens is other.tokens
-        and one.runs is other.runs
-    )
-
-
-def _spread(
-    view: np.ndarray, values: np.ndarray, room: GraphShape, decodes: int, filler: int
-) -> None:
-    """Decodes where the room has decode rows, prompts where it has prompt rows."""
-    if len(values) == len(view):
-        view[:] = values
-        return
-    end = room.decodes + len(values) - decodes
-    view[:decodes] = values[:decodes]
-    view[decodes : room.decodes] = filler
-    view[room.decodes : end] = values[decodes:]
-    view[end:] = filler
-
-
-def _enter(entries: np.ndarray, sampling: np.ndarray, samples: int) -> None:
-    """The first entries are those of rows that sample, the other rows have the rest: nobody's."""
-    entries[:] = NO_LOGITS
-    mine = np.flatnonzero(sampling)
-    entries[mine] = np.arange(len(mine))
-    left = np.arange(len(mine), samples, dtype=np.int32)
-    if len(left):
-        entries[np.flatnonzero(~sampling)[: len(left)]] = -1 - left
+def alone(decodes: int) -> GraphShape:
+    """For so many decodes and nothing else."""
+    return GraphShape(decodes, decodes, 0)

@@ -14,24 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.attention.interface import Traits
-from pipeinfer.engine.arrays import DeviceBuffers
-from pipeinfer.engine.artificial import alike_decodes, deep_decodes
+from pipeinfer.engine.calibrate import Frame, alike_decodes, amid_prompts, deep_decodes
 from pipeinfer.engine.device import HostDevice
-from pipeinfer.engine.fields import FIELDS
-from pipeinfer.engine.graphs import Graphs, alone
-from pipeinfer.engine.rooms import (
+from pipeinfer.engine.graph_shapes import (
     SHARING,
     LargestStep,
-    Packer,
+    alone,
     decode_ladder,
-    layout,
     mixed_ladder,
     parted,
     shape_of,
     sharing,
 )
-from pipeinfer.engine.slot_state import SlotState
-from pipeinfer.engine.step_times import Frame, amid_prompts
+from pipeinfer.engine.graphs import Graphs
+from pipeinfer.engine.step_buffers import DeviceBuffers, Packer, SlotState, layout
+from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.tables import NO_SLOT
 from pipeinfer.kernels.tables import GraphShape as Shape
@@ -194,7 +191,7 @@ def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, p
         step = replace(step, number=further, starts=step.starts + min(further, 1))
         if further == 2:  # others, of the same number
             step = make_step(starts[::-1], [1] * len(rows), samples[::-1], page_size, seed=1)
-        side.buffer[layout(alone(size)).pairs :] = -7
+        side.buffer[layout(alone(size)).changes :] = -7
         views, entries = side.expand(step, alone(size), size, graph=True)
         assert (entries is None) == all(samples)
         check(side, step, views, entries)
@@ -293,11 +290,11 @@ def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
 @given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
 def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, decodes):
     decodes = min(decodes, rows, tokens)
-    most = layout(Shape(tokens, rows, rows)).pairs
+    most = layout(Shape(tokens, rows, rows)).changes
     for room in mixed_ladder(tokens, rows, decodes, mixed):
         assert decodes and room.rows <= room.tokens <= tokens
         assert room.decodes <= decodes and room.prefills <= rows
-        assert layout(room).pairs <= most
+        assert layout(room).changes <= most
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larger():

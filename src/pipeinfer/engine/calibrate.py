@@ -1,22 +1,35 @@
-"""What steps take on this GPU: artificial ones of all sizes, by graphs or without, are timed.
+"""What steps take on this GPU: dummy steps of all sizes, by graphs or without, are timed.
 
-All ranks of a group measure the same steps in the same order, because steps hold collectives.
-Knows sizes and arrays of steps; no request, and not what the times are for.
+All ranks of a group measure the same steps in the same order, because steps hold collectives. Dummy
+steps are steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy
+page, and leave nothing in the first slots that anybody reads. Knows sizes and arrays of steps; no
+request, and not what the times are for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from msgspec.structs import replace
+import msgspec
+import numpy as np
 
-from pipeinfer.engine.artificial import deep_decodes, deep_prompts
-from pipeinfer.engine.graphs import Graphs, alone
-from pipeinfer.engine.rooms import DECODES, unaided
+from pipeinfer.engine.graph_shapes import DECODES, LargestStep, alone, unaided
+from pipeinfer.engine.graphs import Graphs
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.packing import PART
+from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.step_cost import PER_SECOND, StepCost
-from pipeinfer.steps.step import Step
+from pipeinfer.steps.step import (
+    CommonRuns,
+    Delta,
+    Edits,
+    LogprobRows,
+    MaskRows,
+    PenaltyRows,
+    Step,
+)
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
@@ -89,7 +102,7 @@ def step_cost(
         return round(of_decodes(rows, step) * PER_SECOND)
 
     timed = priced(_with_prompts(beside, longest, frame, of_prompts))
-    together = without_outliers(filled(timed, [size.tokens for size in beside], longest))
+    together = without_outliers(interpolated(timed, [size.tokens for size in beside], longest))
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
     many = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -131,7 +144,7 @@ def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int,
     ]
 
 
-def filled(
+def interpolated(
     sizes: Sequence[tuple[int, int, int]], every: Sequence[int], longest: int
 ) -> list[tuple[int, int, int]]:
     """`sizes` (tokens, time, more) ascending, and between them what others of `every` number of
@@ -182,7 +195,7 @@ def padded(cost: StepCost, few: Container[int]) -> StepCost:
     sizes: list[tuple[int, int, int]] = []
     for tokens, time, more in reversed(cost.mixed):
         sizes.append((tokens, sizes[-1][1] if tokens in few else time, more))
-    return replace(cost, mixed=tuple(sizes[::-1]))
+    return msgspec.structs.replace(cost, mixed=tuple(sizes[::-1]))
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -208,3 +221,99 @@ def amid_prompts(size: GraphShape, longest: int, depth: int, frame: Frame) -> St
     each, rest = divmod(size.tokens - decodes, prompts)
     counts = [each + (prompt < rest) for prompt in range(prompts)]
     return deep_prompts(decodes, counts, depth, frame.page_size)
+
+
+USUAL = {"temperature": 1.0}  # as most requests have it
+LARGE_TOP_K = 20
+
+
+def artificial_step(
+    counts: np.ndarray,
+    page_size: int,
+    starts: np.ndarray | None = None,
+    own: bool = False,
+    **fields: float,
+) -> Step:
+    """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
+    all sampling; `fields` of all rows, by the names of engine/step_builder.py.
+
+    They lie in the first slots and compute into the dummy page. What is before it they read there,
+    too, or, with `own`, in pages of which no two rows have one.
+    """
+    rows, values = len(counts), filled(len(counts), **(USUAL | fields))
+    starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
+    slots, held = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
+    slot = np.repeat(slots, held)
+    column = np.arange(len(slot), dtype=np.int32) - np.repeat(np.cumsum(held) - held, held)
+    before = column < np.repeat(starts // page_size, held) if own else np.zeros(len(slot), bool)
+    pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
+    return Step(
+        epoch=0,
+        number=0,
+        decodes=int((counts == 1).sum()),
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        samples=np.ones(rows, dtype=bool),
+        tokens=np.zeros(int(counts.sum()), dtype=np.int32),
+        fields=values,
+        delta=Delta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
+    )
+
+
+def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
+    """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
+    all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To
+    be finished with `allow_all`."""
+    rows = min(largest.rows, largest.tokens)
+    counts = np.ones(rows, dtype=np.int32)
+    left = largest.tokens - rows
+    for row in range(rows - 1, -1, -1):
+        counts[row] += min(left, max_model_len - 1)
+        left -= int(counts[row]) - 1
+    step = artificial_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
+    every, most = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
+    edits = tuple(Edits(slot, nothing, raised, nothing) for slot in range(rows))
+    return replace(
+        step,
+        delta=replace(step.delta, edits=edits),
+        penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
+        logprobs=LogprobRows(every, most, suppressed=True),
+        masked=MaskRows(every, step.slots),
+    )
+
+
+def allow_all(words: np.ndarray) -> dict[int, str]:
+    """Masks int32 [N, W] that forbid nothing."""
+    words.fill(-1)
+    return {}
+
+
+def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
+    """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
+    starts = np.full(rows, pages * page_size, dtype=np.int32)
+    return artificial_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
+
+
+def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
+    """Decodes that all begin with the dummy page, beside so many prompts of two tokens."""
+    counts = np.array([1] * rows + [2] * prompts, dtype=np.int32)
+    starts = np.where(counts > 1, 0, page_size).astype(np.int32)
+    ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+    step = artificial_step(counts, page_size, starts)
+    return replace(step, runs=CommonRuns(one_page, ranks * PART + rows))
+
+
+def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:
+    """Decodes of nothing, and chunks of so many tokens (2 or more) of prompts, each after `before`
+    tokens; everything lies in the dummy page.
+    """
+    counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
+    starts = np.where(counts > 1, before, 0).astype(np.int32)
+    return artificial_step(counts, page_size, starts)
+
+
+def empty_step() -> Step:
+    """A step of no rows, which packing for a graph fills up with padding rows."""
+    return artificial_step(np.zeros(0, dtype=np.int32), 1)
