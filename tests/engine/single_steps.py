@@ -19,10 +19,10 @@ class HostFlight:
 
     def __init__(self, device: HostDevice, run: Callable[[], Sampled]) -> None:
         self._sampled: list[Sampled] = []
-        self.mark = device.submit(lambda: self._sampled.append(run()))
+        self.event = device.submit(lambda: self._sampled.append(run()))
 
     def take(self) -> Sampled:
-        self.mark.wait()
+        self.event.wait()
         return self._sampled[0]
 
 

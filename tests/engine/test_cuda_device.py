@@ -11,8 +11,8 @@ import pytest
 import torch
 from single_steps import empty_step
 
-from pipeinfer.engine.cuda import device as module
-from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine import cuda as module
+from pipeinfer.engine.cuda import CudaDevice
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.phases import Phases
@@ -123,14 +123,14 @@ async def test_the_next_mark_is_asked_for_after_one_whose_call_has_raised(device
 
 
 def test_times_are_those_between_the_streams_events_and_stay_when_events_are_used_again(device):
-    marks = []
+    events = []
     for number in range(2 * module.MARKS):
-        marks.append(device.submit(lambda: None))
+        events.append(device.submit(lambda: None))
         end(device, number)
-        assert marks[-1].ready
-        assert marks[-1].busy == 0.1
-        assert marks[-1].idle == (0.1 if number else 0.0)
-    assert {mark.busy for mark in marks} == {0.1}
+        assert events[-1].ready
+        assert events[-1].busy == 0.1
+        assert events[-1].idle == (0.1 if number else 0.0)
+    assert {event.busy for event in events} == {0.1}
 
 
 def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
@@ -182,7 +182,7 @@ def test_only_the_first_capture_is_tried_twice_and_one_that_fails_is_ended(devic
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(module, "lent", lambda tensor: ("lent", tensor))
+    monkeypatch.setattr(module, "non_owning_view", lambda tensor: ("lent", tensor))
     device.stream.synchronize = lambda: said.append("wait")
     tensors = (torch.ones(1),)
 

@@ -52,11 +52,11 @@ class GpuCores(Cores):
                 runner.finish(self._launched[step.number], partial(self.masks.fill, step))
         step, names = item
         launched = self._launched.pop(step.number)
-        sampled, busy = launched.take(), launched.mark.busy
+        sampled, busy = launched.take(), launched.event.busy
         if self.masks is not None:
             sampled = self.masks.take(step, sampled)
         self.busy += busy
-        self.idle += launched.mark.idle
+        self.idle += launched.event.idle
         self.steps += 1
         self.sharing += step.runs is not None
         kind = (

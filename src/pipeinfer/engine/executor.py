@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
-from pipeinfer.engine.device import Failed, Mark
+from pipeinfer.engine.device import Failed, StepEvent
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import Compiled, GraphDue, StepDone
 from pipeinfer.messages import Message
@@ -66,7 +66,7 @@ class Watch(Protocol):
 class LaunchedStep:
     """`step` on its way through the device, in `buffers` of its parity.
 
-    mark: its end, which is not ready before a step with masked rows was finished.
+    event: its end, which is not ready before a step with masked rows was finished.
     packed: what is left to be computed: from its launch on, and of a step with masked rows until it
     was finished. refused: those of its rows that must not sample, with the reason.
 
@@ -78,7 +78,7 @@ class LaunchedStep:
 
     step: Step
     buffers: StepBuffers
-    mark: Mark = field(init=False)
+    event: StepEvent = field(init=False)
     packed: PackedStep | None = None
     refused: dict[int, str] = field(default_factory=dict[int, str])
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
@@ -90,7 +90,7 @@ class LaunchedStep:
     def take(self) -> Sampled:
         """What it gave, waited for if need be; raises what the step raised."""
         if self._sampled is None:
-            self.mark.wait()
+            self.event.wait()
             sampled = Sampled.of(self.drawn[self.rows], self.refused)
             self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
         return self._sampled
@@ -123,7 +123,7 @@ class Executor:
         self._before = unwatched if watch is None else watch.before
         self._masks = masks
         # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
-        self._launched: deque[tuple[Step, Mark, LaunchedStep | None]] = deque()
+        self._launched: deque[tuple[Step, StepEvent, LaunchedStep | None]] = deque()
         self._unfinished = False  # the one that was launched last waits for its masks
         self._behind: deque[Step] = deque()  # it
         self._closed = False
@@ -145,7 +145,7 @@ class Executor:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
         if self.unreported >= MOST_UNFINISHED:
-            unfinished = sum(not mark.ready for _, mark, _ in self._launched) + len(self._behind)
+            unfinished = sum(not event.ready for _, event, _ in self._launched) + len(self._behind)
             if unfinished >= MOST_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"
@@ -171,35 +171,35 @@ class Executor:
             try:
                 launched = self._runner.launch(step, self._before)
                 self._unfinished = step.masked is not None
-                mark = launched.mark
+                event = launched.event
             except Exception as error:  # whatever it is, it belongs to this step's owner
-                mark = Failed(error)
-            self._launched.append((step, mark, launched))
+                event = Failed(error)
+            self._launched.append((step, event, launched))
             if self._unfinished:
                 self._finish()
             else:
-                mark.then(self._loop, self._report)
+                event.then(self._loop, self._report)
 
     def _finish(self) -> None:
         """The step that waits for its masks, if all before it were reported."""
         if not self._unfinished or len(self._launched) > 1:
             return
-        step, mark, launched = self._launched[0]
+        step, event, launched = self._launched[0]
         assert self._masks is not None and launched is not None
         try:
             self._runner.finish(launched, partial(self._masks.fill, step))
         except Exception as error:
-            mark = Failed(error)
-            self._launched[0] = step, mark, None
+            event = Failed(error)
+            self._launched[0] = step, event, None
         self._unfinished = False
-        mark.then(self._loop, self._report)
+        event.then(self._loop, self._report)
 
     def _report(self) -> None:
         """Whatever has ended; a step that was never launched may have called too early."""
         while self._launched and self._launched[0][1].ready:
-            step, mark, launched = self._launched.popleft()
+            step, event, launched = self._launched.popleft()
             try:
-                mark.wait()  # raises why a launch has failed; a fault of a kernel shows only here
+                event.wait()  # raises why a launch has failed; a fault of a kernel shows only here
                 assert launched is not None
                 sampled = launched.take()
                 if self._masks is not None:
@@ -208,9 +208,9 @@ class Executor:
                 self._on_error(step, error)
                 continue
             self.steps += 1
-            self.busy_seconds += mark.busy
-            self.idle_seconds += mark.idle
-            self._on_done(step, sampled, mark.busy)
+            self.busy_seconds += event.busy
+            self.idle_seconds += event.idle
+            self._on_done(step, sampled, event.busy)
         self._finish()
         self._go_on()
 
@@ -410,11 +410,11 @@ class LateGraphs:
             return
         loop = asyncio.get_running_loop()
         try:
-            mark = self._runner.capture_next()
+            event = self._runner.capture_next()
         except Exception as error:  # a GPU's captures are made before it returns
             self._failed(error)
             return
-        mark.then(loop, lambda: self._captured(mark))
+        event.then(loop, lambda: self._captured(event))
 
     def _later(self, seconds: float) -> None:
         if self._runner.graphs_left and not self._closed:
@@ -427,9 +427,9 @@ class LateGraphs:
         else:
             self._due()
 
-    def _captured(self, mark: Mark) -> None:
+    def _captured(self, event: StepEvent) -> None:
         try:
-            mark.wait()
+            event.wait()
         except Exception as error:
             self._failed(error)
             return

@@ -295,7 +295,7 @@ def _foreign_model(
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:
     """What `device` ("cpu" or "cuda") stands for; `ordinal`: of the GPU on its host."""
     if device == "cuda":
-        from pipeinfer.engine.cuda.machine import CudaMachine  # which needs triton
+        from pipeinfer.engine.cuda import CudaMachine  # which needs triton
 
         return CudaMachine(ordinal, settings.threads)
     return HostMachine(settings.threads, settings.tp)

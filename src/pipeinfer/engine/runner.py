@@ -17,7 +17,7 @@ import torch
 from pipeinfer.attention.interface import Attention, Plan
 from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
-from pipeinfer.engine.device import Device, InTwoParts, Mark
+from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
 from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
 from pipeinfer.engine.graph_shapes import LargestStep, alone, parted, shape_of, sharing
 from pipeinfer.engine.graphs import Captured, Graphs
@@ -153,7 +153,7 @@ class Runner:
         prepare = partial(self._prepare, launched, buffers.latest, before)
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
             first = self.device.submit(partial(self._compute, launched), prepare)
-        launched.mark = first if step.masked is None else InTwoParts(first)
+        launched.event = first if step.masked is None else TwoPhaseEvent(first)
         buffers.latest = launched
         return launched
 
@@ -190,13 +190,13 @@ class Runner:
     def finish(self, launched: LaunchedStep, fill: Fill) -> None:
         """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
         masks."""
-        masked, mark = launched.step.masked, launched.mark
-        assert masked is not None and isinstance(mark, InTwoParts)
+        masked, event = launched.step.masked, launched.event
+        assert masked is not None and isinstance(event, TwoPhaseEvent)
         many, width = len(masked.rows), -(-self._sampler.vocab // 32)
         words = launched.buffers.masks.take(many * width).view(many, width)
         with self.phases.span("masks", launched.step.number):
             launched.refused = fill(words.numpy())
-        mark.complete(self.device.submit(partial(self._finish, launched, words)))
+        event.complete(self.device.submit(partial(self._finish, launched, words)))
 
     @torch.inference_mode()
     def _finish(self, launched: LaunchedStep, words: torch.Tensor) -> None:
@@ -398,7 +398,7 @@ class Runner:
         """How many are to come, by `capture_next`."""
         return len(self._graphs.left)
 
-    def capture_next(self) -> Mark:
+    def capture_next(self) -> StepEvent:
         """Queues the capture of the next one. Only while no step is under way: it packs where steps
         are packed."""
         graphs = self._graphs
@@ -439,7 +439,7 @@ class Runner:
         """What the device takes for it, without a graph."""
         launched = self.launch(step)
         launched.take()
-        return launched.mark.busy
+        return launched.event.busy
 
     def _replayed(self, shape: GraphShape, step: Step) -> float:
         """What the device takes for it by the graph of that size."""
