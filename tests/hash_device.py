@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from page_mirror import PageMirror
-from pipeinfer.steps.step import LAST_TOKEN, Step
+from pipeinfer.step import LAST_TOKEN, Step
 
 VOCABULARY = 4
 MASK = 2**64 - 1

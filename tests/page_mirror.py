@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.steps.step import Delta, Step
+from pipeinfer.step import Delta, Step
 
 
 class PageMirror:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from page_mirror import PageMirror
-from pipeinfer.steps.step import Delta, Step
+from pipeinfer.step import Delta, Step
 
 
 def all_pages(slots, pages) -> Delta:

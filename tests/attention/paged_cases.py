@@ -13,8 +13,7 @@ from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
-from pipeinfer.steps.step import Step
+from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of
 
 

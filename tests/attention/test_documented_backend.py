@@ -11,7 +11,7 @@ import pytest
 import torch
 from paged_cases import dense, make_case, plan_inputs
 
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PAGE = (Path(__file__).parents[2] / "docs/add-an-attention-backend.md").read_text()
 SPANS = [(40, 1), (3, 1), (0, 1), (90, 1), (20, 9), (0, 12), (0, 30)]

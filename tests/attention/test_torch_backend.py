@@ -13,7 +13,7 @@ from paged_cases import Case, dense, make_case, plan_inputs
 
 from pipeinfer.attention import torch_backend
 from pipeinfer.attention.torch_backend import TorchBackend
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]

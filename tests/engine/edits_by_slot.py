@@ -8,7 +8,7 @@ import torch
 from pipeinfer.engine.step_buffers import SlotState
 from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels import host
-from pipeinfer.steps.step import Delta
+from pipeinfer.step import Delta
 
 
 class Edited:

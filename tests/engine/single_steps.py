@@ -10,7 +10,7 @@ import numpy as np
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.steps.step import LAST_TOKEN, Sampled, Step
+from pipeinfer.step import LAST_TOKEN, Sampled, Step
 from step_pages import all_pages
 
 

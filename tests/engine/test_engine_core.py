@@ -33,7 +33,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 from sampling_rows import sampling_of
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64

@@ -20,7 +20,7 @@ from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
 from pipeinfer.models import loading as checkpoint_files
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from single_steps import empty_step
 
 from pipeinfer.engine.device import HostDevice, HostEvent, TwoPhaseEvent
 from pipeinfer.engine.executor import MOST_UNFINISHED, Executor
-from pipeinfer.steps.step import MaskRows, Sampled, Step
+from pipeinfer.step import MaskRows, Sampled, Step
 
 
 @dataclass

@@ -21,7 +21,7 @@ from pipeinfer.layers.attention import ReadyHeads
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
 from pipeinfer.settings import Settings
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_pages": 8, "page_size": 16, "max_running": 2}

@@ -16,7 +16,7 @@ from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 LEFT = 4
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.engine.sampling import IN_OUTPUT, IN_PROMPT, Penalties, penalized
-from pipeinfer.steps.step import PenaltyRows, Said
+from pipeinfer.step import PenaltyRows, Said
 
 VOCAB, SLOTS = 11, 4
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)

@@ -15,7 +15,7 @@ from pipeinfer.engine import executor as driver_module
 from pipeinfer.engine.core import Compute
 from pipeinfer.engine.executor import DeviceDriver, Executor
 from pipeinfer.engine.phases import HOST, PHASES, Phases
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 
 class Noted:

@@ -15,7 +15,7 @@ from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.profiling import WARM_STEPS, StepProfile, profile_path
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 ON_THE_STEPS_THREAD = ("attention_plan", "forward", "sample")
 

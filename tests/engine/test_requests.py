@@ -13,7 +13,7 @@ from pipeinfer.engine.step_builder import MOST_EDITS, RequestTable, edits_of, fi
 from pipeinfer.messages import Admit
 from pipeinfer.packing import pack
 from pipeinfer.params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
-from pipeinfer.steps.step import Delta
+from pipeinfer.step import Delta
 
 SLOTS, VOCABULARY = 5, 12
 

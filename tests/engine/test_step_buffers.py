@@ -32,7 +32,7 @@ from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.tables import NO_SLOT
 from pipeinfer.kernels.tables import GraphShape as Shape
-from pipeinfer.steps.step import LAST_TOKEN, Delta, Edits, Step
+from pipeinfer.step import LAST_TOKEN, Delta, Edits, Step
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96

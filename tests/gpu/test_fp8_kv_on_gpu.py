@@ -17,7 +17,7 @@ from pipeinfer.attention.interface import HostLengths, PlanInputs
 from pipeinfer.kernels.e4m3 import E4M3, Scales, narrowed
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu
 

@@ -31,7 +31,7 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 WHOLE = Cut(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
 SPLITS = Cut(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))

@@ -16,7 +16,7 @@ from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize
 from pipeinfer.layers.rope import Angles, Rope, rotate
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PAGE_SIZE = 4
 

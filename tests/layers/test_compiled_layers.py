@@ -18,7 +18,7 @@ from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 from step_pages import all_pages
 
 CPU = torch.device("cpu")

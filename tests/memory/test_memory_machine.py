@@ -27,7 +27,7 @@ from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import PART, pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import LAST_TOKEN, Step
+from pipeinfer.step import LAST_TOKEN, Step
 
 SLOTS = 5
 MAX_IN_FLIGHT = 3

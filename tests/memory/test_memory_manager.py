@@ -17,7 +17,7 @@ from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 SIZE = 4
 

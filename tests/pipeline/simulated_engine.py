@@ -21,7 +21,7 @@ from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import LAST_TOKEN, Edits, Sampled, Step
+from pipeinfer.step import LAST_TOKEN, Edits, Sampled, Step
 from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
 

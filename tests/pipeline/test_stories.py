@@ -20,7 +20,7 @@ from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits
 from pipeinfer.scheduler.queue import GrammarQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.steps.step import Constrained
+from pipeinfer.step import Constrained
 
 FEW = 80  # stories, of which each event must be part of one
 WAVES = 3  # of requests, one after the other

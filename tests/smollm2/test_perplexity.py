@@ -21,7 +21,7 @@ from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 from step_pages import all_pages
 
 WINDOW, WINDOWS = 1_024, 10

@@ -21,7 +21,7 @@ from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Wo
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 

@@ -28,7 +28,7 @@ from pipeinfer.runtime.entry import run_shell, stage_settings
 from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
 from pipeinfer.version import __version__

@@ -29,7 +29,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device

@@ -14,7 +14,7 @@ from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.e4m3 import E4M3, narrowed
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PARITIES = 2
 STAGING_BYTES = 8 * 2**20  # FlashInfer's own choice; a plan copies only what it fills

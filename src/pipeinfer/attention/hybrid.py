@@ -30,7 +30,7 @@ from pipeinfer.kernels.decode_pieces import (
 )
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long. What many

@@ -13,7 +13,7 @@ import torch
 
 from pipeinfer.kernels.tables import DeviceStep
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 Plan = Any  # what a backend makes of a step's rows: nobody else looks into it
 KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in pages only

@@ -14,7 +14,7 @@ import torch
 
 from pipeinfer.attention.interface import KV, Plan, PlanInputs, Traits
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # that all of these kernels take
 PREFERRED = 64  # with which they were measured

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeinfer.attention.interface import KV, PlanInputs, Traits
 from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 NEVER = float("-inf")
 

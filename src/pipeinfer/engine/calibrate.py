@@ -20,8 +20,7 @@ from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.packing import PART
 from pipeinfer.params import MOST_LOGPROBS
-from pipeinfer.step_cost import PER_SECOND, StepCost
-from pipeinfer.steps.step import (
+from pipeinfer.step import (
     CommonRuns,
     Delta,
     Edits,
@@ -30,6 +29,7 @@ from pipeinfer.steps.step import (
     PenaltyRows,
     Step,
 )
+from pipeinfer.step_cost import PER_SECOND, StepCost
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be

@@ -37,7 +37,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import LogprobRows, ScoredChunk, Step
+from pipeinfer.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
 
 

@@ -26,7 +26,7 @@ from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
     import torch

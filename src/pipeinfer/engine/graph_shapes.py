@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.step import Step
 from pipeinfer.step_cost import steps_up_to
-from pipeinfer.steps.step import Step
 
 FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
 STEP = 8

@@ -20,7 +20,7 @@ from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device, Work
 from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, alone, holds
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 SMALL = 8
 REPLAYS = 8

@@ -23,7 +23,7 @@ from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
 TOKENS = 512  # of the sequence for key_shifts: 256 were a little worse, 1024 no better

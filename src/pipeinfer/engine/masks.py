@@ -29,7 +29,7 @@ from pipeinfer.grammars.masks import (
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.grammars.work import Work, work_of
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
+from pipeinfer.step import Constrained, MaskRows, Sampled, Step
 
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of

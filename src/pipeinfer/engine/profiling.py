@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeinfer.engine.phases import Marks, NoMarks, Phases
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 # torch has no public name for it.
 

@@ -31,8 +31,8 @@ from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.models.interface import Model
+from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
-from pipeinfer.steps.step import Sampled, Step
 from pipeinfer.tensors import tensor_of
 
 

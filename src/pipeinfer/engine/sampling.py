@@ -18,7 +18,7 @@ from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
 from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.models.interface import Model
-from pipeinfer.steps.step import LogprobRows, PenaltyRows, Said, Sampled, ScoredChunk, Step
+from pipeinfer.step import LogprobRows, PenaltyRows, Said, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows

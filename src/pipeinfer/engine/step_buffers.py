@@ -35,7 +35,7 @@ from pipeinfer.kernels.tables import (
     GraphShape,
 )
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
-from pipeinfer.steps.step import Bans, Delta, Edits, Step
+from pipeinfer.step import Bans, Delta, Edits, Step
 from pipeinfer.tensors import tensor_of
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may

@@ -25,7 +25,7 @@ from pipeinfer.params import (
     MOST_STOP_TOKENS,
     SamplingParams,
 )
-from pipeinfer.steps.step import (
+from pipeinfer.step import (
     LAST_TOKEN,
     NOTHING,
     Bans,

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.packing import MOST_RUNS, PART
-from pipeinfer.steps.step import CommonRuns
+from pipeinfer.step import CommonRuns
 
 LEAST = 256  # tokens: a shorter beginning is as fast read by each row for itself
 LEVELS = 8  # of beginnings within beginnings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -261,3 +262,24 @@ class Step:
     prompts: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
     runs: CommonRuns | None = None
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of one rank. sliding_window: tokens a query sees, itself included; None is all.
+
+    sinks: [num_heads], each head's score of a key that every query sees and that has no value.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    soft_cap: float | None = None
