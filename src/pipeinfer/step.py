@@ -18,7 +18,7 @@ LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in la
 
 
 @dataclass(frozen=True)
-class Said:
+class PenaltyHistory:
     """What the request in `slot` has in its prompt and in its output so far: ids int32 [n] each."""
 
     slot: int
@@ -38,7 +38,7 @@ class PenaltyRows:
     rows: np.ndarray
     slots: np.ndarray
     factors: np.ndarray
-    new: tuple[Said, ...] = ()
+    new: tuple[PenaltyHistory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True)
-class Bans:
+class BadWords:
     """Sequences of two and more ids that an output must not have: the last id of one is not sampled
     where the others are the output's last ones.
 
@@ -126,7 +126,7 @@ class Bans:
 
 
 @dataclass(frozen=True)
-class Edits:
+class LogitEdits:
     """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
 
     until: int32 [n], the id is not sampled at positions before that one; from there on its logit is
@@ -138,7 +138,7 @@ class Edits:
     values: np.ndarray
     until: np.ndarray
     only: bool = False
-    bans: Bans | None = None
+    bans: BadWords | None = None
 
 
 _NONE = np.empty(0, dtype=np.int32)
@@ -159,7 +159,7 @@ class Delta:
     pages: np.ndarray = field(default_factory=lambda: _NONE)
     admitted: np.ndarray = field(default_factory=lambda: _NONE)
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    edits: tuple[Edits, ...] = ()
+    edits: tuple[LogitEdits, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
     released: tuple[int, ...] = ()
 
@@ -219,7 +219,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class CommonRuns:
+class SharedPrefixes:
     """What the decodes of a step begin with in common, int32 [decodes] each.
 
     lines: leader * PART + pages, PART as in packing.py: the row's first pages, so many, are those
@@ -227,8 +227,8 @@ class CommonRuns:
     the how manieth it is of the rows with that leader, and how many they are, at least two.
     """
 
-    lines: np.ndarray
-    seats: np.ndarray
+    leaders: np.ndarray
+    ranks: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class Step:
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
-    runs: CommonRuns | None = None
+    shared_prefixes: SharedPrefixes | None = None
 
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
 from pipeinfer.kernels.decode_pieces import Cut, Reads  # noqa: E402
 from pipeinfer.kernels.tables import GraphShape  # noqa: E402
-from pipeinfer.memory import runs  # noqa: E402
+from pipeinfer.memory import shared_prefixes  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
 
@@ -160,7 +160,7 @@ def checked(work):
 
 
 hurry()
-runs.LEAST = 16  # tokens: prompts here are short
+shared_prefixes.LEAST = 16  # tokens: prompts here are short
 graph_shapes.SHARING = graphs.SHARING = 2
 READ = Reads(block=16, warps=4, stages=2)
 FEW = Cut(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)

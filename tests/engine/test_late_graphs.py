@@ -11,7 +11,7 @@ from single_steps import HostRunner, empty_step
 
 from pipeinfer.engine import executor
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.executor import DeviceDriver, Executor, LateGraphs
+from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
@@ -65,7 +65,7 @@ async def driven(monkeypatch):
         monkeypatch.setattr(executor, name, 0.001)
     runner, fed = Runner(), asyncio.Queue()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=LateGraphs(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
     )
     core = EngineCore(hello(), "scheduler-0", MemoryManager(9, 16, 2, 64))
 

@@ -19,12 +19,12 @@ from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graph_shapes import (
     SHARING,
     LargestStep,
-    alone,
     decode_ladder,
+    decode_only,
+    eager_and_deferred,
     mixed_ladder,
-    parted,
     shape_of,
-    sharing,
+    shared_prefix_variants,
 )
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_buffers import DeviceBuffers, Packer, SlotState, layout
@@ -32,7 +32,7 @@ from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.tables import NO_SLOT
 from pipeinfer.kernels.tables import GraphShape as Shape
-from pipeinfer.step import LAST_TOKEN, Delta, Edits, Step
+from pipeinfer.step import LAST_TOKEN, Delta, LogitEdits, Step
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
@@ -191,8 +191,8 @@ def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, p
         step = replace(step, number=further, starts=step.starts + min(further, 1))
         if further == 2:  # others, of the same number
             step = make_step(starts[::-1], [1] * len(rows), samples[::-1], page_size, seed=1)
-        side.buffer[layout(alone(size)).changes :] = -7
-        views, entries = side.expand(step, alone(size), size, graph=True)
+        side.buffer[layout(decode_only(size)).changes :] = -7
+        views, entries = side.expand(step, decode_only(size), size, graph=True)
         assert (entries is None) == all(samples)
         check(side, step, views, entries)
         check_host(side, step, views)
@@ -237,7 +237,7 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
 
     def edits(slot, ids):
         count = len(ids)
-        return Edits(slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
+        return LogitEdits(slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
                      random.integers(0, 99, count).astype(np.int32))  # fmt: skip
 
     admitted, said = np.array([3, 11, 0], np.int32), (edits(11, [5, 7, 9, 2]), edits(0, [8]))
@@ -265,12 +265,12 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
 )
 def test_only_a_step_that_differs_in_nothing_else_is_packed_as_what_differs(change):
     step, side = make_step([20, 5, 9], [1, 1, 1], [True, False, True], 16), Side(16)
-    side.expand(step, alone(3), 3, graph=True)
+    side.expand(step, decode_only(3), 3, graph=True)
     step = replace(step, **change)
     fields = {name: values[step.samples] for name, values in step.delta.fields.items()}
     step = replace(step, fields=fields)
     for samples, graph in ((3, True), (2, False)):
-        check(side, step, *side.expand(step, alone(3), samples, graph))
+        check(side, step, *side.expand(step, decode_only(3), samples, graph))
 
 
 def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
@@ -284,7 +284,7 @@ def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
     step = make_step([0], [1], [True], 16)
     step = replace(step, slots=np.array([SLOTS], np.int32), delta=Delta())
     with pytest.raises(ValueError, match="slot 12, where there are 12"):
-        side.expand(step, alone(1), 1, graph=True)
+        side.expand(step, decode_only(1), 1, graph=True)
 
 
 @given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
@@ -309,7 +309,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
 
     assert fitting(100) is None and fitting(1) is None, "nothing is captured yet"
     graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), (1, 4, 8)
-    rooms = [*graphs.mixed, *map(alone, graphs.decodes)]
+    rooms = [*graphs.mixed, *map(decode_only, graphs.decodes)]
     graphs._captured = {room: room for room in rooms}
     assert fitting(100) == Shape(128, 0, 8)
     assert fitting(1, 1, 126) == Shape(128, 64, 32)
@@ -320,7 +320,9 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     assert fitting(*[8] * 9) == Shape(128, 64, 32), "too many prompts for the smallest"
     assert fitting(2049) is None
     assert fitting(1030) is None, "a third would be padding"
-    assert [fitting(*[1] * rows) for rows in (1, 2, 4, 5)] == [alone(rows) for rows in (1, 4, 4, 8)]
+    assert [fitting(*[1] * rows) for rows in (1, 2, 4, 5)] == [
+        decode_only(rows) for rows in (1, 4, 4, 8)
+    ]
     assert fitting(*[1] * 9) is None
 
 
@@ -345,18 +347,18 @@ def test_steps_take_larger_graphs_than_they_need_where_those_are_faster():
 def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
     graphs = Graphs(HostDevice())
     graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), decode_ladder(256)
-    usual = [*graphs.mixed, *map(alone, graphs.decodes)]
-    graphs.sharing = tuple(sorted(sharing(usual)))
+    usual = [*graphs.mixed, *map(decode_only, graphs.decodes)]
+    graphs.sharing = tuple(sorted(shared_prefix_variants(usual)))
     graphs._captured = {room: room for room in (*usual, *graphs.sharing)}
 
     def fitting(decodes, prompts=0, shares=True):
         step = alike_decodes(decodes, prompts, 16)
-        return graphs.fitting(step if shares else replace(step, runs=None))
+        return graphs.fitting(step if shares else replace(step, shared_prefixes=None))
 
     assert fitting(130) == Shape(192, 192, 0, shares=True)
     assert fitting(130, shares=False) == Shape(136, 136, 0)
     assert fitting(SHARING) == Shape(16, 16, 0, shares=True)
-    assert fitting(SHARING - 1) == alone(8), "so few read as fast each for itself"
+    assert fitting(SHARING - 1) == decode_only(8), "so few read as fast each for itself"
     assert fitting(60, 30) == Shape(128, 64, 32, shares=True)
     assert fitting(65, 30) == Shape(128, 96, 32, shares=True), "as many decodes as it has room for"
     assert fitting(65, 30, shares=False) == Shape(128, 96, 32)
@@ -368,8 +370,8 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
 
 
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
-    usual = [*map(alone, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
-    few = sharing(usual)
+    usual = [*map(decode_only, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
+    few = shared_prefix_variants(usual)
     assert all(room.shares and room.decodes >= SHARING for room in few)
     assert not {replace(room, shares=False) for room in few} - set(usual)
     assert len(few) < len(usual) / 2
@@ -380,9 +382,11 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
         if room.prefills and room.decodes >= SHARING:
             same = [other for other in few if other.tokens == room.tokens and other.prefills]
             assert max(other.decodes for other in same) >= room.decodes
-    first, left = parted([*usual, *few])
+    first, left = eager_and_deferred([*usual, *few])
     assert sorted([*first, *left]) == sorted([*usual, *few])
-    assert [replace(room, shares=False) for room in first] == parted(usual)[0], "as many at once"
+    assert [replace(room, shares=False) for room in first] == eager_and_deferred(usual)[0], (
+        "as many at once"
+    )
     assert [room for room in first if room.shares] == [room for room in first if twin(room) in few]
     rest = [room for room in left if room.shares]
     alone_left = sum(not room.prefills for room in left)
@@ -399,23 +403,23 @@ def captured(graphs: Graphs, rooms: list[Shape]) -> None:
 
 def test_only_small_numbers_of_decodes_may_turn_out_slower():
     graphs = Graphs(HostDevice())
-    usual = [*map(alone, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
-    first, _ = parted([*usual, *sharing(usual)])
+    usual = [*map(decode_only, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
+    first, _ = eager_and_deferred([*usual, *shared_prefix_variants(usual)])
     captured(graphs, first)
     mixed = graphs.mixed
     graphs.drop_slower_small_ones(lambda room: None)
     assert graphs.decodes[-6:] == (8, 16, 24, 32, 48, 64) and graphs.mixed == mixed
-    assert graphs.fitting(replace(alike_decodes(40, 0, 16), runs=None)) is not None
+    assert graphs.fitting(replace(alike_decodes(40, 0, 16), shared_prefixes=None)) is not None
 
 
 def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share():
     graphs = Graphs(HostDevice())
-    usual = [*map(alone, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
-    first, left = parted([*usual, *sharing(usual)])
+    usual = [*map(decode_only, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
+    first, left = eager_and_deferred([*usual, *shared_prefix_variants(usual)])
 
     def fitting(decodes, prompts, shares):
         step = alike_decodes(decodes, prompts, 16)
-        return graphs.fitting(step if shares else replace(step, runs=None)).views
+        return graphs.fitting(step if shares else replace(step, shared_prefixes=None)).views
 
     captured(graphs, first)
     assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
@@ -423,12 +427,14 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
     for shares in (False, True):
         assert fitting(40, 0, shares) == Shape(48, 48, 0, shares=True)
         assert fitting(20, 20, shares) == Shape(128, 64, 32, shares=True)
-        assert fitting(4, 0, shares) == alone(4)
-    step = replace(alike_decodes(48, 0, 16), runs=None)
-    assert graphs.like(alone(48), step) == Shape(48, 48, 0, shares=True)
+        assert fitting(4, 0, shares) == decode_only(4)
+    step = replace(alike_decodes(48, 0, 16), shared_prefixes=None)
+    assert graphs.like(decode_only(48), step) == Shape(48, 48, 0, shares=True)
     captured(graphs, left)
     assert not any(room.shares for room in graphs.mixed)
-    assert graphs.decodes == decode_ladder(64) and graphs.like(alone(48), step) == alone(48)
+    assert graphs.decodes == decode_ladder(64) and graphs.like(
+        decode_only(48), step
+    ) == decode_only(48)
     for shares in (False, True):
         assert fitting(40, 0, shares) == Shape(
             48 if shares else 40, 48 if shares else 40, 0, shares
@@ -441,8 +447,8 @@ def test_decodes_that_are_alike_read_the_dummy_and_write_to_it(rows, prompts, pa
     step = alike_decodes(rows, prompts, page_size)
     assert not pages_of(step, page_size).any() and step.decodes == rows
     assert (step.starts[:rows] == page_size).all() and len(step.slots) == rows + prompts
-    assert step.runs.lines.tolist() == [1] * rows, "one page, of row 0"
-    assert step.runs.seats.tolist() == [rank << 16 | rows for rank in range(rows)]
+    assert step.shared_prefixes.leaders.tolist() == [1] * rows, "one page, of row 0"
+    assert step.shared_prefixes.ranks.tolist() == [rank << 16 | rows for rank in range(rows)]
 
 
 @given(st.integers(1, 9), st.integers(0, 6), st.sampled_from([1, 16]))
@@ -489,8 +495,8 @@ def test_the_ladder_of_graph_sizes_ends_with_the_largest_batch(most):
 def test_the_first_graphs_have_room_for_every_step_that_all_of_them_have():
     sizes = decode_ladder(200)
     ladder = mixed_ladder(4096, 200, 200, 4096)
-    first, left = parted([*map(alone, sizes), *ladder])
-    assert sorted([*first, *left]) == sorted([*map(alone, sizes), *ladder])
+    first, left = eager_and_deferred([*map(decode_only, sizes), *ladder])
+    assert sorted([*first, *left]) == sorted([*map(decode_only, sizes), *ladder])
     assert len(left) > len(first)
     decodes = [room.decodes for room in first if not room.prefills]
     assert decodes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 200]
@@ -509,4 +515,4 @@ def test_the_first_graphs_have_room_for_every_step_that_all_of_them_have():
 
 
 def test_a_ladder_of_no_graphs_has_none_to_begin_with():
-    assert parted([]) == ([], [])
+    assert eager_and_deferred([]) == ([], [])

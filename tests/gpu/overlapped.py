@@ -58,7 +58,7 @@ class GpuCores(Cores):
         self.busy += busy
         self.idle += launched.event.idle
         self.steps += 1
-        self.sharing += step.runs is not None
+        self.sharing += step.shared_prefixes is not None
         kind = (
             "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
         )

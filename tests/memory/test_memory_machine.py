@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from hash_device import HashDevice, chain
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory import runs
+from pipeinfer.memory import shared_prefixes
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
@@ -240,12 +240,16 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def check_runs(self, step: Step) -> None:
         """Rows that are said to have pages in common have, and tokens of their own behind them."""
-        if step.runs is None:
+        if step.shared_prefixes is None:
             return
         pages = self.heard.pages(step, self.page_size)
         ranks: dict[tuple[int, int], list[int]] = {}
         for row, (line, seat) in enumerate(
-            zip(step.runs.lines.tolist(), step.runs.seats.tolist(), strict=True)
+            zip(
+                step.shared_prefixes.leaders.tolist(),
+                step.shared_prefixes.ranks.tolist(),
+                strict=True,
+            )
         ):
             leader, run = divmod(line, PART)
             if not run:
@@ -253,7 +257,7 @@ class MemoryMachine(RuleBasedStateMachine):
             ranks.setdefault((line, seat % PART), []).append(seat // PART)
             assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
             assert run * self.page_size <= step.starts[row]
-            assert step.runs.lines[leader] == line
+            assert step.shared_prefixes.leaders[leader] == line
         for (_, many), found in ranks.items():
             assert sorted(found) == list(range(many)) and many > 1
         event("decodes have a beginning in common")
@@ -306,7 +310,7 @@ class MemoryMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str, monkeypatch):
-    monkeypatch.setattr(runs, "LEAST", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)

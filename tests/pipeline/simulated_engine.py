@@ -21,7 +21,7 @@ from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.step import LAST_TOKEN, Edits, Sampled, Step
+from pipeinfer.step import LAST_TOKEN, LogitEdits, Sampled, Step
 from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
 
@@ -63,7 +63,7 @@ class TokenDevice:
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = PageMirror(SLOTS)
-        self._edits: dict[int, Edits] = {}
+        self._edits: dict[int, LogitEdits] = {}
 
     def run(self, step: Step) -> list[int | str]:
         """Of the rows that sample, in order, the ids, or why a row has none."""

@@ -9,7 +9,7 @@ from pipeinfer.core import LOCAL
 from pipeinfer.engine import executor
 from pipeinfer.engine.core import Capture, EngineCore
 from pipeinfer.engine.device import HostDevice
-from pipeinfer.engine.executor import DeviceDriver, Executor, LateGraphs
+from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
@@ -65,7 +65,7 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
         monkeypatch.setattr(executor, name, 0.0)  # the engine's own wish comes at once
     runner, tally = Runner(left), Tally()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=LateGraphs(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
     )
     device = DevicePlayback(driver, tally)
     await device.play(Player(core(), left_out, device.deliver), recorded(), Pace(True, 0.0))

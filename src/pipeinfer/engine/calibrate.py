@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from pipeinfer.engine.graph_shapes import DECODES, LargestStep, alone, unaided
+from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unaided
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.packing import PART
 from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.step import (
-    CommonRuns,
     Delta,
-    Edits,
+    LogitEdits,
     LogprobRows,
     MaskRows,
     PenaltyRows,
+    SharedPrefixes,
     Step,
 )
 from pipeinfer.step_cost import PER_SECOND, StepCost
@@ -73,7 +73,7 @@ def measured(
         graphs.planned or unaided(most_tokens, most_rows),
         frame,
         pages,
-        lambda rows, step: seconds(alone(rows), step),
+        lambda rows, step: seconds(decode_only(rows), step),
         seconds,
     )
 
@@ -227,7 +227,7 @@ USUAL = {"temperature": 1.0}  # as most requests have it
 LARGE_TOP_K = 20
 
 
-def artificial_step(
+def dummy_step(
     counts: np.ndarray,
     page_size: int,
     starts: np.ndarray | None = None,
@@ -271,10 +271,10 @@ def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> St
     for row in range(rows - 1, -1, -1):
         counts[row] += min(left, max_model_len - 1)
         left -= int(counts[row]) - 1
-    step = artificial_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
+    step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
     every, most = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
     nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
-    edits = tuple(Edits(slot, nothing, raised, nothing) for slot in range(rows))
+    edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
     return replace(
         step,
         delta=replace(step.delta, edits=edits),
@@ -293,7 +293,7 @@ def allow_all(words: np.ndarray) -> dict[int, str]:
 def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
     """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
     starts = np.full(rows, pages * page_size, dtype=np.int32)
-    return artificial_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
+    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
 
 
 def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
@@ -301,8 +301,8 @@ def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
     counts = np.array([1] * rows + [2] * prompts, dtype=np.int32)
     starts = np.where(counts > 1, 0, page_size).astype(np.int32)
     ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
-    step = artificial_step(counts, page_size, starts)
-    return replace(step, runs=CommonRuns(one_page, ranks * PART + rows))
+    step = dummy_step(counts, page_size, starts)
+    return replace(step, shared_prefixes=SharedPrefixes(one_page, ranks * PART + rows))
 
 
 def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:
@@ -311,9 +311,9 @@ def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: i
     """
     counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
     starts = np.where(counts > 1, before, 0).astype(np.int32)
-    return artificial_step(counts, page_size, starts)
+    return dummy_step(counts, page_size, starts)
 
 
 def empty_step() -> Step:
     """A step of no rows, which packing for a graph fills up with padding rows."""
-    return artificial_step(np.zeros(0, dtype=np.int32), 1)
+    return dummy_step(np.zeros(0, dtype=np.int32), 1)

@@ -24,7 +24,7 @@ from pipeinfer.engine.calibrate import (
     LARGE_TOP_K,
     alike_decodes,
     allow_all,
-    artificial_step,
+    dummy_step,
     largest_step,
 )
 from pipeinfer.engine.device import Replay, Tensors, Work, nothing
@@ -252,14 +252,14 @@ class CudaMachine:
             launched = runner.launch(largest)
             runner.finish(launched, allow_all)
             launched.take()
-        runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
-        runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
+        runner.run(dummy_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
+        runner.run(dummy_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
         if runner.shares and rows > SHARING:
             # Graphs in which decodes share are captured at once, the others later, and each
             # doubling of rows is cut by a kernel of its own, which must be there by then.
             doubled = (1 << power for power in range(SHARING.bit_length(), rows.bit_length()))
             for many in sorted({*doubled, rows}):
-                runner.run(artificial_step(np.ones(many, dtype=np.int32), page_size))
+                runner.run(dummy_step(np.ones(many, dtype=np.int32), page_size))
             runner.run(alike_decodes(rows, 0, page_size))
             runner.run(alike_decodes(SHARING, 1, page_size))
 

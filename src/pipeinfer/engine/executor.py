@@ -252,7 +252,7 @@ class DeviceDriver:
         begin: StartExecutor,
         phases: Phases,
         prepare: PrepareGrammar = nothing_to_prepare,
-        late: LateGraphs | None = None,
+        late: BackgroundCapture | None = None,
         start: Mapping[str, float] = NOTHING,
     ) -> None:
         self._begin = begin
@@ -372,7 +372,7 @@ QUIET = 0.05  # seconds without a step: who sends one request after the other is
 GAP = 0.01  # seconds between two captures
 
 
-class LateGraphs:
+class BackgroundCapture:
     """Of one engine; all calls are on the event loop. `runner` has them.
 
     That one is due is told to the core, as everything that steps depend on: so a recorded engine
@@ -442,5 +442,5 @@ class LateGraphs:
     def _failed(self, error: Exception) -> None:
         """Without it the engine is slower and not wrong. If the device is out of order, the next
         step says so, and ends the process."""
-        self._runner.leave_graphs()
+        self._runner.stop_capturing()
         log.warning("no more CUDA graphs than %d: %s", self._runner.graphs, error, exc_info=error)

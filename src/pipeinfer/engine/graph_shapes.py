@@ -26,7 +26,7 @@ PADDING_SHARE = 4  # that part of a room's
 
 def shape_of(step: Step) -> GraphShape:
     """What the step needs."""
-    shares = step.runs is not None
+    shares = step.shared_prefixes is not None
     return GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
 
 
@@ -87,7 +87,7 @@ def mixed_ladder(
     return tuple(sorted(room for room in rooms if room.rows <= room.tokens <= most_tokens))
 
 
-def parted(rooms: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
+def eager_and_deferred(rooms: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
     """`rooms` of graphs as those that must be there first, so that every step finds one that is not
     much larger, and the others in the order in which they are worth it. First come, of decodes
     alone, powers of two, one and a half times those, and the most; of each number of tokens with
@@ -103,7 +103,7 @@ def parted(rooms: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphSha
     return first, sorted((room for room in rooms if room not in there), key=_worth)
 
 
-def sharing(rooms: Sequence[GraphShape]) -> list[GraphShape]:
+def shared_prefix_variants(rooms: Sequence[GraphShape]) -> list[GraphShape]:
     """Of `rooms`, none of which shares, those that are wanted a second time for steps that do: as
     many decodes alone as are there first, and beside prompts the smallest class and the largest.
     """
@@ -151,6 +151,6 @@ def _prompts(tokens: int, few: int) -> int:
     return max(few, min(tokens // PROMPT, MANY)) if tokens > LARGE else few
 
 
-def alone(decodes: int) -> GraphShape:
+def decode_only(decodes: int) -> GraphShape:
     """For so many decodes and nothing else."""
     return GraphShape(decodes, decodes, 0)

@@ -18,7 +18,7 @@ import torch
 
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, alone, holds
+from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, decode_only, holds
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.step import Step
 
@@ -88,13 +88,17 @@ class Graphs:
     def fitting(self, step: Step) -> Captured | None:
         """The smallest for the step; None if there is none, or it is far larger. Where decodes
         share, one in which they do; if there is none, each reads for itself."""
-        if step.runs is not None and step.decodes >= SHARING:
+        if step.shared_prefixes is not None and step.decodes >= SHARING:
             room = self._smallest(self.sharing, step)
             if room is not None:
                 return self[room]
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
-            return None if at == len(self.decodes) else self[self._either(alone(self.decodes[at]))]
+            return (
+                None
+                if at == len(self.decodes)
+                else self[self._either(decode_only(self.decodes[at]))]
+            )
         room = self._smallest(self.mixed, step)
         return None if room is None else self[room]
 
@@ -147,12 +151,12 @@ class Graphs:
         small = [size for size in self.decodes if size <= SMALL]
         seconds: dict[int, float] = {}
         for size in small:
-            prepare(alone(size))  # all read the same words, each in its own way
-            seconds[size] = self.seconds(alone(size))
+            prepare(decode_only(size))  # all read the same words, each in its own way
+            seconds[size] = self.seconds(decode_only(size))
         for size, larger in reversed(list(pairwise(small))):
             best = min(seconds[other] for other in small if other >= larger)
             if seconds[size] > best:
-                del self._captured[alone(size)]
+                del self._captured[decode_only(size)]
         self._list()
 
 

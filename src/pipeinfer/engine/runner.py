@@ -1,7 +1,12 @@
-"""Runs steps on a device without waiting for them: upload, forward, sample, results, all queued.
+"""Runs steps on a device without waiting for them.
+
+    launch:    pack -> upload -> expand, plan -> forward pass -> sample -> download    all queued
+    finish:    masks ----------------------------------------> sample -> download    of masked rows
 
 The device works off what it is handed in order, and is the one writer of what lies there by slot.
-Knows arrays of a step; no plan of the scheduler, no request, no policy and no kind of device.
+A forward pass is the replay of a CUDA graph, which also expands and samples by temperature, or goes
+kernel by kernel. Knows arrays of a step; no plan of the scheduler, no request, no policy and no
+kind of device.
 """
 
 from __future__ import annotations
@@ -19,7 +24,13 @@ from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
 from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
-from pipeinfer.engine.graph_shapes import LargestStep, alone, parted, shape_of, sharing
+from pipeinfer.engine.graph_shapes import (
+    LargestStep,
+    decode_only,
+    eager_and_deferred,
+    shape_of,
+    shared_prefix_variants,
+)
 from pipeinfer.engine.graphs import Captured, Graphs
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.phases import Phases
@@ -107,8 +118,9 @@ class Runner:
         ]
         self._launched = 0
         self._graphs = Graphs(device)
-        # Of the rows that were packed last: their fields, and what follows for all their steps.
-        self._wishes: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
+        # Of the rows that were packed last: their sampling fields, and what follows from these for
+        # all steps of the same rows: `truncated` and `biased` of PackedStep.
+        self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
         self.bind(pool)
 
     @property
@@ -239,11 +251,11 @@ class Runner:
         if len(changes) > 2 * self._device_buffers.most_changes:
             changes, late = changes[:0], changes
         num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
-        if self._wishes[0] is not step.fields:
+        if self._sampling_flags[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
-            self._wishes = step.fields, truncated(step.fields), biased
+            self._sampling_flags = step.fields, truncated(step.fields), biased
         packed = PackedStep(
-            step, buffers, views, graph, num_words, sample_rows, late, *self._wishes[1:]
+            step, buffers, views, graph, num_words, sample_rows, late, *self._sampling_flags[1:]
         )
         if step.logprobs is not None or step.prompts:
             packed.scores = Scores(step, sample_rows, self._sampler)
@@ -372,9 +384,9 @@ class Runner:
         if not (traits.captures_decode and sizes):
             return
         mixed = mixed if traits.captures_prefill else ()
-        rooms: Sequence[GraphShape] = [*map(alone, sizes), *mixed]
-        rooms += sharing(rooms) if self.shares else []
-        first, left = parted(rooms) if later else (rooms, [])
+        rooms: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
+        rooms += shared_prefix_variants(rooms) if self.shares else []
+        first, left = eager_and_deferred(rooms) if later else (rooms, [])
         graphs, count = Graphs(self.device), _counter(len(rooms), progress)
 
         @torch.inference_mode()
@@ -409,7 +421,7 @@ class Runner:
 
         return self.device.submit(work)
 
-    def leave_graphs(self) -> None:
+    def stop_capturing(self) -> None:
         """None comes any more."""
         self._graphs.left.clear()
 

@@ -15,10 +15,10 @@ import torch
 
 from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host.truncation import is_truncated
-from pipeinfer.kernels.interface import Kernels, Knobs
+from pipeinfer.kernels.interface import Kernels, SamplingTensors
 from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.models.interface import Model
-from pipeinfer.step import LogprobRows, PenaltyRows, Said, Sampled, ScoredChunk, Step
+from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows
@@ -47,7 +47,12 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray, /
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncated: np.ndarray,
+        /,
     ) -> torch.Tensor:
         """int64 [S, 2], how many tokens each row gave and which, the same on all ranks; ids also go
         to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
@@ -78,9 +83,13 @@ class WholeSampler:
         return words
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncated: np.ndarray,
     ) -> torch.Tensor:
-        return self._kernels.sample(logits, knobs, last_token, len(truncated) > 0)
+        return self._kernels.sample(logits, sampling, last_token, len(truncated) > 0)
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
         return self._kernels.scores(logits, ids, most)
@@ -124,13 +133,17 @@ class SplitSampler:
         return self._ranks.broadcast(words)
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncated: np.ndarray,
     ) -> torch.Tensor:
-        mine = self._kernels.offer(logits[:, : self._held], knobs, self.first_id)
-        drawn = self._kernels.choose(self._ranks.collect(mine), knobs, last_token)
+        mine = self._kernels.offer(logits[:, : self._held], sampling, self.first_id)
+        drawn = self._kernels.choose(self._ranks.collect(mine), sampling, last_token)
         if len(truncated):
             at = tensor_of(truncated).to(logits.device)
-            some = {name: values[at] for name, values in knobs.items()}
+            some = {name: values[at] for name, values in sampling.items()}
             whole = self.whole(logits[at])
             drawn[at] = self._kernels.sample(whole, some, last_token, True)
         return drawn
@@ -208,7 +221,7 @@ class Penalties:
         column = torch.where(held, column, 0)
         self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
 
-    def _begin(self, said: Said, counts: torch.Tensor) -> None:
+    def _begin(self, said: PenaltyHistory, counts: torch.Tensor) -> None:
         """Sets `counts` int32 [ids] to those of one request."""
         counts.zero_()
         counts[self._columns(said.prompt, len(counts))] = IN_PROMPT

@@ -203,12 +203,17 @@ def _driver(
     masks: Masks | None,
     start: Start,
 ) -> DeviceDriver:
-    from pipeinfer.engine.executor import DeviceDriver, Executor, LateGraphs, nothing_to_prepare
+    from pipeinfer.engine.executor import (
+        BackgroundCapture,
+        DeviceDriver,
+        Executor,
+        nothing_to_prepare,
+    )
 
     return DeviceDriver(
         partial(Executor, loaded.runner, watch=watch, masks=masks),
         loaded.runner.phases,
         nothing_to_prepare if masks is None else masks.prepare,
-        LateGraphs(loaded.runner),
+        BackgroundCapture(loaded.runner),
         start.statistics(),
     )

@@ -35,7 +35,7 @@ from pipeinfer.kernels.tables import (
     GraphShape,
 )
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
-from pipeinfer.step import Bans, Delta, Edits, Step
+from pipeinfer.step import BadWords, Delta, LogitEdits, Step
 from pipeinfer.tensors import tensor_of
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
@@ -75,8 +75,8 @@ def layout(shape: GraphShape) -> Layout:
 
 
 class Packer:
-    """Writes steps into `words` int32, one after the other. Rows that are nobody's have the slot
-    `padding_slot`.
+    """Writes steps into `words` int32, one after the other, as Layout says. Padding rows have the
+    slot `padding_slot`.
     """
 
     def __init__(self, words: np.ndarray, padding_slot: int) -> None:
@@ -112,23 +112,24 @@ class Packer:
             (at.slots, step.slots, self._padding_slot), (at.counts, step.counts, 0)
         ):  # fmt: skip
             _spread(words[begin : begin + shape.rows], values, shape, step.decodes, filler)
-        lines, seats = (NONE, NONE) if step.runs is None else (step.runs.lines, step.runs.seats)
-        for begin, values in ((at.leaders, lines), (at.ranks, seats)):
+        prefixes = step.shared_prefixes
+        leaders, ranks = (NONE, NONE) if prefixes is None else (prefixes.leaders, prefixes.ranks)
+        for begin, values in ((at.leaders, leaders), (at.ranks, ranks)):
             words[begin : begin + len(values)] = values
             words[begin + len(values) : begin + shape.rows] = 0
         words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
         if len(step.slots) < shape.rows:
             sampling = np.zeros(shape.rows, dtype=bool)
             _spread(sampling, step.samples, shape, step.decodes, False)
-        entries = words[at.logits_rows : at.logits_rows + shape.rows]
+        logits_rows = words[at.logits_rows : at.logits_rows + shape.rows]
         self._sample_rows = None
         if samples == shape.rows and not shape.prefills:
             own = np.arange(shape.rows, dtype=np.int32)
-            entries[:] = np.where(sampling, own, -1 - own)
+            logits_rows[:] = np.where(sampling, own, -1 - own)
             if not step.samples.all():
                 self._sample_rows = np.flatnonzero(step.samples)
         else:
-            _number(entries, sampling, samples)
+            _number(logits_rows, sampling, samples)
 
 
 def _alike(one: Step, other: Step) -> bool:
@@ -138,7 +139,7 @@ def _alike(one: Step, other: Step) -> bool:
         and one.counts is other.counts
         and one.samples is other.samples
         and one.tokens is other.tokens
-        and one.runs is other.runs
+        and one.shared_prefixes is other.shared_prefixes
     )
 
 
@@ -156,14 +157,14 @@ def _spread(
     view[end:] = filler
 
 
-def _number(entries: np.ndarray, sampling: np.ndarray, samples: int) -> None:
-    """The first entries are those of rows that sample, the other rows have the rest: nobody's."""
-    entries[:] = NO_LOGITS
+def _number(logits_rows: np.ndarray, sampling: np.ndarray, samples: int) -> None:
+    """The first rows of logits are those of rows that sample; the rest are other rows' padding."""
+    logits_rows[:] = NO_LOGITS
     mine = np.flatnonzero(sampling)
-    entries[mine] = np.arange(len(mine))
+    logits_rows[mine] = np.arange(len(mine))
     left = np.arange(len(mine), samples, dtype=np.int32)
     if len(left):
-        entries[np.flatnonzero(~sampling)[: len(left)]] = -1 - left
+        logits_rows[np.flatnonzero(~sampling)[: len(left)]] = -1 - left
 
 
 class DeviceBuffers:
@@ -481,7 +482,7 @@ class SlotState:
         found.append((self._bans_at + slots * BANS, np.fromiter(banned.values(), np.int32)))
         return found
 
-    def _edited(self, edits: Edits) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _edited(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
         many, count = self.padding_slot + 1, len(edits.ids)
         if count > self._edits:
@@ -490,7 +491,7 @@ class SlotState:
         parts = edits.ids, edits.values.view(np.int32), edits.until
         return [(indices + part * many * self._edits, value) for part, value in enumerate(parts)]
 
-    def _banned(self, slot: int, bans: Bans) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _banned(self, slot: int, bans: BadWords) -> list[tuple[np.ndarray, np.ndarray]]:
         """All but how many there are. Raises ValueError for more than there is room for."""
         if len(bans.ends) > SEQUENCES or len(bans.ids) > MOST_BAD_IDS:
             raise ValueError(f"no room for {len(bans.ends)} sequences of {len(bans.ids)} ids")

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
-from pipeinfer.memory.runs import common_runs
+from pipeinfer.memory.shared_prefixes import shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.packing import unpack
 from pipeinfer.params import (
@@ -28,15 +28,15 @@ from pipeinfer.params import (
 from pipeinfer.step import (
     LAST_TOKEN,
     NOTHING,
-    Bans,
+    BadWords,
     Constrained,
     Delta,
-    Edits,
     Extended,
+    LogitEdits,
     LogprobRows,
     MaskRows,
+    PenaltyHistory,
     PenaltyRows,
-    Said,
     ScoredChunk,
     Step,
 )
@@ -94,7 +94,7 @@ class StepBuilder:
             prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
             # Where steps go on with the same rows, these only get pages of their own.
-            runs=common_runs(memory.table, slots[:decodes], memory.page_size)
+            shared_prefixes=shared_prefixes(memory.table, slots[:decodes], memory.page_size)
             if self._shares
             else None,
         )
@@ -123,7 +123,7 @@ class StepBuilder:
             self._again(last, rows),
             (),
             masked,
-            last.runs,
+            last.shared_prefixes,
         )
 
     def _again(self, last: Step, rows: Rows) -> LogprobRows | None:
@@ -193,11 +193,11 @@ class RequestTable:
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
-        self._edits: dict[int, Edits] = {}
+        self._edits: dict[int, LogitEdits] = {}
         self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
-        self._said: dict[int, Said] = {}  # of slots that have not sampled yet
+        self._said: dict[int, PenaltyHistory] = {}  # of slots that have not sampled yet
         self._alternatives = np.full(max_slots, NOT_ASKED, dtype=np.int32)  # of outputs
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
@@ -222,7 +222,9 @@ class RequestTable:
         if self._penalized[slot]:
             ids = unpack(admit.token_ids)
             self._factors[slot] = factors
-            self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
+            self._said[slot] = PenaltyHistory(
+                slot, ids[: admit.prompt_len], ids[admit.prompt_len :]
+            )
         self._constrained.pop(slot, None)
         self._extended.pop(slot, None)
         if params.structured_outputs is not None or params.thinking_token_budget is not None:
@@ -255,7 +257,7 @@ class RequestTable:
         first, end = max(first, wanted[0]), min(end, wanted[1])
         return (first, end, wanted[2]) if first < end else None
 
-    def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[Edits, ...]] | None:
+    def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[LogitEdits, ...]] | None:
         """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
         edits of those that have any; None if there are none.
         """
@@ -325,7 +327,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def edits_of(admit: Admit) -> Edits:
+def edits_of(admit: Admit) -> LogitEdits:
     """What a request must not sample, what it suppresses, and what it makes more or less likely;
     some ids may be all of that. Where it names all that are allowed, only these are left.
 
@@ -345,10 +347,10 @@ def edits_of(admit: Admit) -> Edits:
     until[: len(never)] = LAST_POSITION
     ids = np.fromiter(values, dtype=np.int32)
     added = np.fromiter(values.values(), dtype=np.float32)
-    return Edits(admit.slot, ids, added, until, allowed is not None, _bans(admit))
+    return LogitEdits(admit.slot, ids, added, until, allowed is not None, _bans(admit))
 
 
-def _bans(admit: Admit) -> Bans | None:
+def _bans(admit: Admit) -> BadWords | None:
     """Of more than one id each."""
     longer = [ids for ids in admit.banned if len(ids) > 1]
     if not longer:
@@ -357,7 +359,7 @@ def _bans(admit: Admit) -> Bans | None:
     ends = np.cumsum([len(ids) for ids in longer], dtype=np.int32)
     ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in longer])
     recent = known[admit.prompt_len :][-LONGEST_BAD:]
-    return Bans(ends, ids, admit.prompt_len, len(known), recent)
+    return BadWords(ends, ids, admit.prompt_len, len(known), recent)
 
 
 # Whatever a request says, its numbers fit: the API has bounds of its own.
