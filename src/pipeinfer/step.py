@@ -220,11 +220,11 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """What the decodes of a step begin with in common, int32 [decodes] each.
+    """Prefixes that decodes of a step have in common, int32 [decodes] each.
 
-    lines: leader * PART + pages, PART as in packing.py: the row's first pages, so many, are those
-    of row `leader`, which may be itself; 0 where it has none in common. seats: rank * PART + rows:
-    the how manieth it is of the rows with that leader, and how many they are, at least two.
+    leaders: leader * PART + pages, PART as in packing.py: the row's first `pages` pages are those
+    of row `leader`, which may be itself; 0 where it has none in common. ranks: rank * PART + rows:
+    its number among the rows with that leader, from 0, and how many these are, at least two.
     """
 
     leaders: np.ndarray
@@ -233,16 +233,21 @@ class SharedPrefixes:
 
 @dataclass(frozen=True)
 class Step:
-    """R rows, T tokens. Rows with one token (decodes) come first, `decodes` of them.
+    """One step on the host: what `Rows` (memory/rows.py) becomes, and what a DeviceStep
+    (kernels/tables.py) is made from. Written by StepBuilder, read by Runner and the masks.
+
+    R rows, T tokens, S rows that sample. Rows with one token (decodes) come first, `decodes` of
+    them.
 
     slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
     counts[r] >= 1. tokens: int32 [T], known ids or LAST_TOKEN. samples: bool [R]; such a row's last
-    position gives logits, and the sampled id goes to last_token[slots[r]]. fields: of the rows that
-    sample, [S] each; steps of the same rows have the same object.
-    prompts: known tokens whose log-probs are asked for; the step computes those before them.
+    position gives logits, and the sampled id goes to last_token[slots[r]]. fields: sampling
+    parameters of the rows that sample, [S] each, by name (engine/step_builder.py); steps of the
+    same rows have the same object.
+    penalties, logprobs: of the rows that sample those that ask for them. prompts: known tokens whose log-probs are asked for; the step computes those before them.
     masked: rows that may sample only what their grammars allow; which that is can be known when
     the step before has ended.
-    runs: where attention shares what it reads, and decodes have any in common.
+    shared_prefixes: where attention shares what it reads, and decodes have any in common.
     delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
     offset p % page_size. Page 0 is a dummy that no request owns.
     """

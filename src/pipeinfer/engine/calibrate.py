@@ -62,8 +62,8 @@ def measured(
     most_rows, most_tokens = largest
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
 
-    def seconds(room: GraphShape, step: Step) -> float:
-        at = graphs.like(room, step)
+    def seconds(shape: GraphShape, step: Step) -> float:
+        at = graphs.like(shape, step)
         if at is None:
             return min(run(step) for _ in range(REPLAYS))
         return replayed(at, step)

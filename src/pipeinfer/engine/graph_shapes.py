@@ -21,7 +21,7 @@ DECODES = 64  # the smallest class of decode rows beside prompts, each other has
 SHARING = 9  # decodes that share what they read, at least
 LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
 MOST_PADDING = 128  # tokens, or
-PADDING_SHARE = 4  # that part of a room's
+PADDING_SHARE = 4  # that part of a shape's
 
 
 def shape_of(step: Step) -> GraphShape:
@@ -48,9 +48,9 @@ class LargestStep:
     tokens: int
     pages: int
 
-    def hold(self, room: GraphShape) -> bool:
+    def hold(self, shape: GraphShape) -> bool:
         """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
-        return room.tokens <= self.tokens and max(room.decodes, room.prefills) <= self.rows
+        return shape.tokens <= self.tokens and max(shape.decodes, shape.prefills) <= self.rows
 
 
 def decode_ladder(most: int) -> tuple[int, ...]:
@@ -83,49 +83,49 @@ def mixed_ladder(
         if tokens < largest + DECODES:
             rows = {*classes, full} if tokens <= LARGE else {most_decodes}
             beside += [(tokens, decodes, some) for decodes in rows]
-    rooms = (GraphShape(*one) for one in (*alone, *beside))
-    return tuple(sorted(room for room in rooms if room.rows <= room.tokens <= most_tokens))
+    shapes = (GraphShape(*one) for one in (*alone, *beside))
+    return tuple(sorted(shape for shape in shapes if shape.rows <= shape.tokens <= most_tokens))
 
 
-def eager_and_deferred(rooms: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
-    """`rooms` of graphs as those that must be there first, so that every step finds one that is not
-    much larger, and the others in the order in which they are worth it. First come, of decodes
-    alone, powers of two, one and a half times those, and the most; of each number of tokens with
-    prompts, the one for most rows, which holds those for fewer. Where one of those has a twin that
-    shares, the twin comes first, since it serves every step.
+def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
+    """`shapes` of graphs as those that are captured at once, so that every step finds one that is
+    not much larger, and those whose capture is deferred, in the order in which they are worth it.
+    First come, of decodes alone, powers of two, one and a half times those, and the most; of each
+    number of tokens with prompts, the one for most rows, which holds those for fewer. Where one of
+    those has a shared-prefix variant, that comes first, since it serves every step.
     """
-    every = set(rooms)
+    every = set(shapes)
     first = [
-        twin if (twin := replace(room, shares=True)) in every else room
-        for room in (*_few_alone(rooms), *_largest(rooms))
+        twin if (twin := replace(shape, shares=True)) in every else shape
+        for shape in (*_few_alone(shapes), *_largest(shapes))
     ]
     there = set(first)
-    return first, sorted((room for room in rooms if room not in there), key=_worth)
+    return first, sorted((shape for shape in shapes if shape not in there), key=_worth)
 
 
-def shared_prefix_variants(rooms: Sequence[GraphShape]) -> list[GraphShape]:
-    """Of `rooms`, none of which shares, those that are wanted a second time for steps that do: as
+def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Of `shapes`, none of which shares, those that are wanted a second time for steps that do: as
     many decodes alone as are there first, and beside prompts the smallest class and the largest.
     """
-    beside = {room for room in rooms if room.prefills and room.decodes == DECODES}
-    beside |= {room for room in _largest(rooms) if room.decodes}
-    enough = [room for room in (*_few_alone(rooms), *sorted(beside)) if room.decodes >= SHARING]
-    return [replace(room, shares=True) for room in enough]
+    beside = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
+    beside |= {shape for shape in _largest(shapes) if shape.decodes}
+    enough = [shape for shape in (*_few_alone(shapes), *sorted(beside)) if shape.decodes >= SHARING]
+    return [replace(shape, shares=True) for shape in enough]
 
 
-def _few_alone(rooms: Sequence[GraphShape]) -> list[GraphShape]:
-    alone = sorted(room for room in rooms if not (room.prefills or room.shares))
-    few = [room for room in alone if _rough(room.decodes)]
-    return few + [room for room in alone[-1:] if room not in few]
+def _few_alone(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shares))
+    few = [shape for shape in alone if _rough(shape.decodes)]
+    return few + [shape for shape in alone[-1:] if shape not in few]
 
 
-def _largest(rooms: Sequence[GraphShape]) -> list[GraphShape]:
+def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     """Of each number of tokens with prompts, the one for most rows."""
     largest: dict[int, GraphShape] = {}
-    for room in rooms:
-        most = largest.get(room.tokens, _NO_SHAPE).rows
-        if room.prefills and not room.shares and room.rows > most:
-            largest[room.tokens] = room
+    for shape in shapes:
+        most = largest.get(shape.tokens, _NO_SHAPE).rows
+        if shape.prefills and not shape.shares and shape.rows > most:
+            largest[shape.tokens] = shape
     return list(largest.values())
 
 
@@ -133,17 +133,17 @@ def _rough(size: int) -> bool:
     return size // (size & -size) in (1, 3)
 
 
-def _worth(room: GraphShape) -> tuple[bool, bool, GraphShape]:
+def _worth(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
     once saves more than prompts' graphs of the right size."""
-    return room.prefills > 0 and not room.shares, room.shares, room
+    return shape.prefills > 0 and not shape.shares, shape.shares, shape
 
 
 def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:
     """To be measured where no prompts are captured: of one prompt beside a few decodes."""
     decodes = min(DECODES, most_rows - 1)
-    rooms = (GraphShape(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
-    return tuple(room for room in rooms if decodes > 0 and room.rows < room.tokens)
+    shapes = (GraphShape(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
+    return tuple(shape for shape in shapes if decodes > 0 and shape.rows < shape.tokens)
 
 
 def _prompts(tokens: int, few: int) -> int:

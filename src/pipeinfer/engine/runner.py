@@ -126,7 +126,7 @@ class Runner:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a graph, or get one later."""
-        left = (room.decodes for room in self._graphs.left if not room.prefills)
+        left = (shape.decodes for shape in self._graphs.left if not shape.prefills)
         return tuple(sorted({*self._graphs.decodes, *left}))
 
     @property
@@ -384,15 +384,15 @@ class Runner:
         if not (traits.captures_decode and sizes):
             return
         mixed = mixed if traits.captures_prefill else ()
-        rooms: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
-        rooms += shared_prefix_variants(rooms) if self.shares else []
-        first, left = eager_and_deferred(rooms) if later else (rooms, [])
-        graphs, count = Graphs(self.device), _counter(len(rooms), progress)
+        shapes: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
+        shapes += shared_prefix_variants(shapes) if self.shares else []
+        first, left = eager_and_deferred(shapes) if later else (shapes, [])
+        graphs, count = Graphs(self.device), _counter(len(shapes), progress)
 
         @torch.inference_mode()
         def work() -> None:
             for kind in (False, True):
-                some = [room for room in first if (room.prefills > 0) == kind]
+                some = [shape for shape in first if (shape.prefills > 0) == kind]
                 graphs.capture(some, self._padding, self._body, count)
             if choose:
                 graphs.drop_slower_small_ones(self._padding)

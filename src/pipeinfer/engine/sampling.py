@@ -333,10 +333,10 @@ class Scores:
         made = self._sampler.score(raw, ids, int(self._rows.most.max()))
         self._words.insert(0, made.flatten())
 
-    def download(self, room: Download) -> StepScores:
+    def download(self, buffer: Download) -> StepScores:
         """To the host; there when the step has ended."""
         words = torch.cat(self._words) if self._words else torch.empty(0, dtype=torch.int32)
-        return StepScores(room.download(words), self._rows, self._chunks)
+        return StepScores(buffer.download(words), self._rows, self._chunks)
 
     def _at(self, where: torch.device) -> torch.Tensor | None:
         """Where the logits of the rows lie; None: they are the first ones, in order."""
