@@ -244,7 +244,8 @@ class Step:
     position gives logits, and the sampled id goes to last_token[slots[r]]. fields: sampling
     parameters of the rows that sample, [S] each, by name (engine/step_builder.py); steps of the
     same rows have the same object.
-    penalties, logprobs: of the rows that sample those that ask for them. prompts: known tokens whose log-probs are asked for; the step computes those before them.
+    penalties, logprobs: of the rows that sample those that ask for them.
+    prompts: known tokens whose log-probs are asked for; the step computes those before them.
     masked: rows that may sample only what their grammars allow; which that is can be known when
     the step before has ended.
     shared_prefixes: where attention shares what it reads, and decodes have any in common.

@@ -1,6 +1,12 @@
 """Launches steps on a device and reports their ends on the event loop, in order.
 
-Knows a runner that launches, and an event loop; no plan, no model, and no kind of device.
+    DeviceDriver         takes Compute, Compile and Capture from the core, gives back StepDone
+    Executor             launches steps, finishes those with masked rows, reports ends
+    LaunchedStep         a step on its way through the device
+    BackgroundCapture    CUDA graphs that are captured while there is no step
+
+Knows a runner that launches, and an event loop; no plan, no model, no torch and no kind of device.
+A step that fails ends the process, because what it left on the device is unknown.
 """
 
 from __future__ import annotations
@@ -361,9 +367,6 @@ def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
         mask_units=dict(sampled.mask_units),
     )
 
-
-if TYPE_CHECKING:
-    from pipeinfer.engine.runner import Runner
 
 details = logging.getLogger(DETAILS)
 

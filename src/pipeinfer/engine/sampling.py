@@ -1,7 +1,11 @@
 """From hidden states to ids, on one rank that has all logits or on several that have a part each.
 
-Knows rows of parameters by name, and what ranks exchange; no request, no slot and no device. The
-kernels are those of kernels/interface.py.
+    Sampler      logits, and what each row samples; WholeSampler and SplitSampler
+    Penalties    counts of ids by slot, and logits less what they cost
+    Scores       log-probs of what a step samples, and of prompt tokens, queued behind the logits
+
+Nobody waits for the device. Knows rows of parameters by name, and what ranks exchange; no request
+and no device. The kernels are those of kernels/interface.py.
 """
 
 from __future__ import annotations

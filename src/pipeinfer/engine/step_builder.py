@@ -1,4 +1,9 @@
-"""Builds the arrays of a step from what the memory decided.
+"""Builds the arrays of a step from what the memory decided: Rows become a Step and its Delta.
+
+    StepBuilder     rows of the plan -> rows of the step, decodes first; what changed by slot
+    RequestTable    how the request in each slot wants to be sampled, as arrays over slots
+    FIELDS          sampling parameters of one number each, declared once: tables over slots, what
+                    steps carry, uploads, padding and what samplers are handed follow from it
 
 Knows no policy and no torch. This is the hot path of the engine's host: nothing here loops over
 decode rows, only over rows that compute admitted tokens.
