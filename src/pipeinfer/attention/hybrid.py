@@ -19,7 +19,7 @@ from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
 from pipeinfer.kernels.decode_pieces import (
-    Cut,
+    DecodeTiles,
     Reads,
     Runs,
     cut_rows,
@@ -36,11 +36,11 @@ from pipeinfer.step import AttentionShape
 # small, so that all of the GPU works for them; more are cut only where they are long. What many
 # rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
 CUTS = (
-    (32, Cut(64, 32, 64, Reads(block=32, warps=2, stages=3))),
-    (64, Cut(128, 32, 128, Reads(block=32, warps=1, stages=4))),
-    (384, Cut(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
+    (32, DecodeTiles(64, 32, 64, Reads(block=32, warps=2, stages=3))),
+    (64, DecodeTiles(128, 32, 128, Reads(block=32, warps=1, stages=4))),
+    (384, DecodeTiles(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
 )
-MANY = Cut(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
+MANY = DecodeTiles(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
 OF_RUNS, RUNS = Reads(block=64, warps=4, stages=3), 256
 MEASURED_DIM = 128  # the largest head for which that was
 # Many rows with few KV heads, as ranks have, are not more programs than a GPU runs at once: then it
@@ -61,7 +61,7 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> Cut:
+def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeTiles:
     """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
     a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
     memory, and half the steps."""
@@ -147,10 +147,10 @@ class TritonDecodeKernel:
             scales=pool.scales[layer],
         )
 
-    def _cut(self, rows: int) -> Cut:
+    def _cut(self, rows: int) -> DecodeTiles:
         return cut(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
 
-    def _seats(self, how: Cut) -> int:
+    def _seats(self, how: DecodeTiles) -> int:
         """Rows whose queries share a piece."""
         return how.seats(self._group) if self._group else 0
 

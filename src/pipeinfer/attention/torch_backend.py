@@ -165,7 +165,7 @@ class TorchBackend:
             begin, begin + len(rows), longest, self._tensor(places.reshape(-1)), bias
         )
 
-    def _piece(self, pages: RowPages, window: int | None, piece: Piece) -> PrefillPiece:
+    def _piece(self, pages: RowPages, window: int | None, piece: QuerySpan) -> PrefillPiece:
         count, keys = piece.count, piece.keys
         if keys == count and (window is None or count <= window):
             return PrefillPiece(piece.first, count, None, None)
@@ -292,7 +292,7 @@ WINDOW_PIECE = 128
 
 
 @dataclass(frozen=True)
-class Piece:
+class QuerySpan:
     """Consecutive queries of one row: tokens first..first+count-1 of the step, from `start` on.
 
     The keys that they see are positions key_start .. start+count-1.
@@ -354,7 +354,7 @@ def length_buckets(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int
 
 def prefill_pieces(
     lengths: np.ndarray, q_indptr: np.ndarray, decodes: int, window: int | None
-) -> Iterator[Piece]:
+) -> Iterator[QuerySpan]:
     """The rows after the `decodes`; under a sliding window long rows come in several pieces.
 
     Without the cut, every query of a long row would read the keys of all its windows. The arrays
@@ -367,7 +367,7 @@ def prefill_pieces(
         for offset in range(0, count, size):
             begin = start + offset
             key_start = 0 if window is None else max(begin + 1 - window, 0)
-            yield Piece(row, first + offset, min(size, count - offset), begin, key_start)
+            yield QuerySpan(row, first + offset, min(size, count - offset), begin, key_start)
 
 
 def is_unfused(shape: AttentionShape) -> bool:

@@ -192,7 +192,7 @@ def load_engine(
             model = _model(settings, folder, choices, collectives, progress)
         with start.phase("attention"):
             kernels.join()
-        shape = Shape(
+        shape = EngineShape(
             choices.attention,
             choices.page_size,
             choices.max_model_len,
@@ -426,7 +426,7 @@ log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
 
 
 @dataclass(frozen=True)
-class Shape:
+class EngineShape:
     """What a runner is built for: names and sizes that settings and a checkpoint come to.
 
     scales: of each layer's keys and values if pages hold e4m3, see KVPool.
@@ -447,7 +447,7 @@ class Shape:
 def build_runner(
     model: Model,
     settings: Settings,
-    shape: Shape,
+    shape: EngineShape,
     machine: Machine,
     collectives: TorchCollectives | None = None,
     start: Start | None = None,
@@ -492,7 +492,7 @@ def build_runner(
     return runner
 
 
-def _shifts(model: Model, shape: Shape, machine: Machine) -> tuple[Shift, ...] | None:
+def _shifts(model: Model, shape: EngineShape, machine: Machine) -> tuple[Shift, ...] | None:
     """What each layer's keys are stored less, if pages hold e4m3."""
     if shape.scales is None:
         return None
@@ -552,7 +552,7 @@ def _capture(
         )  # fmt: skip
 
 
-def _pages(settings: Settings, shape: Shape, machine: Machine, page_bytes: int) -> int:
+def _pages(settings: Settings, shape: EngineShape, machine: Machine, page_bytes: int) -> int:
     """Pages without the dummy: what fits, and no more than all slots can use."""
     free = machine.free_for_pages(settings.memory_fraction)
     pages = free // page_bytes - 1

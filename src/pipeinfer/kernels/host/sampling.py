@@ -23,7 +23,7 @@ NO_ID = 2**52  # a rank without an id of its own loses every tie
 
 
 @dataclass(frozen=True)
-class Rows:
+class SamplingRows:
     """SamplingTensors of S rows, seeds as uint64."""
 
     temperature: np.ndarray
@@ -34,7 +34,7 @@ class Rows:
     positions: np.ndarray
 
     @classmethod
-    def of(cls, sampling: SamplingTensors) -> Rows:
+    def of(cls, sampling: SamplingTensors) -> SamplingRows:
         """The same arrays."""
         names = "temperature", "top_k", "top_p", "min_p", "seed", "sample_positions"
         temperature, top_k, top_p, min_p, seeds, positions = (
@@ -47,7 +47,7 @@ def sample(
     logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool = True
 ) -> torch.Tensor:
     """See interface.py, here and below. Of equal best candidates the lowest id wins."""
-    values, rows = logits.float().numpy(), Rows.of(sampling)
+    values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
     finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
@@ -66,7 +66,7 @@ def sample(
 
 def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
     """float64 [S, 3]: | what candidates are compared by | id of the best | the greatest logit |"""
-    values, rows = logits.float().numpy(), Rows.of(sampling)
+    values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     count, width = values.shape
     mine = np.full((count, 3), -np.inf)
     mine[:, 1] = NO_ID
@@ -112,7 +112,9 @@ def _blocks(chosen: np.ndarray, vocab: int) -> list[np.ndarray]:
     return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
 
 
-def _scaled(values: np.ndarray, peaks: np.ndarray, rows: Rows, block: np.ndarray) -> np.ndarray:
+def _scaled(
+    values: np.ndarray, peaks: np.ndarray, rows: SamplingRows, block: np.ndarray
+) -> np.ndarray:
     """Logits of the block's rows over temperature, shifted so that each maximum is 0.
 
     The peak goes first: differences are exact where they matter, and nothing overflows upwards.
@@ -124,12 +126,12 @@ def _scaled(values: np.ndarray, peaks: np.ndarray, rows: Rows, block: np.ndarray
     return x
 
 
-def _over_all(x: np.ndarray, rows: Rows, block: np.ndarray) -> np.ndarray:
+def _over_all(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     x += noise.gumbel(rows.seeds[block], rows.positions[block], x.shape[1])
     return x.argmax(axis=-1)
 
 
-def _over_kept(x: np.ndarray, rows: Rows, block: np.ndarray) -> np.ndarray:
+def _over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     """Gumbel-max over what truncation leaves; noise is made only for that, if it is little."""
     keep = x >= thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
     flat = np.flatnonzero(keep)
