@@ -14,7 +14,7 @@ from llguidance import LLExecutor
 import pipeinfer.demo
 from grammars.costly_grammars import LATE
 from parity.cores import Cores
-from pipeinfer.engine.masks import Masks
+from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import fill_all, source_of
 from pipeinfer.grammars.store import GrammarStore
@@ -50,7 +50,7 @@ SPECS = {
 
 @pytest.fixture(scope="module")
 def masks():
-    masks = Masks(GrammarStore(lambda: SETUP), threads=2)
+    masks = GrammarMasks(GrammarStore(lambda: SETUP), threads=2)
     yield masks
     masks.close()
 

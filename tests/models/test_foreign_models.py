@@ -39,7 +39,7 @@ from pipeinfer.models.foreign.model import ForeignModel
 from pipeinfer.models.foreign.trial import tried
 from pipeinfer.models.loading import fill_dummy
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
 FOREIGN = Settings(model_impl="transformers", kv_pages=8, threads=1)

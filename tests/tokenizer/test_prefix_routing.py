@@ -14,14 +14,14 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLExecutor
@@ -28,7 +29,7 @@ from pipeinfer.grammars.masks import (
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.grammars.work import Work, work_of
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
+from pipeinfer.step import Constrained, MaskRows, Sampled, Step
 
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
@@ -48,8 +49,41 @@ class _Cost:
     units: int = COSTLY  # so that the first one is counted and told
 
 
-class Masks:
-    """Of rank 0; its grammars come from `store`. Other ranks have ReceivedMasks.
+class Masks(Protocol):
+    """What rows with a grammar may sample: GrammarMasks of rank 0, ReceivedMasks of the others."""
+
+    def prepare(
+        self,
+        spec: StructuredOutputs,
+        then: Callable[[str], None],
+        slow: bool,
+        released: Sequence[int],
+        /,
+    ) -> None:
+        """See GrammarStore; in `released` slots there are no requests any more."""
+        ...
+
+    def wait(self) -> None:
+        """See GrammarStore."""
+        ...
+
+    def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]:
+        """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
+        sample, by number, for which nothing is allowed, with the reason."""
+        ...
+
+    def take(self, step: Step, sampled: Sampled, /) -> Sampled:
+        """What the step gave; before the masks of the next one are filled. Returned with what
+        grammars force behind it."""
+        ...
+
+    def close(self) -> None:
+        """No step follows."""
+        ...
+
+
+class GrammarMasks:
+    """Of rank 0; its grammars come from `store`. See Masks for what the functions do.
 
     store: keeps and compiles the grammars. threads: that fill masks, at most MOST_THREADS.
     """
@@ -70,17 +104,13 @@ class Masks:
         slow: bool,
         released: Sequence[int],
     ) -> None:
-        """See GrammarStore; in `released` slots there are no requests any more."""
         self._release(released)
         self._store.prepare(spec, then, slow)
 
     def wait(self) -> None:
-        """See GrammarStore."""
         self._store.wait()
 
     def fill(self, step: Step, words: np.ndarray) -> dict[int, str]:
-        """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
-        sample, by number, for which nothing is allowed, with the reason."""
         assert step.masked is not None
         begun = time.perf_counter()
         self._leave(step)
@@ -98,8 +128,6 @@ class Masks:
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
 
     def take(self, step: Step, sampled: Sampled) -> Sampled:
-        """What the step gave; before the masks of the next one are filled. Returned with what
-        grammars force behind it."""
         if step.masked is None:
             if self._sources:
                 self._leave(step)
@@ -146,7 +174,6 @@ class Masks:
                 grammar.users -= 1
 
     def close(self) -> None:
-        """No step follows."""
         self._store.close()
 
     def _leave(self, step: Step) -> None:

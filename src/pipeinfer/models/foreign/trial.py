@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from pipeinfer.checkpoint.outline import Outline
 from pipeinfer.models.foreign.hook import Called, hooked
 from pipeinfer.models.foreign.refusals import refused
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 TOKENS = 8
 TOLERANCE = 0.02  # of the largest value; a median over tokens, since experts may be near ties

@@ -6,8 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.building import all_find
-from pipeinfer.engine.step_times import SLOWER, filled, padded, priced, slow, without_outliers
+from pipeinfer.engine.calibrate import SLOWER, interpolated, padded, priced, slow, without_outliers
+from pipeinfer.engine.loading import all_find
 from pipeinfer.step_budget import Targets, prefill_budget
 from pipeinfer.step_cost import TOKENS, Prompt, StepCost
 
@@ -105,7 +105,7 @@ EACH = (
 
 def test_what_is_not_measured_is_near_to_what_a_gpu_took():
     every = [size[0] for size in EACH]
-    found = filled([EACH[0], EACH[-1]], every, 32_768)
+    found = interpolated([EACH[0], EACH[-1]], every, 32_768)
     assert [size[0] for size in found] == every
     assert found[0] == EACH[0] and found[-1] == EACH[-1]
     for (_, time, more), (_, took, deep) in zip(found, EACH, strict=True):
@@ -135,7 +135,7 @@ def test_steps_between_those_that_were_measured_lie_on_a_curve(
 
     inner = st.sets(st.sampled_from(sizes[1:-1])) if sizes[1:-1] else st.just(set[int]())
     known = sorted({sizes[0], sizes[-1], *data.draw(inner)})
-    found = filled([step(tokens) for tokens in known], sizes, longest)
+    found = interpolated([step(tokens) for tokens in known], sizes, longest)
     assert [size[0] for size in found] == sizes
     for size in found:
         low = max(one for one in known if one <= size[0])

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.packing import MOST_RUNS, PART
-from pipeinfer.steps.step import CommonRuns
+from pipeinfer.step import SharedPrefixes
 
 LEAST = 256  # tokens: a shorter beginning is as fast read by each row for itself
 LEVELS = 8  # of beginnings within beginnings
@@ -63,8 +63,9 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
     return groups
 
 
-def common_runs(table: PageTable, slots: np.ndarray, page_size: int) -> CommonRuns | None:
-    """Step.runs of decodes in `slots` int32 [R]; None if nothing is worth it. A row's run is what
+def shared_prefixes(table: PageTable, slots: np.ndarray, page_size: int) -> SharedPrefixes | None:
+    """Step.shared_prefixes of decodes in `slots` int32 [R]; None if nothing is worth it. A row's
+    shared prefix is what
     the prefix cache owns at most, so that tokens are left behind it.
     """
     least = max(-(-LEAST // page_size), 1)
@@ -82,12 +83,12 @@ def common_runs(table: PageTable, slots: np.ndarray, page_size: int) -> CommonRu
     width = min(int(table.shared[slots[long]].max()), PART - 1)
     groups = groups_of(table.columns(slots[long], 0, width), least)
     groups.sort(key=lambda one: -one.saved)
-    lines, seats = np.zeros((2, len(slots)), dtype=np.int32)
+    leaders, ranks = np.zeros((2, len(slots)), dtype=np.int32)
     for group in groups[:MOST_RUNS]:
         rows = long[group.rows]
-        lines[rows] = int(rows[0]) * PART + group.pages
-        seats[rows] = np.arange(len(rows)) * PART + len(rows)
-    return CommonRuns(lines, seats)
+        leaders[rows] = int(rows[0]) * PART + group.pages
+        ranks[rows] = np.arange(len(rows)) * PART + len(rows)
+    return SharedPrefixes(leaders, ranks)
 
 
 class _Beginning(NamedTuple):

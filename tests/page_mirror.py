@@ -1,19 +1,18 @@
-"""The page table as devices have it, on the host: for attention that plans there.
+"""The page table as a step's deltas make it, for tests: what devices have, without a device.
 
-Follows step by step what memory decided, without reading it: what runs steps may be behind. Knows
-arrays of a step; no plan, no request and no torch.
+Import it as `from page_mirror import PageMirror`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.steps.step import Delta, Step
+from pipeinfer.step import Delta, Step
 
 
-class Mirror:
+class PageMirror:
     """table: int32 [slots, columns], which grows as it must. What is left of former requests stays;
-    nobody reads it.
+    nobody reads it. That nothing else is needed to follow the memory is what tests show with it.
     """
 
     def __init__(self, slots: int) -> None:

@@ -13,9 +13,9 @@ from single_steps import HostRunner, Row, build_step
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.profile import WARM_STEPS, StepProfile, profile_path
+from pipeinfer.engine.profiling import WARM_STEPS, StepProfile, profile_path
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 ON_THE_STEPS_THREAD = ("attention_plan", "forward", "sample")
 

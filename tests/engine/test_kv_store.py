@@ -8,8 +8,7 @@ import torch
 
 from hadamard_matrix import matrix
 from pipeinfer.checkpoint.rope_config import RopeConfig
-from pipeinfer.engine.attend import StepAttention, TorchStore
-from pipeinfer.engine.storing import store_kept
+from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_kept
 from pipeinfer.kernels.e4m3 import E4M3, Scales
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import MergedHeads, ReadyHeads
@@ -17,7 +16,7 @@ from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 CPU = torch.device("cpu")

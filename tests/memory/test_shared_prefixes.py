@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeinfer.memory.page_table import PageTable
-from pipeinfer.memory.runs import LEAST, common_runs, groups_of
+from pipeinfer.memory.shared_prefixes import LEAST, groups_of, shared_prefixes
 from pipeinfer.packing import MOST_RUNS, PART
 
 PAGE = 16
@@ -99,7 +99,7 @@ class Memory:
 
 def told(found, slots):
     """The groups that the words speak of, as (rows in rank order, pages)."""
-    lines, seats = found.lines, found.seats
+    lines, seats = found.leaders, found.ranks
     groups = {}
     for row, (line, seat) in enumerate(zip(lines.tolist(), seats.tolist(), strict=True)):
         if line:
@@ -121,9 +121,9 @@ def test_decodes_are_told_what_their_prompts_begin_with_in_common():
     long = [1] * LEAST_PAGES
     paths = [[*long, 5], [7] * 30, [*long, 6], [2], [*long, 5, 5], [7] * 30]
     memory = Memory(paths, [4, 2, 6, 0, 5, 1])
-    found = common_runs(memory.table, memory.slots, PAGE)
+    found = shared_prefixes(memory.table, memory.slots, PAGE)
     assert told(found, memory.slots) == [([0, 2, 4], LEAST_PAGES), ([1, 5], 30)]
-    lines = found.lines
+    lines = found.leaders
     assert lines.dtype == np.int32 and lines[0] // PART == 0 and lines[1] // PART == 1
 
 
@@ -139,16 +139,16 @@ def test_decodes_are_told_what_their_prompts_begin_with_in_common():
 )
 def test_nothing_is_told_where_nothing_is_saved(paths):
     memory = Memory(paths, list(range(len(paths))))
-    assert common_runs(memory.table, memory.slots, PAGE) is None
+    assert shared_prefixes(memory.table, memory.slots, PAGE) is None
 
 
 def test_no_slots_have_nothing_in_common():
-    assert common_runs(PageTable(2, 4), np.zeros(0, dtype=np.int32), PAGE) is None
+    assert shared_prefixes(PageTable(2, 4), np.zeros(0, dtype=np.int32), PAGE) is None
 
 
 def test_of_more_beginnings_than_there_is_room_for_those_that_save_most_are_told():
     paths = [[n] * (LEAST_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
     memory = Memory(paths, list(range(len(paths))))
-    groups = told(common_runs(memory.table, memory.slots, PAGE), memory.slots)
+    groups = told(shared_prefixes(memory.table, memory.slots, PAGE), memory.slots)
     lengths = sorted((len(path) for path in paths[::2]), reverse=True)
     assert sorted((pages for _, pages in groups), reverse=True) == lengths[:MOST_RUNS]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,7 @@ LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in la
 
 
 @dataclass(frozen=True)
-class Said:
+class PenaltyHistory:
     """What the request in `slot` has in its prompt and in its output so far: ids int32 [n] each."""
 
     slot: int
@@ -37,7 +38,7 @@ class PenaltyRows:
     rows: np.ndarray
     slots: np.ndarray
     factors: np.ndarray
-    new: tuple[Said, ...] = ()
+    new: tuple[PenaltyHistory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True)
-class Bans:
+class BadWords:
     """Sequences of two and more ids that an output must not have: the last id of one is not sampled
     where the others are the output's last ones.
 
@@ -125,7 +126,7 @@ class Bans:
 
 
 @dataclass(frozen=True)
-class Edits:
+class LogitEdits:
     """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
 
     until: int32 [n], the id is not sampled at positions before that one; from there on its logit is
@@ -137,7 +138,7 @@ class Edits:
     values: np.ndarray
     until: np.ndarray
     only: bool = False
-    bans: Bans | None = None
+    bans: BadWords | None = None
 
 
 _NONE = np.empty(0, dtype=np.int32)
@@ -158,7 +159,7 @@ class Delta:
     pages: np.ndarray = field(default_factory=lambda: _NONE)
     admitted: np.ndarray = field(default_factory=lambda: _NONE)
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    edits: tuple[Edits, ...] = ()
+    edits: tuple[LogitEdits, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
     released: tuple[int, ...] = ()
 
@@ -218,30 +219,36 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class CommonRuns:
-    """What the decodes of a step begin with in common, int32 [decodes] each.
+class SharedPrefixes:
+    """Prefixes that decodes of a step have in common, int32 [decodes] each.
 
-    lines: leader * PART + pages, PART as in packing.py: the row's first pages, so many, are those
-    of row `leader`, which may be itself; 0 where it has none in common. seats: rank * PART + rows:
-    the how manieth it is of the rows with that leader, and how many they are, at least two.
+    leaders: leader * PART + pages, PART as in packing.py: the row's first `pages` pages are those
+    of row `leader`, which may be itself; 0 where it has none in common. ranks: rank * PART + rows:
+    its number among the rows with that leader, from 0, and how many these are, at least two.
     """
 
-    lines: np.ndarray
-    seats: np.ndarray
+    leaders: np.ndarray
+    ranks: np.ndarray
 
 
 @dataclass(frozen=True)
 class Step:
-    """R rows, T tokens. Rows with one token (decodes) come first, `decodes` of them.
+    """One step on the host: what `Rows` (memory/rows.py) becomes, and what a DeviceStep
+    (kernels/tables.py) is made from. Written by StepBuilder, read by Runner and the masks.
+
+    R rows, T tokens, S rows that sample. Rows with one token (decodes) come first, `decodes` of
+    them.
 
     slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
     counts[r] >= 1. tokens: int32 [T], known ids or LAST_TOKEN. samples: bool [R]; such a row's last
-    position gives logits, and the sampled id goes to last_token[slots[r]]. fields: of the rows that
-    sample, [S] each; steps of the same rows have the same object.
+    position gives logits, and the sampled id goes to last_token[slots[r]]. fields: sampling
+    parameters of the rows that sample, [S] each, by name (engine/step_builder.py); steps of the
+    same rows have the same object.
+    penalties, logprobs: of the rows that sample those that ask for them.
     prompts: known tokens whose log-probs are asked for; the step computes those before them.
     masked: rows that may sample only what their grammars allow; which that is can be known when
     the step before has ended.
-    runs: where attention shares what it reads, and decodes have any in common.
+    shared_prefixes: where attention shares what it reads, and decodes have any in common.
     delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
     offset p % page_size. Page 0 is a dummy that no request owns.
     """
@@ -260,4 +267,25 @@ class Step:
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
-    runs: CommonRuns | None = None
+    shared_prefixes: SharedPrefixes | None = None
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of one rank. sliding_window: tokens a query sees, itself included; None is all.
+
+    sinks: [num_heads], each head's score of a key that every query sees and that has no value.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    soft_cap: float | None = None

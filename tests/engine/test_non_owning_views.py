@@ -1,4 +1,4 @@
-"""What is said of memory that is lent, read by NumPy as torch reads it on a GPU."""
+"""What is said of memory that a view does not own, read by NumPy as torch reads it on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeinfer.engine.cuda.lent import lent, place
+from pipeinfer.engine.cuda import non_owning_view, place
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -28,9 +28,9 @@ def test_a_place_is_that_of_the_numbers(dtype, part):
 
 def test_where_torch_makes_no_view_the_tensor_is_kept_and_that_is_said(caplog):
     tensor = torch.ones(3)
-    assert lent(tensor) is tensor
+    assert non_owning_view(tensor) is tensor
     assert "keep more memory" in caplog.text
     caplog.clear()
     for small in (torch.ones(3, dtype=torch.int64), torch.ones(0)):
-        assert lent(small) is small
+        assert non_owning_view(small) is small
     assert not caplog.text

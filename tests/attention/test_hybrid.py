@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeinfer.attention.registry import HEAD_DIMS
-from pipeinfer.attention.triton_decode import (
+from pipeinfer.attention.hybrid import (
     CUTS,
     FEW_HEADS,
     MANY,
@@ -16,6 +15,7 @@ from pipeinfer.attention.triton_decode import (
     RUNS,
     cut,
 )
+from pipeinfer.attention.registry import HEAD_DIMS
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])

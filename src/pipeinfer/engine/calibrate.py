@@ -1,21 +1,35 @@
-"""What steps take on this GPU: artificial ones of all sizes, by graphs or without, are timed.
+"""What steps take on this GPU: dummy steps of all sizes, by graphs or without, are timed.
 
-All ranks of a group measure the same steps in the same order, because steps hold collectives.
-Knows sizes and arrays of steps; no request, and not what the times are for.
+All ranks of a group measure the same steps in the same order, because steps hold collectives. Dummy
+steps are steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy
+page, and leave nothing in the first slots that anybody reads. Knows sizes and arrays of steps; no
+request, and not what the times are for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from msgspec.structs import replace
+import msgspec
+import numpy as np
 
-from pipeinfer.engine.artificial import deep_decodes, deep_prompts
-from pipeinfer.engine.graphs import Graphs, alone
-from pipeinfer.engine.rooms import DECODES, Room, unaided
+from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unaided
+from pipeinfer.engine.graphs import Graphs
+from pipeinfer.engine.step_builder import filled
+from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.packing import PART
+from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.step import (
+    Delta,
+    LogitEdits,
+    LogprobRows,
+    MaskRows,
+    PenaltyRows,
+    SharedPrefixes,
+    Step,
+)
 from pipeinfer.step_cost import PER_SECOND, StepCost
-from pipeinfer.steps.step import Step
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
@@ -38,7 +52,7 @@ def measured(
     largest: tuple[int, int],
     frame: Frame,
     pages: int,
-    replayed: Callable[[Room, Step], float],
+    replayed: Callable[[GraphShape, Step], float],
     run: Callable[[Step], float],
 ) -> StepCost | None:
     """As step_cost(): of graphs where there are some, else of steps up to `largest` (rows, tokens).
@@ -48,8 +62,8 @@ def measured(
     most_rows, most_tokens = largest
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
 
-    def seconds(room: Room, step: Step) -> float:
-        at = graphs.like(room, step)
+    def seconds(shape: GraphShape, step: Step) -> float:
+        at = graphs.like(shape, step)
         if at is None:
             return min(run(step) for _ in range(REPLAYS))
         return replayed(at, step)
@@ -59,18 +73,18 @@ def measured(
         graphs.planned or unaided(most_tokens, most_rows),
         frame,
         pages,
-        lambda rows, step: seconds(alone(rows), step),
+        lambda rows, step: seconds(decode_only(rows), step),
         seconds,
     )
 
 
 def step_cost(
     rows: Sequence[int],
-    sizes: Sequence[Room],
+    sizes: Sequence[GraphShape],
     frame: Frame,
     pages: int,
     of_decodes: Callable[[int, Step], float],
-    of_prompts: Callable[[Room, Step], float],
+    of_prompts: Callable[[GraphShape, Step], float],
 ) -> StepCost | None:
     """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
     ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
@@ -88,7 +102,7 @@ def step_cost(
         return round(of_decodes(rows, step) * PER_SECOND)
 
     timed = priced(_with_prompts(beside, longest, frame, of_prompts))
-    together = without_outliers(filled(timed, [size.tokens for size in beside], longest))
+    together = without_outliers(interpolated(timed, [size.tokens for size in beside], longest))
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
     many = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -99,15 +113,15 @@ def step_cost(
 
 
 def _with_prompts(
-    sizes: Sequence[Room],
+    sizes: Sequence[GraphShape],
     longest: int,
     frame: Frame,
-    seconds: Callable[[Room, Step], float],
+    seconds: Callable[[GraphShape, Step], float],
 ) -> list[tuple[int, int, int | None]]:
     """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
     tokens, the one with the fewest decodes. None where a prompt cannot be deep."""
 
-    def amid(size: Room, depth: int) -> int:
+    def amid(size: GraphShape, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int | None]] = []
@@ -130,7 +144,7 @@ def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int,
     ]
 
 
-def filled(
+def interpolated(
     sizes: Sequence[tuple[int, int, int]], every: Sequence[int], longest: int
 ) -> list[tuple[int, int, int]]:
     """`sizes` (tokens, time, more) ascending, and between them what others of `every` number of
@@ -181,7 +195,7 @@ def padded(cost: StepCost, few: Container[int]) -> StepCost:
     sizes: list[tuple[int, int, int]] = []
     for tokens, time, more in reversed(cost.mixed):
         sizes.append((tokens, sizes[-1][1] if tokens in few else time, more))
-    return replace(cost, mixed=tuple(sizes[::-1]))
+    return msgspec.structs.replace(cost, mixed=tuple(sizes[::-1]))
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -198,7 +212,7 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
     return found[::-1]
 
 
-def amid_prompts(size: Room, longest: int, depth: int, frame: Frame) -> Step:
+def amid_prompts(size: GraphShape, longest: int, depth: int, frame: Frame) -> Step:
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """
@@ -207,3 +221,99 @@ def amid_prompts(size: Room, longest: int, depth: int, frame: Frame) -> Step:
     each, rest = divmod(size.tokens - decodes, prompts)
     counts = [each + (prompt < rest) for prompt in range(prompts)]
     return deep_prompts(decodes, counts, depth, frame.page_size)
+
+
+USUAL = {"temperature": 1.0}  # as most requests have it
+LARGE_TOP_K = 20
+
+
+def dummy_step(
+    counts: np.ndarray,
+    page_size: int,
+    starts: np.ndarray | None = None,
+    own: bool = False,
+    **fields: float,
+) -> Step:
+    """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
+    all sampling; `fields` of all rows, by the names of engine/step_builder.py.
+
+    They lie in the first slots and compute into the dummy page. What is before it they read there,
+    too, or, with `own`, in pages of which no two rows have one.
+    """
+    rows, values = len(counts), filled(len(counts), **(USUAL | fields))
+    starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
+    slots, held = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
+    slot = np.repeat(slots, held)
+    column = np.arange(len(slot), dtype=np.int32) - np.repeat(np.cumsum(held) - held, held)
+    before = column < np.repeat(starts // page_size, held) if own else np.zeros(len(slot), bool)
+    pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
+    return Step(
+        epoch=0,
+        number=0,
+        decodes=int((counts == 1).sum()),
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        samples=np.ones(rows, dtype=bool),
+        tokens=np.zeros(int(counts.sum()), dtype=np.int32),
+        fields=values,
+        delta=Delta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
+    )
+
+
+def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
+    """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
+    all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To
+    be finished with `allow_all`."""
+    rows = min(largest.rows, largest.tokens)
+    counts = np.ones(rows, dtype=np.int32)
+    left = largest.tokens - rows
+    for row in range(rows - 1, -1, -1):
+        counts[row] += min(left, max_model_len - 1)
+        left -= int(counts[row]) - 1
+    step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
+    every, most = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
+    edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
+    return replace(
+        step,
+        delta=replace(step.delta, edits=edits),
+        penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
+        logprobs=LogprobRows(every, most, suppressed=True),
+        masked=MaskRows(every, step.slots),
+    )
+
+
+def allow_all(words: np.ndarray) -> dict[int, str]:
+    """Masks int32 [N, W] that forbid nothing."""
+    words.fill(-1)
+    return {}
+
+
+def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
+    """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
+    starts = np.full(rows, pages * page_size, dtype=np.int32)
+    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
+
+
+def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
+    """Decodes that all begin with the dummy page, beside so many prompts of two tokens."""
+    counts = np.array([1] * rows + [2] * prompts, dtype=np.int32)
+    starts = np.where(counts > 1, 0, page_size).astype(np.int32)
+    ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+    step = dummy_step(counts, page_size, starts)
+    return replace(step, shared_prefixes=SharedPrefixes(one_page, ranks * PART + rows))
+
+
+def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:
+    """Decodes of nothing, and chunks of so many tokens (2 or more) of prompts, each after `before`
+    tokens; everything lies in the dummy page.
+    """
+    counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
+    starts = np.where(counts > 1, before, 0).astype(np.int32)
+    return dummy_step(counts, page_size, starts)
+
+
+def empty_step() -> Step:
+    """A step of no rows, which packing for a graph fills up with padding rows."""
+    return dummy_step(np.zeros(0, dtype=np.int32), 1)
