@@ -19,7 +19,7 @@ from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
-from pipeinfer.tokenizer.chats import Chats
+from pipeinfer.tokenizer.chats import ChatRenderer
 from pipeinfer.tokenizer.templates import ChatTemplates
 from template_families import HERE
 
@@ -59,7 +59,7 @@ def now(text: str) -> str:
 
 def rendered(call: Call) -> str:
     assert call.chat is not None
-    chats = Chats(MARKERS, ChatTemplates({"default": TEMPLATE}, {}, now))
+    chats = ChatRenderer(MARKERS, ChatTemplates({"default": TEMPLATE}, {}, now))
     return chats.render(call.chat, call.template_arguments).text
 
 

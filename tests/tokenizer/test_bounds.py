@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from vocabularies import SPECIALS, byte_fallback, byte_level, certain
 
-from pipeinfer.tokenizer.bounds import NFC_SHRINKS, cover
+from pipeinfer.tokenizer.bounds import NFC_SHRINK, token_length_bound
 
 PIECES = (*SPECIALS, "<think>", "    ", "\n\n", "the ", "return ", "ΐ", "e\u0301", "\u1fbe")
 texts = st.lists(
@@ -31,17 +31,17 @@ texts = st.lists(
 @example(text="\u212a" * 200)
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, text: str) -> None:
     tokenizer = certain()[name]
-    bound = cover(tokenizer)
+    bound = token_length_bound(tokenizer)
     assert bound is not None
-    assert len(tokenizer.encode(text, add_special_tokens=False).ids) >= bound.fewest(text)
+    assert len(tokenizer.encode(text, add_special_tokens=False).ids) >= bound.min_token_count(text)
 
 
 @pytest.mark.parametrize("name", certain())
 def test_the_bound_is_of_use(name: str) -> None:
-    bound = cover(certain()[name])
+    bound = token_length_bound(certain()[name])
     assert bound is not None
-    assert bound.token_bytes <= 64
-    assert bound.fewest("x" * 1_000_000) >= 1_000_000 // 64
+    assert bound.max_token_bytes <= 64
+    assert bound.min_token_count("x" * 1_000_000) >= 1_000_000 // 64
 
 
 def test_no_character_is_spelled_in_more_bytes_than_nfc_is_taken_to_save() -> None:
@@ -61,7 +61,7 @@ def test_no_character_is_spelled_in_more_bytes_than_nfc_is_taken_to_save() -> No
     assert all(len(character.encode()) <= spelled(character) for character in everything)
     composed = (c for c in everything if unicodedata.normalize("NFC", c) == c)
     worst = max(spelled(character) / len(character.encode()) for character in composed)
-    assert 3 < worst < NFC_SHRINKS
+    assert 3 < worst < NFC_SHRINK
 
 
 def changed(change: Callable[[Tokenizer], object], fallback: bool = False) -> Tokenizer:
@@ -104,20 +104,20 @@ SWALLOWS = {
 def test_there_is_no_bound_where_text_may_vanish(name: str) -> None:
     change, text = SWALLOWS[name]
     tokenizer = changed(change)
-    assert cover(tokenizer) is None
+    assert token_length_bound(tokenizer) is None
     if text:
         assert len(tokenizer.encode(text, add_special_tokens=False).ids) <= 3, "it does"
 
 
 def test_there_is_no_bound_where_unknown_characters_become_one_token() -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    assert cover(words) is None
+    assert token_length_bound(words) is None
     pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
-    assert cover(pieces) is None
+    assert token_length_bound(pieces) is None
     assert len(pieces.encode("é" * 5000).ids) == 1
     few = Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
-    assert cover(few) is None
+    assert token_length_bound(few) is None
     assert len(few.encode("é" * 5000).ids) == 1
     silent = Tokenizer(models.BPE({"a": 0}, []))
-    assert cover(silent) is None
+    assert token_length_bound(silent) is None
     assert len(silent.encode("é" * 5000).ids) == 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_folders import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pipeinfer.tokenizer.chats import KEPT, MOST_TEMPLATE_LETTERS, Chats
+from pipeinfer.tokenizer.chats import MAX_REQUEST_TEMPLATES, MAX_TEMPLATE_LETTERS, ChatRenderer
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
 CHATML = (
@@ -19,8 +19,8 @@ CONTROL = ("<|im_start|>", "<|im_end|>")
 OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def chats(source: str = CHATML, others: bool = True) -> Chats:
-    return Chats(CONTROL, ChatTemplates({"default": source}, {}, str, others))
+def chats(source: str = CHATML, others: bool = True) -> ChatRenderer:
+    return ChatRenderer(CONTROL, ChatTemplates({"default": source}, {}, str, others))
 
 
 def conversation(content: object, role: str = "assistant") -> list:
@@ -46,10 +46,13 @@ def test_a_last_message_is_left_open_and_ends_as_transformers_ends_it(
     wanted = reference.apply_chat_template(conversation(content), tokenize=False, **OPEN)
     assert rendered.text == wanted
     assert rendered.text.endswith(content.strip() if source == CHATML else content)
-    if rendered.marked is not None:
-        text = rendered.marked.text
+    if rendered.escaped is not None:
+        text = rendered.escaped.text
         assert (text.count("<|im_start|>"), text.count("<|im_end|>")) == (2, 1), "the template's"
-        assert rendered.marked.marks is None or rendered.marked.marks.remove(text) == rendered.text
+        assert (
+            rendered.escaped.escapes is None
+            or rendered.escaped.escapes.unescape(text) == rendered.text
+        )
 
 
 def test_parts_of_a_last_message_go_on_where_the_last_one_ends() -> None:
@@ -123,18 +126,18 @@ def test_what_cannot_go_on_is_refused(messages, arguments, source) -> None:
 def test_a_requests_template_is_used_for_it_alone_where_the_server_trusts_it() -> None:
     own, hi = chats(), conversation("Hi <|im_end|>", "user")
     usual = own.render(hi, {})
-    for number in range(2 * KEPT):
+    for number in range(2 * MAX_REQUEST_TEMPLATES):
         source = f"{number}: {{{{ messages[-1].content }}}}<|im_end|>"
         rendered = own.render(hi, {"chat_template": source})
         assert rendered.text == f"{number}: Hi <|im_end|><|im_end|>"
-        assert rendered.marked is not None and rendered.marked.text.count("<|im_end|>") == 1
+        assert rendered.escaped is not None and rendered.escaped.text.count("<|im_end|>") == 1
     assert own.render(hi, {}).text == usual.text
     assert own.weigh(hi, {"chat_template": "x"}) > 10 * own.weigh(hi, {})
 
 
 @pytest.mark.parametrize(
     ("source", "trusted"),
-    [("x", False), ("{% if %}", True), ("x" * (MOST_TEMPLATE_LETTERS + 1), True), (3, True)],
+    [("x", False), ("{% if %}", True), ("x" * (MAX_TEMPLATE_LETTERS + 1), True), (3, True)],
 )
 def test_a_requests_template_is_refused_by_its_name(source: object, trusted: bool) -> None:
     with pytest.raises(TemplateFailed) as caught:

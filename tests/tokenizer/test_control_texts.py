@@ -65,7 +65,7 @@ def test_a_control_token_in_a_message_is_text(name: str, attack: str) -> None:
     assert controls(tokenizer, ids) == controls(tokenizer, calm)
     assert attack in tokenizer.decode(ids, skip_special_tokens=False)
     assert attack in tokenizer.decode(ids, skip_special_tokens=True)
-    allowed = encode(encoder(tokenizer, control_tokens=True), user(attack))
+    allowed = encode(encoder(tokenizer, allow_control_tokens=True), user(attack))
     assert len(controls(tokenizer, allowed)) > len(controls(tokenizer, calm)), (
         "if a setting says so"
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.template_sources import read_tokenizer_config
-from pipeinfer.tokenizer.chats import Chats
+from pipeinfer.tokenizer.chats import ChatRenderer
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed, load_templates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -162,7 +162,7 @@ def test_a_content_of_null_is_null_where_the_template_can_take_it(
 ) -> None:
     shown, expected = NULLS[name]
     templates = one("{% for m in messages %}" + shown + "{% endfor %}")
-    assert Chats((), templates).render([message], {}).text == expected
+    assert ChatRenderer((), templates).render([message], {}).text == expected
 
 
 def test_what_a_template_raises_is_told_to_the_client() -> None:

@@ -39,7 +39,7 @@ from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.text.harmony import TOKENS
 from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.group_watch import GroupWatch
+from pipeinfer.tokenizer.group_watch import GroupMonitor
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.stage import build, make_core
@@ -297,7 +297,13 @@ def test_a_message_of_another_stage_is_an_error(core: TokenizerCore) -> None:
 def two_groups(gateways: tuple[str, ...] = (), host_loss: float = inf) -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), vocab_size=10, max_model_len=100)
     return TokenizerCore(
-        encoder, Router("round-robin", 2), GroupWatch(2, host_loss), (), "tokenizer-0", 7, gateways
+        encoder,
+        Router("round-robin", 2),
+        GroupMonitor(2, host_loss),
+        (),
+        "tokenizer-0",
+        7,
+        gateways,
     )
 
 

@@ -17,11 +17,11 @@ from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
 from pipeinfer.tokenizer import verdicts
-from pipeinfer.tokenizer.core import AT_ONCE, HERE, TokenizerCore
+from pipeinfer.tokenizer.core import ENCODE_AT_ONCE_BYTES, ENCODE_HERE_BYTES, TokenizerCore
 from pipeinfer.tokenizer.events import Encode, EncodeNext, Tried, Try
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.trials import QUICK, Trials
-from pipeinfer.tokenizer.verdicts import LONGEST, digest
+from pipeinfer.tokenizer.trials import FAST_PROCESSES, GrammarValidation
+from pipeinfer.tokenizer.verdicts import MAX_REFUSAL_LETTERS, grammar_digest
 
 
 def slow(number: int = 0) -> StructuredOutputs:
@@ -41,7 +41,7 @@ def core() -> TokenizerCore:
 
 
 def tried(name: str, regex: str = "a", status: int = 0, message: str = "") -> Tried:
-    return Tried(name, 1, status, message, digest(StructuredOutputs(regex=regex)))
+    return Tried(name, 1, status, message, grammar_digest(StructuredOutputs(regex=regex)))
 
 
 def sent(core: TokenizerCore, event: Message) -> list[Message]:
@@ -86,15 +86,15 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
     """All that wait for the refused one, choices and long prompts included, and those that come
     later; a grammar that is served is not replaced."""
     other = StructuredOutputs(regex="b")
-    long = "x" * (HERE + 1)
+    long = "x" * (ENCODE_HERE_BYTES + 1)
     sent(core, asking("one", "(a", client="c", choices=(0, 1), otherwise=other))
     sent(core, asking("long", "(a", text=long, otherwise=other))
     sent(core, asking("without", "(a"))
-    assert core.untried("one", 1).params.structured_outputs.regex == "(a"
+    assert core.submit_to_validate("one", 1).params.structured_outputs.regex == "(a"
     out = sent(core, tried("one", "(a", 400, "unclosed group"))
     assert [m for m in out if isinstance(m, Try)] == [Try("one", 1, "c"), Try("long", 1)]
     assert [m.request_id for m in out if isinstance(m, Refused)] == ["without"]
-    assert core.untried("one", 1).params.structured_outputs == other
+    assert core.submit_to_validate("one", 1).params.structured_outputs == other
     passed = sent(core, tried("one", "b"))
     assert [m.refusal for m in passed if isinstance(m, Accepted)] == ["unclosed group"]
     works = [m for m in passed if isinstance(m, Work)]
@@ -115,22 +115,22 @@ def test_a_trial_that_could_not_be_made_says_nothing_of_the_grammar(core) -> Non
     sent(core, asking("beside"))
     [refused] = sent(core, Tried("one", 1, 500, "no process"))
     assert isinstance(refused, Refused) and (refused.request_id, refused.status) == ("one", 500)
-    assert core.untried("beside", 1) is not None
+    assert core.submit_to_validate("beside", 1) is not None
     assert sent(core, asking("two")) == [Try("two", 1)]
 
 
 def test_a_long_prompt_is_encoded_when_its_grammar_has_passed(core) -> None:
-    long = "x" * (HERE + 1)
+    long = "x" * (ENCODE_HERE_BYTES + 1)
     assert sent(core, asking("one", text=long, client="c")) == [Try("one", 1, "c")]
     [encode] = sent(core, tried("one"))
     assert isinstance(encode, Encode) and (encode.request_id, encode.client) == ("one", "c")
-    assert core.encoding("one", 1) is not None and core.untried("one", 1) is None
+    assert core.submit_to_encode("one", 1) is not None and core.submit_to_validate("one", 1) is None
 
 
 def test_whoever_left_meanwhile_is_not_passed_on_and_the_verdict_is_remembered(core) -> None:
     sent(core, asking("one", "(a"))
     sent(core, Abort("one", 1))
-    assert core.untried("one", 1) is None
+    assert core.submit_to_validate("one", 1) is None
     assert sent(core, tried("one", "(a", 400, "unclosed group")) == []
     [refused] = sent(core, asking("two", "(a"))
     assert isinstance(refused, Refused)
@@ -142,21 +142,21 @@ def test_one_verdict_is_for_all_that_wait_for_it_and_their_turns_are_dropped(cor
     sent(core, asking("other", "b"))
     passed = sent(core, tried("two"))
     assert [m.request_id for m in passed if isinstance(m, Work)] == ["one", "two", "three"]
-    assert [core.untried(name, 1) for name in ("one", "two", "three")] == [None] * 3
-    assert core.untried("other", 1) is not None
+    assert [core.submit_to_validate(name, 1) for name in ("one", "two", "three")] == [None] * 3
+    assert core.submit_to_validate("other", 1) is not None
     assert sent(core, tried("one")) == [], "two processes tried it at the same time"
 
 
 def test_many_prompts_that_waited_for_one_grammar_hold_the_stage_up_no_longer_than_a_few(
     core,
 ) -> None:
-    text = "x " * (AT_ONCE // 3)
-    many = 3 * HERE // len(text)
+    text = "x " * (ENCODE_AT_ONCE_BYTES // 3)
+    many = 3 * ENCODE_HERE_BYTES // len(text)
     for n in range(many):
         sent(core, asking(f"{n}", text=text))
     passed = sent(core, tried("0"))
     here = [m for m in passed if isinstance(m, Work)]
-    assert 1 < len(here) <= HERE // len(text)
+    assert 1 < len(here) <= ENCODE_HERE_BYTES // len(text)
     assert passed.count(EncodeNext()) == many - len(here)
     for _ in range(many - len(here)):
         here += [m for m in sent(core, EncodeNext()) if isinstance(m, Work)]
@@ -174,7 +174,7 @@ def test_a_thousand_new_grammars_push_no_verdict_out(core) -> None:
 
 
 def test_verdicts_are_remembered_up_to_a_number_and_a_length(core, monkeypatch) -> None:
-    monkeypatch.setattr(verdicts, "REMEMBERED", 2)
+    monkeypatch.setattr(verdicts, "MAX_VERDICTS", 2)
     for regex in ("a", "b", "c"):
         sent(core, asking(regex, regex))
         sent(core, tried(regex, regex))
@@ -183,7 +183,7 @@ def test_verdicts_are_remembered_up_to_a_number_and_a_length(core, monkeypatch) 
     sent(core, asking("long", "l"))
     sent(core, tried("long", "l", 400, "quoted " * 1000))
     [refused] = sent(core, asking("longer", "l"))
-    assert isinstance(refused, Refused) and len(refused.message) == LONGEST
+    assert isinstance(refused, Refused) and len(refused.message) == MAX_REFUSAL_LETTERS
 
 
 class Harness:
@@ -193,7 +193,9 @@ class Harness:
         self.submits: dict[str, Submit] = {}
         self.fed: list[Tried] = []
         setup = None if none else grammar_setup(demo_path())
-        self.trials = Trials(setup, lambda name, _: self.submits.get(name), none, seconds)
+        self.trials = GrammarValidation(
+            setup, lambda name, _: self.submits.get(name), none, seconds
+        )
 
     def ask(self, name: str, spec: StructuredOutputs, client: str = "") -> None:
         params = SamplingParams(structured_outputs=spec)
@@ -227,7 +229,7 @@ async def test_what_takes_long_holds_nobody_up_whoever_sends_it() -> None:
     assert (verdicts["good"].status, verdicts["bad"].status) == (0, 400)
     late = harness.fed[2]
     assert late.status == 400 and "longer than 0.5 s" in late.message
-    assert late.grammar == digest(slow(int(late.request_id.removeprefix("slow"))))
+    assert late.grammar == grammar_digest(slow(int(late.request_id.removeprefix("slow"))))
     assert (late.slow, verdicts["good"].slow) == (True, False)
     assert harness.trials.stats()["trials_ended_total"] > 1
     async with asyncio.timeout(5):
@@ -237,7 +239,7 @@ async def test_what_takes_long_holds_nobody_up_whoever_sends_it() -> None:
 async def test_what_nobody_wants_any_more_is_not_tried_and_the_end_waits_for_nothing() -> None:
     harness = Harness()
     await harness.trials.start(harness.feed)
-    for n in range(QUICK):
+    for n in range(FAST_PROCESSES):
         harness.ask(f"slow{n}", slow(n))
     harness.ask("gone", StructuredOutputs(regex="a"))
     del harness.submits["gone"]

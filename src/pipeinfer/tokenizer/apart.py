@@ -14,24 +14,24 @@ import msgspec
 from pipeinfer import pipes
 from pipeinfer.messages import Submit
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.building import make_encoder
+from pipeinfer.tokenizer.building import load_encoder
 from pipeinfer.tokenizer.events import Encoded
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 
 
-class Setup(msgspec.Struct, array_like=True):
+class EncoderSetup(msgspec.Struct, array_like=True):
     """The first frame: what the stage's own encoder was made of."""
 
     folder: str
     settings: Settings
 
 
-def encoded(encoder: PromptEncoder, submit: Submit) -> Encoded:
+def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
     """What the stage is told of a request."""
     name, attempt = submit.request_id, submit.attempt
     try:
         prompt = encoder.prompt(submit)
-        ids, left, thoughts = prompt.ids.tobytes(), prompt.left, prompt.thoughts
+        ids, left, thoughts = prompt.ids.tobytes(), prompt.thought_state, prompt.thoughts
         return Encoded(name, attempt, ids, left=left, thoughts=thoughts)
     except Rejected as error:
         return Encoded(
@@ -49,11 +49,11 @@ def main() -> None:
     frames, answers = pipes.served()
     with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
         Path("/proc/self/oom_score_adj").write_text("1000")
-    setup = msgspec.msgpack.decode(frames.get(), type=Setup)
-    encoder = make_encoder(Path(setup.folder), setup.settings, alone=True).encoder
+    setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
+    encoder = load_encoder(Path(setup.folder), setup.settings, own_process=True).encoder
     decoder = msgspec.msgpack.Decoder(Submit)
     while True:
-        answer = encoded(encoder, decoder.decode(frames.get()))
+        answer = encode_submit(encoder, decoder.decode(frames.get()))
         pipes.write(answers, msgspec.msgpack.encode(answer))
 
 

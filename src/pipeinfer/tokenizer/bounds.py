@@ -16,39 +16,39 @@ from tokenizers.pre_tokenizers import PreTokenizer
 # NFC composes: the longest spelling of a character has 3.5 times the bytes of its composed form
 # (U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes). The library's table of Unicode may be
 # newer than Python's, in which that was counted.
-NFC_SHRINKS = 4
-WHOLE = frozenset(("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"))
+NFC_SHRINK = 4
+KEEPING_BEHAVIORS = frozenset(("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"))
 BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
-class Cover(NamedTuple):
+class TokenLengthBound(NamedTuple):
     """A token covers at most `token_bytes` bytes of normalized text, and `shrinks` bytes of a text
     become at least one byte of normalized text. ASCII never shrinks."""
 
-    token_bytes: int
-    shrinks: int
+    max_token_bytes: int
+    normalized_shrink: int
 
-    def fewest(self, text: str) -> int:
+    def min_token_count(self, text: str) -> int:
         """No encoding of `text` has fewer tokens."""
         if text.isascii():
-            return -(-len(text) // self.token_bytes)
+            return -(-len(text) // self.max_token_bytes)
         size = len(text.encode("utf-8", "surrogatepass"))
-        return -(-size // (self.token_bytes * self.shrinks))
+        return -(-size // (self.max_token_bytes * self.normalized_shrink))
 
 
-def cover(tokenizer: Tokenizer) -> Cover | None:
+def token_length_bound(tokenizer: Tokenizer) -> TokenLengthBound | None:
     """None where the tokenizer's components are not known to keep every byte of a text."""
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None  # it takes all white space around it, however much there is
     shrinks = 1
     for one in components(tokenizer.normalizer):
-        shrinks *= _shrinks(one)
+        shrinks *= _shrink_of(one)
     splitters = components(tokenizer.pre_tokenizer)
-    if not shrinks or not all(_keeps(one) for one in splitters):
+    if not shrinks or not all(_keeps_text(one) for one in splitters):
         return None
     spelled = any(one.type == "ByteLevel" for one in splitters)
-    longest = _longest(tokenizer, spelled)
+    longest = _max_token_bytes(tokenizer, spelled)
     if not longest:
         return None
     for token in added:
@@ -56,7 +56,7 @@ def cover(tokenizer: Tokenizer) -> Cover | None:
         if tokenizer.normalizer is not None:
             texts.append(tokenizer.normalizer.normalize_str(token.content))
         longest = max(longest, *(len(text.encode()) for text in texts))
-    return Cover(longest, shrinks)
+    return TokenLengthBound(longest, shrinks)
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -85,11 +85,11 @@ def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
     return components
 
 
-def _shrinks(one: Component) -> int:
+def _shrink_of(one: Component) -> int:
     """So many bytes become at least one; 0: any number may vanish."""
     kind = one.type
     if kind == "NFC":
-        return NFC_SHRINKS
+        return NFC_SHRINK
     if kind == "Prepend":
         return 1
     if kind == "Replace":
@@ -98,14 +98,14 @@ def _shrinks(one: Component) -> int:
     return 0
 
 
-def _keeps(one: Component) -> bool:
+def _keeps_text(one: Component) -> bool:
     """Whether a pre-tokenizer passes on every character."""
     if one.type in ("Split", "Punctuation"):
-        return one.behavior in WHOLE
+        return one.behavior in KEEPING_BEHAVIORS
     return one.type in ("ByteLevel", "Metaspace", "Digits")
 
 
-def _longest(tokenizer: Tokenizer, spelled: bool) -> int:
+def _max_token_bytes(tokenizer: Tokenizer, spelled: bool) -> int:
     """Bytes of the longest token of a vocabulary that has every byte; 0 if it has not.
 
     `spelled`: a character of a token stands for one byte.

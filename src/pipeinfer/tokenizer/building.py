@@ -21,17 +21,17 @@ from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.templates import load_templates
 
 
-class Built(NamedTuple):
+class EncoderParts(NamedTuple):
     """`eos_ids`: ids that end a request by themselves. `vocabulary`: for grammars; None where none
     are served, because of `without`."""
 
     encoder: PromptEncoder
     eos_ids: tuple[int, ...]
-    vocabulary: Setup | None
-    without: str
+    grammar_setup: Setup | None
+    no_grammars_because: str
 
 
-def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built:
+def load_encoder(folder: Path, settings: Settings, own_process: bool = False) -> EncoderParts:
     """For the checkpoint in `folder`; `alone` as for PromptEncoder. Raises ConfigurationError."""
     model = read_outline(folder, settings.model_impl)
     config = read_tokenizer_config(folder)
@@ -51,19 +51,19 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
         settings.max_model_len or model.context_length,
         eos_ids,
         settings.control_tokens_in_messages,
-        alone,
+        own_process,
         tags_of(settings.reasoning_parser, shown),
     )
-    if alone:  # it encodes, and nothing else
-        return Built(encoder, eos_ids, None, "")
+    if own_process:  # it encodes, and nothing else
+        return EncoderParts(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
-        encoder.counts = False  # engines without masks count nothing
-        return Built(encoder, eos_ids, None, "this server was started without grammars")
+        encoder.thought_budgets = False  # engines without masks count nothing
+        return EncoderParts(encoder, eos_ids, None, "this server was started without grammars")
     try:
         vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)
     except ConfigurationError as error:
-        return Built(encoder, eos_ids, None, f"this model serves no grammars: {error}")
-    return Built(encoder, eos_ids, vocabulary, "")
+        return EncoderParts(encoder, eos_ids, None, f"this model serves no grammars: {error}")
+    return EncoderParts(encoder, eos_ids, vocabulary, "")
 
 
 def _strftime_now(template: str) -> str:

@@ -15,48 +15,55 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import ThoughtState
 from pipeinfer.text.thoughts import SPACE, Tags, left, spoken
 from pipeinfer.tokenizer.call_arguments import argument_forms
-from pipeinfer.tokenizer.client_strings import Kind, rewritten, strings, weight
-from pipeinfer.tokenizer.control_texts import ControlTexts, Marked, Rendered
+from pipeinfer.tokenizer.client_strings import (
+    StringKind,
+    client_strings,
+    map_client_strings,
+    text_weight,
+)
+from pipeinfer.tokenizer.control_texts import ControlTokenEscaping, EscapedPrompt, RenderedPrompt
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
-MOST_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
-COMPILING = 64 * 1024  # bytes of text that take as long to encode as a template to compile
+MAX_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
+COMPILE_WEIGHT = 64 * 1024  # bytes of text that take as long to encode as a template to compile
 T = TypeVar("T")
-KEPT = 4  # templates of requests that came last
+MAX_REQUEST_TEMPLATES = 4  # templates of requests that came last
 # Ends what goes on, so that it is found again in what the template makes of it: a character of the
 # last private plane, which is in no chat.
-ENDS = range(0x10FFFD, 0x10FF00, -1)
+CONTINUATION_ENDS = range(0x10FFFD, 0x10FF00, -1)
 
 
-class Chats:
+class ChatRenderer:
     """Renders chats so that control tokens come from a template alone; see ControlTexts."""
 
     def __init__(
-        self, texts: Iterable[str], templates: ChatTemplates, always: bool = False
+        self, texts: Iterable[str], templates: ChatTemplates, always_escaped: bool = False
     ) -> None:
         self._texts = tuple(texts)
         self._templates = templates
-        self._always = always
-        self._own = ControlTexts(self._texts, templates, always)
-        self._others: dict[str, ControlTexts] = {}
+        self._always_escaped = always_escaped
+        self._own = ControlTokenEscaping(self._texts, templates, always_escaped)
+        self._request_escapings: dict[str, ControlTokenEscaping] = {}
 
     def weigh(self, chat: list[JsonObject], arguments: JsonObject) -> int:
         """About how many bytes there are. Raises TemplateFailed for a template that is refused."""
-        brought = self._source(arguments) is not None
-        return weight(chat, arguments) + COMPILING * brought
+        brought = self._request_template(arguments) is not None
+        return text_weight(chat, arguments) + COMPILE_WEIGHT * brought
 
-    def render(self, chat: list[JsonObject], arguments: JsonObject) -> Rendered:
+    def render(self, chat: list[JsonObject], arguments: JsonObject) -> RenderedPrompt:
         """The prompt. Raises TemplateFailed, and NoMarks."""
-        source, arguments = self._source(arguments), arguments.copy()
+        source, arguments = self._request_template(arguments), arguments.copy()
         arguments.pop("chat_template", None)
         goes_on = arguments.pop("continue_final_message", None)
-        chosen = self._own if source is None else self._other(source)
+        chosen = self._own if source is None else self._request_escaping(source)
         if goes_on and arguments.get("add_generation_prompt", True) is not False:
             message = "continue_final_message is only allowed with add_generation_prompt: false"
             raise TemplateFailed(message, "continue_final_message")
-        return _tried(partial(_continued, chosen) if goes_on else chosen.render, chat, arguments)
+        return _with_argument_forms(
+            partial(_render_continuation, chosen) if goes_on else chosen.render, chat, arguments
+        )
 
-    def left(
+    def thought_state(
         self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: Tags
     ) -> ThoughtState:
         """Where the `prompt` that `render` made of them leaves the thoughts of its answer. Tags
@@ -68,47 +75,51 @@ class Chats:
         state = left(prompt, tags)
         if state == "before":
             return state
-        source, arguments = self._source(arguments), arguments.copy()
+        source, arguments = self._request_template(arguments), arguments.copy()
         arguments.pop("chat_template", None)
-        templates = self._templates if source is None else self._templates.other(source)
-        if any(tag in text for text, _ in strings(chat, arguments) for tag in tags.pair):
-            chat, arguments = rewritten(chat, arguments, partial(_untagged, tags=tags))
-            prompt = _tried(templates.render, chat, arguments)
+        templates = self._templates if source is None else self._templates.with_template(source)
+        if any(tag in text for text, _ in client_strings(chat, arguments) for tag in tags.pair):
+            chat, arguments = map_client_strings(chat, arguments, partial(_without_tags, tags=tags))
+            prompt = _with_argument_forms(templates.render, chat, arguments)
             state = left(prompt, tags)
         if state == "open" and prompt.rpartition(tags.opening)[2].strip(SPACE):
             # It may stand in what the template tells the model of its form.
-            asked = _tried(templates.render, chat, {**arguments, "add_generation_prompt": False})
+            asked = _with_argument_forms(
+                templates.render, chat, {**arguments, "add_generation_prompt": False}
+            )
             if asked != prompt and prompt.startswith(asked):
                 state = left(prompt[len(asked) :], tags)
         return state
 
-    def _source(self, arguments: JsonObject) -> str | None:
+    def _request_template(self, arguments: JsonObject) -> str | None:
         """Of the request's own template."""
         source = arguments.get("chat_template")
         if source is None:
             return None
-        if not self._templates.takes_others:
+        if not self._templates.allow_request_templates:
             message = (
                 "chat_template is taken only by a server with --trust-request-chat-template: a "
                 "template is a program"
             )
             raise TemplateFailed(message, "chat_template")
-        if not isinstance(source, str) or len(source) > MOST_TEMPLATE_LETTERS:
-            message = f"chat_template must be a text of at most {MOST_TEMPLATE_LETTERS} letters"
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE_LETTERS:
+            message = f"chat_template must be a text of at most {MAX_TEMPLATE_LETTERS} letters"
             raise TemplateFailed(message, "chat_template")
         return source
 
-    def _other(self, source: str) -> ControlTexts:
-        found = self._others.pop(source, None)
+    def _request_escaping(self, source: str) -> ControlTokenEscaping:
+        found = self._request_escapings.pop(source, None)
         if found is None:
-            found = ControlTexts(self._texts, self._templates.other(source), self._always)
-        while len(self._others) >= KEPT:
-            del self._others[next(iter(self._others))]
-        self._others[source] = found
+            found = ControlTokenEscaping(
+                self._texts, self._templates.with_template(source), self._always_escaped
+            )
+        while len(self._request_escapings) >= MAX_REQUEST_TEMPLATES:
+            del self._request_escapings[next(iter(self._request_escapings))]
+        self._request_escapings[source] = found
         return found
 
 
-def _tried(
+def _with_argument_forms(
     render: Callable[[list[JsonObject], JsonObject], T],
     chat: list[JsonObject],
     arguments: JsonObject,
@@ -125,20 +136,22 @@ def _tried(
         raise
 
 
-def _untagged(text: str, _kind: Kind, tags: Tags) -> str:
+def _without_tags(text: str, _kind: StringKind, tags: Tags) -> str:
     """Without the tags, but as long and as full as it was."""
     for tag in tags.pair:
         text = text.replace(tag, f"{tag[:1]}\ue000{tag[1:]}")
     return text
 
 
-def _continued(chosen: ControlTexts, chat: list[JsonObject], arguments: JsonObject) -> Rendered:
+def _render_continuation(
+    chosen: ControlTokenEscaping, chat: list[JsonObject], arguments: JsonObject
+) -> RenderedPrompt:
     """Up to the end of the last message's content, as the template shows it. White space at its end
     is left out if the template trims contents."""
     last: JsonObject = chat[-1] if chat else {}
-    said = {character for text, _ in strings(chat, arguments) for character in text}
-    end = next(chr(code) for code in ENDS if chr(code) not in said)
-    content = _ending(last.get("content"), end + " ")
+    said = {character for text, _ in client_strings(chat, arguments) for character in text}
+    end = next(chr(code) for code in CONTINUATION_ENDS if chr(code) not in said)
+    content = _append_to_content(last.get("content"), end + " ")
     if last.get("role") != "assistant" or content is None:
         message = "continue_final_message needs a last message of the assistant, with content"
         raise TemplateFailed(message, "continue_final_message")
@@ -148,16 +161,16 @@ def _continued(chosen: ControlTexts, chat: list[JsonObject], arguments: JsonObje
         message = "the chat template does not show the last message's content once, as it is"
         raise TemplateFailed(message, "continue_final_message")
     trims = not behind.startswith(" ")
-    marked = rendered.marked
+    marked = rendered.escaped
     if marked is not None:
         before = marked.text.partition(end)[0]
         if trims:
-            before = _trimmed(before, "" if marked.marks is None else marked.marks.breaker)
-        marked = Marked(before, marked.marks)
-    return Rendered(text.rstrip() if trims else text, marked)
+            before = _trim_end(before, "" if marked.escapes is None else marked.escapes.separator)
+        marked = EscapedPrompt(before, marked.escapes)
+    return RenderedPrompt(text.rstrip() if trims else text, marked)
 
 
-def _ending(content: JsonValue, end: str) -> JsonValue:
+def _append_to_content(content: JsonValue, end: str) -> JsonValue:
     """`content` with `end` behind its last text; None if there is no text to go on from."""
     if isinstance(content, str):
         return content + end if content else None
@@ -169,7 +182,7 @@ def _ending(content: JsonValue, end: str) -> JsonValue:
     return None
 
 
-def _trimmed(text: str, mark: str) -> str:
+def _trim_end(text: str, mark: str) -> str:
     """Without white space at its end, and without marks that stand among it."""
     while (shorter := text.rstrip().rstrip(mark or None)) != text:
         text = shorter

@@ -13,17 +13,19 @@ from pipeinfer.json_values import JsonObject, JsonValue
 
 # What a template knows by name and may build a control token of, as in '<|' + role + '|>'.
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-NODE = 8  # bytes of text that take as long to encode as one more value takes to render
-MANY = 10_000  # values that are looked at; counting more takes longer than short requests may wait
-HUGE = 1 << 40  # the weight of what was not looked at to its end
+NODE_WEIGHT = 8  # bytes of text that take as long to encode as one more value takes to render
+MAX_VALUES_WEIGHED = (
+    10_000  # values that are looked at; counting more takes longer than short requests may wait
+)
+UNKNOWN_WEIGHT = 1 << 40  # the weight of what was not looked at to its end
 
 # free: the whole text of a message's field, or of a part of its content. part: a string somewhere
 # inside, which a template may look up or compare ("type": "function"). key: the name of a value.
-Kind = Literal["free", "part", "key"]
-Write = Callable[[str, Kind], str]
+StringKind = Literal["free", "part", "key"]
+MapString = Callable[[str, StringKind], str]
 
 
-def weight(*values: JsonValue | list[JsonObject]) -> int:
+def text_weight(*values: JsonValue | list[JsonObject]) -> int:
     """About how many bytes of text there are, in at most a millisecond; HUGE if that is too much
     to count."""
     waiting: list[JsonValue | list[JsonObject]] = list(values)
@@ -34,40 +36,42 @@ def weight(*values: JsonValue | list[JsonObject]) -> int:
         if isinstance(value, str):
             total += _size(value)
         elif isinstance(value, dict | list):
-            if seen + len(waiting) + 2 * len(value) > MANY:
-                return HUGE
+            if seen + len(waiting) + 2 * len(value) > MAX_VALUES_WEIGHED:
+                return UNKNOWN_WEIGHT
             waiting += value
             waiting += value.values() if isinstance(value, dict) else ()
-    return total + NODE * seen
+    return total + NODE_WEIGHT * seen
 
 
 def _size(text: str) -> int:
     """Bytes; of a very long text its characters, so that it need not be copied."""
-    short = not text.isascii() and len(text) <= MANY
+    short = not text.isascii() and len(text) <= MAX_VALUES_WEIGHED
     return len(text.encode("utf-8", "surrogatepass")) if short else len(text)
 
 
-def strings(chat: list[JsonObject], arguments: JsonObject) -> Iterator[tuple[str, Kind]]:
+def client_strings(
+    chat: list[JsonObject], arguments: JsonObject
+) -> Iterator[tuple[str, StringKind]]:
     """All of them, but for the roles that templates know."""
-    found: list[tuple[str, Kind]] = []
+    found: list[tuple[str, StringKind]] = []
 
-    def note(text: str, kind: Kind) -> str:
+    def note(text: str, kind: StringKind) -> str:
         found.append((text, kind))
         return text
 
-    rewritten(chat, arguments, note)
+    map_client_strings(chat, arguments, note)
     return iter(found)
 
 
-def rewritten(
-    chat: list[JsonObject], arguments: JsonObject, write: Write
+def map_client_strings(
+    chat: list[JsonObject], arguments: JsonObject, write: MapString
 ) -> tuple[list[JsonObject], JsonObject]:
     """(messages, arguments) with `write(text, kind)` in place of each string."""
     messages = [_message(message, write) for message in chat]
     return messages, _object(arguments, write)
 
 
-def _message(message: JsonObject, write: Write) -> JsonObject:
+def _message(message: JsonObject, write: MapString) -> JsonObject:
     copy: JsonObject = {}
     for key, value in message.items():
         if key == "role" and isinstance(value, str) and value in ROLES:
@@ -82,7 +86,7 @@ def _message(message: JsonObject, write: Write) -> JsonObject:
     return copy
 
 
-def _part(part: JsonValue, write: Write) -> JsonValue:
+def _part(part: JsonValue, write: MapString) -> JsonValue:
     """Of a content, whose text a template shows as it shows a whole content."""
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
         return _nested(part, write)
@@ -94,7 +98,7 @@ def _part(part: JsonValue, write: Write) -> JsonValue:
     }
 
 
-def _nested(value: JsonValue, write: Write) -> JsonValue:
+def _nested(value: JsonValue, write: MapString) -> JsonValue:
     if isinstance(value, str):
         return write(value, "part")
     if isinstance(value, list):
@@ -104,5 +108,5 @@ def _nested(value: JsonValue, write: Write) -> JsonValue:
     return value
 
 
-def _object(value: JsonObject, write: Write) -> JsonObject:
+def _object(value: JsonObject, write: MapString) -> JsonObject:
     return {write(key, "key"): _nested(one, write) for key, one in value.items()}

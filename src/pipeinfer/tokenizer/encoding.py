@@ -12,22 +12,22 @@ from msgspec import structs
 
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.messages import Submit
-from pipeinfer.tokenizer.verdicts import Verdicts
+from pipeinfer.tokenizer.verdicts import VerdictCache
 
 
 @dataclass(frozen=True, slots=True)
-class LongPrompt:
+class PendingPrompt:
     """What one Submit asks for. `alone`: as for ledger.Entry; said when it came, since it may be an
     older one that the gateways told of. `untried`: the digest of its grammar, while that is tried.
     `refusal`: why its first grammar is not served, where it has the other one.
     """
 
     submit: Submit
-    alone: bool
-    untried: bytes = b""
+    in_one_group: bool
+    grammar_to_validate: bytes = b""
     refusal: str = ""
 
-    def with_other_grammar(self, refusal: str) -> LongPrompt:
+    def with_other_grammar(self, refusal: str) -> PendingPrompt:
         """The same where the first grammar is refused."""
         other = self.submit.otherwise
         params = structs.replace(self.submit.params, structured_outputs=other)
@@ -41,89 +41,91 @@ def first_choice(submit: Submit) -> str:
     return choice_id(submit.request_id, submit.choices[0])
 
 
-def without(submit: Submit, request_id: str) -> Submit | None:
+def without_choice(submit: Submit, request_id: str) -> Submit | None:
     """`submit` without the choice of that request id; None if there was no other."""
     name = submit.request_id
     left = tuple(number for number in submit.choices if choice_id(name, number) != request_id)
     return structs.replace(submit, choices=left) if left else None
 
 
-class Encoding:
+class PendingPrompts:
     """By first choice, in the order in which they came. `abandoned`: how many requests ended before
     they were encoded, since nobody wanted them any more."""
 
     def __init__(self) -> None:
-        self._prompts: dict[str, LongPrompt] = {}
-        self._names: dict[str, str] = {}  # of each choice that is wanted, the first
+        self._prompts: dict[str, PendingPrompt] = {}
+        self._first_choices: dict[str, str] = {}  # of each choice that is wanted, the first
         self.abandoned = 0
-        self.verdicts = Verdicts()
+        self.verdicts = VerdictCache()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def put(self, prompt: LongPrompt) -> None:
+    def put(self, prompt: PendingPrompt) -> None:
         """A new attempt takes the place of an older one."""
         submit, name = prompt.submit, first_choice(prompt.submit)
         for choice in choice_ids(submit.request_id, submit.choices):
-            self.forget(choice)
-            self._names[choice] = name
+            self.discard(choice)
+            self._first_choices[choice] = name
         self._prompts[name] = prompt
 
-    def get(self, name: str, attempt: int) -> LongPrompt | None:
+    def get(self, name: str, attempt: int) -> PendingPrompt | None:
         """What has that first choice, if this attempt is under way, with the choices that somebody
         wants."""
         prompt = self._prompts.get(name)
         return prompt if prompt is not None and prompt.submit.attempt == attempt else None
 
-    def untried(self, grammar: bytes) -> list[str]:
+    def waiting_for_verdict(self, grammar: bytes) -> list[str]:
         """Those that wait for a trial of that grammar."""
-        return [name for name, prompt in self._prompts.items() if prompt.untried == grammar]
+        return [
+            name for name, prompt in self._prompts.items() if prompt.grammar_to_validate == grammar
+        ]
 
-    def tried(self, name: str) -> LongPrompt:
+    def end_validation(self, name: str) -> PendingPrompt:
         """It waits for no trial any more."""
-        return self.waits(name, replace(self._prompts[name], untried=b""))
+        return self.replace(name, replace(self._prompts[name], grammar_to_validate=b""))
 
-    def waits(self, name: str, prompt: LongPrompt) -> LongPrompt:
+    def replace(self, name: str, prompt: PendingPrompt) -> PendingPrompt:
         """What is known by that name is `prompt` now."""
         self._prompts[name] = prompt
         return prompt
 
-    def knows(self, request_id: str, attempt: int) -> bool:
+    def has(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt of the request, or a later one, is under way."""
-        prompt = self._prompts.get(self._names.get(request_id, ""))
+        prompt = self._prompts.get(self._first_choices.get(request_id, ""))
         return prompt is not None and prompt.submit.attempt >= attempt
 
-    def returned(self, request_id: str) -> bool:
+    def may_be_elsewhere(self, request_id: str) -> bool:
         """Whether it is under way, and may be one that the process before this one passed on."""
-        prompt = self._prompts.get(self._names.get(request_id, ""))
-        return prompt is not None and not prompt.alone
+        prompt = self._prompts.get(self._first_choices.get(request_id, ""))
+        return prompt is not None and not prompt.in_one_group
 
-    def encoded(self, name: str) -> None:
+    def pop(self, name: str) -> None:
         """It is not under way any more."""
         submit = self._prompts.pop(name).submit
         for choice in choice_ids(submit.request_id, submit.choices):
-            del self._names[choice]
+            del self._first_choices[choice]
 
-    def forget(self, request_id: str) -> None:
+    def discard(self, request_id: str) -> None:
         """Nobody wants it; unknown ones are fine."""
-        name = self._names.pop(request_id, None)
+        name = self._first_choices.pop(request_id, None)
         if name is None:
             return
         self.abandoned += 1
         prompt = self._prompts[name]
-        left = without(prompt.submit, request_id)
+        left = without_choice(prompt.submit, request_id)
         if left is None:
             del self._prompts[name]
         else:
             self._prompts[name] = replace(prompt, submit=left)
 
-    def forget_gateway(self, gateway: int) -> None:
+    def discard_gateway(self, gateway: int) -> None:
         """What that gateway sent."""
         gone = {n for n, prompt in self._prompts.items() if prompt.submit.gateway == gateway}
-        for choice in [choice for choice, name in self._names.items() if name in gone]:
-            self.forget(choice)
+        for choice in [choice for choice, name in self._first_choices.items() if name in gone]:
+            self.discard(choice)
 
     def clear(self) -> None:
         """Another process goes on."""
         self._prompts.clear()
-        self._names.clear()
+        self._first_choices.clear()

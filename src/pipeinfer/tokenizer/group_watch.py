@@ -11,32 +11,34 @@ from math import inf
 from pipeinfer.awake import SuspendAwareClock
 from pipeinfer.beats import silence
 from pipeinfer.messages import Ended, GroupStatus
-from pipeinfer.tokenizer.routing import Report
+from pipeinfer.tokenizer.routing import GroupReport
 
-SILENCE = 3.0  # seconds without a word, after which a scheduler counts as lost, or more (beats.py)
-NEVER = -1  # instead of an incarnation: no scheduler was heard
+MAX_SILENCE_SECONDS = (
+    3.0  # seconds without a word, after which a scheduler counts as lost, or more (beats.py)
+)
+NO_INCARNATION = -1  # instead of an incarnation: no scheduler was heard
 
 
 @dataclass
-class _Known:
+class _GroupState:
     """What its scheduler said last, when (seconds), and whether it is silent or has ended since."""
 
-    told: GroupStatus
-    heard: float
+    status: GroupStatus
+    received_at: float
     lost: bool = False
 
     @property
-    def report(self) -> Report:
-        told = self.told
+    def report(self) -> GroupReport:
+        told = self.status
         up = told.standing == "serves" and not self.lost
-        return Report(up, told.tokens, told.capacity, told.evicted, told.epoch, told.requests)
+        return GroupReport(up, told.tokens, told.capacity, told.evicted, told.epoch, told.requests)
 
     @property
     def deserted(self) -> bool:
-        return self.told.standing == "deserted" and not self.lost
+        return self.status.standing == "deserted" and not self.lost
 
 
-class GroupWatch:
+class GroupMonitor:
     """The latest of each of `groups`. One of which nothing was heard counts as up: it starts.
 
     host_loss: seconds of silence after which nobody waits for a group any more; no less than what
@@ -46,46 +48,50 @@ class GroupWatch:
     def __init__(self, groups: int = 1, host_loss: float = inf) -> None:
         self.groups = tuple(range(groups))
         self.host_loss = max(host_loss, silence(groups, 0.0))
-        self._silence = min(silence(groups, SILENCE), self.host_loss)
-        self._unheard = set(self.groups)
+        self._max_silence = min(silence(groups, MAX_SILENCE_SECONDS), self.host_loss)
+        self._not_started = set(self.groups)
         self._awake = SuspendAwareClock()
-        self._groups: dict[int, _Known] = {}
+        self._groups: dict[int, _GroupState] = {}
 
-    def hear(self, told: GroupStatus, now: float) -> Report | None:
+    def on_status(self, status: GroupStatus, now: float) -> GroupReport | None:
         """The group's report; None for a late word of a scheduler, or of an epoch, before. `now`:
         monotonic s."""
-        known = self._groups.get(told.group)
-        if known is not None and _epoch(told) < _epoch(known.told):
+        known = self._groups.get(status.group)
+        if known is not None and _epoch(status) < _epoch(known.status):
             return None
-        self._unheard.discard(told.group)
-        known = self._groups[told.group] = _Known(told, self._awake.at(now))
+        self._not_started.discard(status.group)
+        known = self._groups[status.group] = _GroupState(status, self._awake.at(now))
         return known.report
 
-    def ended(self, told: Ended) -> tuple[int, Report | None]:
+    def on_ended(self, event: Ended) -> tuple[int, GroupReport | None]:
         """Somebody has ended. If that is the scheduler of a group, and news: its number and report;
         else (-1, None)."""
-        name, _, number = told.stage.rpartition("-")
+        name, _, number = event.stage.rpartition("-")
         if name != "scheduler" or not number.isdecimal():
             return -1, None
         known = self._groups.get(int(number))
-        if known is None or known.lost or not NEVER < known.told.incarnation <= told.incarnation:
+        if (
+            known is None
+            or known.lost
+            or not NO_INCARNATION < known.status.incarnation <= event.incarnation
+        ):
             return -1, None
         known.lost = True
-        return known.told.group, known.report
+        return known.status.group, known.report
 
     def tick(self, now: float) -> None:
         """This stage's timer fired."""
         self._awake.tick(now)
 
-    def silent(self, now: float) -> list[tuple[int, Report]]:
+    def newly_silent(self, now: float) -> list[tuple[int, GroupReport]]:
         """Groups that are down from now on because their scheduler has not been heard."""
         now = self._awake.at(now)
-        self._wait_for_unheard(now)
-        gone: list[tuple[int, Report]] = []
+        self._expect_all(now)
+        gone: list[tuple[int, GroupReport]] = []
         for number, known in self._groups.items():
-            started = known.told.incarnation != NEVER
-            patience = self._silence if started else self.host_loss
-            if now - known.heard > patience and not known.lost:
+            started = known.status.incarnation != NO_INCARNATION
+            patience = self._max_silence if started else self.host_loss
+            if now - known.received_at > patience and not known.lost:
                 was, known.lost = known.report.up, True
                 if was:
                     gone.append((number, known.report))
@@ -94,7 +100,7 @@ class GroupWatch:
     def lost(self, now: float) -> list[tuple[int, float]]:
         """Groups whose scheduler has not been heard for `host_loss`, with the seconds since."""
         now = self._awake.at(now)
-        silences = [(number, now - known.heard) for number, known in self._groups.items()]
+        silences = [(number, now - known.received_at) for number, known in self._groups.items()]
         return [(number, seconds) for number, seconds in silences if seconds > self.host_loss]
 
     def is_deserted(self, group: int) -> bool:
@@ -105,12 +111,12 @@ class GroupWatch:
         """All such groups."""
         return sorted(group for group, known in self._groups.items() if known.deserted)
 
-    def _wait_for_unheard(self, now: float) -> None:
+    def _expect_all(self, now: float) -> None:
         """From the first time on that somebody asks."""
-        for group in self._unheard:
-            told = GroupStatus(group=group, incarnation=NEVER, standing="serves")
-            self._groups[group] = _Known(told, now)
-        self._unheard.clear()
+        for group in self._not_started:
+            told = GroupStatus(group=group, incarnation=NO_INCARNATION, standing="serves")
+            self._groups[group] = _GroupState(told, now)
+        self._not_started.clear()
 
 
 def _epoch(status: GroupStatus) -> tuple[int, int]:

@@ -18,26 +18,26 @@ import msgspec
 from pipeinfer import pipes
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.apart import Setup
-from pipeinfer.tokenizer.errands import Errands, Find
+from pipeinfer.tokenizer.apart import EncoderSetup
+from pipeinfer.tokenizer.errands import FindSubmit, WorkerPool
 from pipeinfer.tokenizer.events import Encode, Encoded
 
 log = logging.getLogger(__name__)
 
 # Bytes up to which a prompt is in the first lane, and in the second: it takes 0.1 s there, and 1 s,
 # and so long may the next one wait for it.
-CHAPTER, BOOK = 256 * 1024, 2 * 1024 * 1024
-TRIES = 2  # processes that may end over a prompt before it is refused
+SHORT_QUEUE_BYTES, MEDIUM_QUEUE_BYTES = 256 * 1024, 2 * 1024 * 1024
+MAX_PROCESSES_A_PROMPT = 2  # processes that may end over a prompt before it is refused
 
 
 class ProcessEnded(RuntimeError):
     """The process that encodes ended, or could not be started."""
 
 
-class Apart:
+class EncoderProcess:
     """A worker, see errands.py: one process that encodes."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EncoderSetup) -> None:
         self._setup = msgspec.msgpack.encode(setup)
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -72,12 +72,12 @@ class Apart:
 
     def _encoded(self, submit: Submit) -> Encoded:
         """Raises ProcessEnded when TRIES processes ended over it."""
-        for number in range(TRIES):
+        for number in range(MAX_PROCESSES_A_PROMPT):
             try:
                 return self._ask(submit)
             except (OSError, ProcessEnded) as error:
                 self.kill()
-                if self._closed or number == TRIES - 1:
+                if self._closed or number == MAX_PROCESSES_A_PROMPT - 1:
                     raise ProcessEnded(str(error)) from None
                 log.warning("the process for long prompts ended (%s) and is started again", error)
         raise AssertionError("unreachable")
@@ -104,25 +104,29 @@ class Apart:
         return self._process
 
 
-class Lanes:
+class EncodingQueues:
     """The tokenizer's driver of long prompts. `find`: see Errands."""
 
-    def __init__(self, folder: Path, settings: Settings, find: Find) -> None:
+    def __init__(self, folder: Path, settings: Settings, find_submit: FindSubmit) -> None:
         own = msgspec.structs.replace(settings, api_key="", api_key_file="")
-        setup = Setup(str(folder), own)
-        self._lanes = tuple(Errands(1, lambda: Apart(setup), find) for _ in range(3))
+        setup = EncoderSetup(str(folder), own)
+        self._pools = tuple(
+            WorkerPool(1, lambda: EncoderProcess(setup), find_submit) for _ in range(3)
+        )
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """Processes start with the first prompt of their lane."""
-        for lane in self._lanes:
+        for lane in self._pools:
             lane.start(feed)
 
     def deliver(self, message: Encode) -> None:
         """Takes the core's local outputs."""
         weight = message.weight
-        self._lanes[(weight > CHAPTER) + (weight > BOOK)].add(message, weight)
+        self._pools[(weight > SHORT_QUEUE_BYTES) + (weight > MEDIUM_QUEUE_BYTES)].submit(
+            message, weight
+        )
 
     async def stop(self) -> None:
         """Ends the processes; what they were at is dropped."""
-        for lane in self._lanes:
+        for lane in self._pools:
             await lane.stop()

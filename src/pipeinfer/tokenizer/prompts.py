@@ -15,18 +15,22 @@ from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.text.thoughts import REASONING_PARSERS, SPACE, Tags, left
-from pipeinfer.tokenizer.bounds import cover
-from pipeinfer.tokenizer.chats import Chats
-from pipeinfer.tokenizer.client_strings import weight
-from pipeinfer.tokenizer.control_texts import NoMarks, Rendered
-from pipeinfer.tokenizer.standins import CannotTell, StandIns, folds
+from pipeinfer.tokenizer.bounds import token_length_bound
+from pipeinfer.tokenizer.chats import ChatRenderer
+from pipeinfer.tokenizer.client_strings import text_weight
+from pipeinfer.tokenizer.control_texts import NoEscapeCharacters, RenderedPrompt
+from pipeinfer.tokenizer.standins import (
+    AmbiguousControlTokens,
+    PlaceholderTokens,
+    may_fold_into_special,
+)
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
 # Ids at the end of a prompt that are read again: for a text that it may end with; and for tags that
 # are several tokens, which a longer prompt costs too much to be searched for.
-LAST, FAR = 32, 4096
+TAIL_IDS, TAG_SEARCH_IDS = 32, 4096
 # Contexts: whoever asks how long a prompt is hears it also of one that is too long, up to so many.
-COUNTED = 16
+COUNTED_CONTEXTS = 16
 
 
 class Rejected(ValueError):
@@ -44,7 +48,7 @@ class Prompt(NamedTuple):
     answer. `thoughts`: as for Work."""
 
     ids: np.ndarray
-    left: ThoughtState = "before"
+    thought_state: ThoughtState = "before"
     thoughts: Thoughts | None = None
 
 
@@ -58,8 +62,8 @@ class PromptEncoder:
         vocab_size: int,
         max_model_len: int,
         eos_ids: tuple[int, ...] = (),
-        control_tokens: bool = False,
-        alone: bool = False,
+        allow_control_tokens: bool = False,
+        own_process: bool = False,
         tags: Tags | None = None,
     ) -> None:
         """`tokenizer` None: only token ids are accepted. `max_model_len`: prompt plus output.
@@ -71,34 +75,39 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._tags = tags
         # A budget counts thoughts also where nobody tells them apart.
-        self._counted = tags or _tags_of(tokenizer)
-        self.counts = True
+        self._budget_tags = tags or _find_tags(tokenizer)
+        self.thought_budgets = True
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
-        self._alone = alone
-        self._spelled: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # the last
-        self._cover = None if tokenizer is None else cover(tokenizer)
-        self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
-        texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
-        always = tokenizer is not None and not control_tokens and folds(tokenizer)
-        self._chats = Chats(texts, templates, always)
+        self._own_process = own_process
+        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
+            (),
+            (),
+        )  # the last
+        self._length_bound = None if tokenizer is None else token_length_bound(tokenizer)
+        self._placeholders = None if tokenizer is None else PlaceholderTokens(tokenizer)
+        texts = () if tokenizer is None or allow_control_tokens else special_texts(tokenizer)
+        always = (
+            tokenizer is not None and not allow_control_tokens and may_fold_into_special(tokenizer)
+        )
+        self._renderer = ChatRenderer(texts, templates, always)
 
     def weigh(self, submit: Submit) -> int:
         """About how many bytes `encode` has to look at one by one; token ids weigh nothing.
 
         Raises Rejected for what can be seen without encoding anything.
         """
-        self._check_named(submit.params)
+        self._check_params(submit.params)
         if submit.chat is not None:
             try:
-                return self._chats.weigh(submit.chat, submit.template_arguments)
+                return self._renderer.weigh(submit.chat, submit.template_arguments)
             except TemplateFailed as error:
                 raise Rejected(str(error), error.param) from None
         if submit.text is None:
             return 0
-        self._check_bytes(submit.text, submit, "prompt")
-        return weight(submit.text)
+        self._check_text_length(submit.text, submit, "prompt")
+        return text_weight(submit.text)
 
     def encode(self, submit: Submit) -> np.ndarray:
         """The ids of `prompt`."""
@@ -107,11 +116,11 @@ class PromptEncoder:
     def prompt(self, submit: Submit) -> Prompt:
         """Raises Rejected."""
         param, state = "prompt" if submit.chat is None else "messages", None
-        self._check_named(submit.params)
+        self._check_params(submit.params)
         if submit.chat is not None:
-            ids, state = self._chat(submit)
+            ids, state = self._encode_chat(submit)
         elif submit.text is not None:
-            self._check_bytes(submit.text, submit, param)
+            self._check_text_length(submit.text, submit, param)
             ids = self._tokenize(submit.text, submit.add_special_tokens, param)
         elif submit.prompt_ids is not None:
             ids = unpack(submit.prompt_ids)
@@ -122,62 +131,62 @@ class PromptEncoder:
                 return Prompt(ids)  # whoever counts texts has empty ones among them
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
-        kept = self._truncated(ids, submit.params)
+        kept = self._truncate(ids, submit.params)
         if len(kept) < len(ids) and submit.params.truncation_side == "right":
             state = None  # what the template wrote last is gone
-        if not _counted(submit):
+        if not _counts_only(submit):
             self._check_length(len(kept), submit.params, param)
-        return self._left(submit, kept, state)
+        return self._with_thoughts(submit, kept, state)
 
-    def _left(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
+    def _with_thoughts(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
         """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: the ids
         themselves tell."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
         spec, budget = params.structured_outputs, params.thinking_token_budget is not None
         if budget:
-            tags = self._counted
+            tags = self._budget_tags
         if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
             # The client says what its form waits for, whatever that is.
-            over = self._said(ids[-LAST:]).rstrip(SPACE).endswith(spec.after)
+            over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
             thoughts = Thoughts("", spec.after, "over" if over else "open")
             return Prompt(ids, state or "before", thoughts)
         if tags is None or not (chat or budget or spec is not None):
             return Prompt(ids)
         if state is None:
-            state = self._state(ids, tags)
+            state = self._thought_state(ids, tags)
         waits = budget or spec is not None
         if spec is not None and not chat and not spec.after:
             # All of a completion's text is its form, unless the prompt has begun the thoughts.
-            at_end = self._said(ids[-LAST:]).rstrip(SPACE).endswith(tags.opening)
+            at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
         return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
-    def _state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
+    def _thought_state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
         """Where a prompt that no template has made leaves the thoughts."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
-            return left(self._said(ids[-FAR:]), tags)
+            return left(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
         places = np.flatnonzero((ids == opening) | (ids == closing))
-        return left(self._said(ids[places[-1] :][:LAST]), tags) if len(places) else "before"
+        return left(self._decode(ids[places[-1] :][:TAIL_IDS]), tags) if len(places) else "before"
 
-    def _said(self, ids: np.ndarray) -> str:
+    def _decode(self, ids: np.ndarray) -> str:
         """Their text, with special tokens."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    def banned(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """How the bad words are spelled, each at the beginning of a text and behind a space. A
         spelling that ends with another one is left out: what completes it completes the other.
 
         Raises Rejected.
         """
-        if self._spelled[0] != params.bad_words:
-            self._spelled = params.bad_words, self._spell(params.bad_words)
-        return self._spelled[1]
+        if self._last_bad_words[0] != params.bad_words:
+            self._last_bad_words = params.bad_words, self._encode_bad_words(params.bad_words)
+        return self._last_bad_words[1]
 
-    def _spell(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         spelled: dict[tuple[int, ...], None] = {}
         for word in words:
             bare = word.lstrip()
@@ -209,32 +218,36 @@ class PromptEncoder:
 
     # ------------------------------------------------------------------------------------- encoding
 
-    def _chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
+    def _encode_chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
         """Its ids, and where its template leaves the thoughts, if they can be told."""
         assert submit.chat is not None
-        tags, state = self._tags or self._counted, None
+        tags, state = self._tags or self._budget_tags, None
         try:
-            rendered = self._chats.render(submit.chat, submit.template_arguments)
+            rendered = self._renderer.render(submit.chat, submit.template_arguments)
             if tags is not None:
                 text = rendered.text
-                state = self._chats.left(submit.chat, submit.template_arguments, text, tags)
-            self._check_bytes(rendered.text, submit, "messages")
-            if rendered.marked is None or self._stand_ins is None:
+                state = self._renderer.thought_state(
+                    submit.chat, submit.template_arguments, text, tags
+                )
+            self._check_text_length(rendered.text, submit, "messages")
+            if rendered.escaped is None or self._placeholders is None:
                 # The template has written the special tokens already.
                 return self._tokenize(rendered.text, False, "messages"), state
-            return self._apart(rendered, self._stand_ins), state
+            return self._encode_with_placeholders(rendered, self._placeholders), state
         except TemplateFailed as error:
             raise Rejected(str(error), error.param) from None
-        except (NoMarks, CannotTell) as error:
+        except (NoEscapeCharacters, AmbiguousControlTokens) as error:
             raise Rejected(str(error), "messages") from None
 
-    def _apart(self, rendered: Rendered, stand_ins: StandIns) -> np.ndarray:
+    def _encode_with_placeholders(
+        self, rendered: RenderedPrompt, stand_ins: PlaceholderTokens
+    ) -> np.ndarray:
         """With the template's control tokens as tokens and the client's as text."""
-        assert rendered.marked is not None
-        text, first = stand_ins.write(rendered.marked.text)
-        if rendered.marked.marks is not None:
-            text = rendered.marked.marks.remove(text)
-        return stand_ins.encode(text, first, self._alone)
+        assert rendered.escaped is not None
+        text, first = stand_ins.insert_placeholders(rendered.escaped.text)
+        if rendered.escaped.escapes is not None:
+            text = rendered.escaped.escapes.unescape(text)
+        return stand_ins.encode(text, first, self._own_process)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> np.ndarray:
         if self._tokenizer is None:
@@ -242,7 +255,7 @@ class PromptEncoder:
                 "the model has no tokenizer.json, so it takes prompts as token ids only", param
             )
         try:
-            if self._alone:  # several times as fast, and lets other threads run
+            if self._own_process:  # several times as fast, and lets other threads run
                 (encoding,) = self._tokenizer.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
@@ -252,7 +265,7 @@ class PromptEncoder:
             raise Rejected(f"the text cannot be tokenized: {error}", param) from None
         return np.asarray(encoding.ids, dtype="<i4")
 
-    def _truncated(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+    def _truncate(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
         """As many of them as are to be kept."""
         most = params.truncate_prompt_tokens
         if not most:
@@ -264,12 +277,12 @@ class PromptEncoder:
 
     # ------------------------------------------------------------------------------------- refusing
 
-    def _check_bytes(self, text: str, submit: Submit, param: str) -> None:
+    def _check_text_length(self, text: str, submit: Submit, param: str) -> None:
         """Refuses what has too many tokens however it is encoded, unless they are cut off."""
         if submit.params.truncate_prompt_tokens:
             return
-        fewest = 0 if self._cover is None else self._cover.fewest(text)
-        if fewest >= self._max_model_len * (COUNTED if _counted(submit) else 1):
+        fewest = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
+        if fewest >= self._max_model_len * (COUNTED_CONTEXTS if _counts_only(submit) else 1):
             raise self._too_long(f"at least {fewest}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
@@ -277,15 +290,17 @@ class PromptEncoder:
             wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise self._unknown_token(int(wrong[0]), param)
 
-    def _check_named(self, params: SamplingParams) -> None:
-        if params.thinking_token_budget is not None and not (self.counts and self._counted):
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.thinking_token_budget is not None and not (
+            self.thought_budgets and self._budget_tags
+        ):
             message = "this model, or this server, has no <think> and </think> to count between"
             raise Rejected(message, "thinking_token_budget")
         for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, param) or ():
                 if not 0 <= token < self._vocab_size:
                     raise self._unknown_token(token, param)
-        banned = frozenset(ids[0] for ids in self.banned(params) if len(ids) == 1)
+        banned = frozenset(ids[0] for ids in self.bad_word_ids(params) if len(ids) == 1)
         if params.allowed_token_ids is None:
             allowed, all_there_are = None, f"all {self._vocab_size} tokens of the vocabulary"
         else:
@@ -331,12 +346,12 @@ class PromptEncoder:
             )
 
 
-def _counted(submit: Submit) -> bool:
+def _counts_only(submit: Submit) -> bool:
     """Whether only the prompt is wanted, and no room behind it for an answer."""
     return submit.only_encode and submit.params.max_tokens == 0
 
 
-def _tags_of(tokenizer: Tokenizer | None) -> Tags | None:
+def _find_tags(tokenizer: Tokenizer | None) -> Tags | None:
     """Those that are tokens of it."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):

@@ -17,10 +17,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeinfer.json_values import JsonValue
 
-Clock = Callable[[str], str]  # a strftime format -> the formatted local time
+Strftime = Callable[[str], str]  # a strftime format -> the formatted local time
 
 
-def make_environment(strftime_now: Clock) -> ImmutableSandboxedEnvironment:
+def make_environment(strftime_now: Strftime) -> ImmutableSandboxedEnvironment:
     """An environment with `raise_exception`, `strftime_now`, a plain `tojson`, `{% break %}` and
     `{% generation %}`.
     """

@@ -11,13 +11,13 @@ from pathlib import Path
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.building import Built, make_encoder
+from pipeinfer.tokenizer.building import EncoderParts, load_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.driver import TokenizerDriver
-from pipeinfer.tokenizer.group_watch import GroupWatch
-from pipeinfer.tokenizer.lanes import Lanes
+from pipeinfer.tokenizer.group_watch import GroupMonitor
+from pipeinfer.tokenizer.lanes import EncodingQueues
 from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.trials import Trials
+from pipeinfer.tokenizer.trials import GrammarValidation
 
 
 def build(context: StageContext) -> Stage:
@@ -26,11 +26,13 @@ def build(context: StageContext) -> Stage:
     folder = find_model(settings, context.say)
     topology = context.topology
     gateways = topology.ids("gateway")
-    built = make_encoder(folder, settings)
+    built = load_encoder(folder, settings)
     core = _core(built, settings, context.identity.id, context.incarnation, gateways)
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
-    lanes = Lanes(folder, settings, core.encoding)
-    trials = Trials(built.vocabulary, core.untried, built.without)
+    lanes = EncodingQueues(folder, settings, core.submit_to_encode)
+    trials = GrammarValidation(
+        built.grammar_setup, core.submit_to_validate, built.no_grammars_because
+    )
     return Stage(core, TokenizerDriver(lanes, trials), listens=listens)
 
 
@@ -45,12 +47,12 @@ def make_core(
 
     The rest is as for TokenizerCore.
     """
-    return _core(make_encoder(folder, settings), settings, stage, incarnation, gateways)
+    return _core(load_encoder(folder, settings), settings, stage, incarnation, gateways)
 
 
 def _core(
-    built: Built, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
+    built: EncoderParts, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
 ) -> TokenizerCore:
     router = Router(settings.routing, settings.dp)
-    watch = GroupWatch(settings.dp, settings.host_loss)
+    watch = GroupMonitor(settings.dp, settings.host_loss)
     return TokenizerCore(built.encoder, router, watch, built.eos_ids, stage, incarnation, gateways)

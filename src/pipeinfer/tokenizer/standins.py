@@ -16,23 +16,23 @@ from pipeinfer.tokenizer.bounds import components
 
 # One character for each special token, from the ends of the private-use planes, where nobody has
 # put icons. The second is for texts that use the first.
-PLANES = (0xFFFFE, 0x10FFFE)
+PLACEHOLDER_PLANES = (0xFFFFE, 0x10FFFE)
 
 
-class CannotTell(ValueError):
+class AmbiguousControlTokens(ValueError):
     """The text uses the stand-ins' own characters; the words are for the client."""
 
 
-class Made(NamedTuple):
+class _PlaneTokenizer(NamedTuple):
     """`names`: the checkpoint's id [n] of each id of `tokenizer`; `controls`: bool [n], which of
     them are stand-ins."""
 
     tokenizer: Tokenizer
-    names: np.ndarray
-    controls: np.ndarray
+    checkpoint_ids: np.ndarray
+    is_placeholder: np.ndarray
 
 
-class StandIns:
+class PlaceholderTokens:
     """`encode` recognises the tokens that `write` wrote, and no others."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -41,44 +41,50 @@ class StandIns:
         self._special = [(i, token) for i, token in sorted(added.items()) if token.special]
         self._others = [(i, token) for i, token in sorted(added.items()) if not token.special]
         contents = sorted((token.content for token in added.values()), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, contents)))
-        self._made: dict[int, Made] = {}
+        self._added_pattern = re.compile("|".join(map(re.escape, contents)))
+        self._by_plane: dict[int, _PlaneTokenizer] = {}
 
-    def write(self, text: str) -> tuple[str, int]:
+    def insert_placeholders(self, text: str) -> tuple[str, int]:
         """(`text` with stand-ins for the special tokens in it, the first character of the plane
         that they are from). Raises CannotTell."""
-        for end in PLANES:
+        for end in PLACEHOLDER_PLANES:
             first = end - len(self._special)
-            if self._range(first).search(text) is None:
+            if self._placeholder_pattern(first).search(text) is None:
                 names = enumerate(token.content for _, token in self._special)
                 table = {content: chr(first + k) for k, content in names}
                 return self._replaced(text, table), first
-        raise CannotTell("control tokens' texts cannot be told from its private-use characters")
+        raise AmbiguousControlTokens(
+            "control tokens' texts cannot be told from its private-use characters"
+        )
 
-    def encode(self, text: str, first: int, alone: bool) -> np.ndarray:
+    def encode(self, text: str, first: int, own_process: bool) -> np.ndarray:
         """The ids, int32 [n], of a text with the stand-ins that `write` chose. Raises CannotTell.
 
         `alone`: as for PromptEncoder.
         """
-        if first not in self._made:
-            self._made[first] = self._make(first)
-        made = self._made[first]
-        if alone:
+        if first not in self._by_plane:
+            self._by_plane[first] = self._make_tokenizer(first)
+        made = self._by_plane[first]
+        if own_process:
             (encoding,) = made.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         else:
             encoding = made.tokenizer.encode(text, add_special_tokens=False)
         ids = np.asarray(encoding.ids, dtype="<i4")
-        if int(made.controls[ids].sum()) != len(self._range(first).findall(text)):
-            raise CannotTell("the tokenizer does not keep control tokens and their texts apart")
-        return made.names[ids]
+        if int(made.is_placeholder[ids].sum()) != len(
+            self._placeholder_pattern(first).findall(text)
+        ):
+            raise AmbiguousControlTokens(
+                "the tokenizer does not keep control tokens and their texts apart"
+            )
+        return made.checkpoint_ids[ids]
 
     def _replaced(self, text: str, table: dict[str, str]) -> str:
-        return self._added.sub(lambda found: table.get(found[0], found[0]), text)
+        return self._added_pattern.sub(lambda found: table.get(found[0], found[0]), text)
 
-    def _range(self, first: int) -> re.Pattern[str]:
+    def _placeholder_pattern(self, first: int) -> re.Pattern[str]:
         return re.compile(f"[{chr(first)}-{chr(first + len(self._special) - 1)}]")
 
-    def _make(self, first: int) -> Made:
+    def _make_tokenizer(self, first: int) -> _PlaneTokenizer:
         made = Tokenizer(self._tokenizer.model)  # shared, not copied
         if self._tokenizer.normalizer is not None:
             made.normalizer = self._tokenizer.normalizer
@@ -101,10 +107,10 @@ class StandIns:
             names[ids[chr(first + k)]], controls[ids[chr(first + k)]] = own, True
         for own, token in self._others:
             names[ids[token.content]] = own
-        return Made(made, names, controls)
+        return _PlaneTokenizer(made, names, controls)
 
 
-def folds(tokenizer: Tokenizer) -> bool:
+def may_fold_into_special(tokenizer: Tokenizer) -> bool:
     """Whether other texts than a special token's own may become it: it is looked for in normalized
     text, and more than white space is normalized."""
     added = tokenizer.get_added_tokens_decoder().values()

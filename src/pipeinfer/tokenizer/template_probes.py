@@ -18,19 +18,19 @@ Render = Callable[[list[JsonObject], JsonObject], str]
 ContentForm = Literal["either", "text", "parts"]
 
 # Words that no template has, and that none spells otherwise.
-FIRST, SECOND, CALLED = "qzxja", "qzxjb", "qzxjc"
-CALL_ID = "abcdefghi"  # nine letters, as Mistral's templates demand
-TOOL: JsonObject = {
+FIRST_PROBE, SECOND_PROBE, PROBE_TOOL = "qzxja", "qzxjb", "qzxjc"
+PROBE_CALL_ID = "abcdefghi"  # nine letters, as Mistral's templates demand
+PROBE_TOOL_DEFINITION: JsonObject = {
     "type": "function",
     "function": {
-        "name": CALLED,
+        "name": PROBE_TOOL,
         "description": "",
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
 # A part that was written whole, as JSON or in Python's notation: nobody looked into it.
 _WHOLE_PART = re.compile(r"""["']type["']:\s*["']text["']""")
-_NOTHING = re.compile("None|null")
+_NULL = re.compile("None|null")
 
 
 class TemplateProbes:
@@ -40,68 +40,75 @@ class TemplateProbes:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self.content = cache(self._content)  # by role
+        self.content_form = cache(self._probe_content_form)  # by role
 
     @cached_property
-    def null_content(self) -> bool:
+    def takes_null_content(self) -> bool:
         """Whether a message that calls tools may have null as its content: its calls are shown, and
         the null is not."""
-        forms: tuple[JsonValue, ...] = ({FIRST: 1}, f'{{"{FIRST}": 1}}')
-        gave = self._said("tool", self._read("tool", "b"))
+        forms: tuple[JsonValue, ...] = ({FIRST_PROBE: 1}, f'{{"{FIRST_PROBE}": 1}}')
+        gave = self._message("tool", self._content_of("tool", "b"))
         for arguments in forms:
-            shown = self._shown([*self._calling(None, arguments), gave])
-            if CALLED in shown:
-                empty = self._shown([*self._calling("", arguments), gave])
-                return len(_NOTHING.findall(shown)) <= len(_NOTHING.findall(empty))
+            shown = self._first_rendering([*self._tool_call_chat(None, arguments), gave])
+            if PROBE_TOOL in shown:
+                empty = self._first_rendering([*self._tool_call_chat("", arguments), gave])
+                return len(_NULL.findall(shown)) <= len(_NULL.findall(empty))
         return False
 
-    def _content(self, role: str) -> ContentForm:
+    def _probe_content_form(self, role: str) -> ContentForm:
         """How messages of `role` are to be given. Text, where neither form is shown."""
-        for before, behind in self._around(role):
-            messages = [self._said(role, f"{FIRST} {SECOND}"), self._said(role, _PARTS)]
-            of_text, of_parts = (self._shown([*before, one, *behind]) for one in messages)
+        for before, behind in self._contexts(role):
+            messages = [
+                self._message(role, f"{FIRST_PROBE} {SECOND_PROBE}"),
+                self._message(role, _PROBE_PARTS),
+            ]
+            of_text, of_parts = (self._first_rendering([*before, one, *behind]) for one in messages)
             wholes = len(_WHOLE_PART.findall(of_text))
-            if _both(of_parts) and len(_WHOLE_PART.findall(of_parts)) <= wholes:
-                return "either" if _both(of_text) else "parts"
-            if _both(of_text):
+            if _has_both_probes(of_parts) and len(_WHOLE_PART.findall(of_parts)) <= wholes:
+                return "either" if _has_both_probes(of_text) else "parts"
+            if _has_both_probes(of_text):
                 return "text"
         return "text"
 
-    def _around(self, role: str) -> Iterator[tuple[list[JsonObject], list[JsonObject]]]:
+    def _contexts(self, role: str) -> Iterator[tuple[list[JsonObject], list[JsonObject]]]:
         """What may stand before and behind a message of `role`, most usual first."""
         if role != "user":
-            user: JsonObject = {"role": "user", "content": self._read("user", "a")}
+            user: JsonObject = {"role": "user", "content": self._content_of("user", "a")}
             if role == "system":
                 yield [], [user]
             elif role == "tool":
-                yield self._calling(self._read("assistant", ""), {}), []
+                yield self._tool_call_chat(self._content_of("assistant", ""), {}), []
             else:
                 yield [user], [user]
                 yield [user], []
         yield [], []
 
-    def _said(self, role: str, content: JsonValue) -> JsonObject:
+    def _message(self, role: str, content: JsonValue) -> JsonObject:
         message: JsonObject = {"role": role, "content": content}
-        return {**message, "tool_call_id": CALL_ID, "name": CALLED} if role == "tool" else message
+        return (
+            {**message, "tool_call_id": PROBE_CALL_ID, "name": PROBE_TOOL}
+            if role == "tool"
+            else message
+        )
 
-    def _calling(self, content: JsonValue, arguments: JsonValue) -> list[JsonObject]:
+    def _tool_call_chat(self, content: JsonValue, arguments: JsonValue) -> list[JsonObject]:
         """A conversation that ends with a call of a tool."""
-        function: JsonObject = {"name": CALLED, "arguments": arguments}
-        calls: list[JsonValue] = [{"id": CALL_ID, "type": "function", "function": function}]
+        function: JsonObject = {"name": PROBE_TOOL, "arguments": arguments}
+        calls: list[JsonValue] = [{"id": PROBE_CALL_ID, "type": "function", "function": function}]
         return [
-            {"role": "user", "content": self._read("user", "a")},
+            {"role": "user", "content": self._content_of("user", "a")},
             {"role": "assistant", "content": content, "tool_calls": calls},
         ]
 
-    def _read(self, role: str, text: str) -> JsonValue:
-        return [text_part(text)] if self.content(role) == "parts" else text
+    def _content_of(self, role: str, text: str) -> JsonValue:
+        return [text_part(text)] if self.content_form(role) == "parts" else text
 
-    def _shown(self, chat: list[JsonObject]) -> str:
+    def _first_rendering(self, chat: list[JsonObject]) -> str:
         """What the template makes of it, without tools or with one; nothing if it cannot."""
-        return next(self._tried(chat), "")
+        return next(self._renderings(chat), "")
 
-    def _tried(self, chat: list[JsonObject]) -> Iterator[str]:
-        for arguments in (JsonObject(), JsonObject(tools=[TOOL])):
+    def _renderings(self, chat: list[JsonObject]) -> Iterator[str]:
+        for arguments in (JsonObject(), JsonObject(tools=[PROBE_TOOL_DEFINITION])):
             try:
                 text = self._render(chat, arguments)
             except Exception:  # a template can fail in as many ways as any program
@@ -114,8 +121,8 @@ def text_part(text: str) -> JsonObject:
     return {"type": "text", "text": text}
 
 
-_PARTS: list[JsonValue] = [text_part(FIRST), text_part(SECOND)]
+_PROBE_PARTS: list[JsonValue] = [text_part(FIRST_PROBE), text_part(SECOND_PROBE)]
 
 
-def _both(text: str) -> bool:
-    return FIRST in text and SECOND in text
+def _has_both_probes(text: str) -> bool:
+    return FIRST_PROBE in text and SECOND_PROBE in text

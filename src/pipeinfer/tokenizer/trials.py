@@ -14,28 +14,28 @@ from contextlib import suppress
 
 from pipeinfer.grammars.trial import SECONDS, Setup, TooSlow, Trial
 from pipeinfer.messages import Message, Submit
-from pipeinfer.tokenizer.errands import Errands, Find
+from pipeinfer.tokenizer.errands import FindSubmit, WorkerPool
 from pipeinfer.tokenizer.events import Tried, Try
-from pipeinfer.tokenizer.verdicts import digest
+from pipeinfer.tokenizer.verdicts import grammar_digest
 
 # Processes for first trials; the second starts when the first is busy.
-QUICK = 2
+FAST_PROCESSES = 2
 # Seconds of processor time of a first trial, ten times what most grammars take. While eight
 # connections send what takes longer, a ninth waits for four of these at most.
-SLICE = 0.1
-SLOW = 1  # processes for what takes longer
-NICENESS = 10  # of these: streams and first trials come first
+FAST_SECONDS = 0.1
+SLOW_PROCESSES = 1  # processes for what takes longer
+SLOW_NICENESS = 10  # of these: streams and first trials come first
 
 
-class Trier:
+class ValidationWorker:
     """A worker, see errands.py. `process`: the one that it asks. `slow`: it tries what was too
     slow for others, and nobody else does so after it."""
 
-    def __init__(self, process: Trial, slow: bool) -> None:
+    def __init__(self, process: Trial, is_slow: bool) -> None:
         self.process = process
         self.close = process.close
         self.kill = process.kill
-        self._slow = slow
+        self._is_slow = is_slow
 
     def start(self) -> None:
         """See Worker."""
@@ -50,62 +50,72 @@ class Trier:
         try:
             message = self.process.verdict(spec)
         except TooSlow as error:
-            if not self._slow:
+            if not self._is_slow:
                 return Try(name, attempt, submit.client)
             message = str(error)
         except (RuntimeError, OSError) as error:
             return Tried(name, attempt, 500, f"the grammar was not tried: {error}")
-        return Tried(name, attempt, 400 if message else 0, message, digest(spec), self._slow)
+        return Tried(
+            name, attempt, 400 if message else 0, message, grammar_digest(spec), self._is_slow
+        )
 
 
-class Trials:
+class GrammarValidation:
     """A part of the tokenizer's driver. `find`: see Errands. `setup`: the model's vocabulary; None
     if it has none for grammars, because of `none`. `seconds`: that a grammar may take at most."""
 
     def __init__(
-        self, setup: Setup | None, find: Find, none: str = "", seconds: float = SECONDS
+        self,
+        setup: Setup | None,
+        find_submit: FindSubmit,
+        no_grammars_because: str = "",
+        seconds: float = SECONDS,
     ) -> None:
-        self._none = none
-        self._triers: list[Trier] = []
+        self._no_grammars_because = no_grammars_because
+        self._workers: list[ValidationWorker] = []
         self._setup = setup
-        self._quick = Errands(QUICK, lambda: self._trier(SLICE, 0, False), find)
-        self._slow = Errands(SLOW, lambda: self._trier(seconds, NICENESS, True), find)
+        self._fast_pool = WorkerPool(
+            FAST_PROCESSES, lambda: self._make_worker(FAST_SECONDS, 0, False), find_submit
+        )
+        self._slow_pool = WorkerPool(
+            SLOW_PROCESSES, lambda: self._make_worker(seconds, SLOW_NICENESS, True), find_submit
+        )
         self._feed: Callable[[Message], None] | None = None
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """Processes start with the first grammar."""
         self._feed = feed
-        self._quick.start(self._tell)
-        self._slow.start(self._tell)
+        self._fast_pool.start(self._on_verdict)
+        self._slow_pool.start(self._on_verdict)
 
     def deliver(self, message: Try) -> None:
         """One more."""
-        if self._none:
-            said = Tried(message.request_id, message.attempt, 400, self._none)
-            asyncio.get_running_loop().call_soon(self._tell, said)
+        if self._no_grammars_because:
+            said = Tried(message.request_id, message.attempt, 400, self._no_grammars_because)
+            asyncio.get_running_loop().call_soon(self._on_verdict, said)
             return
-        self._quick.add(message, 1)
+        self._fast_pool.submit(message, 1)
 
     async def stop(self) -> None:
         """Ends the processes; what they were at is dropped."""
         self._feed = None
-        await self._quick.stop()
-        await self._slow.stop()
+        await self._fast_pool.stop()
+        await self._slow_pool.stop()
 
     def stats(self) -> dict[str, float]:
         """Trials that were ended before there was a verdict."""
-        return {"trials_ended_total": sum(trier.process.ended for trier in self._triers)}
+        return {"trials_ended_total": sum(trier.process.ended for trier in self._workers)}
 
-    def _trier(self, seconds: float, niceness: int, slow: bool) -> Trier:
+    def _make_worker(self, seconds: float, niceness: int, slow: bool) -> ValidationWorker:
         assert self._setup is not None
-        self._triers.append(Trier(Trial(self._setup, seconds, niceness), slow))
-        return self._triers[-1]
+        self._workers.append(ValidationWorker(Trial(self._setup, seconds, niceness), slow))
+        return self._workers[-1]
 
-    def _tell(self, said: Message) -> None:
-        match said:
+    def _on_verdict(self, verdict: Message) -> None:
+        match verdict:
             case Try():
-                self._slow.add(said, 1)
+                self._slow_pool.submit(verdict, 1)
             case _ if self._feed is not None:
-                self._feed(said)
+                self._feed(verdict)
             case _:
                 return

@@ -13,11 +13,11 @@ import msgspec
 
 from pipeinfer.params import StructuredOutputs
 
-REMEMBERED = 16_384  # grammars that were asked for last
-LONGEST = 500  # letters of a refusal, which may quote a client
+MAX_VERDICTS = 16_384  # grammars that were asked for last
+MAX_REFUSAL_LETTERS = 500  # letters of a refusal, which may quote a client
 
 
-def digest(spec: StructuredOutputs) -> bytes:
+def grammar_digest(spec: StructuredOutputs) -> bytes:
     """By which a grammar is known; 16 bytes."""
     return blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
 
@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
     slow: bool = False
 
 
-class Verdicts:
+class VerdictCache:
     """By digest."""
 
     def __init__(self) -> None:
@@ -43,6 +43,6 @@ class Verdicts:
 
     def put(self, known: bytes, verdict: Verdict) -> None:
         """Remembers it."""
-        self._verdicts[known] = Verdict(verdict.refusal[:LONGEST], verdict.slow)
-        if len(self._verdicts) > REMEMBERED:
+        self._verdicts[known] = Verdict(verdict.refusal[:MAX_REFUSAL_LETTERS], verdict.slow)
+        if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
