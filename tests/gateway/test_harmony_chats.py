@@ -19,8 +19,8 @@ from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
-from pipeinfer.tokenizer.chats import ChatRenderer
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.control_tokens import ChatRenderer
 from template_families import HERE
 
 TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()

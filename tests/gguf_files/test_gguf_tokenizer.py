@@ -17,8 +17,8 @@ from pipeinfer.gguf.loading import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
 from pipeinfer.text.loading import load_tokenizer, special_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config
-from pipeinfer.tokenizer.bounds import token_length_bound
-from pipeinfer.tokenizer.templates import load_templates
+from pipeinfer.tokenizer.chat_templates import load_templates
+from pipeinfer.tokenizer.token_bounds import token_length_bound
 
 
 def _all_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

@@ -44,13 +44,11 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.events import EncodeNext, Tried, Try
-from pipeinfer.tokenizer.group_watch import GroupMonitor
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.core import EncodeNext, TokenizerCore, Tried, Try
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.templates import ChatTemplates
-from pipeinfer.tokenizer.verdicts import grammar_digest
+from pipeinfer.tokenizer.requests import grammar_digest
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from scheduler.model_engine import expected_outputs
 
 EOS = (3, 11)

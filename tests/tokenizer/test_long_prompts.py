@@ -37,16 +37,25 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.apart import encode_submit
-from pipeinfer.tokenizer.core import ENCODE_AT_ONCE_BYTES, ENCODE_HERE_BYTES, TokenizerCore
-from pipeinfer.tokenizer.driver import TokenizerDriver
-from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext
-from pipeinfer.tokenizer.group_watch import GroupMonitor
-from pipeinfer.tokenizer.lanes import MEDIUM_QUEUE_BYTES, SHORT_QUEUE_BYTES, EncodingQueues
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.core import (
+    ENCODE_AT_ONCE_BYTES,
+    ENCODE_HERE_BYTES,
+    Encode,
+    Encoded,
+    EncodeNext,
+    TokenizerCore,
+)
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.worker_main import encode_submit
+from pipeinfer.tokenizer.workers import (
+    MEDIUM_QUEUE_BYTES,
+    SHORT_QUEUE_BYTES,
+    EncodingQueues,
+    TokenizerDriver,
+)
 
 LONG = "the end of it " * 1000
 SHORT = "the end"
@@ -476,8 +485,8 @@ async def test_processes_are_not_told_the_api_key_and_end_with_a_killed_stage(fo
         "from pipeinfer.messages import Submit\n"
         "from pipeinfer.params import SamplingParams\n"
         "from pipeinfer.settings import Settings\n"
-        "from pipeinfer.tokenizer.events import Encode\n"
-        "from pipeinfer.tokenizer.lanes import EncodingQueues\n"
+        "from pipeinfer.tokenizer.core import Encode\n"
+        "from pipeinfer.tokenizer.workers import EncodingQueues\n"
         "async def main():\n"
         "    book = Submit('r', 1, 0, SamplingParams(), 1, text='word ' * 4_000_000)\n"
         "    settings = Settings(max_model_len=10**7, api_key='secret')\n"
@@ -516,7 +525,7 @@ def children() -> list[int]:
         except OSError:
             continue  # it has ended
         mine = int(state[1]) == os.getpid() and state[0] != "Z"
-        if mine and b"pipeinfer.tokenizer.apart" in words:
+        if mine and b"pipeinfer.tokenizer.worker_main" in words:
             found.append(int(path.parent.name))
     return found
 

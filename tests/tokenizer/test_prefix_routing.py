@@ -22,8 +22,7 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.steps.step import Sampled
-from pipeinfer.tokenizer.group_watch import GroupMonitor
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 
 PREFIXES, EACH, PREFIX = 64, 64, 1500
 TAIL, OUTPUTS = 40, 16  # tokens of each request's own prompt, and of its answer

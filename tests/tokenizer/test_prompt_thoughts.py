@@ -18,10 +18,10 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.settings import Settings
 from pipeinfer.text.thoughts import Tags
-from pipeinfer.tokenizer.apart import encode_submit
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.worker_main import encode_submit
 from thinking_models import TAILS, TURNS
 
 THINK, SEED = Tags("<think>", "</think>"), Tags("<seed:think>", "</seed:think>")

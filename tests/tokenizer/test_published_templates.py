@@ -19,9 +19,8 @@ from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
 from pipeinfer.text.thoughts import THINK
-from pipeinfer.tokenizer.chats import ChatRenderer
-from pipeinfer.tokenizer.control_texts import RenderedPrompt
-from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.control_tokens import ChatRenderer, RenderedPrompt
 from template_families import FAMILIES, source
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

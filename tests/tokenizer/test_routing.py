@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.prefixes import BLOCK_TOKENS, ApproximateCache, block_hashes
-from pipeinfer.tokenizer.routing import PREFILL_WEIGHT, GroupReport, Router
+from pipeinfer.tokenizer.routing import (
+    BLOCK_TOKENS,
+    PREFILL_WEIGHT,
+    ApproximateCache,
+    GroupReport,
+    Router,
+    block_hashes,
+)
 
 
 def prompt(seed: int, length: int, prefix: np.ndarray | None = None) -> np.ndarray:

@@ -15,13 +15,11 @@ from pipeinfer.events import Drain
 from pipeinfer.messages import Abort, Accepted, Done, Recover, Refused, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.encoding import PendingPrompt, PendingPrompts, first_choice
-from pipeinfer.tokenizer.events import Encoded
-from pipeinfer.tokenizer.group_watch import GroupMonitor
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.requests import PendingPrompt, PendingPrompts, first_choice
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 
 
 def make(groups: int = 1, routing: str = "round-robin") -> TokenizerCore:

@@ -38,12 +38,11 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.text.harmony import TOKENS
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.group_watch import GroupMonitor
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import build, make_core
-from pipeinfer.tokenizer.templates import ChatTemplates
 from pipeinfer.topology.topology import Identity, Topology
 
 Make = Callable[..., Path]

@@ -10,8 +10,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from pipeinfer.beats import HEARTBEAT
-from pipeinfer.tokenizer.group_watch import GroupMonitor
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from simulate.arrivals import Arrival
 from simulate.group import Group
 

@@ -146,7 +146,7 @@ def _model(settings: Settings) -> Finding:
 def _texts(settings: Settings) -> Finding:
     """What the tokenizer and the gateway read of the checkpoint."""
     from pipeinfer.gateway.stage import terms
-    from pipeinfer.tokenizer.building import load_encoder
+    from pipeinfer.tokenizer.prompts import load_encoder
 
     folder = Path(settings.model)
     try:

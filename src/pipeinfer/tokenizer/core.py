@@ -1,8 +1,9 @@
-"""The tokenizer stage without its I/O: requests in, tokenized work out to the chosen group.
+"""The tokenizer without its I/O: requests in, token ids out to the chosen data-parallel group.
 
-Keeps every unfinished request with the group that it went to, so that its end takes the same way
-and a restarted scheduler can be told. Knows no transport, no clock and no model beyond its
-vocabulary and its length.
+Every unfinished request is kept with the group that it was sent to, so that aborts follow it and a
+restarted scheduler gets it again (requests.py). Short prompts are encoded here, long ones and
+grammars by worker processes (workers.py), to which the local events below go. Knows no transport
+and no clock; of the model only its vocabulary and its context length.
 """
 
 from __future__ import annotations
@@ -38,30 +39,103 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.packing import unpack
+from pipeinfer.params import Thoughts, ThoughtState
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
-from pipeinfer.tokenizer.encoding import PendingPrompt, PendingPrompts, first_choice, without_choice
-from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext, Tried, Try
-from pipeinfer.tokenizer.group_watch import GroupMonitor
-from pipeinfer.tokenizer.ledger import RoutedRequest, RoutedRequests
 from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
-from pipeinfer.tokenizer.routing import GroupReport, Router
-from pipeinfer.tokenizer.verdicts import Verdict, grammar_digest
+from pipeinfer.tokenizer.requests import (
+    PendingPrompt,
+    PendingPrompts,
+    RoutedRequest,
+    RoutedRequests,
+    Verdict,
+    first_choice,
+    grammar_digest,
+    without_choice,
+)
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, Router
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
-# Bytes of text up to which a prompt is encoded when it comes.
+# Bytes of text up to which a prompt is encoded on arrival.
 ENCODE_AT_ONCE_BYTES = 1024
-# Bytes up to which it is encoded here, when it is its client's turn. That takes 2 to 3 ms for most
-# texts of this length and 8 ms for the worst (one-letter words). So long everything else waits.
+# Bytes up to which a prompt is encoded in this process, in its client's turn. That takes 2 to 3 ms
+# for most texts of this length and 8 ms for the worst (one-letter words), in which all else waits.
 ENCODE_HERE_BYTES = 8 * 1024
-GRAMMAR_PARAM = "structured_outputs"  # the field that a grammar is refused by
+GRAMMAR_PARAM = "structured_outputs"  # the parameter that a refusal of a grammar names
+
+
+class Encode(Message, frozen=True):
+    """core -> driver: encode the prompt of this request (TokenizerCore.submit_to_encode).
+
+    weight: about how many bytes there are to render and to encode.
+    client: as in Submit.
+    """
+
+    request_id: str
+    attempt: int
+    weight: int
+    client: str = ""
+
+
+class Encoded(Message, frozen=True):
+    """driver -> core: the ids of a prompt, or why the prompt is refused.
+
+    prompt_ids: int32 bytes.
+    status, message, param, code: of the refusal; status 0: none.
+    left, thoughts: thought_state and thoughts of Prompt.
+    """
+
+    request_id: str
+    attempt: int
+    prompt_ids: bytes = b""
+    status: int = 0
+    message: str = ""
+    param: str | None = None
+    code: str | None = None
+    left: ThoughtState = "before"
+    thoughts: Thoughts | None = None
+
+
+class EncodeNext(Message, frozen=True):
+    """core -> driver and back: encode one of the short prompts that wait in the core. The driver
+    gives one back in each turn of its loop, so that other messages come in between."""
+
+
+class Try(Message, frozen=True):
+    """core -> driver: validate the grammar of this request (TokenizerCore.submit_to_validate).
+
+    client: as in Submit.
+    """
+
+    request_id: str
+    attempt: int
+    client: str = ""
+
+
+class Tried(Message, frozen=True):
+    """driver -> core: the verdict on a grammar.
+
+    status, message: why it is not served; status 0: it is served.
+    grammar: digest of the grammar; empty if the verdict holds for this request only.
+    slow: it took so long to compile that other grammars must not wait for it.
+    """
+
+    request_id: str
+    attempt: int
+    status: int = 0
+    message: str = ""
+    grammar: bytes = b""
+    slow: bool = False
 
 
 class TokenizerCore:
-    """Encodes requests and sends each to one scheduler.
+    """Encodes requests and sends each to one scheduler. See core.Core.
 
-    `watch`: over its groups. `eos_ids`: ids that end a request by themselves. `stage` and
-    `incarnation`: of this process. `gateways`: stages that are asked at the start for the requests
-    of the process before this one.
+    encoder: prompts to token ids.
+    router: chooses the group.
+    monitor: which groups are up.
+    eos_ids: ids that end a request by themselves.
+    stage, incarnation: of this process.
+    gateways: stages that are asked at the start for the requests of the process before this one.
     """
 
     __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone
@@ -114,18 +188,18 @@ class TokenizerCore:
         return not len(self._pending)
 
     def submit_to_encode(self, request_id: str, attempt: int) -> Submit | None:
-        """For the driver: the request that it was told to encode, while somebody wants it."""
-        waiting = self._pending.get(request_id, attempt)
-        if waiting is None or waiting.submit.choices == (0,):
-            return None if waiting is None else waiting.submit
-        return msgspec.structs.replace(waiting.submit, request_id=request_id, choices=(0,))
+        """For the driver: the request of an Encode; None if nobody wants it any more."""
+        pending = self._pending.get(request_id, attempt)
+        if pending is None or pending.submit.choices == (0,):
+            return None if pending is None else pending.submit
+        return msgspec.structs.replace(pending.submit, request_id=request_id, choices=(0,))
 
     def submit_to_validate(self, request_id: str, attempt: int) -> Submit | None:
-        """For the driver: the request whose grammar it was told to try, while it has no verdict and
-        somebody wants one."""
-        waiting = self._pending.get(request_id, attempt)
-        untried = waiting is not None and waiting.grammar_to_validate
-        return self.submit_to_encode(request_id, attempt) if untried else None
+        """For the driver: the request of a Try; None if its grammar has a verdict by now, or if
+        nobody wants it any more."""
+        pending = self._pending.get(request_id, attempt)
+        without_verdict = pending is not None and pending.grammar_to_validate
+        return self.submit_to_encode(request_id, attempt) if without_verdict else None
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
         unknown = None if self._has_left else self._without_known(event)
@@ -135,25 +209,25 @@ class TokenizerCore:
         if self._draining:
             return self._refuse_all(event, 503, "the server is shutting down")
         # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
-        alone = self._roll_call.complete
+        in_one_group = self._roll_call.complete
         try:
             weight = self._encoder.weigh(event)
         except Rejected as error:
             return self._reject(event, error)
-        prompt, verdict = self._with_verdict(PendingPrompt(event, alone))
+        pending, verdict = self._with_verdict(PendingPrompt(event, in_one_group))
         if verdict is None:
-            self._pending.put(prompt)
-            return [_validate(prompt)]
+            self._pending.put(pending)
+            return [_validate(pending)]
         if verdict.refusal:
             return self._refuse_all(event, 400, verdict.refusal, GRAMMAR_PARAM)
         if weight > ENCODE_AT_ONCE_BYTES:
-            self._pending.put(prompt)
+            self._pending.put(pending)
             return self._enqueue(event, weight)
-        return self._encode(prompt)
+        return self._encode(pending)
 
     def _with_verdict(self, pending: PendingPrompt) -> tuple[PendingPrompt, Verdict | None]:
-        """`prompt` with the first of its grammars that is not refused, and what is known of that;
-        None where it is to be tried."""
+        """`pending` with the first of its grammars that is not refused, and the verdict on that
+        one; None if the grammar must be validated first."""
         submit = pending.submit
         spec = None if submit.only_encode else submit.params.structured_outputs
         if spec is None:
@@ -167,7 +241,7 @@ class TokenizerCore:
         return pending, verdict
 
     def _enqueue(self, event: Submit, weight: int) -> list[Send]:
-        """Its prompt is encoded when it is its client's turn, here or in another process."""
+        """Has the prompt encoded in its client's turn, here or by a worker process."""
         name = first_choice(event)
         if weight > ENCODE_HERE_BYTES:
             return [Send(LOCAL, "", Encode(name, event.attempt, weight, event.client))]
@@ -175,13 +249,13 @@ class TokenizerCore:
         return [Send(LOCAL, "", EncodeNext())]
 
     def _on_encode_next(self, _event: EncodeNext, _now: float) -> list[Send]:
-        """One prompt that somebody wants still."""
+        """Encodes the next prompt that somebody still wants."""
         while len(self._short_prompts):
             name, attempt = self._short_prompts.take()
-            waiting = self._pending.get(name, attempt)
-            if waiting is not None:
+            pending = self._pending.get(name, attempt)
+            if pending is not None:
                 self._pending.pop(name)
-                return self._encode(waiting)
+                return self._encode(pending)
         return []
 
     def _encode(self, pending: PendingPrompt) -> list[Send]:
@@ -195,9 +269,9 @@ class TokenizerCore:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
     def _on_tried(self, event: Tried, _now: float) -> list[Send]:
-        """The verdict holds for all that wait for one on this grammar."""
+        """Goes on with all requests that wait for a verdict on this grammar."""
         if event.grammar and event.status in (0, 400):
-            # Also where who asked for it has left, who may come again.
+            # Also if the client has left meanwhile, who may come again.
             self._pending.verdicts.put(event.grammar, Verdict(event.message, event.slow))
             names = self._pending.waiting_for_verdict(event.grammar)
         else:
@@ -207,16 +281,16 @@ class TokenizerCore:
         out: list[Send] = []
         here = 0
         for name in names:
-            waiting = self._pending.end_validation(name)
+            pending = self._pending.end_validation(name)
             status, message = event.status, event.message
             if event.grammar and status == 400:
-                waiting, verdict = self._with_verdict(waiting)
-                self._pending.replace(name, waiting)
+                pending, verdict = self._with_verdict(pending)
+                self._pending.replace(name, pending)
                 if verdict is None:
-                    out.append(_validate(waiting))
+                    out.append(_validate(pending))
                     continue
                 status, message = (400, verdict.refusal) if verdict.refusal else (0, "")
-            submit = waiting.submit
+            submit = pending.submit
             weight = 0 if status else self._encoder.weigh(submit)  # which it has passed
             here += weight
             if weight > ENCODE_AT_ONCE_BYTES or here > ENCODE_HERE_BYTES:
@@ -226,11 +300,11 @@ class TokenizerCore:
             if status:
                 out += self._refuse_all(submit, status, message, GRAMMAR_PARAM)
             else:
-                out += self._encode(waiting)
+                out += self._encode(pending)
         return out
 
     def _without_known(self, event: Submit) -> Submit | None:
-        """`event` with the choices that are not known here yet; None if all are."""
+        """`event` with the choices that have not come before; None if all have."""
         left: Submit | None = event
         for name in _choice_names(event):
             known = self._routed.has(name, event.attempt)
@@ -239,15 +313,15 @@ class TokenizerCore:
         return left
 
     def _on_encoded(self, event: Encoded, _now: float) -> list[Send]:
-        waiting = self._pending.get(event.request_id, event.attempt)
-        if waiting is None:
+        pending = self._pending.get(event.request_id, event.attempt)
+        if pending is None:
             return []  # it has ended meanwhile, or is the successor's
         self._pending.pop(event.request_id)
         if event.status:
             why = (event.status, event.message, event.param, event.code)
-            return self._refuse_all(waiting.submit, *why)
+            return self._refuse_all(pending.submit, *why)
         prompt = Prompt(unpack(event.prompt_ids), event.left, event.thoughts)
-        return self._route(waiting, prompt)
+        return self._route(pending, prompt)
 
     def _refuse_all(
         self,
@@ -257,7 +331,7 @@ class TokenizerCore:
         param: str | None = None,
         code: str | None = None,
     ) -> list[Send]:
-        """Every choice of it."""
+        """Refuses every choice of the request."""
         each = [msgspec.structs.replace(event, request_id=name) for name in _choice_names(event)]
         return [s for one in each for s in self._refuse(one, status, message, param, code)]
 
@@ -282,8 +356,8 @@ class TokenizerCore:
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
     def _route(self, pending: PendingPrompt, prompt: Prompt) -> list[Send]:
-        """To a group, all choices to one."""
-        event, alone = pending.submit, pending.in_one_group
+        """Chooses a group and sends all choices there."""
+        event, in_one_group = pending.submit, pending.in_one_group
         names, ids = _choice_names(event), prompt.ids
         for name in names:
             self._pending.discard(name)  # an attempt before this one
@@ -303,7 +377,7 @@ class TokenizerCore:
         self._counts["accepted"] += len(names)
         works = self._works(event, prompt)
         for work in works:
-            self._routed.put(RoutedRequest(work, group, routed or alone, alone))
+            self._routed.put(RoutedRequest(work, group, routed or in_one_group, in_one_group))
         accepted = self._accepted(pending, prompt, group)
         return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
@@ -327,7 +401,7 @@ class TokenizerCore:
         return Send("text", f"gateway-{event.gateway}", accepted)
 
     def _works(self, event: Submit, prompt: Prompt) -> list[Work]:
-        """One for each choice. They share the bytes of their prompt here."""
+        """One Work for each choice. Here they share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
             return [first]
@@ -365,7 +439,8 @@ class TokenizerCore:
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
-        """A scheduler or the gateway cannot be told of it; the gateway's Done ends what was."""
+        """A message about a request could not be sent: the request is refused. The gateway's
+        Done ends what has been sent of it."""
         entry = self._routed.get(event.request_id)
         if entry is None or entry.work.attempt != event.attempt:
             return []
@@ -431,7 +506,7 @@ class TokenizerCore:
     # ---------------------------------------------------------------------------- to another group
 
     def _hand_over(self, now: float, deserted: Sequence[int]) -> list[Send]:
-        """Asks groups without engines for their requests, while there is another to take them."""
+        """Asks groups without engines for their requests, while another group can take them."""
         out: list[Send] = []
         for group in deserted if self._router.up else ():
             if self._is_due(group, now):
@@ -441,8 +516,8 @@ class TokenizerCore:
         return out
 
     def _hand_over_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: gateways know what of it clients have. What
-        nobody takes fails in the end."""
+        """The same for groups that cannot be asked: gateways hand over, since they know the output
+        that clients have. Requests that no group takes fail in the end."""
         out: list[Send] = []
         for group, seconds in self._monitor.lost(now):
             over = seconds > GIVE_UP * self._monitor.host_loss
@@ -458,7 +533,7 @@ class TokenizerCore:
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
-        """Whether it is time to ask again for what the group has."""
+        """Whether it is time to ask again for the requests of `group`."""
         due = now >= self._asked_at.get(group, float("-inf")) + REPEAT
         if due:
             self._asked_at[group] = now
@@ -517,7 +592,7 @@ class TokenizerCore:
         self._router.report(group, report)
         if not before:
             return self._hand_over(now, self._monitor.deserted())
-        # One group: what is said of one may not cost more the more of them there are.
+        # One group: the report of one may not cost more the more groups there are.
         return self._hand_over(now, [group] * self._monitor.is_deserted(group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
@@ -562,11 +637,11 @@ class TokenizerCore:
 
 
 def _validate(prompt: PendingPrompt) -> Send:
-    """To the driver: its grammar."""
+    """Has the driver validate the grammar."""
     submit = prompt.submit
     return Send(LOCAL, "", Try(first_choice(submit), submit.attempt, submit.client))
 
 
 def _choice_names(event: Submit) -> list[str]:
-    """The ids of its choices."""
+    """The request ids of its choices."""
     return choice_ids(event.request_id, event.choices)

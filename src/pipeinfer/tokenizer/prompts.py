@@ -1,40 +1,56 @@
-"""A request's prompt as token ids, and every reason to refuse it.
+"""Prompts to token ids, and every reason to refuse one.
 
-Text, chat and given ids end as the same thing: ids of the model's vocabulary that leave room for an
-answer. Knows no stage and no channel.
+A text, a chat and given ids end as ids of the model's vocabulary that leave room for an answer.
+`load_encoder` makes a PromptEncoder from a checkpoint's files and the settings; the stage has one,
+and so has each worker process. Knows no stage and no channel.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipeinfer.checkpoint.outline import read_outline
+from pipeinfer.grammars.trial import Setup
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, SPACE, Tags, left
-from pipeinfer.tokenizer.bounds import token_length_bound
-from pipeinfer.tokenizer.chats import ChatRenderer
-from pipeinfer.tokenizer.client_strings import text_weight
-from pipeinfer.tokenizer.control_texts import NoEscapeCharacters, RenderedPrompt
-from pipeinfer.tokenizer.standins import (
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.text.ends import end_ids, vocabulary_setup
+from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
+from pipeinfer.text.thoughts import REASONING_PARSERS, SPACE, Tags, left, tags_of
+from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
+from pipeinfer.tokenizer.control_tokens import (
     AmbiguousControlTokens,
+    ChatRenderer,
+    NoEscapeCharacters,
     PlaceholderTokens,
+    RenderedPrompt,
     may_fold_into_special,
+    text_weight,
 )
-from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.token_bounds import token_length_bound
 
-# Ids at the end of a prompt that are read again: for a text that it may end with; and for tags that
-# are several tokens, which a longer prompt costs too much to be searched for.
-TAIL_IDS, TAG_SEARCH_IDS = 32, 4096
-# Contexts: whoever asks how long a prompt is hears it also of one that is too long, up to so many.
+TAIL_IDS = 32  # at the end of a prompt, decoded to see with which text the prompt ends
+# Ids at the end of a prompt in which tags of several tokens are searched for, since a search in all
+# of a long prompt costs too much.
+TAG_SEARCH_IDS = 4096
+# Context lengths up to which a prompt is encoded if only its length is asked for.
 COUNTED_CONTEXTS = 16
 
 
 class Rejected(ValueError):
-    """The client's mistake: an HTTP status, the parameter at fault and OpenAI's error code."""
+    """A prompt that is refused; the text is for the client.
+
+    status: of HTTP, 400.
+    param: the parameter at fault.
+    code: OpenAI's error code, None if there is none.
+    """
 
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -44,8 +60,12 @@ class Rejected(ValueError):
 
 
 class Prompt(NamedTuple):
-    """`ids`: int32 [n], 0 < n < max_model_len. `left`: where a chat leaves the thoughts of its
-    answer. `thoughts`: as for Work."""
+    """An encoded prompt.
+
+    ids: int32 [n], 0 < n < max_model_len.
+    thought_state: where a chat's prompt leaves the thoughts of the answer.
+    thoughts: as for Work.
+    """
 
     ids: np.ndarray
     thought_state: ThoughtState = "before"
@@ -53,7 +73,18 @@ class Prompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes prompts for one model. `counts`: its engines end thoughts that exceed a budget."""
+    """Encodes prompts for one model.
+
+    tokenizer: None: only token ids are accepted.
+    templates: for chats.
+    vocab_size: ids of the model.
+    max_model_len: tokens of prompt and output.
+    eos_ids: ids that end a request by themselves.
+    allow_control_tokens: messages may spell control tokens.
+    own_process: the process has nothing else to do, so the library may start threads.
+    tags: around the thoughts in answers to chats, if those are told apart.
+    thought_budgets: whether engines end thoughts that exceed a budget.
+    """
 
     def __init__(
         self,
@@ -66,15 +97,9 @@ class PromptEncoder:
         own_process: bool = False,
         tags: Tags | None = None,
     ) -> None:
-        """`tokenizer` None: only token ids are accepted. `max_model_len`: prompt plus output.
-
-        `eos_ids`: ids that end a request by themselves. `control_tokens`: messages may spell them.
-        `alone`: the process has nothing else to do, so the library may start threads.
-        `tags`: around the thoughts in answers to chats, if those are told apart.
-        """
         self._tokenizer = tokenizer
         self._tags = tags
-        # A budget counts thoughts also where nobody tells them apart.
+        # A budget counts thoughts also if answers do not tell them apart.
         self._budget_tags = tags or _find_tags(tokenizer)
         self.thought_budgets = True
         self._vocab_size = vocab_size
@@ -139,14 +164,14 @@ class PromptEncoder:
         return self._with_thoughts(submit, kept, state)
 
     def _with_thoughts(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
-        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: the ids
-        themselves tell."""
+        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
+        from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
         spec, budget = params.structured_outputs, params.thinking_token_budget is not None
         if budget:
             tags = self._budget_tags
         if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
-            # The client says what its form waits for, whatever that is.
+            # The client names the text behind which its grammar begins.
             over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
             thoughts = Thoughts("", spec.after, "over" if over else "open")
             return Prompt(ids, state or "before", thoughts)
@@ -156,13 +181,13 @@ class PromptEncoder:
             state = self._thought_state(ids, tags)
         waits = budget or spec is not None
         if spec is not None and not chat and not spec.after:
-            # All of a completion's text is its form, unless the prompt has begun the thoughts.
+            # A completion's grammar is about all of its text, unless the prompt begins thoughts.
             at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
         return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
     def _thought_state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
-        """Where a prompt that no template has made leaves the thoughts."""
+        """Where a prompt that was not made by a template leaves the thoughts."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
@@ -171,14 +196,14 @@ class PromptEncoder:
         return left(self._decode(ids[places[-1] :][:TAIL_IDS]), tags) if len(places) else "before"
 
     def _decode(self, ids: np.ndarray) -> str:
-        """Their text, with special tokens."""
+        """The text of `ids`, with special tokens."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """How the bad words are spelled, each at the beginning of a text and behind a space. A
-        spelling that ends with another one is left out: what completes it completes the other.
+        """The bad words as ids, each as at the beginning of a text and as behind a space. Ids that
+        end with those of another word are left out: their last token is suppressed by the other.
 
         Raises Rejected.
         """
@@ -204,14 +229,14 @@ class PromptEncoder:
         return tuple(ids)
 
     def text(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
-        """What these ids say; nothing where there is no tokenizer."""
+        """The text of `ids`; empty if there is no tokenizer."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
     def token_strs(self, ids: np.ndarray) -> tuple[str, ...]:
-        """These ids as the vocabulary writes them; nothing for ids that it pads itself with, and
-        where there is no tokenizer."""
+        """`ids` as the vocabulary writes them; empty texts for padding of the vocabulary, and if
+        there is no tokenizer."""
         if self._tokenizer is None:
             return ("",) * len(ids)
         return tuple(self._tokenizer.id_to_token(token) or "" for token in ids.tolist())
@@ -240,14 +265,14 @@ class PromptEncoder:
             raise Rejected(str(error), "messages") from None
 
     def _encode_with_placeholders(
-        self, rendered: RenderedPrompt, stand_ins: PlaceholderTokens
+        self, rendered: RenderedPrompt, placeholders: PlaceholderTokens
     ) -> np.ndarray:
         """With the template's control tokens as tokens and the client's as text."""
         assert rendered.escaped is not None
-        text, first = stand_ins.insert_placeholders(rendered.escaped.text)
+        text, first = placeholders.insert_placeholders(rendered.escaped.text)
         if rendered.escaped.escapes is not None:
             text = rendered.escaped.escapes.unescape(text)
-        return stand_ins.encode(text, first, self._own_process)
+        return placeholders.encode(text, first, self._own_process)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> np.ndarray:
         if self._tokenizer is None:
@@ -266,7 +291,7 @@ class PromptEncoder:
         return np.asarray(encoding.ids, dtype="<i4")
 
     def _truncate(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
-        """As many of them as are to be kept."""
+        """`ids`, cut to truncate_prompt_tokens."""
         most = params.truncate_prompt_tokens
         if not most:
             return ids
@@ -278,7 +303,7 @@ class PromptEncoder:
     # ------------------------------------------------------------------------------------- refusing
 
     def _check_text_length(self, text: str, submit: Submit, param: str) -> None:
-        """Refuses what has too many tokens however it is encoded, unless they are cut off."""
+        """Refuses a text that has too many tokens however it is encoded, unless it is truncated."""
         if submit.params.truncate_prompt_tokens:
             return
         fewest = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
@@ -347,12 +372,12 @@ class PromptEncoder:
 
 
 def _counts_only(submit: Submit) -> bool:
-    """Whether only the prompt is wanted, and no room behind it for an answer."""
+    """Whether only the prompt's tokens are asked for, and no answer."""
     return submit.only_encode and submit.params.max_tokens == 0
 
 
 def _find_tags(tokenizer: Tokenizer | None) -> Tags | None:
-    """Those that are tokens of it."""
+    """The tags of thoughts that are tokens of `tokenizer`; None if there are none."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
             return tags
@@ -360,6 +385,62 @@ def _find_tags(tokenizer: Tokenizer | None) -> Tags | None:
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The texts of the tokens that control a model: those that its tokenizer calls special."""
+    """The texts of the tokenizer's special tokens, which control the model."""
     added = tokenizer.get_added_tokens_decoder().values()
     return tuple(token.content for token in added if token.special)
+
+
+class EncoderParts(NamedTuple):
+    """What `load_encoder` made of a checkpoint.
+
+    encoder: for its prompts.
+    eos_ids: ids that end a request by themselves.
+    grammar_setup: the vocabulary for grammars; None: no grammars are served.
+    no_grammars_because: what clients are told then.
+    """
+
+    encoder: PromptEncoder
+    eos_ids: tuple[int, ...]
+    grammar_setup: Setup | None
+    no_grammars_because: str
+
+
+def load_encoder(folder: Path, settings: Settings, own_process: bool = False) -> EncoderParts:
+    """The encoder of the checkpoint in `folder`; `own_process` as for PromptEncoder. Raises
+    ConfigurationError."""
+    model = read_outline(folder, settings.model_impl)
+    config = read_tokenizer_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    eos_ids = end_ids(folder, tokenizer, config)
+    shown = "\n".join(template_sources(folder, config, settings.chat_template).values())
+    encoder = PromptEncoder(
+        tokenizer,
+        load_templates(
+            folder,
+            config,
+            settings.chat_template,
+            _strftime_now,
+            settings.trust_request_chat_template,
+        ),
+        model.vocab_size,
+        settings.max_model_len or model.context_length,
+        eos_ids,
+        settings.control_tokens_in_messages,
+        own_process,
+        tags_of(settings.reasoning_parser, shown),
+    )
+    if own_process:  # it encodes, and nothing else
+        return EncoderParts(encoder, eos_ids, None, "")
+    if settings.grammar_backend == "none":
+        encoder.thought_budgets = False  # engines without masks count nothing
+        return EncoderParts(encoder, eos_ids, None, "this server was started without grammars")
+    try:
+        vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)
+    except ConfigurationError as error:
+        return EncoderParts(encoder, eos_ids, None, f"this model serves no grammars: {error}")
+    return EncoderParts(encoder, eos_ids, vocabulary, "")
+
+
+def _strftime_now(template: str) -> str:
+    # Only templates that print today's date ask, so only their prompts depend on the day.
+    return datetime.now().strftime(template)

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.messages import Ended, GroupStatus, Standing
-from pipeinfer.tokenizer.group_watch import MAX_SILENCE_SECONDS, GroupMonitor
-from pipeinfer.tokenizer.routing import GroupReport, Router
+from pipeinfer.tokenizer.routing import MAX_SILENCE_SECONDS, GroupMonitor, GroupReport, Router
 
 GROUPS = 3
 

@@ -1,4 +1,4 @@
-"""`python -m pipeinfer.tokenizer.apart`: encodes long prompts for a tokenizer stage, one at a time.
+"""`python -m pipeinfer.tokenizer.worker_main`: encodes long prompts for a tokenizer stage.
 
 A process of its own, because templates and the tokenizers library hold the interpreter for seconds.
 Its frames are MessagePack. Ends with its stage, also in the middle of a text.
@@ -14,20 +14,19 @@ import msgspec
 from pipeinfer import pipes
 from pipeinfer.messages import Submit
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.building import load_encoder
-from pipeinfer.tokenizer.events import Encoded
-from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
+from pipeinfer.tokenizer.core import Encoded
+from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, load_encoder
 
 
 class EncoderSetup(msgspec.Struct, array_like=True):
-    """The first frame: what the stage's own encoder was made of."""
+    """The first frame: what to load the encoder from."""
 
     folder: str
     settings: Settings
 
 
 def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
-    """What the stage is told of a request."""
+    """The event for the core of the stage."""
     name, attempt = submit.request_id, submit.attempt
     try:
         prompt = encoder.prompt(submit)

@@ -16,8 +16,8 @@ from vocabularies import SPECIALS, byte_level, certain
 
 from pipeinfer.messages import Submit
 from pipeinfer.params import SamplingParams
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
-from pipeinfer.tokenizer.templates import ChatTemplates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 # Nothing between name and content, and a trimmed content before what a template adds.

@@ -1,7 +1,8 @@
-"""How few tokens a text can become, by its length alone: what cannot fit is not encoded at all.
+"""The least number of tokens that a text can have, by its length: a text that cannot fit into the
+context is refused without being encoded.
 
-Certain, or there is no such bound: a tokenizer may drop white space, fold characters or swallow
-what surrounds a token, and then any length may fit. Knows no request.
+The bound is certain. For some tokenizers there is none: if one drops white space, folds characters
+or swallows the text around a token, a text of any length may fit.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class TokenLengthBound(NamedTuple):
-    """A token covers at most `token_bytes` bytes of normalized text, and `shrinks` bytes of a text
-    become at least one byte of normalized text. ASCII never shrinks."""
+    """A bound for one tokenizer.
+
+    max_token_bytes: bytes of normalized text that one token covers at most.
+    normalized_shrink: so many bytes of a text become at least one byte of normalized text. ASCII
+      never shrinks.
+    """
 
     max_token_bytes: int
     normalized_shrink: int
 
     def min_token_count(self, text: str) -> int:
-        """No encoding of `text` has fewer tokens."""
+        """Every encoding of `text` has at least so many tokens."""
         if text.isascii():
             return -(-len(text) // self.max_token_bytes)
         size = len(text.encode("utf-8", "surrogatepass"))
@@ -37,7 +42,7 @@ class TokenLengthBound(NamedTuple):
 
 
 def token_length_bound(tokenizer: Tokenizer) -> TokenLengthBound | None:
-    """None where the tokenizer's components are not known to keep every byte of a text."""
+    """None if a component of the tokenizer is not known to keep every byte of a text."""
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None  # it takes all white space around it, however much there is
@@ -60,7 +65,7 @@ def token_length_bound(tokenizer: Tokenizer) -> TokenLengthBound | None:
 
 
 class Component(msgspec.Struct, frozen=True):
-    """A normalizer or pre-tokenizer in the words of tokenizer.json, as far as anybody asks here."""
+    """A normalizer or pre-tokenizer, with those fields of tokenizer.json that matter here."""
 
     type: str
     pattern: dict[str, str] = {}
@@ -71,7 +76,7 @@ class Component(msgspec.Struct, frozen=True):
 
 
 def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
-    """What it consists of, sequences taken apart."""
+    """Its parts, with sequences flattened."""
     if component is None:
         return []
     waiting = [msgspec.json.decode(component.__getstate__(), type=Component)]

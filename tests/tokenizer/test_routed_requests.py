@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeinfer.messages import Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.tokenizer.ledger import RoutedRequest, RoutedRequests
+from pipeinfer.tokenizer.requests import RoutedRequest, RoutedRequests
 
 GROUPS = (0, 1, 2)
 

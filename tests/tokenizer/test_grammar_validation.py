@@ -16,12 +16,19 @@ from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
-from pipeinfer.tokenizer import verdicts
-from pipeinfer.tokenizer.core import ENCODE_AT_ONCE_BYTES, ENCODE_HERE_BYTES, TokenizerCore
-from pipeinfer.tokenizer.events import Encode, EncodeNext, Tried, Try
+from pipeinfer.tokenizer import requests
+from pipeinfer.tokenizer.core import (
+    ENCODE_AT_ONCE_BYTES,
+    ENCODE_HERE_BYTES,
+    Encode,
+    EncodeNext,
+    TokenizerCore,
+    Tried,
+    Try,
+)
+from pipeinfer.tokenizer.requests import MAX_REFUSAL_LETTERS, grammar_digest
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.trials import FAST_PROCESSES, GrammarValidation
-from pipeinfer.tokenizer.verdicts import MAX_REFUSAL_LETTERS, grammar_digest
+from pipeinfer.tokenizer.workers import FAST_PROCESSES, GrammarValidation
 
 
 def slow(number: int = 0) -> StructuredOutputs:
@@ -174,7 +181,7 @@ def test_a_thousand_new_grammars_push_no_verdict_out(core) -> None:
 
 
 def test_verdicts_are_remembered_up_to_a_number_and_a_length(core, monkeypatch) -> None:
-    monkeypatch.setattr(verdicts, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(requests, "MAX_VERDICTS", 2)
     for regex in ("a", "b", "c"):
         sent(core, asking(regex, regex))
         sent(core, tried(regex, regex))

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from tokenizer_folders import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pipeinfer.tokenizer.chats import MAX_REQUEST_TEMPLATES, MAX_TEMPLATE_LETTERS, ChatRenderer
-from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.control_tokens import (
+    MAX_REQUEST_TEMPLATES,
+    MAX_TEMPLATE_LETTERS,
+    ChatRenderer,
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"

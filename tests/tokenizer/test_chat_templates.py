@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.template_sources import read_tokenizer_config
-from pipeinfer.tokenizer.chats import ChatRenderer
-from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed, load_templates
+from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
+from pipeinfer.tokenizer.control_tokens import ChatRenderer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = {"role": "user", "content": " What is 1 < 2 & 'é'? "}
