@@ -100,7 +100,7 @@ def outputs(loaded: LoadedEngine, masks: Masks) -> tuple[dict, dict]:
         params = SamplingParams(
             temperature=0.8 * (seed % 2), max_tokens=20, structured_outputs=FORMS.get(name)
         )
-        made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.ends)
+        made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.end_ids)
     made.run()
     return made.outputs, made.finished
 

@@ -22,7 +22,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import packed_tensors
+from pipeinfer.gguf.names import model_tensors
 from pipeinfer.gguf.scalars import DEEPEST, MOST_ENTRIES
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
@@ -307,11 +307,11 @@ def test_llama_3_scaling_is_told_from_its_divisors(small, tmp_path, factor):
     rope = read_config(path).rope
     assert (rope.type, rope.factor, rope.original_max) == ("llama3", factor, 8192)
     assert (rope.low_freq, rope.high_freq) == (1.0, 4.0)
-    assert "rope_freqs.weight" not in packed_tensors(read_header(path))
+    assert "rope_freqs.weight" not in model_tensors(read_header(path))
     for wrong, said in ((stored * 1.1, "other factors"), (stored[:-1], "rope_freqs.weight is F32")):
         gguf_writing.write_gguf(small.parent, path, beside={"rope_freqs.weight": wrong}, **heads)
         assert said in broken(path)
 
 
 def test_names_that_nobody_knows_stay_as_they_are(small):
-    assert "model.layers.0.self_attn.q_proj.weight" in packed_tensors(read_header(small))
+    assert "model.layers.0.self_attn.q_proj.weight" in model_tensors(read_header(small))

@@ -13,7 +13,7 @@ from vocabulary import SETUP
 
 from pipeinfer import pipes
 from pipeinfer.grammars import compiling, trial
-from pipeinfer.grammars.trial import Task, TooSlow, Trial
+from pipeinfer.grammars.trial import TooSlow, ValidationProcess, ValidationTask
 from pipeinfer.params import StructuredOutputs
 from waiting import until
 
@@ -41,7 +41,7 @@ def rules(length):
 
 @pytest.fixture(scope="module")
 def usual():
-    tried = Trial(SETUP, seconds=1.0)
+    tried = ValidationProcess(SETUP, seconds=1.0)
     yield tried
     tried.kill()
 
@@ -84,10 +84,10 @@ def test_what_compiles(usual, spec):
 
 def test_what_trips_a_limit_at_its_first_choice_is_refused_by_name():
     """That takes half a second, which the others' limit is too near to."""
-    tried = Trial(SETUP, seconds=60.0)
+    tried = ValidationProcess(SETUP, seconds=60.0)
     try:
         assert "too many expressions" in verdict(tried, regex="(((a{100}){100}){100}){100}")
-        assert tried.ended == 0
+        assert tried.ended_runs == 0
     finally:
         tried.kill()
 
@@ -129,10 +129,10 @@ def test_one_that_takes_long_is_ended_and_the_next_needs_no_other_process(usual)
 
 
 def test_one_that_overflows_the_stack_is_refused_and_the_next_is_tried():
-    tried = Trial(msgspec.structs.replace(SETUP, stack=512 * 1024))
+    tried = ValidationProcess(msgspec.structs.replace(SETUP, stack=512 * 1024))
     try:
         assert "too complex" in verdict(tried, json=references(1700))
-        assert tried.ended == trial.TRIES
+        assert tried.ended_runs == trial.MAX_RUNS
         assert verdict(tried, **SMALL) == ""
     finally:
         tried.kill()
@@ -148,11 +148,11 @@ def test_a_process_that_somebody_killed_is_started_again(usual):
 
 async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_grammar():
     """It is started again, once: then there is no verdict, rather than a wrong one."""
-    tried = Trial(SETUP, seconds=60.0)
+    tried = ValidationProcess(SETUP, seconds=60.0)
     try:
         assert verdict(tried, **SMALL) == ""
         asked = asyncio.get_running_loop().run_in_executor(None, lambda: verdict(tried, **SLOW))
-        for _ in range(trial.TRIES):
+        for _ in range(trial.MAX_RUNS):
             await until(lambda: tried._process is not None)
             pid = tried._process.pid
             await until(lambda pid=pid: living_children(pid))
@@ -160,28 +160,28 @@ async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_g
             await until(lambda pid=pid: tried._process is None or tried._process.pid != pid)
         with pytest.raises(RuntimeError, match="ended"):
             await asked
-        assert tried.ended == 0
+        assert tried.ended_runs == 0
         assert verdict(tried, **SMALL) == ""
     finally:
         tried.kill()
 
 
 def test_a_trial_has_less_stack_than_an_engine():
-    assert trial.STACK < compiling.STACK
+    assert trial.VALIDATION_STACK_BYTES < compiling.COMPILE_STACK_BYTES
 
 
 def test_too_large_a_grammar_starts_no_process():
-    tried = Trial(SETUP)
+    tried = ValidationProcess(SETUP)
     assert "at most 65536" in verdict(tried, regex="a" * 70_000)
     assert tried._process is None
 
 
 async def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
-    tried = Trial(SETUP)
+    tried = ValidationProcess(SETUP)
     try:
         assert verdict(tried, **SMALL) == ""
         process = tried._process
-        task = Task(StructuredOutputs(**SLOW), 60.0, 0)
+        task = ValidationTask(StructuredOutputs(**SLOW), 60.0, 0)
         pipes.write(process.stdin, msgspec.msgpack.encode(task))
         await until(lambda: living_children(process.pid))
         [copy] = living_children(process.pid)

@@ -17,14 +17,14 @@ from pipeinfer.messages import Accepted, Delivered, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.settings import Settings
-from pipeinfer.text.thoughts import Tags
+from pipeinfer.text.thoughts import ThoughtTags
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core
 from pipeinfer.tokenizer.worker_main import encode_submit
 from thinking_models import TAILS, TURNS
 
-THINK, SEED = Tags("<think>", "</think>"), Tags("<seed:think>", "</seed:think>")
+THINK, SEED = ThoughtTags("<think>", "</think>"), ThoughtTags("<seed:think>", "</seed:think>")
 LEFT = {  # with thinking as it is by default, and switched off
     "opens or closes": ("open", "over"),
     "opens or empties": ("open", "over"),
@@ -36,13 +36,15 @@ USER: dict[str, Any] = {"role": "user", "content": "Is it?"}
 FORM = StructuredOutputs(regex="a+")
 
 
-def tokenizer(tags: Tags | None = THINK, special: bool = False) -> Tokenizer:
+def tokenizer(tags: ThoughtTags | None = THINK, special: bool = False) -> Tokenizer:
     made = Tokenizer.from_str(byte_level().to_str())
     made.add_tokens([AddedToken(tag, special=special) for tag in (tags.pair if tags else ())])
     return made
 
 
-def encoder(tail: str, made: Tokenizer | None = None, tags: Tags | None = THINK) -> PromptEncoder:
+def encoder(
+    tail: str, made: Tokenizer | None = None, tags: ThoughtTags | None = THINK
+) -> PromptEncoder:
     source = TURNS + tail + "{% endif %}"
     if tags is not None:
         source = source.replace("<think>", tags[0]).replace("</think>", tags[1])
@@ -61,7 +63,9 @@ def asked(chat: list[dict[str, Any]] | None = None, **fields: Any) -> Submit:
 
 @pytest.mark.parametrize("shape", TAILS)
 @pytest.mark.parametrize("tags", [THINK, SEED])
-def test_what_the_template_wrote_last_decides_for_each_request(shape: str, tags: Tags) -> None:
+def test_what_the_template_wrote_last_decides_for_each_request(
+    shape: str, tags: ThoughtTags
+) -> None:
     made = encoder(TAILS[shape], tags=tags)
     before = {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
     for chat in ([USER], [USER, before, USER]):

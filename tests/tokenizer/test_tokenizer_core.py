@@ -37,7 +37,7 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.text.harmony import TOKENS
+from pipeinfer.text.harmony import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
@@ -141,11 +141,11 @@ def test_eos_ids_come_from_all_three_files_unless_eos_is_ignored(
 def test_harmony_answers_end_with_a_call_also_where_no_file_says_so(checkpoint: Make) -> None:
     """Only as special tokens; <|end|> ends a message, and no answer."""
     folder, tokenizer = checkpoint(), make_tokenizer()
-    texts = [text for text in sorted(TOKENS) if tokenizer.token_to_id(text) is None]
+    texts = [text for text in sorted(HARMONY_TOKENS) if tokenizer.token_to_id(text) is None]
     tokenizer.add_tokens(texts)
     tokenizer.save(str(folder / "tokenizer.json"))
     (named,) = work(make_core(folder, Settings()), submit(text="a")).eos_ids
-    tokenizer.add_special_tokens(sorted(TOKENS))
+    tokenizer.add_special_tokens(sorted(HARMONY_TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
     found = work(make_core(folder, Settings()), submit(text="a")).eos_ids
     assert found == (named, *map(tokenizer.token_to_id, ("<|return|>", "<|call|>")))

@@ -286,7 +286,7 @@ class _File:
                 tries, most = (1, here) if here > most else (tries + 1, most)
                 if tries == TRIES:
                     raise self._gave_up(error) from error
-                self._transfer.note(
+                self._transfer.log(
                     f"{self._file}: {_reason(error)} at {size(here)}; going on from there"
                 )
                 self._halt.wait(min(PAUSE * 2 ** (tries - 1), LONGEST_PAUSE))
@@ -328,7 +328,7 @@ class _File:
                         raise _Halted from None
                 if not waits:
                     said = "another program downloads it, waiting for that"
-                    self._transfer.note(f"{self._file}: {said}")
+                    self._transfer.log(f"{self._file}: {said}")
                     waits = True
             yield
 

@@ -22,17 +22,17 @@ DECODERS = ("ForCausalLM", "LMHeadModel")  # how transformers ends the names of 
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelOutline:
     """own: what our own implementation goes by; None: transformers builds the model."""
 
     architecture: str
     vocab_size: int
     context_length: int
     dtype: str
-    own: ModelConfig | None = None
+    config: ModelConfig | None = None
 
 
-def read_outline(checkpoint: Path, model_impl: str = "auto") -> Outline:
+def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
     """`model_impl` as in Settings. Raises ConfigurationError in one line."""
     if model_impl == "transformers" and is_gguf(checkpoint):
         raise ConfigurationError(
@@ -47,18 +47,18 @@ def read_outline(checkpoint: Path, model_impl: str = "auto") -> Outline:
     return _foreign(fields, foreign[0])
 
 
-def _own(config: ModelConfig) -> Outline:
-    return Outline(
+def _own(config: ModelConfig) -> ModelOutline:
+    return ModelOutline(
         config.architecture, config.vocab_size, config.context_length, config.dtype, config
     )
 
 
-def _foreign(fields: Fields, architecture: str) -> Outline:
+def _foreign(fields: Fields, architecture: str) -> ModelOutline:
     if read_quantization(fields) is not None:
         raise fields.error(
             f"quantization_config is not supported for {architecture}, which transformers builds"
         )
     context = next((name for name in CONTEXTS if fields.raw.get(name) is not None), CONTEXTS[0])
-    return Outline(
+    return ModelOutline(
         architecture, fields.integer("vocab_size"), fields.integer(context), read_dtype(fields)
     )

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.checkpoint.fields import POINTER, is_pointer, read_json
+from pipeinfer.checkpoint.fields import LFS_POINTER, pointer_error, read_json
 from pipeinfer.settings import ConfigurationError
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +27,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlice:
     """Tensor `name` of a file; of several matrices in it, number `index` from row `first` on."""
 
     name: str
@@ -43,7 +43,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    within: Place
+    slice: TensorSlice
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -93,8 +93,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
-        if prefix == POINTER[:8].encode():
-            raise ConfigurationError(is_pointer(file))
+        if prefix == LFS_POINTER[:8].encode():
+            raise ConfigurationError(pointer_error(file))
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if len(prefix) < 8 or (length <= LONGEST_HEADER and 8 + length > size):
             raise ConfigurationError(f"{file} is truncated: {size} bytes, header not complete")
@@ -159,4 +159,4 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
         raise ConfigurationError(
             f"{broken} has {elements} values of {dtype!r} in {stop - start} bytes"
         )
-    return StoredTensor(file, dtype, shape, stop - start, Place(name))
+    return StoredTensor(file, dtype, shape, stop - start, TensorSlice(name))

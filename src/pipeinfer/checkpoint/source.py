@@ -19,13 +19,13 @@ from pipeinfer.settings import DEMO, ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
-RANDOM_WEIGHTS = "dummy"  # of --load-format
+DUMMY_WEIGHTS = "dummy"  # of --load-format
 
 
 def find_model(settings: Settings, say: Callable[[str], object]) -> Path:
     """`resolve_model` of `settings`: what everything that loads a model asks."""
     return resolve_model(
-        settings.model, settings.revision, say, settings.load_format != RANDOM_WEIGHTS
+        settings.model, settings.revision, say, settings.load_format != DUMMY_WEIGHTS
     )
 
 

@@ -11,19 +11,22 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pipeinfer.checkpoint.safetensors import Place, StoredTensor
+from pipeinfer.checkpoint.safetensors import StoredTensor, TensorSlice
 from pipeinfer.settings import ConfigurationError
 
 # As transformers does, where a name means something only with it, or without one of them.
-BARE = re.compile(r"(?:layers|embed_tokens|norm)\..*")
-WRAPPED = re.compile(r"model\.((?:model|lm_head)\..*)")
+WITHOUT_PREFIX = re.compile(r"(?:layers|embed_tokens|norm)\..*")
+TWO_PREFIXES = re.compile(r"model\.((?:model|lm_head)\..*)")
 MIXTRAL = re.compile(r"(.*\.)block_sparse_moe\.(?:(gate)|experts\.(\d+)\.(w[123]))\.(\w+)")
-MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
-PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-HALVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}  # rows, one below the other
+MERGED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+MIXTRAL_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+MERGED_PARTS = {
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}  # rows, one below the other
 
 
-def respelled(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def with_model_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """`stored` with names as models ask for them, and with each expert's matrices by themselves, as
     mlp.experts.N.gate_proj and so on.
 
@@ -31,29 +34,33 @@ def respelled(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     Raises ConfigurationError if two tensors would have one name.
     """
     stored = _with_prefixes(stored)
-    return dict(pair for name, entry in stored.items() for pair in _respelled(name, entry, stored))
+    return dict(
+        pair for name, entry in stored.items() for pair in _model_names(name, entry, stored)
+    )
 
 
 def _with_prefixes(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, entry in stored.items():
-        wrapped = WRAPPED.fullmatch(name)
-        wanted = wrapped[1] if wrapped else f"model.{name}" if BARE.fullmatch(name) else name
+        wrapped = TWO_PREFIXES.fullmatch(name)
+        wanted = (
+            wrapped[1] if wrapped else f"model.{name}" if WITHOUT_PREFIX.fullmatch(name) else name
+        )
         if (other := found.setdefault(wanted, entry)) is not entry:
             raise ConfigurationError(
-                f"{entry.file} has two tensors for {wanted}: {other.within.name} and {name}"
+                f"{entry.file} has two tensors for {wanted}: {other.slice.name} and {name}"
             )
     return found
 
 
-def _respelled(
+def _model_names(
     name: str, entry: StoredTensor, stored: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, StoredTensor]]:
     if (found := MIXTRAL.fullmatch(name)) is not None:
         layer, router, number, part, kind = found.groups()
-        yield f"{layer}mlp.{router or f'experts.{number}.{PARTS[part]}'}.{kind}", entry
-    elif (found := MERGED.fullmatch(name)) is not None and f"{name}_bias" not in stored:
-        yield from _experts(found[1], HALVES[found[2]], entry)
+        yield f"{layer}mlp.{router or f'experts.{number}.{MIXTRAL_PARTS[part]}'}.{kind}", entry
+    elif (found := MERGED_EXPERTS.fullmatch(name)) is not None and f"{name}_bias" not in stored:
+        yield from _experts(found[1], MERGED_PARTS[found[2]], entry)
     else:
         yield name, entry
 
@@ -72,6 +79,6 @@ def _experts(
                     entry,
                     shape=(rows, columns),
                     nbytes=entry.nbytes // (experts * len(parts)),
-                    within=Place(entry.within.name, expert, index * rows),
+                    slice=TensorSlice(entry.slice.name, expert, index * rows),
                 ),
             )

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipeinfer.gguf.quantization import BLOCKS, TYPES
-from pipeinfer.gguf.scalars import Broken, Cursor, Value
-from pipeinfer.gguf.values import shown
+from pipeinfer.gguf.scalars import Cursor, InvalidFile, Value
+from pipeinfer.gguf.values import quote
 from pipeinfer.settings import ConfigurationError
 
 MAGIC = b"GGUF"
@@ -30,7 +30,7 @@ LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # of an empty name, one dimension, type and of
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """A tensor as it lies in the file.
 
     shape: slowest dimension first, as torch has it. type: "F32", "Q4_K" ...; offset: in bytes, from
@@ -44,7 +44,7 @@ class Tensor:
     nbytes: int
 
 
-class Metadata(Mapping[str, Value]):
+class FileMetadata(Mapping[str, Value]):
     """The key-values; each access reads the file."""
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
@@ -57,7 +57,7 @@ class Metadata(Mapping[str, Value]):
         kind, at = self._offsets[key]
         try:
             return Cursor(self._data, at).value(kind)
-        except Broken as error:
+        except InvalidFile as error:
             raise ConfigurationError(f"{self._path}: {key}: {error}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -72,8 +72,8 @@ class Header:
     """`tensors` by name."""
 
     path: Path
-    metadata: Metadata
-    tensors: dict[str, Tensor]
+    metadata: FileMetadata
+    tensors: dict[str, TensorInfo]
     data: mmap.mmap
 
     def error(self, message: str) -> ConfigurationError:
@@ -90,30 +90,30 @@ def read_header(path: Path) -> Header:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
     try:
         return _read(path, data)
-    except Broken as error:
+    except InvalidFile as error:
         raise ConfigurationError(f"{path} is a broken GGUF file: {error}") from None
 
 
 def _read(path: Path, data: mmap.mmap) -> Header:
     if data[:4] != MAGIC:
-        raise Broken("it does not begin with GGUF")
+        raise InvalidFile("it does not begin with GGUF")
     cursor = Cursor(data, 4)
     version = cursor.u32()
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
         order = ", big-endian" if swapped in VERSIONS else ""
-        raise Broken(f"version {swapped if order else version}{order}; 2 and 3 can be read")
+        raise InvalidFile(f"version {swapped if order else version}{order}; 2 and 3 can be read")
     tensors = cursor.u64()
     pairs = cursor.count(LEAST_PAIR)
-    metadata = Metadata(path, data, dict(_offsets(cursor, pairs)))
+    metadata = FileMetadata(path, data, dict(_offsets(cursor, pairs)))
     if len(metadata) < pairs:
-        raise Broken("a key stands in it twice")
+        raise InvalidFile("a key stands in it twice")
     if tensors * LEAST_TENSOR > cursor.left:
-        raise Broken(f"{tensors:,} tensors are said to follow in {cursor.left:,} bytes")
+        raise InvalidFile(f"{tensors:,} tensors are said to follow in {cursor.left:,} bytes")
     listed = [_tensor(cursor) for _ in range(tensors)]
     alignment = metadata.get(ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise Broken(f"{ALIGNMENT} is {alignment}")
+        raise InvalidFile(f"{ALIGNMENT} is {alignment}")
     begin = -(-cursor.at // alignment) * alignment
     return Header(path, metadata, _located(listed, begin, len(data)), data)
 
@@ -125,18 +125,18 @@ def _offsets(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]
         yield key, (kind, cursor.at)
         try:
             cursor.skip(kind)
-        except Broken as error:
-            raise Broken(f"{shown(key)}: {error}") from None
+        except InvalidFile as error:
+            raise InvalidFile(f"{quote(key)}: {error}") from None
 
 
-def _tensor(cursor: Cursor) -> Tensor:
+def _tensor(cursor: Cursor) -> TensorInfo:
     """The next of the list; its offset counts from where the weights begin."""
     name = cursor.string()
     if len(name.encode()) > LONGEST_NAME or not name.isprintable():
-        raise Broken(f"{shown(name)} is no name of a tensor")
+        raise InvalidFile(f"{quote(name)} is no name of a tensor")
     dimensions = cursor.u32()
     if not 1 <= dimensions <= DIMENSIONS:
-        raise Broken(f"{name} has {dimensions} dimensions")
+        raise InvalidFile(f"{name} has {dimensions} dimensions")
     shape = tuple(cursor.u64() for _ in range(dimensions))[::-1]
     number = cursor.u32()
     offset = cursor.u64()
@@ -144,23 +144,25 @@ def _tensor(cursor: Cursor) -> Tensor:
     # Of a type that cannot be decoded the size is not known; who asks for the tensor is told.
     values, size = BLOCKS.get(kind, (1, 0))
     if shape[-1] % values or not 0 < math.prod(shape) <= MOST_VALUES:
-        raise Broken(f"{name} is {kind} with the shape {list(shape)}")
-    return Tensor(name, kind, shape, offset, math.prod(shape) // values * size)
+        raise InvalidFile(f"{name} is {kind} with the shape {list(shape)}")
+    return TensorInfo(name, kind, shape, offset, math.prod(shape) // values * size)
 
 
-def _located(listed: list[Tensor], begin: int, size: int) -> dict[str, Tensor]:
+def _located(listed: list[TensorInfo], begin: int, size: int) -> dict[str, TensorInfo]:
     """With offsets from the file's begin. All lie in the file, and none in another."""
-    located: dict[str, Tensor] = {}
+    located: dict[str, TensorInfo] = {}
     for tensor in listed:
         offset = begin + tensor.offset
         if offset + tensor.nbytes > size:
-            raise Broken(
+            raise InvalidFile(
                 f"truncated: {tensor.name} ends at byte {offset + tensor.nbytes:,} of {size:,}"
             )
-        located[tensor.name] = Tensor(tensor.name, tensor.type, tensor.shape, offset, tensor.nbytes)
+        located[tensor.name] = TensorInfo(
+            tensor.name, tensor.type, tensor.shape, offset, tensor.nbytes
+        )
     if len(located) < len(listed):
-        raise Broken("a tensor stands in it twice")
+        raise InvalidFile("a tensor stands in it twice")
     for left, right in pairwise(sorted(located.values(), key=lambda tensor: tensor.offset)):
         if left.offset + left.nbytes > right.offset:
-            raise Broken(f"{left.name} and {right.name} lie on each other")
+            raise InvalidFile(f"{left.name} and {right.name} lie on each other")
     return located

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeinfer.gguf.header import Header
-from pipeinfer.gguf.values import shown
+from pipeinfer.gguf.values import quote
 from pipeinfer.gguf.vocabulary import Kind
 
 # Of all sizes: three of them multiplied, in bytes, can be counted in 64 bits.
@@ -75,8 +75,8 @@ class Keys:
         return self.integer("attention.head_count_kv", self.heads)
 
     def _wrong(self, name: str, value: object, wanted: str) -> Exception:
-        said = "is missing" if value is None else f"must be {wanted}, not {shown(str(value))}"
-        return self._header.error(f"{shown(self.architecture)[1:-1]}.{name} {said}")
+        said = "is missing" if value is None else f"must be {wanted}, not {quote(str(value))}"
+        return self._header.error(f"{quote(self.architecture)[1:-1]}.{name} {said}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def config_json(header: Header) -> dict[str, object]:
     keys = Keys(header)
     found = ARCHITECTURES.get(keys.architecture)
     if found is None:
-        asked, known = shown(keys.architecture), ", ".join(ARCHITECTURES)
+        asked, known = quote(keys.architecture), ", ".join(ARCHITECTURES)
         raise header.error(f"unsupported architecture {asked}; supported: {known}")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise header.error("it is one part of several; llama-gguf-split --merge makes one file")
@@ -161,7 +161,7 @@ def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise header.error(f"RoPE scaling {shown(kind)} is not supported, only linear and yarn")
+        raise header.error(f"RoPE scaling {quote(kind)} is not supported, only linear and yarn")
     scaling: dict[str, object] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "yarn":
         name = "rope.scaling.original_context_length"

@@ -11,7 +11,7 @@ from typing import TypedDict, cast
 from tokenizers import AddedToken, Tokenizer, models
 
 from pipeinfer.gguf.tokenizer import MODEL, tokenizer_json
-from pipeinfer.gguf.values import Metadata, wrong
+from pipeinfer.gguf.values import Metadata, metadata_error
 
 
 class _Added(TypedDict):
@@ -39,5 +39,5 @@ def load_tokenizer(metadata: Metadata) -> Tokenizer:
             ]
         )
     except Exception as error:  # the library raises bare Exception
-        raise wrong(MODEL, f"cannot be built: {error}") from None
+        raise metadata_error(MODEL, f"cannot be built: {error}") from None
     return tokenizer

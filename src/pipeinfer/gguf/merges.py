@@ -5,7 +5,7 @@ A merge joins two tokens to a third. Earlier merges go before later ones.
 
 from __future__ import annotations
 
-from pipeinfer.gguf.values import Metadata, read_numbers, read_texts, shown, wrong
+from pipeinfer.gguf.values import Metadata, metadata_error, quote, read_numbers, read_texts
 from pipeinfer.gguf.vocabulary import ORDINARY, TOKENS, Vocabulary
 
 MERGES = "tokenizer.ggml.merges"
@@ -27,10 +27,10 @@ def listed_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
         # The space that divides is never the first character: that one belongs to a token.
         cut = merge.find(" ", 1)
         if cut < 0:
-            raise wrong(MERGES, f"entry {number} is not two tokens: {shown(merge)}")
+            raise metadata_error(MERGES, f"entry {number} is not two tokens: {quote(merge)}")
         left, right = ids.get(merge[:cut]), ids.get(merge[cut + 1 :])
         if left is None or right is None or tokens[left] + tokens[right] not in ids:
-            raise wrong(MERGES, f"entry {number} names an unknown token: {shown(merge)}")
+            raise metadata_error(MERGES, f"entry {number} names an unknown token: {quote(merge)}")
         # Of equal ones the first counts. The vocabulary's own texts take no further memory.
         merges.setdefault((tokens[left], tokens[right]))
     return list(merges)
@@ -61,5 +61,5 @@ def scored_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
                 if right is not None:
                     merges.append((left, right))
         if len(merges) > most:
-            raise wrong(TOKENS, f"more than {most} pairs of tokens make another token")
+            raise metadata_error(TOKENS, f"more than {most} pairs of tokens make another token")
     return merges

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.gguf.header import Header, Tensor
+from pipeinfer.gguf.header import Header, TensorInfo
 from pipeinfer.gguf.hyperparameters import Keys
 
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -42,7 +42,7 @@ UNUSED = ("rope_freqs.weight",)  # read as a configuration, see hyperparameters.
 
 
 @dataclass(frozen=True)
-class Packed:
+class GgufTensor:
     """A checkpoint's tensor in a GGUF file, in the fields of a stored tensor and three more.
 
     dtype: its type there. offset: in bytes, from the file's begin. turned_heads: of how many heads
@@ -55,8 +55,8 @@ class Packed:
     shape: tuple[int, ...]
     nbytes: int
     offset: int
-    turned_heads: int = 0
-    added: float = 0.0
+    interleaved_heads: int = 0
+    norm_offset: float = 0.0
 
 
 def few_bits(header: Header) -> bool:
@@ -69,13 +69,13 @@ def few_bits(header: Header) -> bool:
     )
 
 
-def packed_tensors(header: Header) -> dict[str, Packed]:
+def model_tensors(header: Header) -> dict[str, GgufTensor]:
     """All tensors by transformers' names, those it does not know by their own."""
     keys = Keys(header)
     return dict(pair for tensor in header.tensors.values() for pair in _named(header, keys, tensor))
 
 
-def _named(header: Header, keys: Keys, tensor: Tensor) -> Iterator[tuple[str, Packed]]:
+def _named(header: Header, keys: Keys, tensor: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
     stem, _, kind = tensor.name.rpartition(".")
     if tensor.name in UNUSED:
         return
@@ -95,14 +95,14 @@ def _named(header: Header, keys: Keys, tensor: Tensor) -> Iterator[tuple[str, Pa
             yield name, _packed(header, keys, tensor, part)
 
 
-def _packed(header: Header, keys: Keys, tensor: Tensor, part: str = "") -> Packed:
+def _packed(header: Header, keys: Keys, tensor: TensorInfo, part: str = "") -> GgufTensor:
     heads = 0
     if keys.architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = keys.heads if part == "attn_q" else keys.kv_heads
         if tensor.shape[0] % (2 * heads):
             raise header.error(f"{tensor.name} has {tensor.shape[0]} rows for {heads} heads")
     shifted = keys.architecture == "gemma3" and tensor.name.endswith("norm.weight")
-    return Packed(
+    return GgufTensor(
         header.path,
         tensor.type,
         tensor.shape,
@@ -113,7 +113,7 @@ def _packed(header: Header, keys: Keys, tensor: Tensor, part: str = "") -> Packe
     )
 
 
-def _expert(header: Header, tensor: Tensor, index: int) -> Packed:
+def _expert(header: Header, tensor: TensorInfo, index: int) -> GgufTensor:
     share = tensor.nbytes // tensor.shape[0]
     offset = tensor.offset + index * share
-    return Packed(header.path, tensor.type, tensor.shape[1:], share, offset)
+    return GgufTensor(header.path, tensor.type, tensor.shape[1:], share, offset)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeinfer.gguf.values import Metadata, read_text, shown, wrong
+from pipeinfer.gguf.values import Metadata, metadata_error, quote, read_text
 
 PRE = "tokenizer.ggml.pre"
 
@@ -106,8 +106,8 @@ def read_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
     known: any other rule would give the model tokens that it was not trained on."""
     name = read_text(metadata, PRE)
     if name is None:
-        raise wrong(PRE, "missing")
+        raise metadata_error(PRE, "missing")
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise wrong(PRE, f"{shown(name)} is not known, only: {known}")
+        raise metadata_error(PRE, f"{quote(name)} is not known, only: {known}")
     return PRE_TOKENIZERS[name]

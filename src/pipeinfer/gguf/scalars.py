@@ -36,7 +36,7 @@ DEEPEST = 3  # arrays in arrays
 Value: TypeAlias = "str | int | float | bool | list[Value]"
 
 
-class Broken(ValueError):
+class InvalidFile(ValueError):
     """The file is not what it says; the text says how."""
 
 
@@ -63,7 +63,7 @@ class Cursor:
         """A number of things of which each takes `least` bytes or more."""
         number = self.u64()
         if number * least > self.left:
-            raise Broken(f"{number:,} things are said to follow in {self.left:,} bytes")
+            raise InvalidFile(f"{number:,} things are said to follow in {self.left:,} bytes")
         return number
 
     def string(self) -> str:
@@ -78,9 +78,9 @@ class Cursor:
             return self._numbers(kind, 1)[0]
         of, number = self._array_head()
         if number > MOST_ENTRIES:
-            raise Broken(f"an array has {number:,} entries; at most {MOST_ENTRIES:,} are read")
+            raise InvalidFile(f"an array has {number:,} entries; at most {MOST_ENTRIES:,} are read")
         if of == ARRAY:
-            raise Broken("it is an array of arrays")
+            raise InvalidFile("it is an array of arrays")
         if of == STRING:
             return [self._text(start, end) for start, end in self._strings(number)]
         return self._numbers(of, number)
@@ -92,7 +92,7 @@ class Cursor:
         elif kind != ARRAY:
             self._skipped(_number(kind).itemsize)
         elif depth == DEEPEST:
-            raise Broken(f"arrays lie more than {DEEPEST} deep in each other")
+            raise InvalidFile(f"arrays lie more than {DEEPEST} deep in each other")
         else:
             of, number = self._array_head()
             if of == STRING:
@@ -108,7 +108,7 @@ class Cursor:
         try:
             return self._data[start:end].decode()
         except UnicodeDecodeError:
-            raise Broken(f"the string at byte {start} is not UTF-8") from None
+            raise InvalidFile(f"the string at byte {start} is not UTF-8") from None
 
     def _strings(self, number: int) -> Iterator[tuple[int, int]]:
         """Where each of them begins and ends. A vocabulary has a quarter of a million."""
@@ -118,7 +118,7 @@ class Cursor:
             start = end + 8
             end = start + length(data, end)[0] if start <= size else start
             if end > size:
-                raise Broken(f"it ends at byte {size:,}, within a string")
+                raise InvalidFile(f"it ends at byte {size:,}, within a string")
             yield start, end
         self.at = end
 
@@ -136,12 +136,14 @@ class Cursor:
     def _skipped(self, size: int) -> int:
         """Where the next `size` bytes begin; the cursor is behind them."""
         if size > self.left:
-            raise Broken(f"it ends at byte {self._size:,}, {size - self.left:,} bytes too early")
+            raise InvalidFile(
+                f"it ends at byte {self._size:,}, {size - self.left:,} bytes too early"
+            )
         self.at += size
         return self.at - size
 
 
 def _number(kind: int) -> np.dtype:
     if kind not in NUMBERS:
-        raise Broken(f"{kind} is no type of a value")
+        raise InvalidFile(f"{kind} is no type of a value")
     return NUMBERS[kind]

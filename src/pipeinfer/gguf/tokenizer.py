@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeinfer.gguf.merges import Merge, listed_merges, scored_merges
 from pipeinfer.gguf.pre_tokenizers import PreTokenizer, read_pre_tokenizer
-from pipeinfer.gguf.values import Metadata, read_flag, read_text, shown, wrong
+from pipeinfer.gguf.values import Metadata, metadata_error, quote, read_flag, read_text
 from pipeinfer.gguf.vocabulary import NAMED, TYPES, Kind, Vocabulary, read_vocabulary
 from pipeinfer.settings import ConfigurationError
 
@@ -66,10 +66,10 @@ def tokenizer_config(metadata: Metadata) -> Json:
 def _model(metadata: Metadata) -> str:
     model = read_text(metadata, MODEL)
     if model is None:
-        raise wrong(MODEL, "missing")
+        raise metadata_error(MODEL, "missing")
     if model not in (BYTE_LEVEL, SENTENCE_PIECE):
         known = f"{BYTE_LEVEL}, {SENTENCE_PIECE}"
-        raise wrong(MODEL, f"{shown(model)} is not known, only: {known}")
+        raise metadata_error(MODEL, f"{quote(model)} is not known, only: {known}")
     return model
 
 
@@ -185,8 +185,8 @@ def _check_bytes(vocabulary: Vocabulary) -> None:
     texts = {f"<0x{byte:02X}>" for byte in range(256)}
     for number in vocabulary.of_kinds(frozenset((Kind.BYTE,))):
         if vocabulary.tokens[number] not in texts:
-            text = shown(vocabulary.tokens[number])
-            raise wrong(TYPES, f"{number} is a byte but reads {text}")
+            text = quote(vocabulary.tokens[number])
+            raise metadata_error(TYPES, f"{number} is a byte but reads {text}")
 
 
 def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Json:

@@ -14,13 +14,13 @@ Metadata = Mapping[str, object]
 SHOWN = 60  # characters of a wrong value that an error repeats
 
 
-def wrong(key: str, problem: str) -> ConfigurationError:
+def metadata_error(key: str, problem: str) -> ConfigurationError:
     """An error of one line that names the key of the file."""
-    name = key if key.isprintable() and len(key) <= SHOWN else shown(key)
+    name = key if key.isprintable() and len(key) <= SHOWN else quote(key)
     return ConfigurationError(f"the GGUF file's {name}: {problem}")
 
 
-def shown(text: str) -> str:
+def quote(text: str) -> str:
     """A text of the file as an error may repeat it: short, on one line."""
     return ascii(text if len(text) <= SHOWN else text[:SHOWN] + "...")
 
@@ -31,7 +31,7 @@ def read_text(metadata: Metadata, key: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise wrong(key, f"not a text but {_kind(value)}")
+        raise metadata_error(key, f"not a text but {_kind(value)}")
     _check_unicode(key, value, "the text")
     return value
 
@@ -42,7 +42,7 @@ def read_flag(metadata: Metadata, key: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise wrong(key, f"not true or false but {_kind(value)}")
+        raise metadata_error(key, f"not true or false but {_kind(value)}")
     return value
 
 
@@ -52,9 +52,9 @@ def read_index(metadata: Metadata, key: str, size: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong(key, f"not a whole number but {_kind(value)}")
+        raise metadata_error(key, f"not a whole number but {_kind(value)}")
     if not 0 <= value < size:
-        raise wrong(key, f"no token has this id, there are {size}")
+        raise metadata_error(key, f"no token has this id, there are {size}")
     return value
 
 
@@ -63,7 +63,7 @@ def read_texts(metadata: Metadata, key: str) -> list[str]:
     value = _list(metadata, key)
     texts = [item for item in value if isinstance(item, str)]
     if len(texts) != len(value):
-        raise wrong(key, "holds something that is not a text")
+        raise metadata_error(key, "holds something that is not a text")
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
@@ -77,7 +77,7 @@ def read_integers(metadata: Metadata, key: str, size: int) -> list[int]:
     value = _list(metadata, key)
     numbers = [item for item in value if isinstance(item, int) and not isinstance(item, bool)]
     if len(numbers) != len(value):
-        raise wrong(key, "holds something that is not a whole number")
+        raise metadata_error(key, "holds something that is not a whole number")
     _check_size(key, numbers, size)
     return numbers
 
@@ -90,7 +90,7 @@ def read_numbers(metadata: Metadata, key: str, size: int) -> list[float]:
         item for item in value if isinstance(item, float | int) and not isinstance(item, bool)
     ]
     if len(numbers) != len(value) or any(number != number for number in numbers):
-        raise wrong(key, "holds something that is not a number")
+        raise metadata_error(key, "holds something that is not a number")
     _check_size(key, numbers, size)
     return numbers
 
@@ -98,22 +98,22 @@ def read_numbers(metadata: Metadata, key: str, size: int) -> list[float]:
 def _list(metadata: Metadata, key: str) -> list[object]:
     value = metadata.get(key)
     if value is None:
-        raise wrong(key, "missing")
+        raise metadata_error(key, "missing")
     if not isinstance(value, list):
-        raise wrong(key, f"not a list but {_kind(value)}")
+        raise metadata_error(key, f"not a list but {_kind(value)}")
     return value
 
 
 def _check_size(key: str, values: Sequence[object], size: int) -> None:
     if len(values) != size:
-        raise wrong(key, f"has {len(values)} entries for {size} tokens")
+        raise metadata_error(key, f"has {len(values)} entries for {size} tokens")
 
 
 def _check_unicode(key: str, text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise wrong(key, f"{name} is not Unicode: {shown(text)}") from None
+        raise metadata_error(key, f"{name} is not Unicode: {quote(text)}") from None
 
 
 def _kind(value: object) -> str:

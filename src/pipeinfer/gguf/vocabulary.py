@@ -8,7 +8,14 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from pipeinfer.gguf.values import Metadata, read_index, read_integers, read_texts, shown, wrong
+from pipeinfer.gguf.values import (
+    Metadata,
+    metadata_error,
+    quote,
+    read_index,
+    read_integers,
+    read_texts,
+)
 
 TOKENS = "tokenizer.ggml.tokens"
 TYPES = "tokenizer.ggml.token_type"
@@ -67,21 +74,23 @@ class Vocabulary(NamedTuple):
         for number in numbers:
             self.check_length(number)
         if sum(len(self.tokens[number]) for number in numbers) > MOST_ADDED:
-            raise wrong(TYPES, f"control and user-defined tokens exceed {MOST_ADDED} characters")
+            raise metadata_error(
+                TYPES, f"control and user-defined tokens exceed {MOST_ADDED} characters"
+            )
         return numbers
 
     def check_length(self, number: int) -> None:
         """Raises ConfigurationError for a token of more than LONGEST characters."""
         size = len(self.tokens[number])
         if size > LONGEST:
-            raise wrong(TOKENS, f"{number} has {size} characters, more than {LONGEST}")
+            raise metadata_error(TOKENS, f"{number} has {size} characters, more than {LONGEST}")
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary:
     """Raises ConfigurationError for keys that are absent, contradict each other or lie."""
     tokens = read_texts(metadata, TOKENS)
     if not tokens:
-        raise wrong(TOKENS, "empty")
+        raise metadata_error(TOKENS, "empty")
     if "" in tokens:
         # Nothing can be encoded as an empty token, but its id needs some text.
         tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
@@ -89,11 +98,11 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     if len(ids) != len(tokens):
         twice = next(n for n, token in enumerate(tokens) if ids[token] != n)
         other = ids[tokens[twice]]
-        raise wrong(TOKENS, f"{twice} and {other} are the same, {shown(tokens[twice])}")
+        raise metadata_error(TOKENS, f"{twice} and {other} are the same, {quote(tokens[twice])}")
     kinds = read_integers(metadata, TYPES, len(tokens))
     unknown = set(kinds) - set(Kind)
     if unknown:
-        raise wrong(TYPES, f"a token's type must be one of 0 to 6, not {min(unknown)}")
+        raise metadata_error(TYPES, f"a token's type must be one of 0 to 6, not {min(unknown)}")
     return Vocabulary(tokens, kinds, ids, _named(metadata, len(tokens)))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeinfer.gguf.names import Packed
+from pipeinfer.gguf.names import GgufTensor
 from pipeinfer.gguf.quantization import BLOCKS, decode
 
 PIECE = 1 << 20  # values that are decoded together; as float32 they fit into a CPU's cache
@@ -23,7 +23,7 @@ class WeightFile:
         self._bytes = np.memmap(path, np.uint8, "r")
 
     def pieces(
-        self, packed: Packed, slices: tuple[slice, ...]
+        self, packed: GgufTensor, slices: tuple[slice, ...]
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """`slices` of a tensor of one or two dimensions: runs along the first dimension, counted
         from where these begin, with their values, float32."""
@@ -42,14 +42,14 @@ class WeightFile:
             values = decode(packed.dtype, rows[:, first:last].reshape(stop - start, -1))
             yield slice(start - begin, stop - begin), _plain(values[:, inner], packed)
 
-    def _vector(self, packed: Packed) -> np.ndarray:
+    def _vector(self, packed: GgufTensor) -> np.ndarray:
         """A tensor of one dimension, whole: they are small."""
         values = decode(packed.dtype, self._blocks(packed).reshape(1, -1))[0]
-        if packed.turned_heads:
+        if packed.interleaved_heads:
             values = values[_order(0, len(values), packed)]
         return _plain(values, packed)
 
-    def _blocks(self, packed: Packed) -> np.ndarray:
+    def _blocks(self, packed: GgufTensor) -> np.ndarray:
         """uint8 [rows, blocks, bytes of a block], a view."""
         raw = self._bytes[packed.offset : packed.offset + packed.nbytes]
         return raw.reshape(
@@ -57,16 +57,16 @@ class WeightFile:
         )
 
 
-def _plain(values: np.ndarray, packed: Packed) -> np.ndarray:
-    return values - np.float32(packed.added) if packed.added else values
+def _plain(values: np.ndarray, packed: GgufTensor) -> np.ndarray:
+    return values - np.float32(packed.norm_offset) if packed.norm_offset else values
 
 
-def _order(start: int, stop: int, packed: Packed) -> np.ndarray | slice:
+def _order(start: int, stop: int, packed: GgufTensor) -> np.ndarray | slice:
     """Which rows of the file are rows start..stop of the tensor."""
-    if not packed.turned_heads:
+    if not packed.interleaved_heads:
         return slice(start, stop)
     # A head's rows in the file: 0, half, 1, half + 1 ...; neighbours are rotated together.
-    size = packed.shape[0] // packed.turned_heads
+    size = packed.shape[0] // packed.interleaved_heads
     rows = np.arange(start, stop)
     within = rows % size
     return rows - within + within % (size // 2) * 2 + within // (size // 2)

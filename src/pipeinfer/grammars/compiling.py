@@ -15,16 +15,16 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
-from pipeinfer.grammars.json_schema import held
+from pipeinfer.grammars.json_schema import compilable_schema
 from pipeinfer.grammars.lark import as_lark, with_options
 from pipeinfer.grammars.lookaround import with_plain_digits
-from pipeinfer.grammars.work import work_of
+from pipeinfer.grammars.work import mask_cost
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB; the longest chain
 # of rules that fits into MOST_BYTES, about 5,900, overflows 16 MB and not 32, which a trial has.
-STACK = 64 * 1024 * 1024
+COMPILE_STACK_BYTES = 64 * 1024 * 1024
 # White space that a model may repeat without end would never come to the closing bracket. These
 # replace what a schema says of itself: its own pattern would win over an override.
 JSON_OPTIONS: JsonObject = {
@@ -37,8 +37,8 @@ _LOG_NOTHING = 0
 # Of the parser, in one mask, and in a row of it, which takes the square: together 40 ms at most for
 # a mask and the token behind it. The library has 50,000 and 2,000. An object with n optional keys
 # takes 4 n in a row.
-MOST_ITEMS = 5_000
-MOST_IN_ROW = 1_400
+MAX_PARSER_ITEMS = 5_000
+MAX_ITEMS_IN_ROW = 1_400
 # Bytes by which `Grammar.bytes` counts: of each original, with each byte of its definition, with
 # each of the fuel that the lexer took to compile, and took since, of which 1 to 9 were measured.
 BASE_BYTES = 1 << 20
@@ -57,10 +57,10 @@ def limits() -> LLParserLimits:
     but for the parser's items. Errors tell the state (work.py), which
     has a client's text: `complaint` leaves it out."""
     return LLParserLimits(
-        max_items_in_row=MOST_IN_ROW,
+        max_items_in_row=MAX_ITEMS_IN_ROW,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=MOST_ITEMS,
+        step_max_items=MAX_PARSER_ITEMS,
         max_lexer_states=250_000,
         max_grammar_size=500_000,
         verbose_errors=True,
@@ -75,12 +75,12 @@ class Vocabulary:
         if not ends:
             raise ValueError("a grammar ends with an end token, and there is none")
         self.width = width
-        self.ends = frozenset(ends)
+        self.end_ids = frozenset(ends)
         self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
-        self.sampled = self.mask(known)
-        self.no_end = self.mask([i for i in known if i not in self.ends])
+        self.sampled_mask = self.mask(known)
+        self.no_end_mask = self.mask([i for i in known if i not in self.end_ids])
         self._texts = [self.tokens.decode_bytes([i]) for i in range(width)]
-        self.spaces = self.mask([i for i in known if i < width and self._texts[i].isspace()])
+        self.space_mask = self.mask([i for i in known if i < width and self._texts[i].isspace()])
         self._beyond: dict[tuple[bytes, int], np.ndarray | None] = {}
 
     @property
@@ -88,15 +88,15 @@ class Vocabulary:
         """int32 words of a mask."""
         return (self.width + 31) // 32
 
-    def text(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """What the token says, also where it is special."""
         return self._texts[token]
 
-    def spelled(self, text: str) -> list[int]:
+    def tokens_of_text(self, text: str) -> list[int]:
         """Tokens that say `text`: one, where there is one."""
         return self.tokens.tokenize_str(text)
 
-    def beyond(self, text: bytes, begun: int) -> np.ndarray | None:
+    def tokens_completing(self, text: bytes, begun: int) -> np.ndarray | None:
         """The tokens, as a mask, that complete `text`, of which the first `begun` bytes were said,
         and say more than white space behind it. None if there are none."""
         if (text, begun) not in self._beyond:
@@ -108,10 +108,10 @@ class Vocabulary:
             self._beyond[text, begun] = self.mask(found) if found else None
         return self._beyond[text, begun]
 
-    def known(self, ids: Sequence[int]) -> int:
+    def count_known(self, ids: Sequence[int]) -> int:
         """How many of them, the first ones, may be sampled and do not end a request."""
         some = np.array(ids)
-        there = (self.no_end[some >> 5] >> (some & 31)) & 1
+        there = (self.no_end_mask[some >> 5] >> (some & 31)) & 1
         return len(ids) if there.all() else int(there.argmin())
 
     def mask(self, ids: Sequence[int]) -> np.ndarray:
@@ -134,61 +134,61 @@ class Grammar:
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
         """Raises GrammarError with what the compiler says."""
         self.vocabulary = vocabulary
-        self.padded = spec.json is not None
+        self.allows_leading_space = spec.json is not None
         self._text = _definition(spec)
         begun = time.perf_counter()
-        self._originals = [self._compiled()]
+        self._copies = [self._compile()]
         self.seconds = time.perf_counter() - begun
-        self.settled = False  # there will not be more originals
+        self.has_all_copies = False  # there will not be more originals
         self.generation = 0
-        self.users = 0
+        self.num_rows = 0
         self._compiled_bytes = BASE_BYTES + TEXT_BYTES * len(self._text)
-        self._compiled_bytes += COMPILED_BYTES * work_of(self._originals[0]).fuel
-        self._grown = 0  # fuel
+        self._compiled_bytes += COMPILED_BYTES * mask_cost(self._copies[0]).fuel
+        self._fuel = 0  # fuel
 
     @property
-    def lanes(self) -> int:
-        return len(self._originals)
+    def num_copies(self) -> int:
+        return len(self._copies)
 
     @property
     def bytes(self) -> int:
         """What it takes with what its lexers have found out, by counts; rather more than less."""
-        return self._compiled_bytes * self.lanes + GROWN_BYTES * self._grown
+        return self._compiled_bytes * self.num_copies + GROWN_BYTES * self._fuel
 
     @property
-    def worn(self) -> bool:
+    def has_grown(self) -> bool:
         """Whether it would take less than half as much if it were compiled again."""
         return self.bytes > 2 * self._compiled_bytes
 
-    def grow(self, fuel: int) -> None:
+    def add_fuel(self, fuel: int) -> None:
         """Masks of it have cost so much fuel of its lexers."""
-        self._grown += fuel
+        self._fuel += fuel
 
-    def renew(self) -> None:
+    def recompile(self) -> None:
         """Forgets what its lexers have found out: rows go on with a new original. From any thread,
         one at a time. Raises GrammarError."""
-        self._originals = [self._compiled()]
-        self._grown = 0
+        self._copies = [self._compile()]
+        self._fuel = 0
         self.generation += 1
 
-    def widen(self) -> None:
+    def add_copy(self) -> None:
         """Compiles it once more; from any thread, one at a time. Raises GrammarError."""
-        self._originals.append(self._compiled())
+        self._copies.append(self._compile())
 
     def matcher(self, place: int = 0) -> LLMatcher:
         """One that has read nothing, of the lane of rows in that `place`."""
-        originals = self._originals
+        originals = self._copies
         return originals[place % len(originals)].deep_copy()
 
-    def _compiled(self) -> LLMatcher:
+    def _compile(self) -> LLMatcher:
         tokens = self.vocabulary.tokens
         made = LLMatcher(tokens, self._text, log_level=_LOG_NOTHING, limits=limits())
         if made.is_error():
-            raise GrammarError(complaint(made))
+            raise GrammarError(error_message(made))
         return made
 
 
-def complaint(matcher: LLMatcher) -> str:
+def error_message(matcher: LLMatcher) -> str:
     """What is wrong with it, without the state, which follows, and without the text of a grammar
     that the client may not have written."""
     said = _SHOWN.sub("", matcher.get_error().partition("\n<state>")[0])
@@ -199,7 +199,7 @@ def _definition(spec: StructuredOutputs) -> str:
     """The grammar in the library's own form. GrammarError."""
     form = check(spec)
     if form == "json":
-        return _of_schema(spec.json or "")
+        return _from_schema(spec.json or "")
     if form == "regex":
         return LLMatcher.grammar_from_regex(with_plain_digits(spec.regex or ""))
     if form == "choice":
@@ -209,13 +209,13 @@ def _definition(spec: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_lark(with_options(as_lark(spec.grammar or ""), JSON_OPTIONS))
 
 
-def _of_schema(text: str) -> str:
+def _from_schema(text: str) -> str:
     """GrammarError for what a schema asks for and no grammar can hold an answer to."""
-    found = held(schema_of(text), closed=False, narrow=True)
+    found = compilable_schema(schema_of(text), closed=False, narrow=True)
     if found.malformed:
         raise GrammarError(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
-    if found.left_out:
-        raise GrammarError(f"an answer cannot be held to {', '.join(found.left_out[:5])}")
+    if found.unsupported:
+        raise GrammarError(f"an answer cannot be held to {', '.join(found.unsupported[:5])}")
     said = found.schema
     schema: JsonObject = {} if said is True else {"not": {}} if said is False else said
     own = {**schema, "x-guidance": JSON_OPTIONS}

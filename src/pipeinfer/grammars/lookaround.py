@@ -132,7 +132,7 @@ _CLASS = re.compile(
 )
 
 
-def spelled(pattern: str) -> str | None:
+def to_compiler_dialect(pattern: str) -> str | None:
     """The same in the compiler's dialect, where it has no look-around; None if there are no words
     for it there. Patterns of JSON Schema are those of ECMA-262, and in practice Python's and Go's.
     """

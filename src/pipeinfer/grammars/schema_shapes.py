@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pipeinfer.json_values import JsonObject, JsonValue
 
 TYPES = frozenset(("null", "boolean", "object", "array", "number", "string", "integer"))
-Shape = Callable[[JsonValue], bool]
+ValueTest = Callable[[JsonValue], bool]
 
 
 def _schema(value: JsonValue) -> bool:
@@ -51,7 +51,7 @@ def _type(value: JsonValue) -> bool:
     return isinstance(value, str) and value in TYPES
 
 
-_SHAPES: dict[str, Shape] = {
+_SHAPES: dict[str, ValueTest] = {
     "type": _type,
     "enum": lambda value: isinstance(value, list),
     "required": _texts,
@@ -85,7 +85,7 @@ def malformed(schema: JsonObject) -> list[str]:
     return [key for key, shape in _SHAPES.items() if key in schema and not shape(schema[key])]
 
 
-def tidied(schema: JsonObject) -> JsonObject:
+def normalized(schema: JsonObject) -> JsonObject:
     """A copy that says the same in the way that the compiler reads: counts as integers, and no name
     of a dialect that it does not have."""
     made = dict(schema)

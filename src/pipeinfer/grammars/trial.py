@@ -34,33 +34,35 @@ if TYPE_CHECKING:
 
 # Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
 # and 5,000 optional keys take 4 s; what needs more is refused.
-SECONDS = 5.0
+MAX_SECONDS = 5.0
 # Seconds that are waited for: a machine that is busy with other things has little for slow trials.
-PATIENCE = 300.0
+VERDICT_TIMEOUT_SECONDS = 300.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
-MEMORY = 2 * 1024**3
-STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
-WALK = 24  # tokens that a trial goes, each drawn of those that are allowed
+MAX_ADDRESS_SPACE = 2 * 1024**3
+VALIDATION_STACK_BYTES = (
+    32 * 1024 * 1024
+)  # bytes; half of what an engine's thread has (compiling.py)
+WALK_TOKENS = 24  # tokens that a trial goes, each drawn of those that are allowed
 # What a token of it may cost on average (work.py). In units: 4 ms of each step in which a row has
 # the grammar; an honest one takes up to 700, with a vocabulary of 262,000 up to 2,200. In fuel of
 # the lexer, which grows by half a MB for so much: an honest one takes up to 7,000.
-MOST_UNITS = 4_000
-MOST_FUEL = 16_000
-TRIES = 2  # copies that may end over a grammar: one may have been killed by somebody else
+MAX_UNITS_A_TOKEN = 4_000
+MAX_FUEL_A_TOKEN = 16_000
+MAX_RUNS = 2  # copies that may end over a grammar: one may have been killed by somebody else
 
 
-class Setup(msgspec.Struct, frozen=True, array_like=True):
+class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
     """What the vocabulary is made of, see compiling.Vocabulary; `stack`: bytes, to compile with."""
 
     tokenizer: str
     width: int
-    ends: tuple[int, ...]
-    known: tuple[int, ...]
-    stack: int = STACK
+    end_ids: tuple[int, ...]
+    known_ids: tuple[int, ...]
+    stack: int = VALIDATION_STACK_BYTES
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
+class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
     """A grammar to be tried. `seconds`: of processor time. `niceness`: beside that of others."""
 
     spec: StructuredOutputs
@@ -68,7 +70,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     niceness: int
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
     """Of a trial. `refusal`: why the grammar is not served, "" if it is. `slow`, `died`: there is
     no verdict, since its time was over or the copy ended."""
 
@@ -81,17 +83,19 @@ class TooSlow(Exception):
     """The time of a trial was over; the text says so, for the client."""
 
 
-class Trial:
+class ValidationProcess:
     """One process that tries grammars. Calls of `start` and `verdict` block and come from one
     thread, and `kill` while there is none. `seconds`, `niceness`: of each trial, see Task."""
 
-    def __init__(self, setup: Setup, seconds: float = SECONDS, niceness: int = 0) -> None:
+    def __init__(
+        self, setup: VocabularySetup, seconds: float = MAX_SECONDS, niceness: int = 0
+    ) -> None:
         self._setup = msgspec.msgpack.encode(setup)
         self._seconds = seconds
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self.ended = 0  # trials that were ended, or died
+        self.ended_runs = 0  # trials that were ended, or died
 
     def start(self) -> None:
         """Starts the process, which `verdict` would do. Raises RuntimeError and OSError."""
@@ -104,15 +108,15 @@ class Trial:
             check(spec)
         except GrammarError as error:
             return str(error)
-        task = msgspec.msgpack.encode(Task(spec, self._seconds, self._niceness))
+        task = msgspec.msgpack.encode(ValidationTask(spec, self._seconds, self._niceness))
         outcome = None
-        for _ in range(TRIES):
-            outcome = self._outcome(task)
+        for _ in range(MAX_RUNS):
+            outcome = self._request(task)
             if outcome is None:
                 continue
             if not outcome.died and not outcome.slow:
                 return outcome.refusal
-            self.ended += 1
+            self.ended_runs += 1
             if outcome.slow:
                 raise TooSlow(f"it takes longer than {self._seconds:g} s to compile")
         if outcome is None:  # which no grammar can do: it has a copy to end
@@ -134,18 +138,18 @@ class Trial:
         if process is not None:
             process.kill()
 
-    def _outcome(self, task: bytes) -> Outcome | None:
+    def _request(self, task: bytes) -> ValidationOutcome | None:
         """None if the process ended. RuntimeError after PATIENCE."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         pipes.write(cast(BinaryIO, process.stdin), task)
-        answer = pipes.read(process.stdout.fileno(), PATIENCE)
+        answer = pipes.read(process.stdout.fileno(), VERDICT_TIMEOUT_SECONDS)
         if answer is not None:
-            return msgspec.msgpack.decode(answer, type=Outcome)
+            return msgspec.msgpack.decode(answer, type=ValidationOutcome)
         ended = bool(select.select([process.stdout.fileno()], [], [], 0)[0])
         self.kill()
         if not ended:
-            raise RuntimeError(f"there is no verdict after {PATIENCE:g} s")
+            raise RuntimeError(f"there is no verdict after {VERDICT_TIMEOUT_SECONDS:g} s")
         return None
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -169,14 +173,14 @@ class Trial:
         return self._process
 
 
-def _in_a_copy(work: Callable[[], str], task: Task) -> Outcome:
+def _in_fork(work: Callable[[], str], task: ValidationTask) -> ValidationOutcome:
     """What `work` says in a copy of this process, which ends with this one."""
     source, sink = os.pipe()
     life, held = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(held)
-        _copy(work, task, sink, life)
+        _run_in_child(work, task, sink, life)
     os.close(sink)
     os.close(life)
     said = pipes.read(source)
@@ -184,45 +188,48 @@ def _in_a_copy(work: Callable[[], str], task: Task) -> Outcome:
     os.close(held)
     _, status = os.waitpid(pid, 0)
     if said is not None:
-        return Outcome(said.decode())
+        return ValidationOutcome(said.decode())
     slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-    return Outcome(slow=slow, died=not slow)
+    return ValidationOutcome(slow=slow, died=not slow)
 
 
-def _copy(work: Callable[[], str], task: Task, sink: int, life: int) -> NoReturn:
+def _run_in_child(work: Callable[[], str], task: ValidationTask, sink: int, life: int) -> NoReturn:
     try:
         signal.setitimer(signal.ITIMER_PROF, task.seconds)  # SIGPROF ends it
         os.nice(task.niceness)
-        threading.Thread(target=_end_with, args=(life,), daemon=True).start()
+        threading.Thread(target=_exit_when_closed, args=(life,), daemon=True).start()
         with os.fdopen(sink, "wb", buffering=0) as answer:
             pipes.write(cast(BinaryIO, answer), work().encode())
     finally:
         os._exit(0)
 
 
-def _end_with(life: int) -> NoReturn:
+def _exit_when_closed(life: int) -> NoReturn:
     os.read(life, 1)  # nobody writes: it returns when the other side is closed
     os._exit(0)
 
 
-def walked(grammar: Grammar, executor: LLExecutor) -> str:
+def sample_walk(grammar: Grammar, executor: LLExecutor) -> str:
     """What is wrong with the grammar's masks, or with what they cost, along one walk; "" if nothing
     is."""
-    from pipeinfer.grammars.masks import GrammarSource, fill_all
-    from pipeinfer.grammars.work import work_of
+    from pipeinfer.grammars.masks import GrammarSource, fill_masks
+    from pipeinfer.grammars.work import mask_cost
 
     source, chance = GrammarSource(grammar), Random(0)
     words = np.zeros((1, grammar.vocabulary.words), dtype=np.int32)
-    begun = work_of(grammar.matcher())
-    for _ in range(WALK):
-        [said] = fill_all(executor, [source], words)
+    begun = mask_cost(grammar.matcher())
+    for _ in range(WALK_TOKENS):
+        [said] = fill_masks(executor, [source], words)
         matcher = source.matcher
         if said or matcher is None:
             return said
-        cost = work_of(matcher).since(begun)
-        if cost.units > WALK * MOST_UNITS or cost.fuel > WALK * MOST_FUEL:
+        cost = mask_cost(matcher).since(begun)
+        if (
+            cost.units > WALK_TOKENS * MAX_UNITS_A_TOKEN
+            or cost.fuel > WALK_TOKENS * MAX_FUEL_A_TOKEN
+        ):
             return "its masks take too much work: it is too ambiguous, or counts too far"
-        goes_on = (words & grammar.vocabulary.no_end).view(np.uint8)
+        goes_on = (words & grammar.vocabulary.no_end_mask).view(np.uint8)
         allowed = np.flatnonzero(np.unpackbits(goes_on, bitorder="little"))
         if not len(allowed):
             return ""
@@ -240,18 +247,18 @@ def main() -> None:
     frames, answers = pipes.served()
     # Of all threads the copies have the one that forks; the other one waits for a frame.
     warnings.simplefilter("ignore", DeprecationWarning)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setup = msgspec.msgpack.decode(frames.get(), type=Setup)
+    setup = msgspec.msgpack.decode(frames.get(), type=VocabularySetup)
     threading.stack_size(setup.stack)
-    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
+    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
     pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs, outcome: list[str]) -> None:
         said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
             # A fork has no threads of its maker, so the executor is made here.
-            said = walked(Grammar(vocabulary, spec), LLExecutor(1))
+            said = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))
         except (GrammarError, ValueError) as error:
             said = str(error) or said
         finally:
@@ -265,8 +272,8 @@ def main() -> None:
         return outcome[0]
 
     while True:
-        task = msgspec.msgpack.decode(frames.get(), type=Task)
-        outcome = _in_a_copy(partial(with_stack, task.spec), task)
+        task = msgspec.msgpack.decode(frames.get(), type=ValidationTask)
+        outcome = _in_fork(partial(with_stack, task.spec), task)
         pipes.write(answers, msgspec.msgpack.encode(outcome))
 
 

@@ -27,14 +27,14 @@ NAMED_TOKENS = (
 )
 
 
-class Added(NamedTuple):
+class AddedId(NamedTuple):
     """`special`: it controls the model, and has no text of its own."""
 
     id: int
     special: bool
 
 
-class Token(NamedTuple):
+class TokenFlags(NamedTuple):
     """A token with the flags that the tokenizers library knows."""
 
     content: str
@@ -74,8 +74,8 @@ def special_tokens(config: JsonObject) -> dict[str, str]:
 
 
 def tokens_by_files(
-    folder: Path, config: JsonObject, own: Mapping[int, Token]
-) -> list[tuple[int, Token]]:
+    folder: Path, config: JsonObject, own: Mapping[int, TokenFlags]
+) -> list[tuple[int, TokenFlags]]:
     """Every added token with its flags, in the order in which they are to be added to `own`,
     tokenizer.json's by their ids: those that are there keep their place and take the flags. The ids
     are those of the files, -1 where they say none. `config`: what read_tokenizer_config gave.
@@ -89,7 +89,9 @@ def tokens_by_files(
     else:
         special = {*(named[name] for name in NAMED_TOKENS if name in named), *map(text_of, listed)}
         by_id = {
-            number: Token(content, content in special, False, False, False, content not in special)
+            number: TokenFlags(
+                content, content in special, False, False, False, content not in special
+            )
             for content, number in (read_object(folder, "added_tokens.json") or {}).items()
             if isinstance(number, int)
         }
@@ -104,7 +106,7 @@ def tokens_by_files(
     return found
 
 
-def added_tokens(folder: Path, config: JsonObject) -> dict[str, Added]:
+def added_tokens(folder: Path, config: JsonObject) -> dict[str, AddedId]:
     """By their text. `config`: what read_tokenizer_config gave. Raises ConfigurationError for a
     file that cannot be read."""
     path = folder / "tokenizer.json"
@@ -115,16 +117,16 @@ def added_tokens(folder: Path, config: JsonObject) -> dict[str, Added]:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"cannot read {path}: {error}") from None
     own = {
-        t.id: Token(t.content, t.special, t.single_word, t.lstrip, t.rstrip, t.normalized)
+        t.id: TokenFlags(t.content, t.special, t.single_word, t.lstrip, t.rstrip, t.normalized)
         for t in tokens
     }
-    found = {token.content: Added(number, token.special) for number, token in own.items()}
+    found = {token.content: AddedId(number, token.special) for number, token in own.items()}
     for number, token in tokens_by_files(folder, config, own):
         known = found.get(token.content)
         if known is not None:
             found[token.content] = known._replace(special=token.special)
         elif number >= 0:
-            found[token.content] = Added(number, token.special)
+            found[token.content] = AddedId(number, token.special)
     return found
 
 
@@ -144,12 +146,12 @@ def _is_token(token: JsonValue) -> bool:
     return isinstance(token, str) or (isinstance(token, dict) and "content" in token)
 
 
-def _token(token: JsonValue, named: Collection[str]) -> Token:
+def _token(token: JsonValue, named: Collection[str]) -> TokenFlags:
     """A text alone is one of the special ones', and so is whatever has a name. Special tokens are
     looked for before a text is normalized, unless they say otherwise."""
     flags = token if isinstance(token, dict) else JsonObject(special=True)
     special = flags.get("special") is True or text_of(token) in named
-    return Token(
+    return TokenFlags(
         text_of(token),
         special,
         flags.get("single_word") is True,

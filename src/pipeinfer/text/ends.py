@@ -12,15 +12,15 @@ from tokenizers import Tokenizer
 
 from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.checkpoint.outline import read_outline
-from pipeinfer.grammars.trial import Setup
+from pipeinfer.grammars.trial import VocabularySetup
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.harmony import ENDS, TOKENS
+from pipeinfer.text.harmony import HARMONY_ENDS, HARMONY_TOKENS
 from pipeinfer.text.loading import load_tokenizer, special_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config
 
 
-def end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
+def read_end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
     """The union of what config.json, generation_config.json and the tokenizer say, and of what ends
     a harmony answer; `config`: what read_tokenizer_config gave."""
     ids = dict.fromkeys(read_generation(folder).eos_ids)
@@ -33,16 +33,18 @@ def end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tu
     return tuple(ids)
 
 
-def grammar_setup(folder: Path, model_impl: str = "auto") -> Setup:
+def grammar_setup(folder: Path, model_impl: str = "auto") -> VocabularySetup:
     """For grammars of the checkpoint in `folder`; `model_impl` as in Settings. Raises
     ConfigurationError where it has no tokenizer or no end."""
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
-    ends = end_ids(folder, tokenizer, config)
+    ends = read_end_ids(folder, tokenizer, config)
     return vocabulary_setup(tokenizer, read_outline(folder, model_impl).vocab_size, ends)
 
 
-def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Setup:
+def vocabulary_setup(
+    tokenizer: Tokenizer | None, width: int, ends: Sequence[int]
+) -> VocabularySetup:
     """For grammars of a model with logits of `width` ids, `ends` of which end a text. Raises
     ConfigurationError."""
     if tokenizer is None:
@@ -50,11 +52,11 @@ def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int
     ends = tuple(i for i in ends if 0 <= i < width)
     if not ends:
         raise ConfigurationError("the checkpoint names no token that ends a text")
-    return Setup(
+    return VocabularySetup(
         tokenizer=tokenizer.to_str(),
         width=width,
-        ends=ends,
-        known=tuple(sorted(tokenizer.get_vocab().values())),
+        end_ids=ends,
+        known_ids=tuple(sorted(tokenizer.get_vocab().values())),
     )
 
 
@@ -63,6 +65,6 @@ def _harmony_ends(tokenizer: Tokenizer) -> list[int]:
     checkpoints name only one of them, or another token."""
     added = tokenizer.get_added_tokens_decoder()
     special = {token.content: i for i, token in added.items() if token.special}
-    if not special.keys() >= TOKENS:
+    if not special.keys() >= HARMONY_TOKENS:
         return []
-    return [special[text] for text in ENDS]
+    return [special[text] for text in HARMONY_ENDS]

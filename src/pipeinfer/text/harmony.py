@@ -9,6 +9,6 @@ START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
 CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
 RETURN, CALL = "<|return|>", "<|call|>"
 # What ends an answer: its last message, or a call that waits for a result. END does not.
-ENDS = (RETURN, CALL)
+HARMONY_ENDS = (RETURN, CALL)
 # Of a tokenizer that has the format; <|constrain|> some leave out.
-TOKENS = frozenset((START, END, MESSAGE, CHANNEL, *ENDS))
+HARMONY_TOKENS = frozenset((START, END, MESSAGE, CHANNEL, *HARMONY_ENDS))

@@ -14,7 +14,7 @@ from pipeinfer.gguf.documents import tokenizer as gguf_tokenizer
 from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import Token, special_tokens, tokens_by_files
+from pipeinfer.text.added import TokenFlags, special_tokens, tokens_by_files
 
 __all__ = ["load_tokenizer", "special_tokens"]
 
@@ -47,7 +47,7 @@ def _read(folder: Path) -> Tokenizer | None:
 def _add_tokens(tokenizer: Tokenizer, folder: Path, config: JsonObject) -> None:
     """Tokens that only other files know, and the flags that they say of those that are there."""
     own = {
-        n: Token(t.content, t.special, t.single_word, t.lstrip, t.rstrip, t.normalized)
+        n: TokenFlags(t.content, t.special, t.single_word, t.lstrip, t.rstrip, t.normalized)
         for n, t in tokenizer.get_added_tokens_decoder().items()
     }
     adding = [AddedToken(**t._asdict()) for _, t in tokens_by_files(folder, config, own)]

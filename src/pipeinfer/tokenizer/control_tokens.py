@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import ThoughtState
-from pipeinfer.text.thoughts import SPACE, Tags, left, spoken
+from pipeinfer.text.thoughts import SPACE, ThoughtTags, content_text, thought_state
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, argument_forms
 from pipeinfer.tokenizer.token_bounds import components
 
@@ -87,15 +87,15 @@ class ChatRenderer:
         )
 
     def thought_state(
-        self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: Tags
+        self, chat: list[JsonObject], arguments: JsonObject, prompt: str, tags: ThoughtTags
     ) -> ThoughtState:
         """Where `prompt`, which `render` made of this chat, leaves the thoughts of its answer. Tags
         that a client spells do not count, except in a message that the model continues. Raises
         TemplateFailed."""
         if arguments.get("continue_final_message"):
-            said = spoken(chat[-1].get("content"))
-            return "open" if left(said, tags) == "open" else "over"  # the answer has begun
-        state = left(prompt, tags)
+            said = content_text(chat[-1].get("content"))
+            return "open" if thought_state(said, tags) == "open" else "over"  # the answer has begun
+        state = thought_state(prompt, tags)
         if state == "before":
             return state
         source, arguments = self._request_template(arguments), arguments.copy()
@@ -104,14 +104,14 @@ class ChatRenderer:
         if any(tag in text for text, _ in client_strings(chat, arguments) for tag in tags.pair):
             chat, arguments = map_client_strings(chat, arguments, partial(_without_tags, tags=tags))
             prompt = _with_argument_forms(templates.render, chat, arguments)
-            state = left(prompt, tags)
+            state = thought_state(prompt, tags)
         if state == "open" and prompt.rpartition(tags.opening)[2].strip(SPACE):
             # The tag may belong to the template's instructions about the form of answers.
             asked = _with_argument_forms(
                 templates.render, chat, {**arguments, "add_generation_prompt": False}
             )
             if asked != prompt and prompt.startswith(asked):
-                state = left(prompt[len(asked) :], tags)
+                state = thought_state(prompt[len(asked) :], tags)
         return state
 
     def _request_template(self, arguments: JsonObject) -> str | None:
@@ -159,7 +159,7 @@ def _with_argument_forms(
         raise
 
 
-def _without_tags(text: str, _kind: StringKind, tags: Tags) -> str:
+def _without_tags(text: str, _kind: StringKind, tags: ThoughtTags) -> str:
     """`text` with the tags broken, so that the template sees a text of the same kind."""
     for tag in tags.pair:
         text = text.replace(tag, f"{tag[:1]}\ue000{tag[1:]}")

@@ -15,15 +15,21 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pipeinfer.checkpoint.outline import read_outline
-from pipeinfer.grammars.trial import Setup
+from pipeinfer.grammars.trial import VocabularySetup
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.text.ends import end_ids, vocabulary_setup
+from pipeinfer.text.ends import read_end_ids, vocabulary_setup
 from pipeinfer.text.loading import load_tokenizer
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
-from pipeinfer.text.thoughts import REASONING_PARSERS, SPACE, Tags, left, tags_of
+from pipeinfer.text.thoughts import (
+    REASONING_PARSERS,
+    SPACE,
+    ThoughtTags,
+    thought_state,
+    thought_tags,
+)
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
 from pipeinfer.tokenizer.control_tokens import (
     AmbiguousControlTokens,
@@ -95,7 +101,7 @@ class PromptEncoder:
         eos_ids: tuple[int, ...] = (),
         allow_control_tokens: bool = False,
         own_process: bool = False,
-        tags: Tags | None = None,
+        tags: ThoughtTags | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._tags = tags
@@ -186,14 +192,18 @@ class PromptEncoder:
             waits = state == "open" and (budget or at_end)
         return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
-    def _thought_state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
+    def _thought_state(self, ids: np.ndarray, tags: ThoughtTags) -> ThoughtState:
         """Where a prompt that was not made by a template leaves the thoughts."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
-            return left(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
+            return thought_state(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
         places = np.flatnonzero((ids == opening) | (ids == closing))
-        return left(self._decode(ids[places[-1] :][:TAIL_IDS]), tags) if len(places) else "before"
+        return (
+            thought_state(self._decode(ids[places[-1] :][:TAIL_IDS]), tags)
+            if len(places)
+            else "before"
+        )
 
     def _decode(self, ids: np.ndarray) -> str:
         """The text of `ids`, with special tokens."""
@@ -376,7 +386,7 @@ def _counts_only(submit: Submit) -> bool:
     return submit.only_encode and submit.params.max_tokens == 0
 
 
-def _find_tags(tokenizer: Tokenizer | None) -> Tags | None:
+def _find_tags(tokenizer: Tokenizer | None) -> ThoughtTags | None:
     """The tags of thoughts that are tokens of `tokenizer`; None if there are none."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
@@ -401,7 +411,7 @@ class EncoderParts(NamedTuple):
 
     encoder: PromptEncoder
     eos_ids: tuple[int, ...]
-    grammar_setup: Setup | None
+    grammar_setup: VocabularySetup | None
     no_grammars_because: str
 
 
@@ -411,7 +421,7 @@ def load_encoder(folder: Path, settings: Settings, own_process: bool = False) ->
     model = read_outline(folder, settings.model_impl)
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
-    eos_ids = end_ids(folder, tokenizer, config)
+    eos_ids = read_end_ids(folder, tokenizer, config)
     shown = "\n".join(template_sources(folder, config, settings.chat_template).values())
     encoder = PromptEncoder(
         tokenizer,
@@ -427,7 +437,7 @@ def load_encoder(folder: Path, settings: Settings, own_process: bool = False) ->
         eos_ids,
         settings.control_tokens_in_messages,
         own_process,
-        tags_of(settings.reasoning_parser, shown),
+        thought_tags(settings.reasoning_parser, shown),
     )
     if own_process:  # it encodes, and nothing else
         return EncoderParts(encoder, eos_ids, None, "")

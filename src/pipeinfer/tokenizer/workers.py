@@ -28,7 +28,7 @@ import msgspec
 
 from pipeinfer import pipes
 from pipeinfer.fair_queue import FairQueue
-from pipeinfer.grammars.trial import SECONDS, Setup, TooSlow, Trial
+from pipeinfer.grammars.trial import MAX_SECONDS, TooSlow, ValidationProcess, VocabularySetup
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, Tried, Try
@@ -275,7 +275,7 @@ class ValidationWorker:
     is_slow: it has grammars that were too slow for a first attempt; its verdict is the last word.
     """
 
-    def __init__(self, process: Trial, is_slow: bool) -> None:
+    def __init__(self, process: ValidationProcess, is_slow: bool) -> None:
         self.process = process
         self.close = process.close
         self.kill = process.kill
@@ -315,10 +315,10 @@ class GrammarValidation:
 
     def __init__(
         self,
-        setup: Setup | None,
+        setup: VocabularySetup | None,
         find_submit: FindSubmit,
         no_grammars_because: str = "",
-        seconds: float = SECONDS,
+        seconds: float = MAX_SECONDS,
     ) -> None:
         self._no_grammars_because = no_grammars_because
         self._workers: list[ValidationWorker] = []
@@ -353,11 +353,13 @@ class GrammarValidation:
 
     def stats(self) -> dict[str, float]:
         """trials_ended_total: attempts that ended without a verdict."""
-        return {"trials_ended_total": sum(worker.process.ended for worker in self._workers)}
+        return {"trials_ended_total": sum(worker.process.ended_runs for worker in self._workers)}
 
     def _make_worker(self, seconds: float, niceness: int, slow: bool) -> ValidationWorker:
         assert self._setup is not None
-        self._workers.append(ValidationWorker(Trial(self._setup, seconds, niceness), slow))
+        self._workers.append(
+            ValidationWorker(ValidationProcess(self._setup, seconds, niceness), slow)
+        )
         return self._workers[-1]
 
     def _on_verdict(self, verdict: Message) -> None:
