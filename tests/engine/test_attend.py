@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
-from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.attend import StepAttention, TorchStore
 from pipeinfer.engine.storing import store_kept
 from pipeinfer.kernels.e4m3 import E4M3, Scales

@@ -23,7 +23,7 @@ from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import SHARE
 from pipeinfer.settings import Settings
-from pipeinfer.text.ends import grammar_setup
+from pipeinfer.text.loading import grammar_setup
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)

@@ -23,7 +23,7 @@ from pipeinfer.gateway.shapes import Said
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.text.added import AddedId
+from pipeinfer.text.files import AddedId
 
 TOKENIZER = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
 SIZE = TOKENIZER.get_vocab_size()

@@ -18,7 +18,7 @@ from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.added import AddedId
+from pipeinfer.text.files import AddedId
 
 SCHEMAS = {
     "weather": {

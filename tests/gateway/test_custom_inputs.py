@@ -19,7 +19,7 @@ from pipeinfer.gateway.reading.custom_inputs import CustomInputs
 from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.added import AddedId
+from pipeinfer.text.files import AddedId
 
 FAMILIES = {**{name: TOOL_PARSERS[name] for name in FORMS}, "any": ANY_MODEL}
 WRITTEN = {**FORMS, "any": ANY}

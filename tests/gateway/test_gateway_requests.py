@@ -33,7 +33,7 @@ from pipeinfer.messages import Submit
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import AddedId
+from pipeinfer.text.files import AddedId
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]

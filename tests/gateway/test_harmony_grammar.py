@@ -20,8 +20,8 @@ from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.text.added import AddedId
-from pipeinfer.text.harmony import CALL, END, RETURN
+from pipeinfer.text.files import AddedId
+from pipeinfer.text.thoughts import CALL, END, RETURN
 
 TOKENIZER = tokenizer()
 SIZE = TOKENIZER.get_vocab_size()

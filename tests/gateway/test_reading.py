@@ -16,7 +16,7 @@ from pipeinfer.gateway.reading.registry import PART, TOOL_PARSERS, InParts, Read
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import AddedId
+from pipeinfer.text.files import AddedId
 
 SCHEMAS = {
     "get_weather": {

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 
 import checkpoints
 import gguf_writing
-from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.checkpoint.config import read_config, read_generation
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import model_tensors
-from pipeinfer.gguf.scalars import DEEPEST, MOST_ENTRIES
+from pipeinfer.gguf.header import DEEPEST, MOST_ENTRIES, read_header
+from pipeinfer.gguf.weights import model_tensors
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer
-from pipeinfer.text.template_sources import read_tokenizer_config
 
 MUTATIONS = int(os.environ.get("GGUF_MUTATIONS", "500"))
 MORE_BYTES = 300 << 20  # that reading hostile files may take beyond what the process has

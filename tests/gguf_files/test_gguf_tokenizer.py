@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gguf_models import gemma, metadata_of, smollm2
-from pipeinfer.gguf.loading import load_tokenizer as load_gguf
+from pipeinfer.gguf.tokenizer import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
+from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer, special_tokens
-from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.tokenizer.chat_templates import load_templates
 from pipeinfer.tokenizer.token_bounds import token_length_bound
 

@@ -18,10 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import GgufTensor, model_tensors
-from pipeinfer.gguf.quantization import BLOCKS, TYPES
-from pipeinfer.gguf.weights import PIECE, WeightFile
+from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
+from pipeinfer.gguf.weights import PIECE, GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights

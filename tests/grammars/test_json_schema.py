@@ -21,7 +21,7 @@ from vocabulary import ENDS, TOKENIZER, allowed, ids_of, source
 
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.json_schema import LEAST_COMPILABLE, compilable_schema
-from pipeinfer.grammars.lookaround import without_lookaround
+from pipeinfer.grammars.regex import without_lookaround
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
 KINDS = {

@@ -16,11 +16,10 @@ from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, Vocabulary, mask_cost
 from pipeinfer.grammars.masks import GrammarSource, fill_masks
-from pipeinfer.grammars.work import mask_cost
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.ends import grammar_setup
+from pipeinfer.text.loading import grammar_setup
 
 TEXT = {"type": "string"}
 SCHEMA = {

@@ -7,9 +7,9 @@ from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 import pipeinfer.demo
+from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import GrammarSource, fill_masks
-from pipeinfer.grammars.trial import VocabularySetup
 from pipeinfer.params import StructuredOutputs
 
 TOKENIZER = Tokenizer.from_file(str(Path(pipeinfer.demo.__file__).parent / "tokenizer.json"))

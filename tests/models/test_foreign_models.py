@@ -28,8 +28,7 @@ from foreign_checkpoints import (
     write_configuration,
     write_foreign,
 )
-from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.outline import ModelOutline, read_outline
+from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.models.build import build_model

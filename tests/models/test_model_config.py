@@ -13,8 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from checkpoints import ALL_ARCHITECTURES, CheckpointCache
-from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.generation import GenerationDefaults, read_generation
+from pipeinfer.checkpoint.config import GenerationDefaults, read_config, read_generation
 from pipeinfer.settings import ConfigurationError
 
 Change = Callable[[dict[str, Any]], None]

@@ -37,7 +37,7 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.text.harmony import HARMONY_TOKENS
+from pipeinfer.text.thoughts import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder

@@ -11,8 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.gguf.documents import document
-from pipeinfer.gguf.filename import is_gguf
+from pipeinfer.gguf.config import document
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 

@@ -15,17 +15,15 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.checkpoint.outline import ModelOutline, read_outline
+from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.start import Start
-from pipeinfer.gguf.filename import is_gguf
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import few_bits
+from pipeinfer.gguf.header import is_gguf, read_header
+from pipeinfer.gguf.weights import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard

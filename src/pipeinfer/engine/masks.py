@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLExecutor
 
 from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS, GrammarError
-from pipeinfer.grammars.compiling import Grammar
+from pipeinfer.grammars.compiling import Grammar, MaskCost, mask_cost
 from pipeinfer.grammars.masks import (
     FailedSource,
     MaskSource,
@@ -26,7 +26,6 @@ from pipeinfer.grammars.masks import (
     make_source,
 )
 from pipeinfer.grammars.store import GrammarStore
-from pipeinfer.grammars.work import MaskCost, mask_cost
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
 

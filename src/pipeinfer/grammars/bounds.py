@@ -21,6 +21,8 @@ MAX_GRAMMAR_DEPTH = 128
 MAX_GBNF_LETTERS = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
 # Why an engine does not take a grammar now, which another time it may.
 NO_GRAMMAR_MEMORY = "the grammars in use leave no memory for another one; try again later"
+# Of the stack that a validation has; an engine's thread has twice as much (compiling.py).
+VALIDATION_STACK_BYTES = 32 * 1024 * 1024
 FORMS = ("json", "regex", "choice", "grammar")
 # Units of work (work.py) from which on a mask is costly: engines report it, and schedulers count
 # it. Of ambiguous rules so many take 0.05 to 0.3 ms, of a lexer that is being built about 10 ms.
@@ -32,6 +34,16 @@ COMPILER_OPTIONS = "x-guidance"
 _ESCAPES = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 _OPEN, _CLOSE = "[{(", "]})"
+
+
+class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
+    """What the vocabulary is made of, see compiling.Vocabulary; `stack`: bytes, to compile with."""
+
+    tokenizer: str
+    width: int
+    end_ids: tuple[int, ...]
+    known_ids: tuple[int, ...]
+    stack: int = VALIDATION_STACK_BYTES
 
 
 class GrammarError(ValueError):

@@ -6,19 +6,20 @@ end the process or take minutes: compile it in another one first (trial.py).
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.json_schema import compilable_schema
-from pipeinfer.grammars.lark import as_lark, with_options
-from pipeinfer.grammars.lookaround import with_plain_digits
-from pipeinfer.grammars.work import mask_cost
+from pipeinfer.grammars.regex import with_plain_digits
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
@@ -220,3 +221,83 @@ def _from_schema(text: str) -> str:
     schema: JsonObject = {} if said is True else {"not": {}} if said is False else said
     own = {**schema, "x-guidance": JSON_OPTIONS}
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(own).decode())
+
+
+# Strings, regular expressions and comments, in which %json is a text like any other. One that has
+# no end is taken up to its line's: searching again behind each escaped quote takes a square's time.
+_SCHEMA = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|(?P<json>%json\s*)(?=\{)'
+)
+_decode = json.JSONDecoder().raw_decode
+
+
+def as_lark(text: str) -> str:
+    """`text`, translated if it is GBNF (`root ::= ...`). GrammarError."""
+    if "::=" not in text or is_lark_syntax(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # the library raises bare Exception
+        said = str(error).partition("\n")[0] or "it is nested too deeply"
+        raise GrammarError(f"the grammar is no GBNF: {said}") from None
+
+
+def with_options(text: str, options: JsonObject) -> str:
+    """With `options` for the compiler in each schema that stands behind %json."""
+    parts: list[str] = []
+    at = 0
+    while (found := _SCHEMA.search(text, at)) is not None:
+        parts.append(text[at : found.end()])
+        at = found.end()
+        if found["json"]:
+            try:
+                schema, at = _decode(text, at)
+            except (ValueError, RecursionError):
+                continue  # the compiler says what is wrong with it
+            parts.append(json.dumps({**schema, "x-guidance": options}))
+    return "".join((*parts, text[at:]))
+
+
+# Units: of one mask, of the tokens that follow it. They order grammars by cost, and are no times: a
+# unit of ambiguous rules takes 0.05 to 0.3 microseconds, of a lexer that is being built about ten
+# (docs/benchmarks.md). Fitted with vocabularies of 49,000 and 262,000 tokens.
+UNITS_PER_ITEM = 2.0  # of the parser
+UNITS_PER_FUEL = 1 / 40  # of the lexer
+UNITS_PER_NODE = 1 / 250  # of the tree of all tokens
+
+_NO_TOKEN = 1 << 30  # whatever the vocabulary
+_STATISTICS = re.compile(r'\nParser: \{\n((?:  "\w+": \d+,?\n)+)\}')
+_COUNT = re.compile(r'"(\w+)": (\d+)')
+
+
+class MaskCost(NamedTuple):
+    """Since a matcher was made from its grammar. items: of its parser; fuel: of its lexer; nodes of
+    the tree of tokens that it has walked."""
+
+    items: int = 0
+    fuel: int = 0
+    nodes: int = 0
+
+    @property
+    def units(self) -> int:
+        return round(
+            self.items * UNITS_PER_ITEM + self.fuel * UNITS_PER_FUEL + self.nodes * UNITS_PER_NODE
+        )
+
+    def since(self, before: MaskCost) -> MaskCost:
+        return MaskCost(
+            self.items - before.items, self.fuel - before.fuel, self.nodes - before.nodes
+        )
+
+
+def mask_cost(matcher: LLMatcher) -> MaskCost:
+    """All that `matcher` has cost, and what it was copied from. Takes about 0.1 ms: the library
+    tells its counts in the message of an error alone, which a copy is made to have."""
+    copy = matcher.deep_copy()
+    copy.consume_token(_NO_TOKEN)
+    found = _STATISTICS.search(copy.get_error())
+    counts = dict(_COUNT.findall(found[1])) if found else {}
+    items, fuel, nodes = (
+        int(counts.get(name, 0)) for name in ("all_items", "lexer_cost", "trie_nodes_walked")
+    )
+    return MaskCost(items, fuel, nodes)

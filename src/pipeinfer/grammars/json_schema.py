@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 from typing import cast
 
-from pipeinfer.grammars.lookaround import to_compiler_dialect, without_lookaround
+from pipeinfer.grammars.regex import to_compiler_dialect, without_lookaround
 from pipeinfer.grammars.schema_facts import (
     DEFINITIONS,
     MAX_REFERENCE_STEPS,
@@ -24,13 +24,14 @@ from pipeinfer.grammars.schema_facts import (
     exactly,
     fits,
     listed,
+    malformed,
     named,
+    normalized,
     split,
     type_of,
     types,
     values,
 )
-from pipeinfer.grammars.schema_shapes import malformed, normalized
 from pipeinfer.json_values import JsonObject, JsonValue
 
 # Formats of strings that the compiler knows. JSON Schema lets others be ignored.

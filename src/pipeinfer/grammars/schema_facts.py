@@ -6,7 +6,8 @@ Knows JSON Schema's words; changes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import cast
 from urllib.parse import unquote
@@ -300,3 +301,92 @@ _OPENING = ("patternProperties", "propertyNames")
 def _wide(kinds: set[str]) -> set[str]:
     """A whole number is a number."""
     return kinds | {"integer"} if "number" in kinds else kinds
+
+
+TYPES = frozenset(("null", "boolean", "object", "array", "number", "string", "integer"))
+ValueTest = Callable[[JsonValue], bool]
+
+
+def _is_schema(value: JsonValue) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_schema_list(value: JsonValue) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_object(value: JsonValue) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number(value: JsonValue) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: JsonValue) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 == value % 1
+    )
+
+
+def _is_string(value: JsonValue) -> bool:
+    return isinstance(value, str)
+
+
+def _is_string_list(value: JsonValue) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_type(value: JsonValue) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, str) and each in TYPES for each in value)
+    return isinstance(value, str) and value in TYPES
+
+
+_SHAPES: dict[str, ValueTest] = {
+    "type": _is_type,
+    "enum": lambda value: isinstance(value, list),
+    "required": _is_string_list,
+    "items": lambda value: isinstance(value, dict | bool | list),
+    # Draft 4 says true and false, of minimum and maximum.
+    "exclusiveMinimum": lambda value: isinstance(value, bool) or _is_number(value),
+    "exclusiveMaximum": lambda value: isinstance(value, bool) or _is_number(value),
+    "multipleOf": lambda value: _is_number(value) and isinstance(value, int | float) and value > 0,
+    **dict.fromkeys(
+        ("properties", "patternProperties", "$defs", "definitions", "dependentRequired",
+         "dependentSchemas", "dependencies"), _is_object
+    ),
+    **dict.fromkeys(
+        ("additionalItems", "additionalProperties", "not", "if", "then", "else", "contains",
+         "propertyNames", "unevaluatedItems", "unevaluatedProperties"), _is_schema
+    ),
+    **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _is_schema_list),
+    **dict.fromkeys(("minimum", "maximum"), _is_number),
+    **dict.fromkeys(
+        ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
+         "minContains", "maxContains"), _is_count
+    ),
+    **dict.fromkeys(("pattern", "format", "$ref", "$anchor", "$id", "id", "$schema"), _is_string),
+}  # fmt: skip
+_WHOLE = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_DRAFT = re.compile(r"https?://json-schema\.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?")
+
+
+def malformed(schema: JsonObject) -> list[str]:
+    """Keywords of it whose values are none of theirs."""
+    return [key for key, shape in _SHAPES.items() if key in schema and not shape(schema[key])]
+
+
+def normalized(schema: JsonObject) -> JsonObject:
+    """A copy that says the same in the way that the compiler reads: counts as integers, and no name
+    of a dialect that it does not have."""
+    made = dict(schema)
+    for key in _WHOLE:
+        if isinstance(count := made.get(key), float):
+            made[key] = int(count)
+    draft = made.pop("$schema", None)
+    if isinstance(draft, str) and _DRAFT.fullmatch(draft):
+        made["$schema"] = (
+            ("https" if "/20" in draft else "http") + "://" + draft.partition("://")[2]
+        )
+    return made

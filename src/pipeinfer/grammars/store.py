@@ -17,9 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY, GrammarError
+from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY, GrammarError, VocabularySetup
 from pipeinfer.grammars.compiling import COMPILE_STACK_BYTES, Grammar, Vocabulary
-from pipeinfer.grammars.trial import VocabularySetup
 from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers
-from pipeinfer.checkpoint.spellings import with_model_names
-from pipeinfer.gguf.filename import is_gguf
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import GgufTensor, model_tensors
-from pipeinfer.gguf.quantization import BLOCKS
-from pipeinfer.gguf.weights import WeightFile
+from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_model_names
+from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
+from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Source
 from pipeinfer.settings import ConfigurationError
 

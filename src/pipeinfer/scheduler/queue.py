@@ -495,8 +495,8 @@ class GrammarQueue:
 
 
 # What costly masks may cost in each step on average, where others run, and where nobody else does;
-# in units of work (grammars/work.py). Of ambiguous rules SHARE takes 0.3 to 2 ms of a step, of a
-# lexer that is being built, which ends soon, about 60 ms.
+# in units of cost (grammars/compiling.py). Of ambiguous rules SHARE takes 0.3 to 2 ms of a step,
+# of a lexer that is being built, which ends soon, about 60 ms.
 SHARE = 6_000
 ALONE = 60_000
 REMEMBERED = 128  # grammars with costly masks

@@ -84,3 +84,12 @@ def content_text(content: JsonValue) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
+
+
+START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
+CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
+RETURN, CALL = "<|return|>", "<|call|>"
+# What ends an answer: its last message, or a call that waits for a result. END does not.
+HARMONY_ENDS = (RETURN, CALL)
+# Of a tokenizer that has the format; <|constrain|> some leave out.
+HARMONY_TOKENS = frozenset((START, END, MESSAGE, CHANNEL, *HARMONY_ENDS))

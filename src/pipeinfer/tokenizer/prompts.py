@@ -14,15 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeinfer.checkpoint.outline import read_outline
-from pipeinfer.grammars.trial import VocabularySetup
+from pipeinfer.checkpoint.config import read_outline
+from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.text.ends import read_end_ids, vocabulary_setup
-from pipeinfer.text.loading import load_tokenizer
-from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
+from pipeinfer.text.files import read_tokenizer_config, template_sources
+from pipeinfer.text.loading import load_tokenizer, read_end_ids, vocabulary_setup
 from pipeinfer.text.thoughts import (
     REASONING_PARSERS,
     SPACE,

@@ -28,7 +28,8 @@ import msgspec
 
 from pipeinfer import pipes
 from pipeinfer.fair_queue import FairQueue
-from pipeinfer.grammars.trial import MAX_SECONDS, TooSlow, ValidationProcess, VocabularySetup
+from pipeinfer.grammars.bounds import VocabularySetup
+from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProcess
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, Tried, Try

@@ -64,9 +64,16 @@ from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import AddedId
-from pipeinfer.text.harmony import CHANNEL, MESSAGE, START
-from pipeinfer.text.thoughts import REASONING_PARSERS, ThoughtTags, parser_of, thought_state
+from pipeinfer.text.files import AddedId
+from pipeinfer.text.thoughts import (
+    CHANNEL,
+    MESSAGE,
+    REASONING_PARSERS,
+    START,
+    ThoughtTags,
+    parser_of,
+    thought_state,
+)
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 

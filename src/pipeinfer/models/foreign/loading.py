@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as theirs
 
-from pipeinfer.checkpoint.outline import ModelOutline
+from pipeinfer.checkpoint.config import ModelOutline
 from pipeinfer.layers.placement import DUMMY_STD
 from pipeinfer.models.foreign import hook
 from pipeinfer.models.foreign.model import ForeignModel

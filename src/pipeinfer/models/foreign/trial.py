@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from pipeinfer.checkpoint.outline import ModelOutline
+from pipeinfer.checkpoint.config import ModelOutline
 from pipeinfer.models.foreign.hook import Called, hooked
 from pipeinfer.models.foreign.refusals import refused
 from pipeinfer.steps.shape import AttentionShape

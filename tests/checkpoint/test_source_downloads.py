@@ -20,7 +20,7 @@ import pytest
 from huggingface_hub.utils import WeakFileLock
 
 import hub
-from pipeinfer.checkpoint import hub as downloads
+from pipeinfer.checkpoint import source as downloads
 from pipeinfer.checkpoint.safetensors import read_headers
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.demo import demo_path

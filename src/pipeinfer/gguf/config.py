@@ -10,10 +10,13 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from pipeinfer.gguf.header import Header
-from pipeinfer.gguf.values import quote
-from pipeinfer.gguf.vocabulary import Kind
+from pipeinfer.gguf.header import Header, Metadata, quote, read_header
+from pipeinfer.gguf.tokenizer import MODEL, Kind, load_tokenizer, tokenizer_config
+from pipeinfer.json_values import JsonObject
+from pipeinfer.settings import ConfigurationError
 
 # Of all sizes: three of them multiplied, in bytes, can be counted in 64 bits.
 LARGEST = 1 << 19
@@ -242,4 +245,44 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", _nothing),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _experts),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3),
+}
+
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Made = TypeVar("Made")
+
+
+def document(path: Path, name: str) -> JsonObject | None:
+    """The object that file `name` would hold, None where there would be no such file.
+
+    Raises ConfigurationError in one line that names `path`.
+    """
+    make = DOCUMENTS.get(name)
+    return None if make is None else cast(JsonObject | None, make(read_header(path)))
+
+
+def tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a file, None where it has none. Raises ConfigurationError."""
+    return _of_vocabulary(read_header(path), load_tokenizer)
+
+
+def _tokenizer_config(header: Header) -> dict[str, object] | None:
+    return _of_vocabulary(header, tokenizer_config)
+
+
+def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | None:
+    if header.metadata.get(MODEL, "none") in ("none", "no_vocab"):
+        return None
+    try:
+        return make(header.metadata)
+    except ConfigurationError as error:
+        text = str(error)
+        raise error if str(header.path) in text else header.error(text) from None
+
+
+DOCUMENTS: dict[str, Callable[[Header], dict[str, object] | None]] = {
+    "config.json": config_json,
+    "tokenizer_config.json": _tokenizer_config,
 }

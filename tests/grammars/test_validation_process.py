@@ -12,8 +12,8 @@ from costly_grammars import AMBIGUOUS, HONEST, growing
 from vocabulary import SETUP
 
 from pipeinfer import pipes
-from pipeinfer.grammars import compiling, trial
-from pipeinfer.grammars.trial import TooSlow, ValidationProcess, ValidationTask
+from pipeinfer.grammars import compiling, validation
+from pipeinfer.grammars.validation import TooSlow, ValidationProcess, ValidationTask
 from pipeinfer.params import StructuredOutputs
 from waiting import until
 
@@ -132,7 +132,7 @@ def test_one_that_overflows_the_stack_is_refused_and_the_next_is_tried():
     tried = ValidationProcess(msgspec.structs.replace(SETUP, stack=512 * 1024))
     try:
         assert "too complex" in verdict(tried, json=references(1700))
-        assert tried.ended_runs == trial.MAX_RUNS
+        assert tried.ended_runs == validation.MAX_RUNS
         assert verdict(tried, **SMALL) == ""
     finally:
         tried.kill()
@@ -152,7 +152,7 @@ async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_g
     try:
         assert verdict(tried, **SMALL) == ""
         asked = asyncio.get_running_loop().run_in_executor(None, lambda: verdict(tried, **SLOW))
-        for _ in range(trial.MAX_RUNS):
+        for _ in range(validation.MAX_RUNS):
             await until(lambda: tried._process is not None)
             pid = tried._process.pid
             await until(lambda pid=pid: living_children(pid))
@@ -167,7 +167,7 @@ async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_g
 
 
 def test_a_trial_has_less_stack_than_an_engine():
-    assert trial.VALIDATION_STACK_BYTES < compiling.COMPILE_STACK_BYTES
+    assert validation.VALIDATION_STACK_BYTES < compiling.COMPILE_STACK_BYTES
 
 
 def test_too_large_a_grammar_starts_no_process():

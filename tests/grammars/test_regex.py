@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeinfer.grammars.lookaround import with_plain_digits
+from pipeinfer.grammars.regex import with_plain_digits
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ things of a token, those win that win in transformers' AutoTokenizer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -159,3 +160,73 @@ def _token(token: JsonValue, named: Collection[str]) -> TokenFlags:
         flags.get("rstrip") is True,
         flags.get("normalized", not special) is True,
     )
+
+
+def read_tokenizer_config(folder: Path) -> JsonObject:
+    """tokenizer_config.json; tokens that it does not name, and flags of those that it only names,
+    come from special_tokens_map.json, unless it says itself which tokens are added."""
+    config = read_object(folder, "tokenizer_config.json") or {}
+    if isinstance(config.get("added_tokens_decoder"), dict):
+        return config
+    merged = dict(config)
+    for name, token in (read_object(folder, "special_tokens_map.json") or {}).items():
+        if isinstance(token, dict) and "content" in token:
+            token = {**token, "special": True}
+            if merged.get(name) in (None, token["content"]):
+                merged[name] = token
+        elif merged.get(name) is None:
+            merged[name] = token
+    return merged
+
+
+def template_sources(folder: Path, config: JsonObject, override: str) -> dict[str, str]:
+    """Jinja text by name, of the checkpoint in `folder`, or only that of the file `override` if it
+    is not empty. A file chat_template.jinja goes before the text in `config`, the tokenizer's
+    configuration. Raises ConfigurationError for a file that cannot be read.
+    """
+    if override:
+        return {"default": _read(Path(override))}
+    sources: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        sources["default"] = given
+    elif isinstance(given, list):
+        named = [entry for entry in given if isinstance(entry, dict)]
+        sources = {str(entry["name"]): str(entry["template"]) for entry in named}
+    if (folder / "chat_template.jinja").exists():
+        sources = {"default": _read(folder / "chat_template.jinja")}
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[path.stem] = _read(path)
+    return sources
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read chat template {path}: {error}") from None
+
+
+# Names of files and folders, of which some are paths on the machine that saved the checkpoint.
+OF_FILES = (
+    "auto_map",
+    "merges_file",
+    "name_or_path",
+    "special_tokens_map_file",
+    "tokenizer_file",
+    "vocab_file",
+)
+LONGEST = 2**53  # tokens; files say 10**30 where a tokenizer has no bound of its own
+
+
+def tokenizer_info(config: JsonObject, templates: Mapping[str, str], context_length: int) -> bytes:
+    """As JSON. `config`: what read_tokenizer_config gave, `templates`: what template_sources gave;
+    `context_length`: tokens, 0 if not known. Named tokens are texts, null where there is none."""
+    told: JsonObject = {name: value for name, value in config.items() if name not in OF_FILES}
+    told |= dict.fromkeys(NAMED_TOKENS) | special_tokens(config)
+    told["tokenizer_class"] = config.get("tokenizer_class") or "PreTrainedTokenizerFast"
+    told["chat_template"] = templates.get("default")
+    most = config.get("model_max_length")
+    if not isinstance(most, int) or not 0 < most <= LONGEST:
+        told["model_max_length"] = context_length or None
+    return json.dumps(told).encode()

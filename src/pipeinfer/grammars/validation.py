@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer import pipes
-from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.grammars.bounds import GrammarError, VocabularySetup, check
 from pipeinfer.params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ VERDICT_TIMEOUT_SECONDS = 300.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MAX_ADDRESS_SPACE = 2 * 1024**3
-VALIDATION_STACK_BYTES = (
-    32 * 1024 * 1024
-)  # bytes; half of what an engine's thread has (compiling.py)
 WALK_TOKENS = 24  # tokens that a trial goes, each drawn of those that are allowed
 # What a token of it may cost on average (work.py). In units: 4 ms of each step in which a row has
 # the grammar; an honest one takes up to 700, with a vocabulary of 262,000 up to 2,200. In fuel of
@@ -50,16 +47,6 @@ WALK_TOKENS = 24  # tokens that a trial goes, each drawn of those that are allow
 MAX_UNITS_A_TOKEN = 4_000
 MAX_FUEL_A_TOKEN = 16_000
 MAX_RUNS = 2  # copies that may end over a grammar: one may have been killed by somebody else
-
-
-class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
-    """What the vocabulary is made of, see compiling.Vocabulary; `stack`: bytes, to compile with."""
-
-    tokenizer: str
-    width: int
-    end_ids: tuple[int, ...]
-    known_ids: tuple[int, ...]
-    stack: int = VALIDATION_STACK_BYTES
 
 
 class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +148,7 @@ class ValidationProcess:
         if self._process is None:
             # It has nothing to print but a client's grammar, and how it died of it.
             process = self._process = pipes.start(
-                "pipeinfer.grammars.trial", {"RAYON_NUM_THREADS": "1"}, silent=True
+                "pipeinfer.grammars.validation", {"RAYON_NUM_THREADS": "1"}, silent=True
             )
             if self._closed:  # meanwhile
                 process.kill()
@@ -212,8 +199,8 @@ def _exit_when_closed(life: int) -> NoReturn:
 def sample_walk(grammar: Grammar, executor: LLExecutor) -> str:
     """What is wrong with the grammar's masks, or with what they cost, along one walk; "" if nothing
     is."""
+    from pipeinfer.grammars.compiling import mask_cost
     from pipeinfer.grammars.masks import GrammarSource, fill_masks
-    from pipeinfer.grammars.work import mask_cost
 
     source, chance = GrammarSource(grammar), Random(0)
     words = np.zeros((1, grammar.vocabulary.words), dtype=np.int32)

@@ -4,10 +4,9 @@ space again."""
 import pytest
 from vocabulary import VOCABULARY, ids_of
 
-from pipeinfer.grammars import lark
+from pipeinfer.grammars import compiling
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.compiling import Grammar
-from pipeinfer.grammars.lark import with_options
+from pipeinfer.grammars.compiling import Grammar, with_options
 from pipeinfer.params import StructuredOutputs
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -55,7 +54,7 @@ def test_what_only_looks_like_a_schema_stays(text):
 def test_a_string_without_an_end_is_looked_at_once(opening: str) -> None:
     """Else each escaped quote in it begins a search to its end: 64 kB took 14 seconds."""
     line = opening + f"\\{opening}" * 1000
-    found = lark._SCHEMA.search(f'{line}\nb: %json {{"a": 1}}')
+    found = compiling._SCHEMA.search(f'{line}\nb: %json {{"a": 1}}')
     assert found is not None and found.span() == (0, len(line))
     assert with_options(line, {"a": 1}) == line
     assert with_options(f'{line}\nb: %json {{"a": 1}}', {"b": 2}).endswith(
