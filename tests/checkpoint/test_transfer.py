@@ -60,7 +60,7 @@ from pipeinfer.checkpoint.transfer import Transfer
 with Transfer("a/model", {"file": 64 << 20}, print) as transfer:
     transfer.add("file", 32 << 20)
     sys.stdin.readline()
-    transfer.note("the connection broke")
+    transfer.log("the connection broke")
     transfer.add("file", 32 << 20)
 """
 

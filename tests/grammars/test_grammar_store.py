@@ -63,7 +63,7 @@ def test_a_worn_grammar_is_renewed_once_however_often_it_is_said(store):
     gate = threading.Event()
     store._jobs.put(gate.wait)
     for _ in range(3):
-        store.renew(worn)
+        store.recompile(worn)
     gate.set()
     settled(store)
     assert worn.generation == 1 and store.grammar(SPEC) is worn
@@ -76,13 +76,13 @@ def test_a_worn_grammar_stays_where_no_other_compiles(store, monkeypatch):
         raise GrammarError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Grammar, "_compiled", no_more)
-        store.renew(worn)
+        patched.setattr(Grammar, "_compile", no_more)
+        store.recompile(worn)
         done = threading.Event()
         store._jobs.put(done.set)
         assert done.wait(30)
     assert worn.generation == 0
-    store.renew(worn)
+    store.recompile(worn)
     settled(store)
     assert worn.generation == 1, "it may be tried again"
 
@@ -177,19 +177,19 @@ def test_without_a_vocabulary_every_grammar_says_why():
 
 
 def widened(store, grammar, lanes=4):
-    store.widen(grammar, lanes)
-    while not grammar.settled:
+    store.add_copies(grammar, lanes)
+    while not grammar.has_all_copies:
         settled(store)
 
 
 def test_a_grammar_that_several_rows_use_gets_more_lanes_once(store):
     grammar = store.grammar(SPEC)
-    store.widen(grammar, 1)
+    store.add_copies(grammar, 1)
     settled(store)
-    assert grammar.lanes == 1 and not grammar.settled
+    assert grammar.num_copies == 1 and not grammar.has_all_copies
     widened(store, grammar)
     widened(store, grammar)
-    assert grammar.lanes == 4
+    assert grammar.num_copies == 4
 
 
 def test_all_grammars_together_have_few_lanes(store, monkeypatch):
@@ -198,14 +198,14 @@ def test_all_grammars_together_have_few_lanes(store, monkeypatch):
     grammars = [store.grammar(spec) for spec in specs]
     for grammar in grammars:
         widened(store, grammar)
-    assert [grammar.lanes for grammar in grammars] == [4, 3, 1]
+    assert [grammar.num_copies for grammar in grammars] == [4, 3, 1]
 
 
 def test_what_compiles_slowly_has_one_lane(store, monkeypatch):
     monkeypatch.setattr(stores, "FAST_COMPILE_SECONDS", 0.0)
     grammar = store.grammar(SPEC)
     widened(store, grammar)
-    assert grammar.lanes == 1
+    assert grammar.num_copies == 1
 
 
 def test_rows_that_move_to_another_lane_go_on_as_if_they_had_not():

@@ -12,7 +12,7 @@ from costly_grammars import AMBIGUOUS, HONEST, growing
 from vocabulary import SETUP
 
 from pipeinfer import pipes
-from pipeinfer.grammars import compiling, validation
+from pipeinfer.grammars import bounds, compiling, validation
 from pipeinfer.grammars.validation import TooSlow, ValidationProcess, ValidationTask
 from pipeinfer.params import StructuredOutputs
 from waiting import until
@@ -62,9 +62,9 @@ def usual():
     ],
 )
 def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
-    before = usual.ended
+    before = usual.ended_runs
     assert says in verdict(usual, **spec)
-    assert usual.ended == before
+    assert usual.ended_runs == before
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
     ],
 )
 def test_what_compiles(usual, spec):
-    before = usual.ended
-    assert (verdict(usual, **spec), usual.ended) == ("", before)
+    before = usual.ended_runs
+    assert (verdict(usual, **spec), usual.ended_runs) == ("", before)
 
 
 def test_what_trips_a_limit_at_its_first_choice_is_refused_by_name():
@@ -112,8 +112,8 @@ COSTLY = {
 def test_a_grammar_whose_masks_cost_too_much_is_refused_by_name(usual, name):
     text, says = COSTLY[name]
     spec = {"json" if text.startswith("{") else "grammar": text}
-    before = usual.ended
-    assert says in verdict(usual, **spec) and usual.ended == before
+    before = usual.ended_runs
+    assert says in verdict(usual, **spec) and usual.ended_runs == before
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -123,8 +123,8 @@ def test_a_large_grammar_that_costs_little_is_served(usual, name):
 
 def test_one_that_takes_long_is_ended_and_the_next_needs_no_other_process(usual):
     assert verdict(usual, **SMALL) == ""
-    before, process = usual.ended, usual._process.pid
-    assert "longer than 1 s" in verdict(usual, **SLOW) and usual.ended == before + 1
+    before, process = usual.ended_runs, usual._process.pid
+    assert "longer than 1 s" in verdict(usual, **SLOW) and usual.ended_runs == before + 1
     assert verdict(usual, **SMALL) == "" and usual._process.pid == process
 
 
@@ -167,7 +167,7 @@ async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_g
 
 
 def test_a_trial_has_less_stack_than_an_engine():
-    assert validation.VALIDATION_STACK_BYTES < compiling.COMPILE_STACK_BYTES
+    assert bounds.VALIDATION_STACK_BYTES < compiling.COMPILE_STACK_BYTES
 
 
 def test_too_large_a_grammar_starts_no_process():
@@ -208,8 +208,8 @@ def living_children(pid):
 
 
 def test_whatever_a_translation_raises_is_an_answer(usual):
-    before = usual.ended
-    assert "nobody" in verdict(usual, grammar="root ::= nobody") and usual.ended == before
+    before = usual.ended_runs
+    assert "nobody" in verdict(usual, grammar="root ::= nobody") and usual.ended_runs == before
 
 
 def nested(levels):

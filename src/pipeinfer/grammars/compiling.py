@@ -1,7 +1,12 @@
-"""From what an output must be to a grammar that matchers are copied from, by llguidance.
+"""Compiles grammars, by llguidance: JSON schemas, regular expressions, choices, Lark and GBNF.
 
-Limits are counts and never times, so that all ranks and every replay agree. A hostile grammar may
-end the process or take minutes: compile it in another one first (trial.py).
+- Vocabulary: the model's tokens, and masks of some of them.
+- Grammar: a compiled grammar. A matcher, the state of one row, is a copy of it.
+- mask_cost: what a matcher's masks have cost, by the compiler's own counts.
+
+Limits and costs are counts and never times, so that all ranks and every replay agree. A hostile
+grammar may end the process or take minutes: it is validated in another process first
+(validation.py).
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB; the longest chain
-# of rules that fits into MOST_BYTES, about 5,900, overflows 16 MB and not 32, which a trial has.
+# of rules that fits into MAX_GRAMMAR_BYTES, about 5,900, overflows 16 MB and not 32, which
+# a validation process has.
 COMPILE_STACK_BYTES = 64 * 1024 * 1024
 # White space that a model may repeat without end would never come to the closing bracket. These
 # replace what a schema says of itself: its own pattern would win over an override.
@@ -35,17 +41,16 @@ JSON_OPTIONS: JsonObject = {
     "lenient": False,
 }
 _LOG_NOTHING = 0
-# Of the parser, in one mask, and in a row of it, which takes the square: together 40 ms at most for
-# a mask and the token behind it. The library has 50,000 and 2,000. An object with n optional keys
-# takes 4 n in a row.
+# Items of the parser in one mask. With the next limit, a mask and the token behind it take 40 ms at
+# most. The library's default is 50,000.
 MAX_PARSER_ITEMS = 5_000
+# Items in one row of the parser, whose time grows with the square. An object with n optional keys
+# takes 4 n. The library's default is 2,000.
 MAX_ITEMS_IN_ROW = 1_400
-# Bytes by which `Grammar.bytes` counts: of each original, with each byte of its definition, with
-# each of the fuel that the lexer took to compile, and took since, of which 1 to 9 were measured.
-BASE_BYTES = 1 << 20
-TEXT_BYTES = 100
-COMPILED_BYTES = 32
-GROWN_BYTES = 10
+BASE_BYTES = 1 << 20  # of each compiled copy, for Grammar.bytes
+TEXT_BYTES = 100  # a byte of its definition
+COMPILED_BYTES = 32  # a unit of fuel that the lexer took to compile
+GROWN_BYTES = 10  # a unit of fuel that the lexer took since; 1 to 9 were measured
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in a regex
 
 # Lines of a grammar's text with their numbers, and what points at them.
@@ -55,8 +60,8 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (?=failed to compile JSON schema)")
 
 def limits() -> LLParserLimits:
     """Of every matcher, written down because a replay depends on them; the library's own defaults,
-    but for the parser's items. Errors tell the state (work.py), which
-    has a client's text: `complaint` leaves it out."""
+    but for the parser's items. Errors have the matcher's state, which mask_cost reads and which has
+    a client's text: `error_message` leaves it out."""
     return LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
         initial_lexer_fuel=1_000_000,
@@ -69,8 +74,16 @@ def limits() -> LLParserLimits:
 
 
 class Vocabulary:
-    """The tokens that grammars are about. `tokenizer`: tokenizer.json as text; `width`: of logits;
-    `ends`: ids that end a request; `known`: ids of the tokenizer, others are never sampled."""
+    """The tokens that grammars are about. Masks are int32 [words], one bit a token.
+
+    tokenizer: tokenizer.json as text.
+    width: of logits.
+    ends: ids that end a request.
+    known: ids of the tokenizer; other ids are never sampled.
+    sampled_mask: all known ids.
+    no_end_mask: known ids that do not end a request.
+    space_mask: known ids of white space.
+    """
 
     def __init__(self, tokenizer: str, width: int, ends: Sequence[int], known: Sequence[int]):
         if not ends:
@@ -86,20 +99,20 @@ class Vocabulary:
 
     @property
     def words(self) -> int:
-        """int32 words of a mask."""
+        """Words of a mask."""
         return (self.width + 31) // 32
 
     def bytes_of(self, token: int) -> bytes:
-        """What the token says, also where it is special."""
+        """The bytes of a token, special ones included."""
         return self._texts[token]
 
     def tokens_of_text(self, text: str) -> list[int]:
-        """Tokens that say `text`: one, where there is one."""
+        """Tokens with the text `text`: one, if there is one."""
         return self.tokens.tokenize_str(text)
 
     def tokens_completing(self, text: bytes, begun: int) -> np.ndarray | None:
-        """The tokens, as a mask, that complete `text`, of which the first `begun` bytes were said,
-        and say more than white space behind it. None if there are none."""
+        """The mask of the tokens that complete `text`, of which `begun` bytes have come, and go on
+        with more than white space. None if there are none."""
         if (text, begun) not in self._beyond:
             found = [
                 token
@@ -110,26 +123,32 @@ class Vocabulary:
         return self._beyond[text, begun]
 
     def count_known(self, ids: Sequence[int]) -> int:
-        """How many of them, the first ones, may be sampled and do not end a request."""
+        """How many of `ids`, from the first on, are known and do not end a request."""
         some = np.array(ids)
         there = (self.no_end_mask[some >> 5] >> (some & 31)) & 1
         return len(ids) if there.all() else int(there.argmin())
 
     def mask(self, ids: Sequence[int]) -> np.ndarray:
-        """int32 [words] of those that the model has."""
+        """The mask of those `ids` that the model has."""
         bits = np.zeros(self.words * 32, dtype=bool)
         bits[[i for i in ids if i < self.width]] = True
         return np.packbits(bits, bitorder="little").view("<i4")
 
 
 class Grammar:
-    """A compiled grammar, to copy matchers from. `padded`: white space before its texts says
-    nothing. `seconds`: what it took to compile. `users`: rows that have it.
+    """A compiled grammar, of which matchers are copies.
 
-    Matchers that are copied from one original share its lexer, and wait for each other when they
-    fill masks: where many fill them at the same time there may be several originals, `lanes`.
-    A lexer keeps what it has found out: `bytes` grows, until the grammar is renewed, which makes it
-    of another `generation`.
+    Matchers of one compiled copy share its lexer, and wait for each other when they fill masks. For
+    many rows there may be several copies. A lexer keeps the states that it has built, so `bytes`
+    grows until the grammar is compiled again.
+
+    vocabulary: of the model.
+    allows_leading_space: white space before a text of the grammar means nothing.
+    seconds: that it took to compile.
+    num_copies: compiled copies.
+    has_all_copies: there will not be more of them.
+    generation: how often it was compiled again.
+    num_rows: rows that use it.
     """
 
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
@@ -140,7 +159,7 @@ class Grammar:
         begun = time.perf_counter()
         self._copies = [self._compile()]
         self.seconds = time.perf_counter() - begun
-        self.has_all_copies = False  # there will not be more originals
+        self.has_all_copies = False
         self.generation = 0
         self.num_rows = 0
         self._compiled_bytes = BASE_BYTES + TEXT_BYTES * len(self._text)
@@ -153,31 +172,31 @@ class Grammar:
 
     @property
     def bytes(self) -> int:
-        """What it takes with what its lexers have found out, by counts; rather more than less."""
+        """Bytes that it takes with the states of its lexers, by counts; rather too many."""
         return self._compiled_bytes * self.num_copies + GROWN_BYTES * self._fuel
 
     @property
     def has_grown(self) -> bool:
-        """Whether it would take less than half as much if it were compiled again."""
+        """Whether it would take less than half the bytes if it were compiled again."""
         return self.bytes > 2 * self._compiled_bytes
 
     def add_fuel(self, fuel: int) -> None:
-        """Masks of it have cost so much fuel of its lexers."""
+        """Its masks have cost so much fuel of its lexers."""
         self._fuel += fuel
 
     def recompile(self) -> None:
-        """Forgets what its lexers have found out: rows go on with a new original. From any thread,
-        one at a time. Raises GrammarError."""
+        """Compiles it again, without the states of its lexers: rows go on with the new copy. From
+        any thread, one call at a time. Raises GrammarError."""
         self._copies = [self._compile()]
         self._fuel = 0
         self.generation += 1
 
     def add_copy(self) -> None:
-        """Compiles it once more; from any thread, one at a time. Raises GrammarError."""
+        """Compiles one more copy; from any thread, one call at a time. Raises GrammarError."""
         self._copies.append(self._compile())
 
     def matcher(self, place: int = 0) -> LLMatcher:
-        """One that has read nothing, of the lane of rows in that `place`."""
+        """A matcher at the beginning of the grammar, from the copy for row number `place`."""
         originals = self._copies
         return originals[place % len(originals)].deep_copy()
 
@@ -190,14 +209,14 @@ class Grammar:
 
 
 def error_message(matcher: LLMatcher) -> str:
-    """What is wrong with it, without the state, which follows, and without the text of a grammar
-    that the client may not have written."""
+    """The error of a matcher, without its state, which has a client's text, and without the text of
+    the grammar, which the client may not have written."""
     said = _SHOWN.sub("", matcher.get_error().partition("\n<state>")[0])
     return _PLACE.sub("", said).strip() or "the grammar failed"
 
 
 def _definition(spec: StructuredOutputs) -> str:
-    """The grammar in the library's own form. GrammarError."""
+    """The grammar in the library's own form. Raises GrammarError."""
     form = check(spec)
     if form == "json":
         return _from_schema(spec.json or "")
@@ -211,7 +230,7 @@ def _definition(spec: StructuredOutputs) -> str:
 
 
 def _from_schema(text: str) -> str:
-    """GrammarError for what a schema asks for and no grammar can hold an answer to."""
+    """The grammar of a JSON schema. Raises GrammarError for keywords that no grammar enforces."""
     found = compilable_schema(schema_of(text), closed=False, narrow=True)
     if found.malformed:
         raise GrammarError(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")

@@ -17,7 +17,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from pipeinfer.grammars.compiling import Grammar, Vocabulary, error_message
 from pipeinfer.params import Thoughts, ThoughtState
 
-# Ids that are read again where a row moves to another lane: a millisecond for eight rows.
+# Ids that are read again where a row moves to another copy: a millisecond for eight rows.
 MAX_REFED_IDS = 64
 MAX_FORCED_IDS = 1024  # ids at a time: what is left is forced again
 MAX_SPACE_TOKENS = (
@@ -50,7 +50,7 @@ class MaskSource(Protocol):
 
 class GrammarSource:
     """By a grammar. Ids that end a request are not fed: the grammar is over by then. `place` tells
-    rows apart, so that they spread over the grammar's lanes."""
+    rows apart, so that they spread over the grammar's copies."""
 
     def __init__(self, grammar: Grammar, ids: Sequence[int] = (), place: int = 0) -> None:
         self._grammar = grammar
@@ -84,16 +84,16 @@ class GrammarSource:
         return not self.error and self._matcher.validate_tokens([token]) == 1
 
     def _switch_copy(self) -> None:
-        """To its own lane, once all are there, unless it has read too much; and to that of a
+        """To its own copy, once all are there, unless it has read too much; and to that of a
         renewed grammar."""
         grammar, generation = self._grammar, self._grammar.generation
-        lane, renewed = self._row % grammar.num_copies, self._generation != generation
-        widened = grammar.has_all_copies and lane != self._copy and len(self._fed) <= MAX_REFED_IDS
+        copy, renewed = self._row % grammar.num_copies, self._generation != generation
+        widened = grammar.has_all_copies and copy != self._copy and len(self._fed) <= MAX_REFED_IDS
         if not (widened or renewed) or self.error:
             return
         matcher, self._generation = grammar.matcher(self._row), generation
         if matcher.try_consume_tokens(self._fed.tolist()) == len(self._fed):
-            self._matcher, self._copy = matcher, lane
+            self._matcher, self._copy = matcher, copy
 
     def force(self) -> list[int]:
         if self.error or self._matcher.is_stopped():

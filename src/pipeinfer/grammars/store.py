@@ -1,9 +1,9 @@
 """Compiled grammars of one engine: made on a thread of their own, kept as long as they are used.
 
 The thread has the stack that compiling needs, and the vocabulary is built there. All grammars
-together take a bounded number of bytes, by counts (compiling.py): those that nobody uses go, oldest
-first, those that have grown are renewed, and where that is not enough no other one is taken. Knows
-no row, no step and no request.
+together take a bounded number of bytes, by counts (compiling.py): grammars without rows go first,
+oldest first, grammars that have grown are compiled again, and if that is not enough, no new grammar
+is accepted. Knows no row, no step and no request.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)
 
-MAX_GRAMMARS = 256  # grammars: twice as many as a scheduler counts on (scheduler/queue.py)
-MAX_BYTES = 512 << 20  # of all of them
-RECOMPILE_SHARE = 8  # one that takes more than such a part of them is renewed
-
-# What takes longer to compile, in seconds, has one lane: others wait for the thread. And so many
-# lanes more than one, of all grammars together.
+MAX_GRAMMARS = 256  # twice as many as a scheduler counts on (scheduler/queue.py)
+MAX_BYTES = 512 << 20  # of all grammars
+RECOMPILE_SHARE = 8  # a grammar that has grown beyond MAX_BYTES / RECOMPILE_SHARE is compiled again
+# Seconds that a grammar with several copies takes to compile at most: others wait for the thread.
 FAST_COMPILE_SECONDS = 0.05
-MAX_EXTRA_COPIES = 256
-
-# Of what took longer the compiling has a thread of its own.
-SLOW_COMPILE_SECONDS = 0.1
+MAX_EXTRA_COPIES = 256  # copies beyond the first, of all grammars together
+SLOW_COMPILE_SECONDS = 0.1  # grammars that took longer are compiled again on a thread of their own
 
 Job = Callable[[], None]
 
 
 class GrammarStore:
-    """May be asked from any thread. `setup` is called on the thread that compiles, at once.
-    `most_bytes`: of all grammars that are kept or used."""
+    """The compiled grammars of an engine. All methods may be called from any thread.
+
+    setup: gives the vocabulary's setup; called on the thread that compiles, at once.
+    most_bytes: of all grammars that are kept or used.
+    _futures: grammars by spec, least recently used first.
+    _live: grammars that are kept or used.
+    _recompiling: those that are being compiled again.
+    _with_copies: those that were asked to have several copies.
+    """
 
     def __init__(self, setup: Callable[[], VocabularySetup], most_bytes: int = MAX_BYTES) -> None:
         self._setup = setup
@@ -98,13 +101,13 @@ class GrammarStore:
         with self._lock:
             self._make_room()
 
-    def add_copies(self, grammar: Grammar, lanes: int) -> None:
-        """Several rows use it now: in the background it gets up to so many lanes, if it compiles
+    def add_copies(self, grammar: Grammar, copies: int) -> None:
+        """Several rows use it now: in the background it gets up to so many copies, if it compiles
         fast, as long as all grammars together have few. To be asked by one thread."""
-        if lanes > 1 and not grammar.has_all_copies and grammar not in self._with_copies:
+        if copies > 1 and not grammar.has_all_copies and grammar not in self._with_copies:
             with self._lock:
                 self._with_copies.add(grammar)
-            self._jobs.put(partial(self._add_copy, grammar, lanes))
+            self._jobs.put(partial(self._add_copy, grammar, copies))
 
     def _recompile(self, worn: Grammar) -> None:
         try:
@@ -187,21 +190,23 @@ class GrammarStore:
         else:
             asked.set_exception(GrammarError(NO_GRAMMAR_MEMORY))
 
-    def _add_copy(self, grammar: Grammar, lanes: int) -> None:
-        """One lane more, and the next one behind what waits meanwhile."""
+    def _add_copy(self, grammar: Grammar, copies: int) -> None:
+        """Compiles one more copy; the next one comes behind the jobs that wait meanwhile."""
         with self._lock:
             more = sum(one.num_copies - 1 for one in self._with_copies)
         if (
-            grammar.num_copies < lanes
+            grammar.num_copies < copies
             and grammar.seconds < FAST_COMPILE_SECONDS
             and more < MAX_EXTRA_COPIES
         ):
             try:
                 grammar.add_copy()
             except BaseException:  # as above; why would be a client's text
-                log.warning("a grammar has %d lanes and cannot get more", grammar.num_copies)
+                log.warning(
+                    "a grammar has %d compiled copies and cannot get more", grammar.num_copies
+                )
             else:
-                self._jobs.put(partial(self._add_copy, grammar, lanes))
+                self._jobs.put(partial(self._add_copy, grammar, copies))
                 return
         grammar.has_all_copies = True
 

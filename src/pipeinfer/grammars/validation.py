@@ -1,9 +1,10 @@
-"""Compiles grammars of strangers in a process that may die of them; also `python -m` of that one.
+"""Validates grammars of strangers in a process that may die of them; also `python -m` of that one.
 
-The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is tried
-here, with less time, memory and stack than an engine has. The process has the vocabulary and forks
-for each grammar: what dies is a copy, and the next grammar need not wait for another vocabulary.
-What its masks cost is found out, too, by counts: every trial of it says the same.
+The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is compiled
+here first, with less time, memory and stack than an engine has. The process holds the vocabulary
+and forks for each grammar: a crash ends the fork, and the next grammar need not wait for another
+vocabulary. What masks cost is found out as well, by counts, so every run of a grammar says the
+same.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
 # Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
 # and 5,000 optional keys take 4 s; what needs more is refused.
 MAX_SECONDS = 5.0
-# Seconds that are waited for: a machine that is busy with other things has little for slow trials.
+# Seconds that are waited for: a machine that is busy with other things has little time for slow grammars.
 VERDICT_TIMEOUT_SECONDS = 300.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MAX_ADDRESS_SPACE = 2 * 1024**3
-WALK_TOKENS = 24  # tokens that a trial goes, each drawn of those that are allowed
-# What a token of it may cost on average (work.py). In units: 4 ms of each step in which a row has
-# the grammar; an honest one takes up to 700, with a vocabulary of 262,000 up to 2,200. In fuel of
-# the lexer, which grows by half a MB for so much: an honest one takes up to 7,000.
+WALK_TOKENS = 24  # tokens of the walk that finds the cost of masks, drawn from those allowed
+# Units (compiling.py) that a token of the walk may cost on average: 4 ms of each step in which a row
+# has the grammar. Honest grammars take up to 700, with a vocabulary of 262,000 up to 2,200.
 MAX_UNITS_A_TOKEN = 4_000
+# Fuel of the lexer, the same way: it grows by half a MB for so much. Honest ones take up to 7,000.
 MAX_FUEL_A_TOKEN = 16_000
 MAX_RUNS = 2  # copies that may end over a grammar: one may have been killed by somebody else
 
@@ -58,8 +59,11 @@ class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Of a trial. `refusal`: why the grammar is not served, "" if it is. `slow`, `died`: there is
-    no verdict, since its time was over or the copy ended."""
+    """Of one run.
+
+    refusal: why the grammar is not served, "" if it is.
+    slow, died: there is no verdict: the time was over, or the fork crashed.
+    """
 
     refusal: str = ""
     slow: bool = False
@@ -67,12 +71,12 @@ class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TooSlow(Exception):
-    """The time of a trial was over; the text says so, for the client."""
+    """A grammar took longer than its time; the text is for the client."""
 
 
 class ValidationProcess:
     """One process that tries grammars. Calls of `start` and `verdict` block and come from one
-    thread, and `kill` while there is none. `seconds`, `niceness`: of each trial, see Task."""
+    thread, and `kill` while there is none. `seconds`, `niceness`: see ValidationTask."""
 
     def __init__(
         self, setup: VocabularySetup, seconds: float = MAX_SECONDS, niceness: int = 0
@@ -82,7 +86,7 @@ class ValidationProcess:
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self.ended_runs = 0  # trials that were ended, or died
+        self.ended_runs = 0  # that gave no verdict
 
     def start(self) -> None:
         """Starts the process, which `verdict` would do. Raises RuntimeError and OSError."""
