@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
 # and 5,000 optional keys take 4 s; what needs more is refused.
 MAX_SECONDS = 5.0
-# Seconds that are waited for: a machine that is busy with other things has little time for slow grammars.
+# Seconds until a verdict: a machine that is busy with other things has little time for this.
 VERDICT_TIMEOUT_SECONDS = 300.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
@@ -45,7 +45,7 @@ WALK_TOKENS = 24  # tokens of the walk that finds the cost of masks, drawn from 
 # Units (compiling.py) that a token of the walk may cost on average: 4 ms of each step in which a row
 # has the grammar. Honest grammars take up to 700, with a vocabulary of 262,000 up to 2,200.
 MAX_UNITS_A_TOKEN = 4_000
-# Fuel of the lexer, the same way: it grows by half a MB for so much. Honest ones take up to 7,000.
+# The same in fuel of the lexer, of which so much is half a MB. Honest grammars take up to 7,000.
 MAX_FUEL_A_TOKEN = 16_000
 MAX_RUNS = 2  # copies that may end over a grammar: one may have been killed by somebody else
 
