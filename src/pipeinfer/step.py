@@ -176,8 +176,8 @@ class Sampled:
     refused: rows whose grammar allowed nothing, each with the reason; they gave none either.
     logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
     prompts: those of each of the step's `prompts`.
-    mask_units: what a mask of a row costs, in units of work (grammars/work.py), where it was found
-    out anew and is much, or was.
+    mask_units: what a mask of a row costs, in units (grammars/compiling.py), where it was found out
+    anew and is much, or was.
     """
 
     counts: np.ndarray

@@ -17,7 +17,7 @@ from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
-from pipeinfer.text.ends import grammar_setup
+from pipeinfer.text.loading import grammar_setup
 from rank_threads import ThreadGroup
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
@@ -101,7 +101,7 @@ def outputs(loaded: LoadedEngine, masks: GrammarMasks) -> tuple[dict, dict]:
         params = SamplingParams(
             temperature=0.8 * (seed % 2), max_tokens=20, structured_outputs=FORMS.get(name)
         )
-        made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.ends)
+        made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.end_ids)
     made.run()
     return made.outputs, made.finished
 

@@ -33,7 +33,9 @@ def masks_for(folder: Path) -> GrammarMasks:
     """For a checkpoint with any weights: the demo model's tokenizer will do."""
     width = json.loads((folder / "config.json").read_text())["vocab_size"]
     known = [i for i in KNOWN if i < width]
-    return GrammarMasks(GrammarStore(lambda: replace(SETUP, width=width, known=tuple(known))), 1)
+    return GrammarMasks(
+        GrammarStore(lambda: replace(SETUP, width=width, known_ids=tuple(known))), 1
+    )
 
 
 def submit_all(cores, bad: bool = False) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
-from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_kept
 from pipeinfer.kernels.e4m3 import E4M3, Scales
 from pipeinfer.kernels.hadamard import turned

@@ -102,7 +102,7 @@ def test_rows_of_zeros_and_none_in_8_bits_give_as_much():
 
 def layer(form, dtype, decoded):
     """(a norm, a mixture behind it, its experts), the same numbers for all kinds."""
-    quantization = Quantization("any", form, decoded=decoded)
+    quantization = Quantization("any", form, dequantize_at_load=decoded)
     at = Placement(Shard(), dtype, torch.device(DEVICE), quantization=quantization)
     experts, router = GatedExperts(256, SIDE, 8, at), SoftmaxRouter(256, 8, 2, True, at)
     norm = RMSNorm("norm", 256, 1e-6, at)

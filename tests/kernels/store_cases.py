@@ -8,7 +8,7 @@ import torch
 from draws import seeded
 from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
-from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
 from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference

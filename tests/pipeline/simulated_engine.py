@@ -109,7 +109,7 @@ class TokenDevice:
             matcher = Matcher(new.spec, ids)
             self._sources[new.slot] = RowSource(matcher, new.begin + len(ids), new.jumps)
         for told in step.masked.extended:
-            self._sources[told.slot].told(told.first, told.ids.tolist())
+            self._sources[told.slot].feed_from(told.first, told.ids.tolist())
         return set(step.masked.rows.tolist())
 
     def _allowed(self, slot: int, token: int) -> int | str:

@@ -17,9 +17,8 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.checkpoint.outline import Outline, read_outline
-from pipeinfer.checkpoint.quantization import chosen
+from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
+from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
@@ -28,9 +27,8 @@ from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.engine.start import Start
-from pipeinfer.gguf.filename import is_gguf
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import few_bits
+from pipeinfer.gguf.header import is_gguf, read_header
+from pipeinfer.gguf.weights import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, Shift
@@ -58,7 +56,7 @@ class EngineChoices:
     None where they are random. kv_scales: of each layer's keys and values, if they are stored as
     e4m3."""
 
-    outline: Outline
+    outline: ModelOutline
     foreign: Foreign | None
     device: str
     dtype: torch.dtype
@@ -80,8 +78,8 @@ class EngineChoices:
     @property
     def config(self) -> ModelConfig:
         """Of our own implementation."""
-        assert self.outline.own is not None, "the model is transformers'"
-        return self.outline.own
+        assert self.outline.config is not None, "the model is transformers'"
+        return self.outline.config
 
     @property
     def kv_dtype(self) -> str:
@@ -127,7 +125,7 @@ def choose(
     max_model_len = _max_model_len(settings.max_model_len, outline)
     dtype = _dtype(settings.dtype, outline, device)
     outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
-    foreign, config = None, outline.own
+    foreign, config = None, outline.config
     narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
         foreign = _foreign(settings, folder, outline, max_model_len)
@@ -147,7 +145,7 @@ def choose(
     stored = None
     if config is not None and settings.load_format != "dummy":
         config, stored = check_checkpoint(folder, config, shard)
-        outline = replace(outline, own=config)
+        outline = replace(outline, config=config)
     return EngineChoices(
         outline=outline,
         foreign=foreign,
@@ -249,7 +247,7 @@ def _model(
     return model
 
 
-def _foreign(settings: Settings, folder: Path, outline: Outline, most_tokens: int) -> Foreign:
+def _foreign(settings: Settings, folder: Path, outline: ModelOutline, most_tokens: int) -> Foreign:
     """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
     named = f"{outline.architecture} is served through transformers"
     if settings.tp > 1:
@@ -315,17 +313,17 @@ def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchColle
         )
 
 
-def _in_format(outline: Outline, asked: str) -> Outline:
+def _in_format(outline: ModelOutline, asked: str) -> ModelOutline:
     """With the number format that `--quantization` makes of the checkpoint's."""
-    if outline.own is None:
+    if outline.config is None:
         if asked not in ("auto", "none"):
             raise ConfigurationError(
                 f"--quantization {asked}: {outline.architecture} is built by transformers, whose "
                 "weights are plain"
             )
         return outline
-    how = chosen(outline.own.quantization, asked)
-    return replace(outline, own=replace(outline.own, quantization=how))
+    how = choose_quantization(outline.config.quantization, asked)
+    return replace(outline, config=replace(outline.config, quantization=how))
 
 
 def _device(name: str) -> str:
@@ -379,7 +377,7 @@ def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[Scales, .
     return (ONES,) * layers if stored is None else read_scales(stored, layers)
 
 
-def _dtype(name: str, outline: Outline, device: str) -> torch.dtype:
+def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
     """`auto` is the checkpoint's dtype, but float32 on a CPU without instructions for bfloat16.
 
     Which it is follows from the CPU alone and not from a measurement: an engine that starts anew
@@ -414,7 +412,7 @@ def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> s
     return name
 
 
-def _max_model_len(asked: int, outline: Outline) -> int:
+def _max_model_len(asked: int, outline: ModelOutline) -> int:
     limit = outline.context_length
     if asked > limit:
         raise ConfigurationError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeinfer.checkpoint.hub import WANTED
+from pipeinfer.checkpoint.source import WANTED
 from pipeinfer.settings import Settings
 from pipeinfer.version import __version__
 
