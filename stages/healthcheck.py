@@ -15,7 +15,7 @@ import zmq
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.claim import noted
+from pipeinfer.runtime.claim import elected_instance
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import NAMES, Identity, Topology
@@ -46,7 +46,7 @@ async def state_of(stage: str, topology: Topology) -> str:
 def asked_stage(arguments: argparse.Namespace) -> str:
     """The id of the stage to ask: as named, or the one that was claimed here."""
     if arguments.claimed:
-        return noted()
+        return elected_instance()
     named = arguments.stage, arguments.group, arguments.rank, arguments.index
     return Identity(*named).id
 

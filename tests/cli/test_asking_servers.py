@@ -19,7 +19,7 @@ from terminal import CTRL_C, Terminal
 
 from pipeinfer.cli.running import serving
 from pipeinfer.demo import demo_path
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, Served, alive, publish
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServedModel, mark_running, publish_served_model
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from servers import Server, environment
@@ -247,8 +247,8 @@ def running(folder: Path, name: str, url: str, model: str) -> ExitStack:
     file = made / TOPOLOGY
     file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())
     stack = ExitStack()
-    stack.enter_context(alive(file))
-    publish(file, Served(url=url, model=model, path=f"/models/{model}"))
+    stack.enter_context(mark_running(file))
+    publish_served_model(file, ServedModel(url=url, model=model, path=f"/models/{model}"))
     return stack
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.runtime.claim import claim, note, noted
+from pipeinfer.runtime.claim import elect_instance, elected_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 
@@ -49,43 +49,45 @@ def pipe(path: Path, _target: Path) -> None:
 def test_what_is_no_plain_file_is_refused_and_nothing_is_written_through_it(shared, put, what):
     precious = shared / "precious"
     precious.write_text("a key")
-    path = note() if what == "note" else shared / "locks" / "tokenizer-0.lock"
+    path = instance_file() if what == "note" else shared / "locks" / "tokenizer-0.lock"
     put(path, precious)
     with pytest.raises(ConfigurationError, match=str(path)):
-        claim(PLACE, "tokenizer", "", shared / "locks")
+        elect_instance(PLACE, "tokenizer", "", shared / "locks")
     assert precious.read_text() == "a key"
 
 
 def test_a_link_to_nothing_is_not_made_into_a_file(shared):
-    note().symlink_to(shared / "made")
+    instance_file().symlink_to(shared / "made")
     with pytest.raises(ConfigurationError, match="it is a link"):
-        claim(PLACE, "tokenizer", "", shared / "locks")
+        elect_instance(PLACE, "tokenizer", "", shared / "locks")
     assert not (shared / "made").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_somebody_else_is_refused(shared):
-    note().write_text("gateway-0")
-    os.chown(note(), 12345, 12345)
+    instance_file().write_text("gateway-0")
+    os.chown(instance_file(), 12345, 12345)
     with pytest.raises(ConfigurationError, match="not a plain file of this user's"):
-        claim(PLACE, "tokenizer", "", shared / "locks")
+        elect_instance(PLACE, "tokenizer", "", shared / "locks")
     with pytest.raises(ConfigurationError, match="not a plain file of this user's"):
-        noted()
+        elected_instance()
 
 
 def test_a_stage_that_begins_again_takes_its_place_and_the_note_names_it(shared):
     for _ in range(2):
-        mine = claim(PLACE, "detokenizer", "", shared / "locks")
-        assert mine.identity.id == noted() == "detokenizer-0"
+        mine = elect_instance(PLACE, "detokenizer", "", shared / "locks")
+        assert mine.identity.id == elected_instance() == "detokenizer-0"
         mine._lock.close()
-    mine = claim(PLACE, "gateway", "", shared / "locks")  # a shorter name than the one before
-    assert noted() == "gateway-0"
+    mine = elect_instance(
+        PLACE, "gateway", "", shared / "locks"
+    )  # a shorter name than the one before
+    assert elected_instance() == "gateway-0"
     mine._lock.close()
 
 
 def test_a_health_check_does_not_follow_a_link(shared):
     (shared / "other").write_text("gateway-0")
-    note().symlink_to(shared / "other")
+    instance_file().symlink_to(shared / "other")
     done = subprocess.run(
         [sys.executable, str(ROOT / "stages/healthcheck.py"), "gateway", "--claimed"],
         capture_output=True, text=True, timeout=120,

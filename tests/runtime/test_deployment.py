@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.bus import keys
-from pipeinfer.runtime.claim import claim, note
+from pipeinfer.runtime.claim import elect_instance, instance_file
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
@@ -84,10 +84,10 @@ CLAIMS = """
 import sys
 from pathlib import Path
 from pipeinfer.topology import topology as topologies
-from pipeinfer.runtime.claim import claim
+from pipeinfer.runtime.claim import elect_instance
 from pipeinfer.settings import ConfigurationError
 try:
-    mine = claim(topologies.load(sys.argv[1]), "engine", sys.argv[2], Path(sys.argv[3]))
+    mine = elect_instance(topologies.load(sys.argv[1]), "engine", sys.argv[2], Path(sys.argv[3]))
 except ConfigurationError as error:
     print(error, flush=True)
 else:
@@ -117,7 +117,7 @@ def test_processes_that_are_started_alike_become_different_stages(tmp_path):
     assert running[0].stdout.readline() == "engine-0-0\n"
     running.append(start(1))
     assert running[1].stdout.readline() == "engine-1-0\n"
-    assert (tmp_path / "container-1" / note().name).read_text() == "engine-1-0"
+    assert (tmp_path / "container-1" / instance_file().name).read_text() == "engine-1-0"
     with start(2) as third:
         assert "all of them run" in third.stdout.readline()
     running[0].kill()
@@ -128,4 +128,4 @@ def test_processes_that_are_started_alike_become_different_stages(tmp_path):
         process.kill()
         process.wait()
     with pytest.raises(ConfigurationError, match="no stage 'engine' on host front"):
-        claim(topologies.load(file), "engine", "front", tmp_path)
+        elect_instance(topologies.load(file), "engine", "front", tmp_path)

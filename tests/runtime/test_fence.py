@@ -15,9 +15,9 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
 from pipeinfer.messages import PROTOCOL, Abort, Fenced, Heartbeat, Message, Recover
-from pipeinfer.runtime.fence import SAY_AGAIN, Fence, FencedOut
-from pipeinfer.runtime.incarnations import Incarnations, after
-from pipeinfer.runtime.shell import Process, Shell
+from pipeinfer.runtime.fence import NOTICE_INTERVAL, FencedOut, IncarnationFilter
+from pipeinfer.runtime.incarnations import IncarnationNumbers, incarnation_after
+from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
@@ -63,10 +63,10 @@ async def test_frames_of_a_replaced_process_are_dropped_and_counted(short_path):
 
 
 def test_the_newest_process_passes_whatever_its_number_and_whoever_else_is_newer():
-    fence = Fence()
+    fence = IncarnationFilter()
 
     def passes(sender: str, incarnation: int) -> bool:
-        return fence.passes(Header(PROTOCOL, sender, incarnation, 0, 0.0), 0.0)
+        return fence.accepts(Header(PROTOCOL, sender, incarnation, 0, 0.0), 0.0)
 
     assert passes("tokenizer-0", 0) and passes("tokenizer-0", 0)
     assert passes("tokenizer-0", 5) and passes("tokenizer-0", 5)
@@ -74,20 +74,20 @@ def test_the_newest_process_passes_whatever_its_number_and_whoever_else_is_newer
     assert passes("tokenizer-0", 5) and fence.dropped == 1
 
 
-def heard(fence: Fence, number: int, now: float) -> Fenced | None:
+def heard(fence: IncarnationFilter, number: int, now: float) -> Fenced | None:
     """A frame of process `number`; what its sender is told of it."""
     header = Header(PROTOCOL, "scheduler-0", number, 0, 0.0)
-    return None if fence.passes(header, now) else fence.answer(header, now)
+    return None if fence.accepts(header, now) else fence.notice(header, now)
 
 
 def test_who_is_not_heard_is_told_the_number_that_is_as_long_as_it_speaks():
-    fence = Fence()
+    fence = IncarnationFilter()
     assert heard(fence, 9, 10.0) is None
     first = heard(fence, 5, 12.0)
     assert first == Fenced(stage="scheduler-0", incarnation=5, newest=9, since=2.0)
-    assert heard(fence, 5, 12.0 + SAY_AGAIN / 2) is None
-    again = heard(fence, 5, 12.0 + SAY_AGAIN)
-    assert again is not None and again.since == 2.0 + SAY_AGAIN
+    assert heard(fence, 5, 12.0 + NOTICE_INTERVAL / 2) is None
+    again = heard(fence, 5, 12.0 + NOTICE_INTERVAL)
+    assert again is not None and again.since == 2.0 + NOTICE_INTERVAL
     assert heard(fence, 4, 13.1) is not None, "another process"
 
 
@@ -101,7 +101,7 @@ def test_a_stage_is_heard_again_whatever_its_clock_says_and_its_predecessor_neve
 ):
     """Processes of one stage, one after the other, each numbered by what its clock says, on hosts
     that know no last number. One of them, `sleeping`, stands still when its successor comes."""
-    fence, now = Fence(), 0.0
+    fence, now = IncarnationFilter(), 0.0
     before: tuple[int, float] | None = None  # the number and the birth of the one that sleeps
     for turn, clock in enumerate(clocks):
         born, number = now, max(clock, 1)
@@ -110,14 +110,14 @@ def test_a_stage_is_heard_again_whatever_its_clock_says_and_its_predecessor_neve
             out = FencedOut(told, "gateway-0", age=now - born)
             assert not out.superseded, "nobody has come after it"
             assert str(number) in str(out) and str(out.newest) in str(out)
-            born, number = now, after(out.newest, clock)
+            born, number = now, incarnation_after(out.newest, clock)
             now += 0.5
         now += lives[turn]
         if before is not None and (told := heard(fence, before[0], now)) is not None:
             assert FencedOut(told, "gateway-0", age=now - before[1]).superseded
         if turn == sleeping:
             before = number, born
-        now += 2 * SAY_AGAIN
+        now += 2 * NOTICE_INTERVAL
 
 
 @given(
@@ -125,7 +125,7 @@ def test_a_stage_is_heard_again_whatever_its_clock_says_and_its_predecessor_neve
 )
 def test_numbers_grow_whatever_the_clock_does(steps):
     now, last = 10**18, {"a": 0, "b": 0}
-    numbers = Incarnations(lambda: now)
+    numbers = IncarnationNumbers(lambda: now)
     for stage, more in steps:
         now += more
         greatest = numbers.now()
@@ -140,13 +140,13 @@ async def test_a_process_that_is_fenced_out_says_so_and_ends(short_path, caplog,
     topology = topologies.local(Settings(), f"ipc://{short_path}/")
     with zmq.Context() as context:
 
-        def made(name: str, process: Process, core: ListeningCore) -> Shell:
+        def made(name: str, process: ProcessOptions, core: ListeningCore) -> Shell:
             stage = Stage(core, tick=0.01)
             return Shell(Settings(), topology, Identity(name), context, lambda _: stage, process)
 
         listens, speaks = ListeningCore(), ListeningCore()
-        scheduler = made("scheduler", Process(), listens)
-        tokenizer = made("tokenizer", Process(number), speaks)
+        scheduler = made("scheduler", ProcessOptions(), listens)
+        tokenizer = made("tokenizer", ProcessOptions(number), speaks)
         tasks = [asyncio.create_task(one.run()) for one in (scheduler, tokenizer)]
         before = Bus(Identity("tokenizer"), 2, topology, context)
         before.send(Send("work", "scheduler-0", Abort("before", 1)))

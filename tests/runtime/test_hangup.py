@@ -10,12 +10,12 @@ import sys
 
 SCRIPT = """
 import asyncio
-from pipeinfer.runtime.hangup import on_hangup
+from pipeinfer.runtime.hangup import add_reload_handler
 
 async def main():
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     end = lambda: (print("ends", flush=True), over.set())
-    on_hangup(loop, lambda: print("reads again", flush=True), end)
+    add_reload_handler(loop, lambda: print("reads again", flush=True), end)
     print("begins", flush=True)
     await over.wait()
 

@@ -13,7 +13,7 @@ from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import Abort, Heartbeat
-from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
+from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
@@ -96,7 +96,7 @@ async def test_a_shell_with_patience_stays_awake_while_frames_come(topology, con
     core = EchoCore()
     one = Shell(
         Settings(), topology, Identity("tokenizer"), context,
-        lambda _context: Stage(core, tick=0.01), Process(patience=60.0),
+        lambda _context: Stage(core, tick=0.01), ProcessOptions(busy_poll=60.0),
     )  # fmt: skip
     task = asyncio.create_task(one.run())
     sender = shell(topology, context, EchoCore(), name="gateway")

@@ -146,7 +146,7 @@ async def test_the_flight_recorder_begins_again_after_what_it_cannot_hold(monkey
     monkeypatch.setattr("pipeinfer.runtime.tap.LOOK", 0.01)
     with zmq.Context() as context:
         async with Gateway(context, Settings(), "flight") as gateway:
-            recorder = gateway.shell._tap._recorder
+            recorder = gateway.shell._hook._recorder
             before = await asyncio.to_thread(_segment, recorder)
             gateway.shell.handle(Call("odd", PARAMS, text="\ud800"))
             await until(lambda: _segment(recorder) not in (None, before))

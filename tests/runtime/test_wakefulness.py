@@ -11,7 +11,12 @@ import pytest
 from pipeinfer import AsyncLLM, SamplingParams
 from pipeinfer.runtime import entry, wakefulness
 from pipeinfer.runtime.shell import Shell
-from pipeinfer.runtime.wakefulness import CORES, PATIENCE, cores, patience
+from pipeinfer.runtime.wakefulness import (
+    BUSY_POLL_SECONDS,
+    CORES_PER_PROCESS,
+    busy_poll_seconds,
+    usable_cores,
+)
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
@@ -39,20 +44,22 @@ def host(tmp_path, monkeypatch):
 
 def asked(root, name: str = "scheduler", **given) -> float:
     settings = Settings(**given)
-    return patience(settings, topologies.local(settings, "ipc:///x/"), Identity(name), root)
+    return busy_poll_seconds(
+        settings, topologies.local(settings, "ipc:///x/"), Identity(name), root
+    )
 
 
 @pytest.mark.parametrize("name", ["gateway", "tokenizer", "scheduler", "detokenizer"])
 def test_stages_beside_a_gpu_stay_awake_where_cores_are_to_spare(host, name):
-    assert asked(host(CORES * PROCESSES, gpu=True), name) == PATIENCE
+    assert asked(host(CORES_PER_PROCESS * PROCESSES, gpu=True), name) == BUSY_POLL_SECONDS
 
 
 def test_they_sleep_where_cores_are_few(host):
-    assert asked(host(CORES * PROCESSES - 1, gpu=True)) == 0
+    assert asked(host(CORES_PER_PROCESS * PROCESSES - 1, gpu=True)) == 0
 
 
 def test_more_engines_on_a_host_need_more_cores(host):
-    root = host(CORES * PROCESSES, gpu=True)
+    root = host(CORES_PER_PROCESS * PROCESSES, gpu=True)
     assert asked(root, tp=2) == 0
 
 
@@ -60,23 +67,23 @@ def test_they_leave_the_cores_to_engines_that_compute_on_them(host):
     root = host(64)
     assert asked(root) == 0
     assert asked(root, device="cpu") == 0
-    assert asked(root, device="cuda") == PATIENCE  # the engine is in another container
+    assert asked(root, device="cuda") == BUSY_POLL_SECONDS  # the engine is in another container
 
 
 def test_a_quota_counts_and_not_what_the_host_has(host):
     root = host(64, gpu=True, quota="400000 100000")
-    assert cores(root) == 4
+    assert usable_cores(root) == 4
     assert asked(root) == 0
 
 
 def test_a_group_without_a_quota_has_all_cores(host):
-    assert cores(host(64, quota="max 100000")) == 64
+    assert usable_cores(host(64, quota="max 100000")) == 64
 
 
 def test_the_setting_has_the_last_word_but_for_engines(host):
     root = host(64, gpu=True)
     assert asked(root, stay_awake="never") == 0
-    assert asked(root, device="cpu", stay_awake="always") == PATIENCE
+    assert asked(root, device="cpu", stay_awake="always") == BUSY_POLL_SECONDS
     assert asked(root, "engine", stay_awake="always") == 0
 
 
@@ -86,18 +93,18 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
 
     class Ended(Shell):
         async def run(self):
-            given.append(self._process.patience)
+            given.append(self._process.busy_poll)
 
     monkeypatch.setattr(entry, "Shell", Ended)
     topology = topologies.local(settings, "inproc://wakefulness-")
     options = argparse.Namespace(listen_fd=[], child=False)
-    ties = entry.Ties(1, None, None)
+    ties = entry.ParentTies(1, None, None)
     asyncio.run(entry._run(settings, topology, Identity("scheduler"), options, ties))
-    assert given == [PATIENCE if setting == "always" else 0.0]
+    assert given == [BUSY_POLL_SECONDS if setting == "always" else 0.0]
 
 
 async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(turns, monkeypatch):
-    monkeypatch.setattr(wakefulness, "PATIENCE", 60.0)
+    monkeypatch.setattr(wakefulness, "BUSY_POLL_SECONDS", 60.0)
     for setting in ("auto", "always"):
         assert not turns
         async with AsyncLLM(stay_awake=setting, kv_pages=64, log_level="error") as llm:

@@ -20,7 +20,7 @@ import zstandard
 from fuzz import cores, mutation, values, wire_values
 from fuzz.target import Wrong
 from pipeinfer.messages import PROTOCOL
-from pipeinfer.runtime.stage import TAKES
+from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import TraceHeader, UnreadableTrace
 from pipeinfer.trace.reader import Trace
@@ -60,7 +60,7 @@ class Traces:
             )  # fmt: skip
             rows = [
                 (0.1, "in", channel, "gateway-0", 1, 0.0, wire_values.encode(value))
-                for channel in TAKES[name]
+                for channel in CORE_CHANNELS[name]
                 for value in [wire_values.example(channel, source)]
             ]
             blocks = [wire_values.encode(header), wire_values.encode(rows)]

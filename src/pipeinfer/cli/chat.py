@@ -16,7 +16,7 @@ from pipeinfer.cli import flags
 from pipeinfer.cli.answers import Unanswered, Wanted
 from pipeinfer.cli.generate import show
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import not_text
+from pipeinfer.runtime.terminal import undecodable_input
 
 if TYPE_CHECKING:
     from pipeinfer.cli.asking import Session
@@ -100,7 +100,7 @@ def talk(conversation: Conversation) -> None:
             print()
             continue
         except UnicodeDecodeError as error:
-            raise not_text(error) from None
+            raise undecodable_input(error) from None
         if line == "/exit":
             return
         if line == "/reset":

@@ -18,7 +18,7 @@ import msgspec
 from pipeinfer.cli import flags
 from pipeinfer.cli.answers import Model, Piece, Question, Unanswered, Wanted
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import not_text
+from pipeinfer.runtime.terminal import undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _prompts(given: Sequence[str]) -> list[str]:
             try:
                 lines = sys.stdin.read().split("\n")
             except UnicodeDecodeError as error:
-                raise not_text(error) from None
+                raise undecodable_input(error) from None
             prompts += filter(None, lines)
         else:
             prompts.append(prompt)

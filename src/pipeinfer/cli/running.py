@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipeinfer.runtime.find import Running, Served, running_servers, running_topology
+from pipeinfer.runtime.find import RunningServer, ServedModel, running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 
 
@@ -25,7 +25,7 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     return running_topology(options.topology, options.port)
 
 
-def serving(model: str = "") -> list[tuple[Running, Served]]:
+def serving(model: str = "") -> list[tuple[RunningServer, ServedModel]]:
     """The servers of this user on this host that serve `model`, by its name there or by its folder
     or file, the newest first; without `model` all.
 

@@ -81,14 +81,14 @@ def add_model(made: argparse.ArgumentParser) -> None:
 
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
-    from pipeinfer.runtime.hangup import on_hangup
-    from pipeinfer.runtime.status_line import follow
+    from pipeinfer.runtime.hangup import add_reload_handler
+    from pipeinfer.runtime.status_line import show_until_ready
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
-    on_hangup(loop, service.reload, service.stop)
-    starting = asyncio.create_task(follow(service.states, line))
+    add_reload_handler(loop, service.reload, service.stop)
+    starting = asyncio.create_task(show_until_ready(service.states, line))
     try:
         return await service.run()
     finally:

@@ -24,7 +24,7 @@ from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
 from pipeinfer.passages.durations import PARTS, Durations
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.runtime.terminal import can_rewrite
 
 FIRST = 3.0  # seconds in which two heartbeats of every stage should come
 LASTS = 2.5  # seconds beyond the next look for which stages say what they see
@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
     pictures, latencies = Pictures(health), Durations()
-    rewritten = rewrites(sys.stdout) and not options.once
+    rewritten = can_rewrite(sys.stdout) and not options.once
     with Caller(topology, zmq.Context.instance()) as caller, Keys(rewritten) as keys:
         for stage in health.rows:
             caller.listen(stage)

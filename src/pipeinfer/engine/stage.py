@@ -46,7 +46,7 @@ def build(context: StageContext) -> Stage:
 
     start = Start(say)
     start.took("process", process_age())
-    folder = find_model(settings, context.say)
+    folder = find_model(settings, context.log_progress)
     ordinal = context.topology.gpu(identity.id)
     with start.phase("imports"):
         libraries = preload_torch(None if settings.device == "cpu" else ordinal)

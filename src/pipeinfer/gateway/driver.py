@@ -28,8 +28,8 @@ from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
 from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.runtime.listening import BACKLOG, close_all
-from pipeinfer.runtime.logs import CLEAR
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.runtime.logs import CLEAR_LINE
+from pipeinfer.runtime.terminal import can_rewrite
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class HttpDriver:
             self._announced = True
             page = f"chat in a browser at {self.url}, " if self._service.sight is not None else ""
             log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
-            over = CLEAR if rewrites(sys.stdout) else ""
+            over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:
                 print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
             except BrokenPipeError:  # a server goes on, whether anybody reads that or not

@@ -38,7 +38,7 @@ from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
 from pipeinfer.offline.tokenizer import tokenizer_of
 from pipeinfer.runtime.local import prepare
-from pipeinfer.runtime.status_line import waits
+from pipeinfer.runtime.status_line import waiting_summary
 from pipeinfer.settings import Settings
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class AsyncLLM:
 
     def waits_for(self) -> str:
         """What start() waits for at the moment, in words; any thread may ask."""
-        return self._step if self._pipeline is None else waits(self._pipeline.states())
+        return self._step if self._pipeline is None else waiting_summary(self._pipeline.states())
 
     def generate(
         self,

@@ -25,8 +25,8 @@ from pipeinfer.runtime import wakefulness
 from pipeinfer.runtime.exit_codes import MISCONFIGURED
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import local_stages
-from pipeinfer.runtime.shell import Process, Shell
-from pipeinfer.runtime.stage import Stage, StageContext, deaths
+from pipeinfer.runtime.shell import ProcessOptions, Shell
+from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Identity, Topology
@@ -108,10 +108,10 @@ class Pipeline:
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        awake = wakefulness.PATIENCE if self._settings.stay_awake == "always" else 0.0
+        awake = wakefulness.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build,
-            Process(patience=awake),
+            ProcessOptions(busy_poll=awake),
         )  # fmt: skip
         self._core = GatewayCore(
             expected_stages(stages.topology),
@@ -179,4 +179,7 @@ class Pipeline:
 
 def _telemetry_of_others(topology: Topology) -> tuple[tuple[str, str], ...]:
     others = topology.without("gateway").ids()
-    return (*((stage, "telemetry") for stage in others), *deaths(topology, "telemetry"))
+    return (
+        *((stage, "telemetry") for stage in others),
+        *death_subscriptions(topology, "telemetry"),
+    )

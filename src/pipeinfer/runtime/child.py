@@ -14,14 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeinfer.messages import Ended, Heartbeat, State
-from pipeinfer.runtime.incarnations import GIVEN, Incarnations
-from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
+from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE, IncarnationNumbers
+from pipeinfer.runtime.report import REPORT_FD_VARIABLE, StatusReader, StatusReport
 from pipeinfer.topology.topology import Identity
 
 # Stages without a model multiply no matrices: NumPy's threads, one a core, would do nothing in them
 # but end, some time or other, when the process is forked.
-LIGHT = {"OPENBLAS_NUM_THREADS": "1"}
-CHECKED = ("loading", "waiting", "ready")  # states of a stage whose configuration is valid
+LIGHT_STAGE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+VALID_CONFIG_STATES = (
+    "loading",
+    "waiting",
+    "ready",
+)  # states of a stage whose configuration is valid
 
 
 @dataclass(frozen=True)
@@ -47,39 +51,43 @@ class Child:
 
     identity: Identity
     command: Command = Command()
-    numbers: Incarnations = field(default_factory=Incarnations)  # one for all that may meet
+    numbers: IncarnationNumbers = field(
+        default_factory=IncarnationNumbers
+    )  # one for all that may meet
     process: asyncio.subprocess.Process | None = None
-    said: tuple[State, str] = ("starting", "")
-    checked: bool = False
-    reason: str = ""
+    status: tuple[State, str] = ("starting", "")
+    config_valid: bool = False
+    failure_reason: str = ""
     deaths: int = 0
     swapping: bool = False
-    condemned: asyncio.subprocess.Process | None = None  # it dies for its group, see `condemn`
+    killed_for_group: asyncio.subprocess.Process | None = (
+        None  # it dies for its group, see `condemn`
+    )
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # this process, now or before
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    has_reported: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _given: int = 0  # the number that this process was started with
+    _started_as: int = 0  # the number that this process was started with
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest that was heard
-    ended: Ended | None = None  # the process before, while nothing was heard of its successor
-    told: Callable[[], object] = lambda: None
-    _reload_when_heard: bool = False
-    _reports: Reports | None = None
+    death: Ended | None = None  # the process before, while nothing was heard of its successor
+    on_report: Callable[[], object] = lambda: None
+    _reload_when_reported: bool = False
+    _status_reader: StatusReader | None = None
 
     async def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> asyncio.subprocess.Process:
         """Starts the command. OSError if it cannot be executed."""
         self.ready.clear()
-        self.heard.clear()
+        self.has_reported.clear()
         self.process = None  # so that a late word of the old one is not taken for the new one's
-        self._given = self.numbers.next(self.newest)
+        self._started_as = self.numbers.next(self.newest)
         self._pid = 0
-        self.said, self.reason = ("starting", ""), ""
-        self.end_reports()
-        reports = self._reports = Reports()
-        defaults = {} if self.identity.name == "engine" else LIGHT
-        ours = {DESCRIPTOR: reports.name, GIVEN: str(self._given)}
+        self.status, self.failure_reason = ("starting", ""), ""
+        self.close_reports()
+        reports = self._status_reader = StatusReader()
+        defaults = {} if self.identity.name == "engine" else LIGHT_STAGE_ENVIRONMENT
+        ours = {REPORT_FD_VARIABLE: reports.name, INCARNATION_VARIABLE: str(self._started_as)}
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command.words,
@@ -97,48 +105,48 @@ class Child:
 
     def read_reports(self) -> None:
         """Takes what the process said through its pipe, also if it has ended since."""
-        if self._reports is None:
+        if self._status_reader is None:
             return
-        reports = self._reports.read()
-        if self._reports.ended:
-            self.end_reports()
+        reports = self._status_reader.read()
+        if self._status_reader.ended:
+            self.close_reports()
         for report in reports:
-            if self._take(report):
+            if self._on_status(report):
                 self._incarnation = max(self._incarnation, report.newest)
         if reports:
-            self.told()
+            self.on_report()
 
-    def end_reports(self) -> None:
+    def close_reports(self) -> None:
         """Nothing is to be heard of the process that ran."""
-        if self._reports is not None:
-            asyncio.get_running_loop().remove_reader(self._reports.source)
-            self._reports.close()
-            self._reports = None
+        if self._status_reader is not None:
+            asyncio.get_running_loop().remove_reader(self._status_reader.source)
+            self._status_reader.close()
+            self._status_reader = None
 
-    def hear(self, beat: Heartbeat) -> None:
+    def on_heartbeat(self, beat: Heartbeat) -> None:
         """Takes a heartbeat; a last word of an earlier process does not count."""
-        if self._take(beat) and beat.state == "ready":
+        if self._on_status(beat) and beat.state == "ready":
             self.ready.set()  # other stages hear it now, too: a swap is over
 
-    def _take(self, said: Heartbeat | Report) -> bool:
+    def _on_status(self, said: Heartbeat | StatusReport) -> bool:
         """What a heartbeat and a report have in common; False if it is an earlier process's."""
         if self.process is None:
             return False
-        if said.pid != self.process.pid and said.incarnation < self._given:
+        if said.pid != self.process.pid and said.incarnation < self._started_as:
             return False
         self._pid = said.pid
         self._incarnation = said.incarnation
-        self.ended = None
-        self.heard.set()
-        if self._reload_when_heard:
+        self.death = None
+        self.has_reported.set()
+        if self._reload_when_reported:
             self.reload()
-        self.said = said.state, said.reason
-        self.reason = said.reason if said.state == "failed" else self.reason
-        self.checked = self.checked or said.state in CHECKED
+        self.status = said.state, said.reason
+        self.failure_reason = said.reason if said.state == "failed" else self.failure_reason
+        self.config_valid = self.config_valid or said.state in VALID_CONFIG_STATES
         self.deaths = 0 if said.state == "ready" else self.deaths
         return True
 
-    def last_word(self, reason: str) -> Heartbeat | None:
+    def death_notice(self, reason: str) -> Heartbeat | None:
         """What it cannot say itself: that its process ended; None if it was never heard. From now
         on `ended` says so, too, for those who decide by it.
 
@@ -148,7 +156,7 @@ class Child:
             return None
         who = self.identity
         number, at = self._incarnation, self.numbers.now()
-        self.ended = Ended(stage=who.id, incarnation=number, at=at, reason=reason)
+        self.death = Ended(stage=who.id, incarnation=number, at=at, reason=reason)
         return Heartbeat(
             stage=who.id,
             name=who.name,
@@ -164,7 +172,7 @@ class Child:
     @property
     def newest(self) -> int:
         """The greatest number of a process of this stage that is known here, 0 for none."""
-        return max(self._given, self._incarnation)
+        return max(self._started_as, self._incarnation)
 
     @property
     def pid(self) -> int:
@@ -188,20 +196,20 @@ class Child:
 
         Before that the signal would end it, since Python has not set its handler yet.
         """
-        self._reload_when_heard = not self.heard.is_set()
-        if not self._reload_when_heard:
+        self._reload_when_reported = not self.has_reported.is_set()
+        if not self._reload_when_reported:
             self.signal(signal.SIGHUP)
 
-    def began_before(self, incarnations: Iterable[int]) -> bool:
+    def started_before(self, incarnations: Iterable[int]) -> bool:
         """Whether its process may be one of these, and does not come after them."""
-        return any(self._given <= incarnation for incarnation in incarnations)
+        return any(self._started_as <= incarnation for incarnation in incarnations)
 
-    def condemn(self) -> None:
+    def kill_for_group(self) -> None:
         """Kills this process because its group starts anew: its end is no reason to kill others.
 
         A rank may take seconds to die, and those that it took with it have begun again by then.
         """
-        self.condemned = self.process
+        self.killed_for_group = self.process
         self.kill()
 
     def kill(self) -> None:
@@ -211,6 +219,6 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def cause(code: int) -> str:
+def exit_cause(code: int) -> str:
     """An exit code in words."""
     return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -17,21 +17,21 @@ from typing import IO
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import Identity, Topology
 
-NOTE = "pipeinfer-stage"  # in the folder for temporary files: who the process here is
+INSTANCE_FILE = "pipeinfer-stage"  # in the folder for temporary files: who the process here is
 
 
-class Claim:
+class ElectedInstance:
     """`identity` is ours as long as this object lives. `note` names it for health checks."""
 
     def __init__(self, identity: Identity, lock: IO[str]) -> None:
         self.identity = identity
         self._lock = lock
-        with _ours(note()) as file:
+        with _ours(instance_file()) as file:
             file.truncate()
             file.write(identity.id)
 
 
-def claim(topology: Topology, name: str, on: str, folder: Path) -> Claim:
+def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> ElectedInstance:
     """A stage called `name` on host `on` ("" for any) that no other process has claimed.
 
     folder: of the locks, the same for all processes of the host. ConfigurationError if there is
@@ -45,7 +45,7 @@ def claim(topology: Topology, name: str, on: str, folder: Path) -> Claim:
         except BlockingIOError:
             lock.close()
             continue
-        return Claim(entry.identity, lock)
+        return ElectedInstance(entry.identity, lock)
     where = f" on host {on}" if on else ""
     raise ConfigurationError(
         f"the topology has {len(mine)} stages {name!r}{where}, and all of them run"
@@ -54,15 +54,15 @@ def claim(topology: Topology, name: str, on: str, folder: Path) -> Claim:
     )
 
 
-def note() -> Path:
+def instance_file() -> Path:
     """The file with the id of the stage that was claimed here; each container has its own."""
-    return Path(tempfile.gettempdir(), NOTE)
+    return Path(tempfile.gettempdir(), INSTANCE_FILE)
 
 
-def noted() -> str:
+def elected_instance() -> str:
     """The id of the stage that was claimed here. OSError, or ConfigurationError if the note is not
     ours, so that nobody else can say how this stage is."""
-    with _ours(note(), os.O_RDONLY) as file:
+    with _ours(instance_file(), os.O_RDONLY) as file:
         return file.read()
 
 

@@ -11,10 +11,10 @@ import socket
 
 from pipeinfer.runtime import listening
 
-WAIT = "--wait-fd"
+WAIT_FLAG = "--wait-fd"
 
 
-class Door:
+class InheritedSockets:
     """Shut until `open`; without sockets before `bind`."""
 
     def __init__(self) -> None:
@@ -34,15 +34,15 @@ class Door:
     @property
     def descriptors(self) -> list[int]:
         """What a process inherits."""
-        return [*(one.fileno() for one in self._sockets), *self._waiting]
+        return [*(one.fileno() for one in self._sockets), *self._pipe_fds]
 
     @property
     def arguments(self) -> list[str]:
         """How it is told of them."""
         words = [word for one in self._sockets for word in ("--listen-fd", str(one.fileno()))]
-        return words + [word for one in self._waiting for word in (WAIT, str(one))]
+        return words + [word for one in self._pipe_fds for word in (WAIT_FLAG, str(one))]
 
-    def open(self) -> None:
+    def listen(self) -> None:
         """Listens, and lets those begin who wait. ConfigurationError if somebody else listens."""
         listening.listen(self._sockets)
         os.write(self._sink, b".")
@@ -54,7 +54,7 @@ class Door:
         self._close_pipe()
 
     @property
-    def _waiting(self) -> list[int]:
+    def _pipe_fds(self) -> list[int]:
         return [self._source] if self._source >= 0 else []
 
     def _close_pipe(self) -> None:
@@ -64,7 +64,7 @@ class Door:
         self._source = self._sink = -1
 
 
-def opened(descriptor: int) -> bool:
+def wait_until_listening(descriptor: int) -> bool:
     """Waits at the door; False if whoever was to open it has gone."""
     with open(descriptor, "rb", buffering=0) as pipe:
         return pipe.read(1) != b""

@@ -26,24 +26,24 @@ from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.room import make_room
 from pipeinfer.bus.wires import AddressTaken
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.claim import Claim, claim
+from pipeinfer.runtime.claim import ElectedInstance, elect_instance
 from pipeinfer.runtime.deployment import deployed
-from pipeinfer.runtime.door import WAIT, opened
+from pipeinfer.runtime.door import WAIT_FLAG, wait_until_listening
 from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.fence import FencedOut
 from pipeinfer.runtime.group_fault import end_on_group_fault
-from pipeinfer.runtime.hangup import on_hangup
-from pipeinfer.runtime.heap import keep_large_apart
-from pipeinfer.runtime.incarnations import GIVEN, after, given
-from pipeinfer.runtime.logs import complain, set_up_logging
+from pipeinfer.runtime.hangup import add_reload_handler
+from pipeinfer.runtime.heap import map_large_allocations
+from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE, incarnation_after, own_incarnation
+from pipeinfer.runtime.logs import report_error, set_up_logging
 from pipeinfer.runtime.parent import ParentWatch
-from pipeinfer.runtime.port_owner import owner
-from pipeinfer.runtime.report import Reporter, reporter
-from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
+from pipeinfer.runtime.port_owner import port_owner
+from pipeinfer.runtime.report import StatusWriter, inherited_status_writer
+from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
-from pipeinfer.runtime.status_line import StatusLine, follow
+from pipeinfer.runtime.status_line import StatusLine, show_until_ready
 from pipeinfer.runtime.terminal import open_streams
-from pipeinfer.runtime.wakefulness import patience
+from pipeinfer.runtime.wakefulness import busy_poll_seconds
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology
@@ -75,22 +75,22 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
     set_up_logging(settings, identity.id)
-    incarnation = given(os.environ)
-    told = reporter(os.environ, incarnation)
+    incarnation = own_incarnation(os.environ)
+    told = inherited_status_writer(os.environ, incarnation)
     watch = ParentWatch(-1 if told is None else told.sink) if options.child else None
     if identity.name != "engine":  # it makes large arrays all the time
-        keep_large_apart()
+        map_large_allocations()
     if options.wait_fd is not None:
         builder(identity.name)  # its modules are loaded meanwhile
-        if not opened(options.wait_fd):
+        if not wait_until_listening(options.wait_fd):
             return ORDERLY
     gc.set_threshold(*(OF_CONNECTIONS if identity.name == "gateway" else COLLECTIONS))
-    ties = Ties(incarnation, told, watch)
+    ties = ParentTies(incarnation, told, watch)
     try:
         return uvloop.run(_run(settings, topology, identity, options, ties))
     except FencedOut as error:
         if told is not None:
-            told.say("failed", str(error), error.newest)  # the next process gets a greater number
+            told.write("failed", str(error), error.newest)  # the next process gets a greater number
             return FAILED
         return FAILED if error.superseded else _begin_anew(error.newest)
 
@@ -99,9 +99,11 @@ def _asked(stage: str | None, options: argparse.Namespace) -> Identity:
     return Identity(stage or options.stage, options.group, options.rank, options.index)
 
 
-def _claim(topology: Topology, name: str, options: argparse.Namespace) -> Claim | None:
+def _claim(topology: Topology, name: str, options: argparse.Namespace) -> ElectedInstance | None:
     """To be kept as long as the stage runs."""
-    return claim(topology, name, options.on, Path(options.claim)) if options.claim else None
+    return (
+        elect_instance(topology, name, options.on, Path(options.claim)) if options.claim else None
+    )
 
 
 def stage_settings(
@@ -142,7 +144,7 @@ def parser(stage: str | None) -> CommandLine:
         help="a listening socket of the parent process, instead of --host and --port",
     )
     made.add_argument(
-        WAIT,
+        WAIT_FLAG,
         type=int,
         metavar="N",
         help="begin when the parent process writes into this pipe, and end when it closes it",
@@ -151,19 +153,19 @@ def parser(stage: str | None) -> CommandLine:
 
 
 @dataclass(frozen=True)
-class Ties:
+class ParentTies:
     """To who started this process: the number that it gave or else the clock, who hears reports,
     and who watches whether it is there."""
 
     incarnation: int
-    told: Reporter | None
+    status: StatusWriter | None
     watch: ParentWatch | None
 
 
 def _begin_anew(newest: int) -> NoReturn:
     """As the process after `newest`: nobody else knows that number, and this stage may be half
     known to others by the one that it had."""
-    os.environ[GIVEN] = str(after(newest, time.time_ns()))
+    os.environ[INCARNATION_VARIABLE] = str(incarnation_after(newest, time.time_ns()))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -172,7 +174,7 @@ async def _run(
     topology: Topology,
     identity: Identity,
     options: argparse.Namespace,
-    ties: Ties,
+    ties: ParentTies,
 ) -> int:
     def build(context: StageContext) -> Stage:
         stage = builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
@@ -182,20 +184,20 @@ async def _run(
 
     context = zmq.Context.instance()
     make_room(context, topology)
-    process = Process(
+    process = ProcessOptions(
         ties.incarnation,
-        patience(settings, topology, identity),
+        busy_poll_seconds(settings, topology, identity),
         forks=identity.name != "engine",  # which uses a GPU, or holds the weights
     )
     shell = Shell(settings, topology, identity, context, build, process)
-    if ties.told is not None:
-        shell.tell = ties.told.say
+    if ties.status is not None:
+        shell.on_state_change = ties.status.write
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)
-    on_hangup(loop, shell.reload, shell.drain)
+    add_reload_handler(loop, shell.reload, shell.drain)
     if ties.watch is not None:
-        ties.watch.stop_by(lambda: loop.call_soon_threadsafe(shell.stop))
+        ties.watch.set_stop(lambda: loop.call_soon_threadsafe(shell.stop))
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
@@ -203,7 +205,7 @@ async def _run(
     if options.child:  # whoever started it says so for all
         return await run_shell(shell)
     line = StatusLine(settings.log_format == "text")
-    starting = asyncio.create_task(follow(lambda: {identity.id: shell.state()}, line))
+    starting = asyncio.create_task(show_until_ready(lambda: {identity.id: shell.state()}, line))
     try:
         return await run_shell(shell)
     finally:
@@ -221,15 +223,15 @@ async def run_shell(shell: Shell) -> int:
     except FencedOut:
         raise
     except ConfigurationError as error:
-        complain(shell.settings, str(error))
+        report_error(shell.settings, str(error))
         return MISCONFIGURED
     except AddressTaken as error:  # by the process before perhaps, so that this one may come again
         host, _, port = error.place.removeprefix("tcp://").rpartition(":")
-        whose = owner(host.strip("[]*"), int(port))
-        complain(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
+        whose = port_owner(host.strip("[]*"), int(port))
+        report_error(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
         return FAILED
     except zmq.ZMQError as error:
-        complain(shell.settings, f"{shell.identity.id}: {error}")
+        report_error(shell.settings, f"{shell.identity.id}: {error}")
         return FAILED
     except Exception:
         logging.getLogger(__name__).exception("%s stopped", shell.identity.id)

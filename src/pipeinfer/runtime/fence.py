@@ -13,7 +13,7 @@ from pipeinfer.messages import Fenced
 
 log = logging.getLogger(__name__)
 
-SAY_AGAIN = 1.0  # seconds; a process that does not know goes on speaking
+NOTICE_INTERVAL = 1.0  # seconds; a process that does not know goes on speaking
 
 
 class FencedOut(Exception):
@@ -34,16 +34,16 @@ class FencedOut(Exception):
         )
 
 
-class Fence:
+class IncarnationFilter:
     """Lets the newest process of each sender pass. `dropped`: frames of older ones."""
 
     def __init__(self) -> None:
         self.dropped = 0
         self._newest: dict[str, int] = {}
         self._since: dict[str, float] = {}  # when the newest was first heard, in seconds
-        self._told: dict[str, tuple[int, float]] = {}  # which older one was told last, and when
+        self._notified: dict[str, tuple[int, float]] = {}  # which older one was told last, and when
 
-    def passes(self, header: Header, now: float) -> bool:
+    def accepts(self, header: Header, now: float) -> bool:
         """False if a newer process of the same stage was heard before. `now`: monotonic seconds."""
         newest = self._newest.get(header.sender, -1)
         if header.incarnation < newest:
@@ -54,13 +54,13 @@ class Fence:
             self._since[header.sender] = now
         return True
 
-    def answer(self, header: Header, now: float) -> Fenced | None:
+    def notice(self, header: Header, now: float) -> Fenced | None:
         """What the sender of a frame that did not pass is to be told now, if anything."""
         stage, number = header.sender, header.incarnation
-        before, at = self._told.get(stage, (-1, 0.0))
-        if before == number and now - at < SAY_AGAIN:
+        before, at = self._notified.get(stage, (-1, 0.0))
+        if before == number and now - at < NOTICE_INTERVAL:
             return None
-        self._told[stage] = number, now
+        self._notified[stage] = number, now
         newest = self._newest[stage]
         if before != number:
             log.warning("%s: process %d is not heard, process %d was", stage, number, newest)

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 
 
-def on_hangup(
+def add_reload_handler(
     loop: asyncio.AbstractEventLoop, reload: Callable[[], None], end: Callable[[], None]
 ) -> None:
     """From now on SIGHUP calls `reload` on `loop`, or `end` if our terminal was closed."""

@@ -11,7 +11,7 @@ MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LARGE = 128 << 10  # bytes, glibc's own first value
 
 
-def keep_large_apart() -> None:
+def map_large_allocations() -> None:
     """From now on each piece of LARGE bytes or more is mapped for itself, and unmapped when it is
     free.
 

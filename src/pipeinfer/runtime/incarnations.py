@@ -11,22 +11,22 @@ from collections.abc import Callable, MutableMapping
 
 # Of nanoseconds, between two processes of one stage. Epochs and a supervisor's last word of a
 # process count on from its number.
-STEP = 1_000_000_000
-GIVEN = "PIPEINFER_INCARNATION"  # in the environment of a stage: its number
+MIN_GAP_NS = 1_000_000_000
+INCARNATION_VARIABLE = "PIPEINFER_INCARNATION"  # in the environment of a stage: its number
 
 
-def given(environ: MutableMapping[str, str]) -> int:
+def own_incarnation(environ: MutableMapping[str, str]) -> int:
     """The number of this process, taken out of `environ`; the time where nobody gave one."""
-    number = environ.pop(GIVEN, "")
+    number = environ.pop(INCARNATION_VARIABLE, "")
     return int(number) if number.isdecimal() and len(number) < 20 else time.time_ns()
 
 
-def after(last: int, now: int) -> int:
+def incarnation_after(last: int, now: int) -> int:
     """A number for the process that comes after process `last`, at the time `now` (Unix, in ns)."""
-    return max(now, last + STEP)
+    return max(now, last + MIN_GAP_NS)
 
 
-class Incarnations:
+class IncarnationNumbers:
     """Gives numbers, one greater than the other whoever they are for."""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
@@ -35,7 +35,7 @@ class Incarnations:
 
     def next(self, last: int) -> int:
         """For a process that comes after process `last`, 0 for none."""
-        self._last = max(after(last, self._clock()), self._last + 1)
+        self._last = max(incarnation_after(last, self._clock()), self._last + 1)
         return self._last
 
     def now(self) -> int:

@@ -12,12 +12,12 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from pipeinfer.runtime.port_owner import owner
+from pipeinfer.runtime.port_owner import port_owner
 from pipeinfer.settings import ConfigurationError
 
-NEXT = 100  # ports beyond one that is taken, of which a free one is named
+PORTS_TRIED = 100  # ports beyond one that is taken, of which a free one is named
 BACKLOG = 1024  # connections that may wait to be accepted
-NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this host does not have
+FAMILY_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this host does not have
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:
@@ -61,7 +61,7 @@ def _opened(host: str, port: int, backlog: int) -> list[socket.socket]:
             try:
                 opened.append(_bound(family, here, backlog))
             except OSError as error:
-                if error.errno not in NOT_HERE:
+                if error.errno not in FAMILY_ABSENT:
                     raise
                 absent = error
         if not opened:
@@ -105,9 +105,11 @@ def _why(host: str, port: int, error: OSError) -> str:
         flag = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
         return f"{flag}: cannot listen on {place}: {error.strerror or error}"
     numbers = (address[0] for _, address in _addresses(host, port))
-    whose = next(filter(None, (owner(number, port) for number in numbers)), "")
+    whose = next(filter(None, (port_owner(number, port) for number in numbers)), "")
     text = f"--port {port}: {place} is taken{whose and ' '}{whose}"
-    free = next((other for other in range(port + 1, port + NEXT) if _is_free(host, other)), None)
+    free = next(
+        (other for other in range(port + 1, port + PORTS_TRIED) if _is_free(host, other)), None
+    )
     return text if free is None else f"{text}; --port {free} is free (with make: PORT={free})"
 
 

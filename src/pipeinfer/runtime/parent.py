@@ -33,7 +33,7 @@ class ParentWatch:
         self._end: Callable[[], object] = lambda: os._exit(ORDERLY)
         threading.Thread(target=self._run, name="parent", daemon=True).start()
 
-    def stop_by(self, end: Callable[[], object]) -> None:
+    def set_stop(self, end: Callable[[], object]) -> None:
         """From now on there is something to be ended in good order, by `end`, on the thread."""
         self._end = end
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from pipeinfer.runtime.find import running_servers
 
 PROC = Path("/proc")
-LISTENS = "0A"  # the state of a socket in /proc/net/tcp
-LENGTH = 60  # characters of a process's name
+LISTEN_STATE = "0A"  # the state of a socket in /proc/net/tcp
+MAX_NAME_CHARS = 60  # characters of a process's name
 UNSEEN = "by a process that this user cannot see"
 
 
-def owner(host: str, port: int) -> str:
+def port_owner(host: str, port: int) -> str:
     """What a message says of whose an address is: "by process 4711 (nginx)", of a server of
     pipeinfer also its model. `host`: a number, "" for all of this host's. "" if nobody is found."""
     inodes = set(_inodes(host, port))
@@ -44,7 +44,7 @@ def _inodes(host: str, port: int) -> Iterator[str]:
             for line in (PROC / "net" / table).read_text().splitlines()[1:]:
                 _, local, _, state, *more = line.split()
                 address, _, number = local.partition(":")
-                if state == LISTENS and int(number, 16) == port and _meets(wanted, address):
+                if state == LISTEN_STATE and int(number, 16) == port and _meets(wanted, address):
                     yield more[5]
 
 
@@ -88,7 +88,7 @@ def _name(pid: int) -> str:
             name = " ".join(["python -m", *rest[:more]])
         elif what and not what.startswith("-"):
             name = f"python {Path(what).name}"
-    return name[:LENGTH]
+    return name[:MAX_NAME_CHARS]
 
 
 def _program(words: list[str]) -> list[str]:

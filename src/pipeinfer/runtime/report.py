@@ -16,15 +16,15 @@ import msgspec
 from pipeinfer.messages import State
 
 # In the environment and not among the arguments: a stage of an older version does not mind it.
-DESCRIPTOR = "PIPEINFER_REPORT_FD"
-CHUNK = 1 << 16
-LETTERS = 2_000  # of a reason: a pipe takes a page at once or not at all
+REPORT_FD_VARIABLE = "PIPEINFER_REPORT_FD"
+READ_BYTES = 1 << 16
+MAX_REASON_CHARS = 2_000  # of a reason: a pipe takes a page at once or not at all
 
 
 log = logging.getLogger(__name__)
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
+class StatusReport(msgspec.Struct, frozen=True, array_like=True):
     """As in a heartbeat; `pid`: of the stage itself, where something is wrapped around it.
     `newest`: the number of another process, by which this one was fenced out."""
 
@@ -35,18 +35,20 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
     newest: int = 0
 
 
-def reporter(environ: MutableMapping[str, str], incarnation: int) -> Reporter | None:
+def inherited_status_writer(
+    environ: MutableMapping[str, str], incarnation: int
+) -> StatusWriter | None:
     """For whoever started this process, if it wants to be told; further processes are not ours."""
-    sink, _, inode = environ.pop(DESCRIPTOR, "").partition(":")
+    sink, _, inode = environ.pop(REPORT_FD_VARIABLE, "").partition(":")
     try:
         if sink and os.fstat(int(sink)).st_ino == int(inode):
-            return Reporter(int(sink), incarnation)
+            return StatusWriter(int(sink), incarnation)
     except (OSError, ValueError, OverflowError) as error:
-        log.debug("%s=%s: %s", DESCRIPTOR, sink, error)
+        log.debug("%s=%s: %s", REPORT_FD_VARIABLE, sink, error)
     return None  # a command around us has closed it, and may have put its own there: heartbeats do
 
 
-class Reporter:
+class StatusWriter:
     """The stage's end, the descriptor `sink`; it never waits."""
 
     def __init__(self, sink: int, incarnation: int) -> None:
@@ -54,15 +56,15 @@ class Reporter:
         os.set_blocking(sink, False)
         os.set_inheritable(sink, False)
 
-    def say(self, state: State, reason: str, newest: int = 0) -> None:
+    def write(self, state: State, reason: str, newest: int = 0) -> None:
         """Nobody may read it any more, or so seldom that the pipe is full: then it is not said."""
-        reason = reason[:LETTERS].encode("utf-8", "replace").decode()
-        report = Report(state, reason, os.getpid(), self._incarnation, newest)
+        reason = reason[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
+        report = StatusReport(state, reason, os.getpid(), self._incarnation, newest)
         with suppress(OSError):
             os.write(self.sink, msgspec.json.encode(report) + b"\n")
 
 
-class Reports:
+class StatusReader:
     """The other end. `sink`: for the stage to inherit; close it here when it has. `ended`: nobody
     has it open any more."""
 
@@ -80,11 +82,11 @@ class Reports:
     def close_sink(self) -> None:
         os.close(self.sink)
 
-    def read(self) -> list[Report]:
+    def read(self) -> list[StatusReport]:
         """What was said since the last time, also by a process that has ended."""
         while not self.ended:
             try:
-                chunk = os.read(self.source, CHUNK)
+                chunk = os.read(self.source, READ_BYTES)
             except BlockingIOError:
                 break
             self.ended = not chunk
@@ -96,9 +98,9 @@ class Reports:
         os.close(self.source)
 
 
-def _decoded(line: bytes) -> Report | None:
+def _decoded(line: bytes) -> StatusReport | None:
     """A command around the stage may write into it what it likes."""
     try:
-        return msgspec.json.decode(line, type=Report)
+        return msgspec.json.decode(line, type=StatusReport)
     except (ValueError, RecursionError):
         return None

@@ -24,10 +24,17 @@ from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import Fenced, GroupFault, Heartbeat, Message, RankStatus, Recover, State
-from pipeinfer.runtime.fence import Fence, FencedOut
-from pipeinfer.runtime.logs import about
+from pipeinfer.runtime.fence import FencedOut, IncarnationFilter
+from pipeinfer.runtime.logs import request_fields
 from pipeinfer.runtime.observer import StageObserver
-from pipeinfer.runtime.stage import LEAVE, TAKES, TAKES_NOT, Stage, StageContext, builder
+from pipeinfer.runtime.stage import (
+    CORE_CHANNELS,
+    LEAVE_TIMEOUT,
+    NOT_FOR_CORE,
+    Stage,
+    StageContext,
+    builder,
+)
 from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.unsent import UnsentMessages
 from pipeinfer.settings import ConfigurationError, Settings
@@ -35,7 +42,7 @@ from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 
-LEAVE_CHECK = 0.005  # seconds; its successor, and every stream, waits for its end
+LEAVE_POLL = 0.005  # seconds; its successor, and every stream, waits for its end
 
 
 class StoppedWhileBuilding(Exception):
@@ -43,13 +50,13 @@ class StoppedWhileBuilding(Exception):
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessOptions:
     """What a shell is told of the process that it runs in. incarnation: its number, 0: to be taken
     from the clock. patience: for how many seconds the loop stays awake after a frame, see
     Reader.start. forks: whether it may be forked, for a copy of the core's state."""
 
     incarnation: int = 0
-    patience: float = 0.0
+    busy_poll: float = 0.0
     forks: bool = False
 
 
@@ -66,26 +73,26 @@ class Shell:
         identity: Identity,
         context: zmq.Context[zmq.Socket[bytes]],
         build: Callable[[StageContext], Stage] | None = None,
-        process: Process = Process(),
+        process: ProcessOptions = ProcessOptions(),
     ) -> None:
         self.identity, self.settings = identity, settings
         self.incarnation = process.incarnation or time.time_ns()
-        self._born = _clock()
+        self._started_at = _clock()
         patience = FORGET * settings.host_loss
         self.bus = Bus(identity, self.incarnation, topology, context, patience=patience)
         self._topology = topology
         self._build = build or builder(identity.name)
-        self._takes = TAKES[identity.name]
+        self._core_channels = CORE_CHANNELS[identity.name]
         self._stages = frozenset(topology.ids())
-        self._period, self._said_at = period(len(self._stages)), float("-inf")
-        self._process = process
-        self.tell: Callable[[State, str], object] = lambda state, reason: None
-        self._fence, self._unsent = Fence(), UnsentMessages()
+        self._period, self._published_at = period(len(self._stages)), float("-inf")
+        self._options = process
+        self.on_state_change: Callable[[State, str], object] = lambda state, reason: None
+        self._incarnations, self._unsent = IncarnationFilter(), UnsentMessages()
         self._stage: Stage | None = None
-        self._tap: Tap | None = None
-        self._observer = StageObserver(settings, identity, self.incarnation, self._observed)
+        self._hook: Tap | None = None
+        self._observer = StageObserver(settings, identity, self.incarnation, self._on_observed)
         self._progress: tuple[State, str] = ("starting", "")
-        self._shown: tuple[State, str] | None = None
+        self._published: tuple[State, str] | None = None
         self._stop = asyncio.Event()
         self._drained_by = float("inf")
         self._leaving: asyncio.Task[None] | None = None
@@ -97,7 +104,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         whose = self.settings, self._topology, self.identity, self.incarnation
-        self._tap = Tap(*whose, self._answer, self.handle, self._process.forks)
+        self._hook = Tap(*whose, self._publish_control, self.handle, self._options.forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             self._observer.begin()
@@ -107,12 +114,12 @@ class Shell:
             self._stage = stage
             if self._reload_when_built:
                 self.reload()
-            self._tap.begin(stage.core, stage.facts)
+            self._hook.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
-            self.bus.start(self._on_message, self._process.patience)
-            if stage.eyes is not None:
-                stage.eyes.open(self._ask)
+            self.bus.start(self._on_message, self._options.busy_poll)
+            if stage.monitor is not None:
+                stage.monitor.open(self._ask)
             self._tick()
             await self._stop.wait()
         except ConfigurationError as error:
@@ -126,9 +133,9 @@ class Shell:
             beat.cancel()
             if self._leaving is not None:
                 self._leaving.cancel()
-            self._close_tap()
-            if self._stage is not None and self._stage.eyes is not None:
-                self._stage.eyes.close()
+            self._close_hook()
+            if self._stage is not None and self._stage.monitor is not None:
+                self._stage.monitor.close()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
@@ -179,9 +186,9 @@ class Shell:
             if stage.before_leave is not None:
                 await stage.before_leave()
             self.handle(Leave())
-            deadline = self._loop.time() + LEAVE
+            deadline = self._loop.time() + LEAVE_TIMEOUT
             while not stage.core.idle() and self._loop.time() < deadline:
-                await asyncio.sleep(LEAVE_CHECK)
+                await asyncio.sleep(LEAVE_POLL)
         except Exception as error:
             log.exception("%s could not leave in good order", self.identity.id)
             self._failure = error
@@ -194,27 +201,27 @@ class Shell:
     def handle(self, event: Message) -> None:
         """One local event through the core; on the shell's loop only."""
         now = time.monotonic()
-        if self._tap is not None and self._tap.active and not self._stop.is_set():
-            self._tap.event(now, event)
-        self._pass(event, now)
+        if self._hook is not None and self._hook.active and not self._stop.is_set():
+            self._hook.event(now, event)
+        self._process_event(event, now)
 
-    def _pass(self, event: Message, now: float) -> None:
+    def _process_event(self, event: Message, now: float) -> None:
         """One event through the core, and its outputs on their way."""
         if self._stop.is_set() or self._stage is None:
             return
         driver, local = self._stage.driver, list[Message]()
-        tap = self._tap if self._tap is not None and self._tap.active else None
+        hook = self._hook if self._hook is not None and self._hook.active else None
         unsent: list[Unsent] = []
         try:
             sends = self._stage.core.handle(event, now)
             for send in sends:  # hot path: in a gateway once for every token of every stream
                 channel, _, message = send
                 if channel != LOCAL:
-                    unsent += self._send(send, tap)
+                    unsent += self._send(send, hook)
                     continue
                 local.append(message)
-                if tap is not None:
-                    tap.delivered(message)
+                if hook is not None:
+                    hook.delivered(message)
             if self._observer.active:
                 self._observer.saw(event, sends, now)
             for message in local:  # last: a driver may feed the next event before it returns
@@ -225,7 +232,7 @@ class Shell:
                     self.handle(one)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
             kind = type(event).__name__
-            log.exception("%s failed on %s", self.identity.id, kind, extra=about(event))
+            log.exception("%s failed on %s", self.identity.id, kind, extra=request_fields(event))
             self._failure = error
             self._stop.set()
 
@@ -264,7 +271,7 @@ class Shell:
             raise StoppedWhileBuilding(self.identity.id)
         return built.result()
 
-    def _send(self, send: Send, tap: Tap | None) -> Sequence[Unsent]:
+    def _send(self, send: Send, hook: Tap | None) -> Sequence[Unsent]:
         """Sends it; what the core must be told because that cannot be done."""
         if isinstance(send.message, GroupFault):
             # A supervisor hears it and acts; without one, this line is what tells a person.
@@ -272,11 +279,11 @@ class Shell:
         try:
             number, sent, body = self.bus.send(send)
         except (Unencodable, NoSuchStage) as error:
-            if tap is not None:
-                tap.unsent(send.channel, send.to, send.message)
-            return self._unsent.note(send, error)
-        if tap is not None:
-            tap.sent(send.channel, send.to, number, sent, body)
+            if hook is not None:
+                hook.unsent(send.channel, send.to, send.message)
+            return self._unsent.record(send, error)
+        if hook is not None:
+            hook.sent(send.channel, send.to, number, sent, body)
         return ()
 
     def _on_message(self, channel: str, header: Header, message: Message) -> None:
@@ -287,21 +294,21 @@ class Shell:
         if channel == "group" and isinstance(message, Fenced):
             self._on_fenced(header.sender, message)
             return
-        if not self._fence.passes(header, now):
-            self._tell_fenced(header, now)
+        if not self._incarnations.accepts(header, now):
+            self._notify_fenced(header, now)
             return
-        if trouble := self._trouble(channel, message):
+        if trouble := self._rejection(channel, message):
             self.bus.reader.bad(f"{self.identity.name} takes no {trouble}, {header.sender} sent it")
             return
-        if self._tap is not None and self._tap.active and not self._stop.is_set():
-            self._tap.frame(now, channel, header, self.bus.reader.body)
-        self._pass(message, now)
-        self._show_state()
+        if self._hook is not None and self._hook.active and not self._stop.is_set():
+            self._hook.frame(now, channel, header, self.bus.reader.body)
+        self._process_event(message, now)
+        self._publish_if_changed()
 
-    def _tell_fenced(self, header: Header, now: float) -> None:
+    def _notify_fenced(self, header: Header, now: float) -> None:
         """It may not know: a process that another has replaced, or one whose clock was set back."""
         if header.sender in self._stages and not self._stop.is_set():
-            told = self._fence.answer(header, now)
+            told = self._incarnations.notice(header, now)
             if told is not None:
                 self.bus.send(Send("group", header.sender, told))
 
@@ -310,7 +317,7 @@ class Shell:
         if (told.stage, told.incarnation) != (self.identity.id, self.incarnation):
             return
         if told.newest > self.incarnation and self._failure is None:
-            self._failure = FencedOut(told, by, _clock() - self._born)
+            self._failure = FencedOut(told, by, _clock() - self._started_at)
             log.error("%s", self._failure)
             self._stop.set()
 
@@ -318,14 +325,14 @@ class Shell:
         """What people ask of this process, or what others have answered its eyes."""
         stage = self._stage
         if isinstance(message, (Observed, Prefixes)):
-            if stage is not None and stage.eyes is not None:
-                stage.eyes.see(message)
+            if stage is not None and stage.monitor is not None:
+                stage.monitor.see(message)
         elif isinstance(message, ShowPrefixes):
             if stage is not None and stage.prefixes is not None:
                 found = stage.prefixes(message.most, message.ids)
-                self._say(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
-        elif self._tap is not None:
-            self._tap.control(message)
+                self._publish(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
+        elif self._hook is not None:
+            self._hook.control(message)
             self._observer.control(message)
 
     def _ask(self, stage: str, message: Message) -> None:
@@ -335,45 +342,45 @@ class Shell:
         elif not self._stop.is_set():
             self.bus.send(Send(control.CHANNEL, stage, message))
 
-    def _trouble(self, channel: str, message: Message) -> str:
+    def _rejection(self, channel: str, message: Message) -> str:
         """Why the core must not be told of it, whoever made that mistake; "" if it may."""
-        if channel not in self._takes:
+        if channel not in self._core_channels:
             return channel
         if channel == "recovery":
-            if isinstance(message, TAKES_NOT.get(self.identity.name, ())):
+            if isinstance(message, NOT_FOR_CORE.get(self.identity.name, ())):
                 return type(message).__name__
             if isinstance(message, Recover) and message.stage not in self._stages:
                 return f"Recover of {message.stage!r}"
         return ""
 
-    def _answer(self, message: Message) -> None:
+    def _publish_control(self, message: Message) -> None:
         if not self._stop.is_set():
-            self._say(control.CHANNEL, message)
+            self._publish(control.CHANNEL, message)
 
-    def _observed(self, seen: Observed) -> None:
-        self._answer(seen)
-        if self._stage is not None and self._stage.eyes is not None:
-            self._stage.eyes.see(seen)  # a gateway sees itself without a socket
+    def _on_observed(self, seen: Observed) -> None:
+        self._publish_control(seen)
+        if self._stage is not None and self._stage.monitor is not None:
+            self._stage.monitor.see(seen)  # a gateway sees itself without a socket
 
-    def _say(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
+    def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""
         send = Send(channel, EVERYONE, message)
         try:
             return self.bus.send(send)
         except Unencodable as error:
-            self._unsent.note(send, error)
+            self._unsent.record(send, error)
             return None
 
-    def _close_tap(self) -> None:
-        assert self._tap is not None
+    def _close_hook(self) -> None:
+        assert self._hook is not None
         if self._failure is not None and self._stage is not None:
-            self._tap.crashed(self._failure)
-        self._tap.close()
+            self._hook.crashed(self._failure)
+        self._hook.close()
 
     def _report(self, state: State, reason: str) -> None:
         """From the builder's thread."""
         self._progress = (state, reason)
-        self._loop.call_soon_threadsafe(self._show_state)
+        self._loop.call_soon_threadsafe(self._publish_if_changed)
 
     def state(self) -> tuple[State, str]:
         """The stage's state, and what it does or waits for."""
@@ -385,7 +392,7 @@ class Shell:
         if self._stop.is_set() or self._stage is None:
             return
         self.handle(Tick())
-        self._show_state()
+        self._publish_if_changed()
         if self._drained_by < float("inf"):
             self._check_drained()
         self._loop.call_later(self._stage.tick, self._tick)
@@ -395,28 +402,28 @@ class Shell:
         if self._stage.core.idle() or self._loop.time() >= self._drained_by:
             self._stop.set()
 
-    def _show_state(self) -> None:
-        if self._shown is None or self.state()[0] == self._shown[0]:
+    def _publish_if_changed(self) -> None:
+        if self._published is None or self.state()[0] == self._published[0]:
             return
-        was = self._shown[0]
+        was = self._published[0]
         self._publish_heartbeat()
-        if was == "ready" and self._shown[0] == "waiting":
-            log.warning("not ready any more: %s", self._shown[1])
+        if was == "ready" and self._published[0] == "waiting":
+            log.warning("not ready any more: %s", self._published[1])
 
     def _heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        if self._loop.time() - self._said_at > self._period - HEARTBEAT / 2:
+        if self._loop.time() - self._published_at > self._period - HEARTBEAT / 2:
             self._publish_heartbeat()
         else:
-            self._say_rank()
+            self._publish_rank_status()
         self._loop.call_later(HEARTBEAT, self._heartbeat)
 
-    def _say_rank(self) -> None:
+    def _publish_rank_status(self) -> None:
         """Of an engine, to those who decide by it."""
         if self.identity.name == "engine":
             who, (state, _) = self.identity, self.state()
-            self._say(
+            self._publish(
                 "group",
                 RankStatus(
                     group=who.group, rank=who.rank, incarnation=self.incarnation, state=state
@@ -430,14 +437,14 @@ class Shell:
         return {
             **self._stage.core.stats(),
             **(driver.stats() if driver is not None else {}),
-            **(self._tap.stats() if self._tap is not None else {}),
+            **(self._hook.stats() if self._hook is not None else {}),
         }
 
     def _dropped(self) -> dict[str, float]:
         return {
             "bad_frames": float(self.bus.reader.bad_frames),
-            "uptime_seconds": _clock() - self._born,
-            "fenced": float(self._fence.dropped),
+            "uptime_seconds": _clock() - self._started_at,
+            "fenced": float(self._incarnations.dropped),
             "refused_handshakes_total": float(self.bus.refused),
             "unsent_total": float(self._unsent.total),
             "repeated_frames_total": float(self.bus.repeated),
@@ -446,12 +453,12 @@ class Shell:
     def _publish_heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        was, (state, reason) = self._shown, self.state()
-        self._shown = state, reason
-        self._said_at = self._loop.time()
-        self._say_rank()
+        was, (state, reason) = self._published, self.state()
+        self._published = state, reason
+        self._published_at = self._loop.time()
+        self._publish_rank_status()
         if was is None or was[0] != state:
-            self.tell(state, reason)
+            self.on_state_change(state, reason)
         stats = self._stats()
         who = self.identity
         beat = Heartbeat(
@@ -466,9 +473,9 @@ class Shell:
             reason=reason,
             stats={**stats, **self._dropped()},
         )
-        said = self._say("telemetry", beat)
-        if said is not None and self._tap is not None and self._tap.active:
-            self._tap.heartbeat(*said)
+        said = self._publish("telemetry", beat)
+        if said is not None and self._hook is not None and self._hook.active:
+            self._hook.heartbeat(*said)
         if who.name == "gateway":
             self.handle(beat)  # a gateway sees itself without a socket
 

@@ -28,7 +28,7 @@ BUILDERS = {
     "detokenizer": "pipeinfer.detokenizer.stage:build",
 }
 
-TAKES = {
+CORE_CHANNELS = {
     "gateway": ("text", "telemetry", "recovery"),
     "tokenizer": ("group", "requests", "recovery"),
     "scheduler": ("work", "result", "stops", "recovery", "group"),
@@ -36,13 +36,13 @@ TAKES = {
     "detokenizer": ("tokens", "recovery"),
 }  # channels whose messages reach the core of each stage
 
-TAKES_NOT: dict[str, tuple[type[Message], ...]] = {
+NOT_FOR_CORE: dict[str, tuple[type[Message], ...]] = {
     "gateway": (Recovered, Delivered),
     "tokenizer": (HandOver, Fenced),
     "scheduler": (Fenced,),
     "detokenizer": (HandOver, Delivered),
 }  # of these channels, what only others are told
-LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
+LEAVE_TIMEOUT = 10.0  # seconds that a stage has to hand on what is in hand
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StageContext:
     report: Callable[[State, str], None]
     listen_fds: tuple[int, ...] = ()
 
-    def say(self, text: str) -> None:
+    def log_progress(self, text: str) -> None:
         """Something that takes long before the stage knows whether it can start: a line in the log,
         and the reason in its heartbeat."""
         log.info("%s", text)
@@ -86,7 +86,7 @@ class Driver(Protocol):
         ...
 
 
-class Eyes(Protocol):
+class PipelineMonitor(Protocol):
     """Who looks at what other stages see: a gateway with a page."""
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
@@ -120,11 +120,11 @@ class Stage:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None
-    eyes: Eyes | None = None
+    monitor: PipelineMonitor | None = None
     prefixes: Callable[[int, int], tuple[Prefix, ...]] | None = None
 
 
-def deaths(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:
+def death_subscriptions(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:
     """What to listen to for the ends of processes: who starts the stages, where somebody does."""
     return ((SUPERVISOR, channel),) if topology.supervisor else ()
 

@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from pipeinfer.messages import State
-from pipeinfer.runtime.logs import CLEAR
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.runtime.logs import CLEAR_LINE
+from pipeinfer.runtime.terminal import can_rewrite
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.2  # seconds between two looks at what is waited for
+POLL_SECONDS = 0.2  # seconds between two looks at what is waited for
 CHANGED, SAME = 5.0, 10.0  # seconds between two lines of a log, with another text or the same
-BUSY: tuple[State, ...] = ("starting", "loading")
-NAMED = 3  # reasons that a line has room for
+STARTING_STATES: tuple[State, ...] = ("starting", "loading")
+MAX_NAMED = 3  # reasons that a line has room for
 
 
 class StatusLine:
@@ -43,10 +43,10 @@ class StatusLine:
     ) -> None:
         self._doing = doing
         self._output = output or sys.stderr
-        self._rewrites = rewritten and rewrites(self._output)
+        self._rewrites = rewritten and can_rewrite(self._output)
         self._clock = clock
-        self._began = self._said_at = clock()
-        self._said = ""
+        self._began = self._shown_at = clock()
+        self._shown = ""
 
     def show(self, text: str) -> None:
         """`text` is what is waited for at the moment."""
@@ -54,48 +54,50 @@ class StatusLine:
         seconds = int(now - self._began)
         if self._rewrites:
             line = f"{self._doing} ({seconds} s): {text}"[: shutil.get_terminal_size().columns - 1]
-            if line != self._said:
-                print(f"{CLEAR}{line}", end="", file=self._output, flush=True)
-                self._said = line
-        elif now - self._said_at >= (SAME if text == self._said else CHANGED):
+            if line != self._shown:
+                print(f"{CLEAR_LINE}{line}", end="", file=self._output, flush=True)
+                self._shown = line
+        elif now - self._shown_at >= (SAME if text == self._shown else CHANGED):
             log.info("%s, after %d s: %s", self._doing, seconds, text)
-            self._said, self._said_at = text, now
+            self._shown, self._shown_at = text, now
 
     def clear(self) -> None:
         """The wait is over."""
-        if self._rewrites and self._said:
-            print(CLEAR, end="", file=self._output, flush=True)
-            self._said = ""
+        if self._rewrites and self._shown:
+            print(CLEAR_LINE, end="", file=self._output, flush=True)
+            self._shown = ""
 
 
-async def follow(states: Callable[[], Mapping[str, tuple[State, str]]], line: StatusLine) -> None:
+async def show_until_ready(
+    states: Callable[[], Mapping[str, tuple[State, str]]], line: StatusLine
+) -> None:
     """Says what stages wait for until all are ready for the first time, at the level "info"."""
-    while log.isEnabledFor(logging.INFO) and (waiting := waits(states())):
+    while log.isEnabledFor(logging.INFO) and (waiting := waiting_summary(states())):
         line.show(waiting)
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_SECONDS)
     line.clear()
 
 
-def waits(states: Mapping[str, tuple[State, str]]) -> str:
+def waiting_summary(states: Mapping[str, tuple[State, str]]) -> str:
     """What stages (id: state and reason) wait for; "" when all are ready.
 
     Stages that wait for others, or do not say what they do, are named only if there are no others.
     """
     left = {stage: said for stage, said in states.items() if said[0] != "ready"}
-    busy = {stage: said for stage, said in left.items() if said[0] in BUSY} or left
+    busy = {stage: said for stage, said in left.items() if said[0] in STARTING_STATES} or left
     telling = {stage: said for stage, said in busy.items() if said[1]} or busy
     by_reason: dict[str, list[str]] = defaultdict(list)
     for stage, (state, reason) in telling.items():
         does = reason or state
-        by_reason[does if state in BUSY else f"{state} ({does})"].append(stage)
+        by_reason[does if state in STARTING_STATES else f"{state} ({does})"].append(stage)
     told = [f"{_names(stages, states)}: {reason}" for reason, stages in by_reason.items()]
-    more = [f"and {len(told) - NAMED} more"] if len(told) > NAMED else []
-    return "; ".join([*told[:NAMED], *more])
+    more = [f"and {len(told) - MAX_NAMED} more"] if len(told) > MAX_NAMED else []
+    return "; ".join([*told[:MAX_NAMED], *more])
 
 
 def _names(stages: list[str], all_stages: Mapping[str, object]) -> str:
     """By their kind, where there is one of a kind; many are counted."""
-    if len(stages) > NAMED:
+    if len(stages) > MAX_NAMED:
         return f"{len(stages)} stages"
     kinds = [stage.split("-")[0] for stage in all_stages]
     names = (stage.split("-")[0] for stage in stages)

@@ -20,19 +20,19 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import find
-from pipeinfer.runtime.child import Child, cause
+from pipeinfer.runtime.child import Child, exit_cause
 from pipeinfer.runtime.deployment import SECRET
-from pipeinfer.runtime.door import Door
+from pipeinfer.runtime.door import InheritedSockets
 from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
-from pipeinfer.runtime.incarnations import Incarnations
-from pipeinfer.runtime.swap import Swaps
+from pipeinfer.runtime.incarnations import IncarnationNumbers
+from pipeinfer.runtime.swap import SwapController
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 
-RESTARTS = 5  # deaths of a stage with no readiness in between; one more: give up
-GRACE = 10.0  # seconds a stage may take to stop after its own drain
+MAX_DEATHS = 5  # deaths of a stage with no readiness in between; one more: give up
+STOP_GRACE = 10.0  # seconds a stage may take to stop after its own drain
 
 
 class Supervisor:
@@ -50,20 +50,22 @@ class Supervisor:
         """`clock`: Unix time in ns, which may be set back."""
         self._settings = settings
         self._topology_file = topology_file
-        numbers = Incarnations(clock)
+        numbers = IncarnationNumbers(clock)
         self._children = {i.id: Child(i, numbers=numbers) for i in identities}
         for child in self._children.values():
-            child.told = self._look
+            child.on_report = self._check_configs
         self._listener = Listener(topology, context)
-        self._swaps: Swaps | None = None
+        self._swaps: SwapController | None = None
         if topology.supervisor:
             hands = (self._start, self._restart, settings.drain_timeout)
-            self._swaps = Swaps(topology, context, self._children, *hands)
-        self._door = Door()  # for HTTP; each gateway process inherits its sockets
+            self._swaps = SwapController(topology, context, self._children, *hands)
+        self._http_sockets = (
+            InheritedSockets()
+        )  # for HTTP; each gateway process inherits its sockets
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
-        self._ending = False  # they have: nothing is started any more
-        self._checked = asyncio.Event()
+        self._all_ending = False  # they have: nothing is started any more
+        self._configs_valid = asyncio.Event()
         self._code = ORDERLY
         self.on_give_up: Callable[[str], None] | None = None
 
@@ -79,18 +81,18 @@ class Supervisor:
             self._listener.listen(stage)
         for stage in sorted(schedulers):
             self._listener.listen(stage, "telemetry", "group")
-        self._listener.start(self._hear)
+        self._listener.start(self._on_message)
         if self._swaps is not None:
             self._swaps.start()
         try:
             if self._gateways():
-                self._door.bind(self._settings.host, self._settings.port)
+                self._http_sockets.bind(self._settings.host, self._settings.port)
                 self._publish()
-            for child in sorted(self._children.values(), key=_place):
+            for child in sorted(self._children.values(), key=_start_order):
                 await self._start(child)
-            await self._first_of(self._checked, self._stopping)
+            await self._first_of(self._configs_valid, self._stopping)
             if self._gateways() and not self._stopping.is_set():
-                self._door.open()
+                self._http_sockets.listen()
             await self._stopping.wait()
             await self._stop_children()
         finally:
@@ -99,20 +101,20 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._swaps is not None:
                 await self._swaps.close()
-            self._door.close()
+            self._http_sockets.close()
             self._listener.close()
         return self._code
 
     def _publish(self) -> None:
         """For commands on this host that look for a server."""
         made = self._settings
-        url = find.url_from_here(made.host, self._door.port, bool(made.tls_cert))
-        served = find.Served(url=url, model=made.model_name, path=made.model)
-        find.publish(Path(self._topology_file), served)
+        url = find.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
+        served = find.ServedModel(url=url, model=made.model_name, path=made.model)
+        find.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
         """The state of each stage here by its id, and what it does or waits for."""
-        return {stage: child.said for stage, child in self._children.items()}
+        return {stage: child.status for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
         """Drains and stops everything; called again, kills."""
@@ -124,7 +126,7 @@ class Supervisor:
         if self._swaps is not None:
             self._swaps.stop()
         # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
-        self._door.close()
+        self._http_sockets.close()
 
     def reload(self) -> None:
         """SIGHUP: the gateways read again what they can."""
@@ -132,7 +134,7 @@ class Supervisor:
             child.reload()
 
     def _kill_all(self) -> None:
-        self._ending = True
+        self._all_ending = True
         for child in self._children.values():
             child.kill()
 
@@ -157,8 +159,8 @@ class Supervisor:
 
     def _wanted(self, child: Child) -> bool:
         """Whether its process is to run: while gateways finish, all that they need for it is."""
-        if self._ending or not self._stopping.is_set():
-            return not self._ending
+        if self._all_ending or not self._stopping.is_set():
+            return not self._all_ending
         return child.process is not None and child.identity.name != "gateway"
 
     async def _restart(self, child: Child) -> None:
@@ -176,7 +178,10 @@ class Supervisor:
         ]  # fmt: skip
         descriptors: list[int] = []
         if who.name == "gateway":
-            descriptors, arguments = self._door.descriptors, arguments + self._door.arguments
+            descriptors, arguments = (
+                self._http_sockets.descriptors,
+                arguments + self._http_sockets.arguments,
+            )
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET}
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, descriptors)
@@ -197,51 +202,53 @@ class Supervisor:
             return
         name = child.identity.id
         if code == MISCONFIGURED:
-            self._give_up(": ".join(filter(None, (f"{name} cannot start", child.reason))), code)
+            self._give_up(
+                ": ".join(filter(None, (f"{name} cannot start", child.failure_reason))), code
+            )
             return
-        if code >= 0 and not child.checked:  # killed by a signal, it is not to blame
-            self._give_up(f"{name} ended while it started ({cause(code)})", FAILED)
+        if code >= 0 and not child.config_valid:  # killed by a signal, it is not to blame
+            self._give_up(f"{name} ended while it started ({exit_cause(code)})", FAILED)
             return
         child.deaths += 1
-        if child.deaths > RESTARTS:
+        if child.deaths > MAX_DEATHS:
             self._give_up(f"{name} died {child.deaths} times and was never ready between", FAILED)
             return
-        log.warning("%s ended (%s), starting it again", name, cause(code))
-        why = f": {child.reason}" if child.reason else ""
-        self._tell(child, f"its process ended ({cause(code)}){why}")
-        if child.identity.name == "engine" and child.condemned is not process:
+        log.warning("%s ended (%s), starting it again", name, exit_cause(code))
+        why = f": {child.failure_reason}" if child.failure_reason else ""
+        self._publish_death(child, f"its process ended ({exit_cause(code)}){why}")
+        if child.identity.name == "engine" and child.killed_for_group is not process:
             for other in self._group(child.identity.group):
                 if other is not child:
-                    other.condemn()  # its own watcher starts it again
+                    other.kill_for_group()  # its own watcher starts it again
         await self._restart(child)
 
     # --------------------------------------------------------------------------------- what is said
 
-    def _tell(self, child: Child, reason: str) -> None:
+    def _publish_death(self, child: Child, reason: str) -> None:
         """Nobody has to wait until a dead stage's silence or its successor is noticed."""
-        word = child.last_word(reason)
+        word = child.death_notice(reason)
         if self._swaps is not None and word is not None:
-            self._swaps.ended(child, word)
+            self._swaps.publish_death(child, word)
 
-    def _hear(self, _channel: str, header: Header, message: Message) -> None:
+    def _on_message(self, _channel: str, header: Header, message: Message) -> None:
         if isinstance(message, GroupFault):
             group = self._group(message.group)
-            alive = [child for child in group if child.began_before(message.incarnations)]
-            if any(child.condemned is not child.process for child in alive):
+            alive = [child for child in group if child.started_before(message.incarnations)]
+            if any(child.killed_for_group is not child.process for child in alive):
                 log.error("group %d: %s; restarting its engines", message.group, message.reason)
             for child in alive:
-                child.condemn()
+                child.kill_for_group()
         elif isinstance(message, Heartbeat) and header.sender in self._children:
-            self._children[header.sender].hear(message)
-            self._look()
+            self._children[header.sender].on_heartbeat(message)
+            self._check_configs()
 
-    def _look(self) -> None:
+    def _check_configs(self) -> None:
         """Whether the engines' configurations are known to be valid."""
-        if self._checked.is_set():
+        if self._configs_valid.is_set():
             return
         engines = [c for c in self._children.values() if c.identity.name == "engine"]
-        if all(engine.checked for engine in engines):
-            self._checked.set()
+        if all(engine.config_valid for engine in engines):
+            self._configs_valid.set()
 
     def _give_up(self, reason: str, code: int) -> None:
         log.error("%s; stopping", reason)
@@ -254,9 +261,9 @@ class Supervisor:
 
     async def _stop_children(self) -> None:
         """The gateway first, so that what runs is finished; then the rest."""
-        await self._terminate(self._gateways(), self._settings.drain_timeout + GRACE)
-        self._ending = True
-        await self._terminate(self._others(), GRACE)
+        await self._terminate(self._gateways(), self._settings.drain_timeout + STOP_GRACE)
+        self._all_ending = True
+        await self._terminate(self._others(), STOP_GRACE)
 
     async def _terminate(self, children: list[Child], seconds: float) -> None:
         for child in children:
@@ -278,6 +285,6 @@ class Supervisor:
             wait.cancel()
 
 
-def _place(child: Child) -> int:
+def _start_order(child: Child) -> int:
     """Engines have most to do before they are ready."""
     return {"engine": 0, "gateway": 2}.get(child.identity.name, 1)

@@ -22,18 +22,18 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.child import Child, Command, cause
-from pipeinfer.runtime.stage import LEAVE
+from pipeinfer.runtime.child import Child, Command, exit_cause
+from pipeinfer.runtime.stage import LEAVE_TIMEOUT
 from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 
-LEAVE_GRACE = 5.0  # seconds beyond what a stage allows itself
+LEAVE_MARGIN = 5.0  # seconds beyond what a stage allows itself
 STOPPING = "the server is stopping"
-SILENCE = 60.0  # seconds within which a command must say that it is a stage
+FIRST_REPORT_TIMEOUT = 60.0  # seconds within which a command must say that it is a stage
 
 
-class Swaps:
+class SwapController:
     """The control side of a supervisor: hears `Swap`, says `SwapState` at every change.
 
     `start` starts a child's command, unless the server has no more use for it, and cares for its
@@ -57,39 +57,39 @@ class Swaps:
         self._restart = restart
         self._gateway_seconds = gateway_seconds
         self._tasks: set[asyncio.Task[None]] = set()
-        self._beats: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
         self._stopping = False
 
     def start(self) -> None:
         """Listens, on the running loop."""
         self._bus.bind()
         self._bus.start(self._on_message)
-        self._beats = asyncio.create_task(self._beat())
+        self._heartbeats = asyncio.create_task(self._publish_heartbeats())
 
     def stop(self) -> None:
         """All stages will end: takes no swap any more, and finishes those under way."""
         self._stopping = True
 
-    def ended(self, child: Child, beat: Heartbeat) -> None:
+    def publish_death(self, child: Child, beat: Heartbeat) -> None:
         """Says of a stage what it cannot say itself."""
         self._bus.send(Send("telemetry", EVERYONE, beat))
-        if child.ended is not None:
-            self._bus.send(Send("group", EVERYONE, child.ended))
+        if child.death is not None:
+            self._bus.send(Send("group", EVERYONE, child.death))
 
     async def close(self) -> None:
         """When the children are gone: waits for what is under way, and closes the sockets."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
-        if self._beats is not None:
-            self._beats.cancel()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
         self._bus.close()
 
-    async def _beat(self) -> None:
+    async def _publish_heartbeats(self) -> None:
         """Whoever hears it will also hear an answer. What has ended is told again and again."""
         while True:
             for child in self._children.values():
-                if child.ended is not None:
-                    self._bus.send(Send("group", EVERYONE, child.ended))
+                if child.death is not None:
+                    self._bus.send(Send("group", EVERYONE, child.death))
             beat = Heartbeat(
                 stage="supervisor-0",
                 name="supervisor",
@@ -111,7 +111,7 @@ class Swaps:
         else:
             self._bus.reader.bad(f"a {type(message).__name__} of {header.sender}")
 
-    def _say(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
+    def _publish_state(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
         log.info("swap of %s: %s", asked.stage, " ".join(filter(None, (state, reason))))
         said = SwapState(asked.swap, asked.stage, state, reason, **more)
         self._bus.send(Send(CHANNEL, EVERYONE, said))
@@ -119,14 +119,16 @@ class Swaps:
     async def _swap(self, asked: Swap) -> None:
         group = self._group(asked.stage)
         if not group:
-            self._say(asked, "failed", f"there is no {asked.stage} here")
+            self._publish_state(asked, "failed", f"there is no {asked.stage} here")
             return
         if self._stopping:
-            self._say(asked, "failed", STOPPING)
+            self._publish_state(asked, "failed", STOPPING)
             return
         if any(child.swapping for child in group):
             pids = ", ".join(str(child.pid) for child in group)
-            self._say(asked, "failed", f"a swap is under way; to end it, kill process {pids}")
+            self._publish_state(
+                asked, "failed", f"a swap is under way; to end it, kill process {pids}"
+            )
             return
         for child in group:
             child.swapping = True
@@ -150,36 +152,36 @@ class Swaps:
     async def _replace(self, asked: Swap, group: list[Child]) -> None:
         old, before = tuple(c.pid for c in group), [c.command for c in group]
         began = time.monotonic()
-        self._say(asked, "leaving", old=old)
-        await self._end(group)
-        trouble = await self._begin(asked, group, old)
+        self._publish_state(asked, "leaving", old=old)
+        await self._stop_group(group)
+        trouble = await self._start_group(asked, group, old)
         if not trouble:
             new, seconds = tuple(c.pid for c in group), time.monotonic() - began
-            self._say(asked, "done", old=old, new=new, seconds=seconds)
+            self._publish_state(asked, "done", old=old, new=new, seconds=seconds)
             return
         for child in group:
             child.kill()
-        await self._ended(group, None)
+        await self._wait_ended(group, None)
         for child, command in zip(group, before, strict=True):
             child.command, child.swapping = command, False
             await self._restart(child)
         if all(child.running for child in group):
             trouble += "; the command that ran before is started again"
-        self._say(asked, "failed", trouble, old=old)
+        self._publish_state(asked, "failed", trouble, old=old)
 
-    async def _end(self, group: list[Child]) -> None:
+    async def _stop_group(self, group: list[Child]) -> None:
         """Ends the running processes, in good order if they can."""
         for child in group:
             child.signal(signal.SIGUSR1)
-        own = self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE
-        if not await self._ended(group, own + LEAVE_GRACE):
+        own = self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE_TIMEOUT
+        if not await self._wait_ended(group, own + LEAVE_MARGIN):
             log.warning("%s did not leave in time and is killed", group[0].identity.id)
             for child in group:
                 child.kill()
-            await self._ended(group, None)
+            await self._wait_ended(group, None)
 
     @staticmethod
-    async def _ended(group: list[Child], seconds: float | None) -> bool:
+    async def _wait_ended(group: list[Child], seconds: float | None) -> bool:
         """Whether all processes ended within that time."""
         waits = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
         if not waits:
@@ -189,7 +191,7 @@ class Swaps:
             wait.cancel()
         return not late
 
-    async def _begin(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
+    async def _start_group(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
         """Starts the new processes and waits until they are ready; else says why they are not."""
         try:
             for child in group:
@@ -200,18 +202,20 @@ class Swaps:
             return f"cannot start {group[0].command}: {getattr(error, 'strerror', '') or error}"
         if self._stopping and not all(child.running for child in group):
             return STOPPING
-        self._say(asked, "starting", old=old, new=tuple(c.pid for c in group))
-        return await self._trouble(group)
+        self._publish_state(asked, "starting", old=old, new=tuple(c.pid for c in group))
+        return await self._wait_ready(group)
 
-    async def _trouble(self, group: list[Child]) -> str:
+    async def _wait_ready(self, group: list[Child]) -> str:
         """Returns when all are ready (""), or when one of them never will be."""
-        ends = [asyncio.ensure_future(self._death(child)) for child in group]
+        ends = [asyncio.ensure_future(self._describe_end(child)) for child in group]
         ready = asyncio.ensure_future(_all_set([child.ready for child in group]))
-        heard = asyncio.ensure_future(_all_set([child.heard for child in group]))
+        heard = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
         try:
-            await asyncio.wait({*ends, heard}, timeout=SILENCE, return_when="FIRST_COMPLETED")
+            await asyncio.wait(
+                {*ends, heard}, timeout=FIRST_REPORT_TIMEOUT, return_when="FIRST_COMPLETED"
+            )
             if not any(task.done() for task in (*ends, heard)):
-                return f"its command was no stage that spoke within {SILENCE:g} s"
+                return f"its command was no stage that spoke within {FIRST_REPORT_TIMEOUT:g} s"
             await asyncio.wait({*ends, ready}, return_when="FIRST_COMPLETED")
             dead = [end for end, child in zip(ends, group, strict=True) if not child.running]
             return await dead[0] if dead else ""
@@ -220,11 +224,11 @@ class Swaps:
                 task.cancel()
 
     @staticmethod
-    async def _death(child: Child) -> str:
+    async def _describe_end(child: Child) -> str:
         assert child.process is not None
         code = await child.process.wait()
-        why = f": {child.reason}" if child.reason else ""
-        return f"process {child.process.pid} ended before it was ready ({cause(code)}){why}"
+        why = f": {child.failure_reason}" if child.failure_reason else ""
+        return f"process {child.process.pid} ended before it was ready ({exit_cause(code)}){why}"
 
 
 async def _all_set(events: list[asyncio.Event]) -> None:

@@ -28,12 +28,12 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def not_text(error: UnicodeDecodeError) -> ConfigurationError:
+def undecodable_input(error: UnicodeDecodeError) -> ConfigurationError:
     """What is said of standard input whose bytes are no letters."""
     where = f"byte {error.start} of what was read: {error.reason}"
     return ConfigurationError(f"standard input is no text in {error.encoding}: {where}")
 
 
-def rewrites(output: TextIO) -> bool:
+def can_rewrite(output: TextIO) -> bool:
     """Whether lines that `output` shows can be written over: it is a terminal, and no dumb one."""
     return output.isatty() and os.environ.get("TERM") != "dumb"

@@ -12,11 +12,13 @@ from pathlib import Path
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity, Topology
 
-PATIENCE = 0.005  # seconds; where steps take longer, a process that slept adds little to them
-CORES = 3  # for each process of a host: its loop, its threads, and those who ask
+BUSY_POLL_SECONDS = (
+    0.005  # seconds; where steps take longer, a process that slept adds little to them
+)
+CORES_PER_PROCESS = 3  # for each process of a host: its loop, its threads, and those who ask
 
 
-def patience(
+def busy_poll_seconds(
     settings: Settings, topology: Topology, identity: Identity, root: Path = Path("/")
 ) -> float:
     """Seconds, 0 for none; see Reader.start.
@@ -27,14 +29,14 @@ def patience(
     if identity.name == "engine" or settings.stay_awake == "never":
         return 0.0
     if settings.stay_awake == "always":
-        return PATIENCE
+        return BUSY_POLL_SECONDS
     here = topology.entry(identity.id).host
     processes = sum(entry.host == here for entry in topology.entries)
-    spare = cores(root) >= CORES * processes
-    return PATIENCE if spare and _on_gpus(settings, root) else 0.0
+    spare = usable_cores(root) >= CORES_PER_PROCESS * processes
+    return BUSY_POLL_SECONDS if spare and _on_gpus(settings, root) else 0.0
 
 
-def cores(root: Path = Path("/")) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """That this process may use, within its control group's quota if it has one."""
     allowed = len(os.sched_getaffinity(0))
     quota = root / "sys/fs/cgroup/cpu.max"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeinfer.checkpoint.source import find_model
-from pipeinfer.runtime.stage import Stage, StageContext, deaths
+from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.building import Built, make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
@@ -23,12 +23,15 @@ from pipeinfer.tokenizer.trials import Trials
 def build(context: StageContext) -> Stage:
     """The stage; raises ConfigurationError for a model or a setting that cannot be used."""
     settings = context.settings
-    folder = find_model(settings, context.say)
+    folder = find_model(settings, context.log_progress)
     topology = context.topology
     gateways = topology.ids("gateway")
     built = make_encoder(folder, settings)
     core = _core(built, settings, context.identity.id, context.incarnation, gateways)
-    listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
+    listens = (
+        *((stage, "group") for stage in topology.ids("scheduler")),
+        *death_subscriptions(topology),
+    )
     lanes = Lanes(folder, settings, core.encoding)
     trials = Trials(built.vocabulary, core.untried, built.without)
     return Stage(core, TokenizerDriver(lanes, trials), listens=listens)
