@@ -12,8 +12,8 @@ import sys
 
 import zmq
 
+from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.claim import elected_instance
 from pipeinfer.runtime.deployment import deployed

@@ -8,7 +8,7 @@ import sys
 # With a soft limit of 256 descriptors, as a process may find it.
 PROGRAM = """
 import resource, sys, zmq
-from pipeinfer.bus.room import make_room
+from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -16,7 +16,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 place = topology.local(Settings(dp=150, tp=8), "ipc:///tmp/nowhere/")
 context = zmq.Context()
 if sys.argv[1] == "room":
-    make_room(context, place)
+    raise_socket_limits(context, place)
 sockets = []
 for entry in place.entries:
     socket = context.socket(zmq.SUB)

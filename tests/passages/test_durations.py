@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.control import Moment, Passage
-from pipeinfer.passages.durations import LATEST, MINUTE, Durations
+from pipeinfer.observe.spans import MAX_DURATIONS, MINUTE, StageDurations
 
 NOW = 1_000.0
 BEGAN = NOW - 30
@@ -27,29 +27,29 @@ def passage(stage: str, ended: float = NOW, moments: tuple[Moment, ...] = MOMENT
     ],
 )
 def test_each_kind_of_stage_has_its_own_part(stage, seconds):
-    durations = Durations(lambda: NOW)
-    durations.note(passage(stage))
+    durations = StageDurations(lambda: NOW)
+    durations.on_span(passage(stage))
     assert durations.median(stage) == seconds
 
 
 @pytest.mark.parametrize("stage", ["scheduler-0", "detokenizer-0"])
 def test_a_passage_without_that_part_says_nothing(stage):
-    durations = Durations(lambda: NOW)
-    durations.note(passage(stage, moments=()))
-    durations.note(passage(stage, ended=0.0))
+    durations = StageDurations(lambda: NOW)
+    durations.on_span(passage(stage, moments=()))
+    durations.on_span(passage(stage, ended=0.0))
     assert durations.median(stage) is None
 
 
 def test_only_the_latest_of_the_last_minute_count():
     now = NOW
-    durations = Durations(lambda: now)
+    durations = StageDurations(lambda: now)
     for ended in (NOW + 100, NOW):
-        for _ in range(LATEST):
-            durations.note(passage("tokenizer-0", ended=ended))
+        for _ in range(MAX_DURATIONS):
+            durations.on_span(passage("tokenizer-0", ended=ended))
     assert durations.median("tokenizer-0") == NOW - BEGAN
     now = NOW + MINUTE + 1
     assert durations.median("tokenizer-0") is None
-    durations.note(passage("tokenizer-0", ended=now))
+    durations.on_span(passage("tokenizer-0", ended=now))
     assert durations.median("tokenizer-0") == now - BEGAN
     durations.clear()
     assert durations.median("tokenizer-0") is None

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.control import Passage
-from pipeinfer.passages.book import MOST_MOMENTS, Book
+from pipeinfer.observe.spans import MAX_EVENTS, SpanStore
 
 
-def book(ended: list[Passage], most: int = 100) -> Book:
-    return Book("engine-0-0", ended.append, most)
+def book(ended: list[Passage], most: int = 100) -> SpanStore:
+    return SpanStore("engine-0-0", ended.append, most)
 
 
 def test_a_passage_is_told_while_it_goes_on_and_once_when_it_is_over():
@@ -36,14 +36,14 @@ def test_a_passage_is_told_while_it_goes_on_and_once_when_it_is_over():
 
 def test_only_the_first_output_and_the_last_are_worth_a_look():
     one = book([])
-    assert one.worth_a_look("a", "stop") is None, "it has no passage"
+    assert one.needing_mark("a", "stop") is None, "it has no passage"
     one.begin("a", 1.0)
-    assert one.worth_a_look("a", None) is one.get("a")
-    one.first("a", 2.0, "first_text", tokens=1)
-    one.first("a", 3.0, "first_text", tokens=1)
-    one.first("b", 3.0, "first_text")
-    assert one.worth_a_look("a", None) is None
-    assert one.worth_a_look("a", "stop") is one.get("a")
+    assert one.needing_mark("a", None) is one.get("a")
+    one.mark_first_output("a", 2.0, "first_text", tokens=1)
+    one.mark_first_output("a", 3.0, "first_text", tokens=1)
+    one.mark_first_output("b", 3.0, "first_text")
+    assert one.needing_mark("a", None) is None
+    assert one.needing_mark("a", "stop") is one.get("a")
     (told,) = one.changes(10)
     assert [(moment.at, moment.name) for moment in told.moments] == [(2.0, "first_text")]
 
@@ -52,11 +52,11 @@ def test_of_too_many_moments_the_first_and_the_latest_stay():
     ended: list[Passage] = []
     one = book(ended)
     one.begin("a", 0.0)
-    for at in range(3 * MOST_MOMENTS):
+    for at in range(3 * MAX_EVENTS):
         one.mark("a", float(at), "again")
     one.end("a", 999.0)
     times = [moment.at for moment in ended[0].moments]
-    assert times == [*range(MOST_MOMENTS - 1), 3 * MOST_MOMENTS - 1]
+    assert times == [*range(MAX_EVENTS - 1), 3 * MAX_EVENTS - 1]
 
 
 NAMES = st.sampled_from([f"r{n}" for n in range(12)])

@@ -32,12 +32,11 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
+from pipeinfer.observe.spans import Exchange, SpanStore
+from pipeinfer.observe.stages import OBSERVERS, span_observer
+from pipeinfer.observe.steps import LastMinute
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.passages.book import Book
-from pipeinfer.passages.exchange import Exchange
-from pipeinfer.passages.registry import OBSERVERS, observer
-from pipeinfer.passages.steps import LastMinute
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.events import Encode
 
@@ -52,8 +51,8 @@ class Watched:
     def __init__(self, name: str, target: float = 0.0) -> None:
         self.ended: list[Passage] = []
         self.steps: list[StepMade] = []
-        self.book = Book(f"{name}-0", self.ended.append)
-        self.observer = observer(name, self.book)
+        self.book = SpanStore(f"{name}-0", self.ended.append)
+        self.observer = span_observer(name, self.book)
         self.minute = LastMinute(target, self.steps.append)
         self.at = 100.0
 
@@ -61,8 +60,8 @@ class Watched:
         """Each output: a message, or (receiver, message)."""
         sends = [Send("c", *o) if isinstance(o, tuple) else Send(LOCAL, "", o) for o in outputs]
         told = Exchange(event, sends, self.at, self.at + 0.5)
-        self.observer.saw(told)
-        self.minute.saw(told)
+        self.observer.on_exchange(told)
+        self.minute.on_exchange(told)
         self.at += 1.0
 
     def queued(self, request: Work, *outputs) -> None:
@@ -286,8 +285,10 @@ def test_a_minute_of_sums_of_steps_is_kept_by_half_seconds():
     for number in range(1000):  # a tenth of a second each
         at = 100 + number / 10 + 0.001
         sends = [Send("c", "engine", plan(number, {0: 1, 1: 3}))]
-        minute.saw(Exchange(StopHit("x", 1, 1), sends, at, at))
-        minute.saw(Exchange(result(number, {0: (9, 1), 1: (0, 3)}), (), at + 0.01, at + 0.01))
+        minute.on_exchange(Exchange(StopHit("x", 1, 1), sends, at, at))
+        minute.on_exchange(
+            Exchange(result(number, {0: (9, 1), 1: (0, 3)}), (), at + 0.01, at + 0.01)
+        )
     sums = minute.sums(200.0)
     assert [one.at for one in sums] == [140 + half / 2 for half in range(120)]
     assert all((one.count, one.decodes, one.prompt_tokens) == (5, 5, 15) for one in sums)

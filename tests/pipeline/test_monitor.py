@@ -19,7 +19,7 @@ from statistics import median
 import pytest
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed
 from pipeinfer.messages import Heartbeat
 from pipeinfer.replay.journeys import journeys
@@ -273,14 +273,14 @@ def topology(server: Server) -> Topology:
 
 def test_stages_say_nothing_while_nobody_looks(server):
     heard: list[object] = []
-    with Caller(topology(server), zmq.Context.instance()) as caller:
+    with ControlClient(topology(server), zmq.Context.instance()) as caller:
         for name in STAGES:
             caller.listen(name)
 
         def until(condition) -> None:
             deadline = time.monotonic() + 20
             while not condition() and time.monotonic() < deadline:
-                heard.extend(message for _, message in caller.hear(0.2))
+                heard.extend(message for _, message in caller.receive(0.2))
             assert condition()
 
         def beats() -> int:

@@ -7,10 +7,9 @@ from preemptions import preempting_plans
 
 from pipeinfer.control import Passage, StepMade
 from pipeinfer.core import Send
-from pipeinfer.passages.book import Book
-from pipeinfer.passages.exchange import Exchange
-from pipeinfer.passages.registry import observer
-from pipeinfer.passages.steps import LastMinute
+from pipeinfer.observe.spans import Exchange, SpanStore
+from pipeinfer.observe.stages import span_observer
+from pipeinfer.observe.steps import LastMinute
 from pipeinfer.replay.journeys import Journey, journeys
 from pipeinfer.replay.recording import Recording, load
 
@@ -23,8 +22,8 @@ class Observed:
         self.ended: list[Passage] = []
         self.steps: list[StepMade] = []
         self.longest = 0.0  # seconds of an exchange
-        self.book = Book(recording.stage, self.ended.append)
-        watching = observer(recording.header.name, self.book)
+        self.book = SpanStore(recording.stage, self.ended.append)
+        watching = span_observer(recording.header.name, self.book)
         minute = LastMinute(0.5, self.steps.append)
         for exchange in recording.exchanges():
             entry = exchange.input
@@ -32,8 +31,8 @@ class Observed:
             ended = max([entry.time, *(out.time for out in exchange.outputs)])
             self.longest = max(self.longest, ended - entry.time)
             told = Exchange(entry.message, sends, entry.time, ended)
-            watching.saw(told)
-            minute.saw(told)
+            watching.on_exchange(told)
+            minute.on_exchange(told)
 
     def first(self, request_id: str, name: str) -> float | None:
         found = (m.at for p in self.ended if p.request_id == request_id for m in p.moments

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeinfer.bus import keys
+from pipeinfer.bus import curve
 from pipeinfer.runtime.claim import elect_instance, instance_file
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.settings import ConfigurationError, Settings
@@ -98,7 +98,7 @@ else:
 
 def test_processes_that_are_started_alike_become_different_stages(tmp_path):
     """As containers of one service: the third finds nothing left, until one of the others dies."""
-    keys.create(tmp_path / "keys", keys.DEFAULT)
+    curve.create_key_pair(tmp_path / "keys", curve.DEFAULT_KEY)
     file = tmp_path / "pipeinfer.toml"
     text = FIVE + " scheduler-1=tcp://10.0.0.2:7050,host=gpu-a engine-1-0=tcp://10.0.0.2:7060"
     made = deployed(None, {"PIPEINFER_STAGES": text + ",host=gpu-a", "PIPEINFER_KEYS": "keys"})

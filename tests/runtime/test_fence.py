@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from listening_core import ListeningCore
 
-from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
 from pipeinfer.messages import PROTOCOL, Abort, Fenced, Heartbeat, Message, Recover
 from pipeinfer.runtime.fence import NOTICE_INTERVAL, FencedOut, IncarnationFilter

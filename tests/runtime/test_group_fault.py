@@ -9,9 +9,8 @@ import sys
 import pytest
 import zmq
 
-from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
-from pipeinfer.bus.listener import Listener
+from pipeinfer.bus.bus import Listener
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import Abort, Heartbeat
@@ -103,7 +103,7 @@ async def test_a_shell_with_patience_stays_awake_while_frames_come(topology, con
     for name in ("a", "b"):
         sender.bus.send(Send("requests", "tokenizer-0", Abort(name, 1)))
     await until(lambda: Abort("b", 1) in core.seen)
-    assert one.bus.reader.awake
+    assert one.bus.reader.busy_polling
     one.stop()
     await task
     sender.bus.close()

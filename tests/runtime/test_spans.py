@@ -17,8 +17,8 @@ from collector import Collector
 from pipeinfer import traceparent
 from pipeinfer.control import Moment, Passage
 from pipeinfer.gateway.tracing import Traces
-from pipeinfer.runtime import spans
-from pipeinfer.runtime.spans import FLUSH, Spans
+from pipeinfer.observe import opentelemetry
+from pipeinfer.observe.opentelemetry import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Identity
 from servers import environment
@@ -41,7 +41,9 @@ def passage(stage: str, name: str, trace: str = "", span: str = "", outcome: str
 
 async def exported(url: str, name: str, *passages: Passage) -> float:
     """Seconds that the end of the stage `name` took."""
-    exporting = Spans(Settings(otlp_endpoint=url, served_model_name="m"), Identity(name))
+    exporting = OpenTelemetryExporter(
+        Settings(otlp_endpoint=url, served_model_name="m"), Identity(name)
+    )
     for one in passages:
         exporting.add(one)
     began = time.monotonic()
@@ -99,8 +101,13 @@ async def test_what_its_client_does_not_sample_is_not_sent():
 async def test_the_end_of_a_stage_waits_a_second_for_a_collector_at_most():
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, says nothing
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert await exported(url, "engine", passage("e", "a", header(TRACE, OWN))) < FLUSH + 2
-    assert await exported(url, "engine", passage("e", "a", header(TRACE, OWN))) < FLUSH + 2
+        assert (
+            await exported(url, "engine", passage("e", "a", header(TRACE, OWN)))
+            < SHUTDOWN_TIMEOUT + 2
+        )
+    assert (
+        await exported(url, "engine", passage("e", "a", header(TRACE, OWN))) < SHUTDOWN_TIMEOUT + 2
+    )
 
 
 async def test_a_collector_that_does_not_answer_is_one_line_of_the_log(caplog, monkeypatch):
@@ -109,7 +116,7 @@ async def test_a_collector_that_does_not_answer_is_one_line_of_the_log(caplog, m
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     exporter = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     monkeypatch.setattr(exporter, "filters", [])  # those of stages before in this process
-    exporting = Spans(Settings(otlp_endpoint=url), Identity("engine"))
+    exporting = OpenTelemetryExporter(Settings(otlp_endpoint=url), Identity("engine"))
     for name in "abc":
         exporting.add(passage("e", name, header(TRACE, OWN)))
         await asyncio.sleep(0.1)  # a batch each; what is missed of them makes the test no stricter
@@ -119,13 +126,13 @@ async def test_a_collector_that_does_not_answer_is_one_line_of_the_log(caplog, m
 
 
 def test_what_it_needs_is_said_in_one_line(monkeypatch):
-    spans.check(Settings())
-    spans.check(Settings(otlp_endpoint="http://host:4318"))
+    opentelemetry.check_opentelemetry(Settings())
+    opentelemetry.check_opentelemetry(Settings(otlp_endpoint="http://host:4318"))
     with pytest.raises(ConfigurationError, match="must begin with http"):
-        spans.check(Settings(otlp_endpoint="host:4317"))
-    monkeypatch.setattr(spans, "NEEDED", "opentelemetry_that_nobody_has.exporter")
+        opentelemetry.check_opentelemetry(Settings(otlp_endpoint="host:4317"))
+    monkeypatch.setattr(opentelemetry, "NEEDED", "opentelemetry_that_nobody_has.exporter")
     with pytest.raises(ConfigurationError, match=r"pip install 'pipeinfer\[otel\]'"):
-        spans.check(Settings(otlp_endpoint="http://host:4318"))
+        opentelemetry.check_opentelemetry(Settings(otlp_endpoint="http://host:4318"))
     done = subprocess.run(
         [sys.executable, "-m", "pipeinfer", "serve", "--otlp-endpoint", "host:4317"],
         env=environment(), capture_output=True, text=True, timeout=60, check=False,

@@ -18,7 +18,6 @@ from pipeinfer.events import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime.tap import Tap
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
@@ -26,6 +25,7 @@ from pipeinfer.topology.topology import Identity, local
 from pipeinfer.trace import format as form
 from pipeinfer.trace import state_copy
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
+from pipeinfer.trace.hook import RecorderHook
 from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recorder import Recorder
 from pipeinfer.trace.restore import restore
@@ -256,7 +256,7 @@ async def test_a_recording_by_hand_takes_its_state_elsewhere_and_begins_there(
 ):
     answers: list = []
     settings = Settings()
-    tap = Tap(
+    tap = RecorderHook(
         settings, local(settings, "ipc:///nowhere"), Identity("scheduler"), 1, answers.append,
         print, forks=True,
     )  # fmt: skip

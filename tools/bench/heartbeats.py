@@ -29,7 +29,7 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.beats import HEARTBEAT, period
 from pipeinfer.bus.bus import Bus
-from pipeinfer.bus.room import make_room
+from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
 from pipeinfer.topology import topology as topologies
@@ -130,7 +130,7 @@ def _processes(file: Path, every: float, port: int) -> Iterator[dict[str, int]]:
 async def _play(topology: Topology, every: float) -> None:
     """All but the measured stages, until it is killed; what they say is spread over the time."""
     context = zmq.Context.instance()
-    make_room(context, topology)
+    raise_socket_limits(context, topology)
     others = [entry.identity for entry in topology.entries if entry.identity.id not in MEASURED]
     buses = [Bus(who, 1, topology, context) for who in others]
     for bus in buses:

@@ -185,13 +185,13 @@ def _targets(topology: Topology) -> Iterator[Finding]:
     at their start; nothing of those that still start, or have ended."""
     import zmq
 
-    from pipeinfer.bus.caller import Caller
+    from pipeinfer.bus.bus import ControlClient
     from pipeinfer.cli.top import listen
     from pipeinfer.gateway.health import Expected, Health
 
     health = Health([Expected(stage, "scheduler") for stage in topology.ids("scheduler")])
     rows = health.rows.values()
-    with Caller(topology, zmq.Context.instance()) as caller:
+    with ControlClient(topology, zmq.Context.instance()) as caller:
         for stage in health.rows:
             caller.listen(stage)
         listen(caller, health, HEARD, lambda beat: all(map(_measured, rows)))

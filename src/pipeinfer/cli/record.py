@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     topology = chosen_topology(options)
     stages = _chosen(topology, options.stage)
-    with Caller(topology, zmq.Context.instance()) as caller:
+    with ControlClient(topology, zmq.Context.instance()) as caller:
         return _Session(caller, stages, _request(options)).run()
 
 
@@ -125,7 +125,7 @@ def _chosen(topology: Topology, named: list[str] | None) -> list[str]:
 class _Session:
     """One recording of several stages: waits for each to be heard, asks it, waits for its end."""
 
-    def __init__(self, caller: Caller, stages: list[str], request: StartRecording) -> None:
+    def __init__(self, caller: ControlClient, stages: list[str], request: StartRecording) -> None:
         self._caller = caller
         self._request = request
         self._silent = dict.fromkeys(stages, time.monotonic())  # stages that were not asked yet
@@ -140,7 +140,7 @@ class _Session:
         stopping = False
         while self._silent or self._running:
             try:
-                for header, message in self._caller.hear(0.2):
+                for header, message in self._caller.receive(0.2):
                     self._on_message(header.sender, header.incarnation, message)
                 self._check_silence()
             except KeyboardInterrupt:
@@ -149,7 +149,7 @@ class _Session:
                 stopping = True
                 self._silent.clear()
                 for stage in self._running:
-                    self._caller.ask(stage, StopRecording(self._request.recording))
+                    self._caller.send(stage, StopRecording(self._request.recording))
         return int(self._failed)
 
     def _on_message(self, stage: str, incarnation: int, message: Message) -> None:
@@ -162,7 +162,7 @@ class _Session:
                 del self._silent[stage]
                 self._running[stage] = now
                 self._incarnations[stage] = incarnation
-                self._caller.ask(stage, self._request)
+                self._caller.send(stage, self._request)
             elif stage in self._running:
                 if incarnation != self._incarnations[stage]:
                     self._lose(stage, "was restarted; what it recorded before is in its file")

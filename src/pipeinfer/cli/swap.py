@@ -13,7 +13,7 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     name = f"{os.getpid()}-{time.time_ns()}"
     asked = Swap(name, stage, tuple(arguments[end + 1 :]), str(Path.cwd()))
-    with Caller(topology, zmq.Context.instance()) as caller:
+    with ControlClient(topology, zmq.Context.instance()) as caller:
         return _follow(caller, asked)
 
 
@@ -69,16 +69,16 @@ def parser() -> CommandLine:
     return made
 
 
-def _follow(caller: Caller, asked: Swap) -> int:
+def _follow(caller: ControlClient, asked: Swap) -> int:
     """Asks, and prints what becomes of it."""
     caller.listen(SUPERVISOR)
     heard, has_asked = time.monotonic(), False
     while time.monotonic() - heard < PATIENCE:
-        for _, message in caller.hear(0.2):
+        for _, message in caller.receive(0.2):
             heard = time.monotonic()
             if not has_asked:
                 has_asked = True
-                caller.ask(SUPERVISOR, asked)
+                caller.send(SUPERVISOR, asked)
             elif isinstance(message, SwapState) and message.swap == asked.swap:
                 code = _print(message)
                 if code is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.keyboard import Keys
 from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
@@ -23,7 +23,7 @@ from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
-from pipeinfer.passages.durations import PARTS, Durations
+from pipeinfer.observe.spans import MEASURED_PART, StageDurations
 from pipeinfer.runtime.terminal import can_rewrite
 
 FIRST = 3.0  # seconds in which two heartbeats of every stage should come
@@ -36,9 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
-    pictures, latencies = Pictures(health), Durations()
+    pictures, latencies = Pictures(health), StageDurations()
     rewritten = can_rewrite(sys.stdout) and not options.once
-    with Caller(topology, zmq.Context.instance()) as caller, Keys(rewritten) as keys:
+    with ControlClient(topology, zmq.Context.instance()) as caller, Keys(rewritten) as keys:
         for stage in health.rows:
             caller.listen(stage)
         with suppress(KeyboardInterrupt):
@@ -74,32 +74,32 @@ def parser() -> CommandLine:
 
 
 def listen(
-    caller: Caller,
+    caller: ControlClient,
     health: Health,
     seconds: float,
     enough: Callable[[Heartbeat], bool] = lambda beat: False,
-    observed: Durations | None = None,
+    observed: StageDurations | None = None,
     quits: Callable[[], bool] = lambda: False,
 ) -> None:
     """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)` or `quits()`; and
     `observed` of what stages see."""
     deadline = time.monotonic() + max(seconds, 0.1)
     while (left := deadline - time.monotonic()) > 0 and not quits():
-        for _, message in caller.hear(min(0.2, left)):
+        for _, message in caller.receive(min(0.2, left)):
             if isinstance(message, Heartbeat) and message.stage in health.rows:
                 health.beat(message, time.monotonic())
                 if enough(message):
                     return
             elif isinstance(message, Observed) and observed is not None:
                 for passage in message.passages:
-                    observed.note(passage)
+                    observed.on_span(passage)
 
 
-def _ask(caller: Caller, health: Health, seconds: float) -> None:
+def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
     """Those that have a latency to tell, and are there, go on telling it for `seconds`."""
     for row in health.rows.values():
-        if row.name in PARTS and row.seen is not None and row.state != "lost":
-            caller.ask(row.stage, Watch(seconds))
+        if row.name in MEASURED_PART and row.seen is not None and row.state != "lost":
+            caller.send(row.stage, Watch(seconds))
 
 
 def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:

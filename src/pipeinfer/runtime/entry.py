@@ -23,8 +23,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
-from pipeinfer.bus.room import make_room
-from pipeinfer.bus.wires import AddressTaken
+from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.claim import ElectedInstance, elect_instance
 from pipeinfer.runtime.deployment import deployed
@@ -183,7 +182,7 @@ async def _run(
         return stage
 
     context = zmq.Context.instance()
-    make_room(context, topology)
+    raise_socket_limits(context, topology)
     process = ProcessOptions(
         ties.incarnation,
         busy_poll_seconds(settings, topology, identity),
@@ -226,7 +225,7 @@ async def run_shell(shell: Shell) -> int:
         report_error(shell.settings, str(error))
         return MISCONFIGURED
     except AddressTaken as error:  # by the process before perhaps, so that this one may come again
-        host, _, port = error.place.removeprefix("tcp://").rpartition(":")
+        host, _, port = error.endpoint.removeprefix("tcp://").rpartition(":")
         whose = port_owner(host.strip("[]*"), int(port))
         report_error(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
         return FAILED

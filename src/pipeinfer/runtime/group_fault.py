@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import zmq
 
+from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import GroupFault, Message, RankStatus
 from pipeinfer.topology.topology import Identity, Topology
 

@@ -20,7 +20,8 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.close_names import did_you_mean
-from pipeinfer.runtime import listening, spans
+from pipeinfer.observe import opentelemetry
+from pipeinfer.runtime import listening
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, mark_running
 from pipeinfer.runtime.supervisor import Supervisor
@@ -56,7 +57,7 @@ def prepare(
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
     check(settings)
-    spans.check(settings)
+    opentelemetry.check_opentelemetry(settings)
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = find_model(settings, say)

@@ -24,9 +24,9 @@ from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import Fenced, GroupFault, Heartbeat, Message, RankStatus, Recover, State
+from pipeinfer.observe.observer import StageObserver
 from pipeinfer.runtime.fence import FencedOut, IncarnationFilter
 from pipeinfer.runtime.logs import request_fields
-from pipeinfer.runtime.observer import StageObserver
 from pipeinfer.runtime.stage import (
     CORE_CHANNELS,
     LEAVE_TIMEOUT,
@@ -35,10 +35,10 @@ from pipeinfer.runtime.stage import (
     StageContext,
     builder,
 )
-from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.unsent import UnsentMessages
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.trace.hook import RecorderHook
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Shell:
         self.on_state_change: Callable[[State, str], object] = lambda state, reason: None
         self._incarnations, self._unsent = IncarnationFilter(), UnsentMessages()
         self._stage: Stage | None = None
-        self._hook: Tap | None = None
+        self._hook: RecorderHook | None = None
         self._observer = StageObserver(settings, identity, self.incarnation, self._on_observed)
         self._progress: tuple[State, str] = ("starting", "")
         self._published: tuple[State, str] | None = None
@@ -104,7 +104,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         whose = self.settings, self._topology, self.identity, self.incarnation
-        self._hook = Tap(*whose, self._publish_control, self.handle, self._options.forks)
+        self._hook = RecorderHook(*whose, self._publish_control, self.handle, self._options.forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             self._observer.begin()
@@ -223,7 +223,7 @@ class Shell:
                 if hook is not None:
                     hook.delivered(message)
             if self._observer.active:
-                self._observer.saw(event, sends, now)
+                self._observer.on_exchange(event, sends, now)
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
@@ -271,7 +271,7 @@ class Shell:
             raise StoppedWhileBuilding(self.identity.id)
         return built.result()
 
-    def _send(self, send: Send, hook: Tap | None) -> Sequence[Unsent]:
+    def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[Unsent]:
         """Sends it; what the core must be told because that cannot be done."""
         if isinstance(send.message, GroupFault):
             # A supervisor hears it and acts; without one, this line is what tells a person.
@@ -298,7 +298,9 @@ class Shell:
             self._notify_fenced(header, now)
             return
         if trouble := self._rejection(channel, message):
-            self.bus.reader.bad(f"{self.identity.name} takes no {trouble}, {header.sender} sent it")
+            self.bus.reader.drop(
+                f"{self.identity.name} takes no {trouble}, {header.sender} sent it"
+            )
             return
         if self._hook is not None and self._hook.active and not self._stop.is_set():
             self._hook.frame(now, channel, header, self.bus.reader.body)
@@ -445,9 +447,9 @@ class Shell:
             "bad_frames": float(self.bus.reader.bad_frames),
             "uptime_seconds": _clock() - self._started_at,
             "fenced": float(self._incarnations.dropped),
-            "refused_handshakes_total": float(self.bus.refused),
+            "refused_handshakes_total": float(self.bus.refused_handshakes),
             "unsent_total": float(self._unsent.total),
-            "repeated_frames_total": float(self.bus.repeated),
+            "repeated_frames_total": float(self.bus.repeated_frames),
         }
 
     def _publish_heartbeat(self) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import zmq
 
+from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import find
 from pipeinfer.runtime.child import Child, exit_cause

@@ -109,7 +109,7 @@ class SwapController:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._bus.reader.bad(f"a {type(message).__name__} of {header.sender}")
+            self._bus.reader.drop(f"a {type(message).__name__} of {header.sender}")
 
     def _publish_state(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
         log.info("swap of %s: %s", asked.stage, " ".join(filter(None, (state, reason))))

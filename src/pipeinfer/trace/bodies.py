@@ -12,7 +12,7 @@ from typing import Any, Union
 import msgspec
 
 from pipeinfer import events
-from pipeinfer.bus.frames import UNREADABLE
+from pipeinfer.bus.frames import DECODE_ERRORS
 from pipeinfer.channels import CHANNELS
 from pipeinfer.core import LOCAL
 from pipeinfer.messages import Heartbeat, Message
@@ -64,7 +64,7 @@ class Bodies:
             decoder = self._decoders[key] = msgspec.msgpack.Decoder(self._types(*key))
         try:
             return decoder.decode(record.body)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise UnreadableTrace(
                 f"record {record.seq} ({record.direction} {record.channel}): {error}"
             ) from None

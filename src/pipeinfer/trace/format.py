@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import zstandard
 
-from pipeinfer.bus.frames import UNREADABLE
+from pipeinfer.bus.frames import DECODE_ERRORS
 
 MAGIC = b"PITRACE1"
 PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
@@ -169,7 +169,7 @@ def unpack_records(payload: bytes) -> list[Record]:
     """The records of a block's payload. Raises UnreadableTrace."""
     try:
         return _records(_decompressed(payload))
-    except (*UNREADABLE, zstandard.ZstdError) as error:
+    except (*DECODE_ERRORS, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the records cannot be decoded: {error}") from None
 
 
@@ -179,7 +179,7 @@ def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
         raw = _decompressed(payload)
         found = _version(raw).protocol
         header = _header(raw) if protocol in (None, found) else None
-    except (*UNREADABLE, zstandard.ZstdError) as error:
+    except (*DECODE_ERRORS, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the header cannot be decoded: {error}") from None
     if header is None:
         raise OtherProtocol(

@@ -1,17 +1,20 @@
-"""Binds and connects the sockets of one process as its topology says: addresses, keys, patience.
+"""Binds and connects the sockets of one process as its topology says: addresses, keys, timeouts;
+sends and receives multipart messages; and raises the limits of sockets to what a deployment needs.
 
-Knows no messages. What TCP itself repairs (a cut of seconds) nobody notices here; what it cannot
+Knows no message. What TCP itself repairs (a cut of seconds) nobody notices here; what TCP cannot
 repair ends a connection, which ZeroMQ opens again.
 """
 
 from __future__ import annotations
 
 import errno
+import resource
+from collections.abc import Sequence
 
 import zmq
+from zmq.backend import Socket
 
-from pipeinfer.bus.curve import Keyring, keyring
-from pipeinfer.bus.gate import Gate
+from pipeinfer.bus.curve import CurveAuthenticator, Keyring, keyring
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import addresses
 from pipeinfer.topology.topology import Topology
@@ -31,10 +34,10 @@ class AddressTaken(zmq.ZMQError):
 
     def __init__(self, place: str) -> None:
         super().__init__(errno.EADDRINUSE, f"{place} is taken")
-        self.place = place
+        self.endpoint = place
 
 
-class Wires:
+class SocketFactory:
     """Sockets of stage id `stage`, or of a process that is none ("")."""
 
     def __init__(
@@ -44,26 +47,26 @@ class Wires:
         self._context = context
         self._stage = stage
         self._keyring: Keyring | None = None
-        self._gate: Gate | None = None
+        self._authenticator: CurveAuthenticator | None = None
         self._open = False
 
-    def open(self, gate: bool = True) -> None:
+    def load_keys(self, authenticate: bool = True) -> None:
         """Reads the keys, before the first bind or connect; may be called again.
 
-        gate: False where this process has one already. Raises ConfigurationError for keys that are
-        missing or wrong.
+        authenticate: False where this process has an authenticator already. Raises
+        ConfigurationError for keys that are missing or wrong.
         """
         if self._open or not self._topology.has_tcp():
             return
         self._keyring = keyring(self._topology, self._stage)
-        if gate and self._keyring is not None and self._stage in self._topology.ids():
-            self._gate = Gate(self._context, self._keyring.allowed)
+        if authenticate and self._keyring is not None and self._stage in self._topology.ids():
+            self._authenticator = CurveAuthenticator(self._context, self._keyring.allowed)
         self._open = True
 
     @property
-    def refused(self) -> int:
+    def refused_handshakes(self) -> int:
         """Handshakes with strangers that failed, since the start."""
-        return self._gate.refused if self._gate is not None else 0
+        return self._authenticator.refused_handshakes if self._authenticator is not None else 0
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         """A socket that is neither bound nor connected yet."""
@@ -84,9 +87,9 @@ class Wires:
         """
         address = self._topology.address(self._stage)
         if self._keyring is not None and addresses.is_tcp(address):
-            self._keyring.serve(socket)
-            if self._gate is not None:
-                self._gate.watch(socket, "")
+            self._keyring.secure_server(socket)
+            if self._authenticator is not None:
+                self._authenticator.watch(socket, "")
         bound = 0
         for place in addresses.places(address, name, self._topology.bind(self._stage)):
             try:
@@ -108,9 +111,9 @@ class Wires:
         """Connects `socket` to the `name` of stage id `stage`, which need not be there yet."""
         address = self._topology.address(stage)
         if self._keyring is not None and addresses.is_tcp(address):
-            self._keyring.call(socket, stage)
-            if self._gate is not None:
-                self._gate.watch(socket, stage)
+            self._keyring.secure_client(socket, stage)
+            if self._authenticator is not None:
+                self._authenticator.watch(socket, stage)
         socket.connect(addresses.derive(address, name))
 
     def secure(self, socket: zmq.Socket[bytes], address: str) -> None:
@@ -118,10 +121,61 @@ class Wires:
         if self._keyring is None or not addresses.is_tcp(address):
             return
         stage = next(e.identity.id for e in self._topology.entries if e.address == address)
-        self._keyring.call(socket, stage)
+        self._keyring.secure_client(socket, stage)
 
     def close(self) -> None:
         """Lets nobody in any more; the sockets themselves their owner closes first."""
-        if self._gate is not None:
-            self._gate.close()
-            self._gate = None
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
+
+
+_LAST = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_send, _recv = Socket.send, Socket.recv
+
+
+def send_multipart(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
+    """Sends all parts as one message, without waiting; zmq.Again if that cannot be.
+
+    As pyzmq's own call, which takes three times as long: its flags are enums, and for each part
+    received it asks the socket whether there is another.
+    """
+    *first, last = parts
+    for part in first:
+        _send(socket, part, _MORE)
+    _send(socket, last, _LAST)
+
+
+def receive_multipart(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The parts of the next message; zmq.Again if there is none."""
+    frame = _recv(socket, _LAST, False)
+    parts = [frame.bytes]
+    while frame.more:
+        frame = _recv(socket, _LAST, False)
+        parts.append(frame.bytes)
+    return parts
+
+
+SOCKETS_PER_STAGE = (
+    4  # of a stage for each other one: to send, to listen, and with keys to watch both
+)
+DESCRIPTORS_PER_SOCKET = (
+    3  # of a socket: its mailbox, its connection, and the next one while it reconnects
+)
+BASE_LIMIT = 1_024  # sockets, and descriptors, for everything else
+
+
+def raise_socket_limits(context: zmq.Context[zmq.Socket[bytes]], topology: Topology) -> None:
+    """To be called before the first socket of `context`: allows as many sockets as a deployment of
+    so many stages needs. ZeroMQ's own limit is 1,023, and a gateway listens to every stage.
+
+    The process's soft limit of descriptors is raised as far as needed and as the hard limit allows;
+    a process that may have too few fails when it needs them."""
+    stages = len(topology.entries)
+    context.set(zmq.MAX_SOCKETS, BASE_LIMIT + SOCKETS_PER_STAGE * stages)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = BASE_LIMIT + SOCKETS_PER_STAGE * DESCRIPTORS_PER_SOCKET * stages
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

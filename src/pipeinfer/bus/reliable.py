@@ -1,9 +1,9 @@
-"""Between two stages over TCP: nothing that was sent is lost with the connection that took it.
+"""Reliable links between two stages over TCP: nothing that was sent is lost with its connection.
 
 ZeroMQ opens a connection again that was reset, but what was on its way is gone. So frames to an
-inbox are numbered from 1 and kept until the receiver has them; one that misses some asks for them,
-and drops what is behind until they have come: each frame passes once, in order, as long as both
-processes live ("go back N"). Sans-IO; knows no message but its own two.
+inbox are numbered from 1 and kept until the receiver has them; a receiver that misses some asks for
+them, and drops what comes behind until they have come: each frame passes once, in order, as long as
+both processes live ("go back N"). Sans-IO; knows no message but its own two.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import ClassVar, Union
 from pipeinfer.messages import Message
 
 CHANNEL = "link"
-FRAMES, BYTES = 64, 1 << 20  # received since the last word about it; then there is another one
-ASK_AGAIN = 5.0  # seconds; on a slow link what was sent again queues behind what cannot be used
+REPORT_FRAMES, REPORT_BYTES = (
+    64,
+    1 << 20,
+)  # received since the last word about it; then there is another one
+RETRY_SECONDS = 5.0  # seconds; on a slow link what was sent again queues behind what cannot be used
 
 
 class Received(Message, frozen=True):
@@ -38,7 +41,7 @@ class Kept(Message, frozen=True):
 LINK = Union[Received, Kept]
 
 
-class Outgoing:
+class OutgoingLink:
     """What one process sends to one inbox: frames from `first` on are kept, `next` is to come.
     `patience`: how often it is asked what is due before a frame is kept no longer; the receiver is
     on a host that does not come back, and nobody waits for it any more."""
@@ -46,16 +49,16 @@ class Outgoing:
     def __init__(self, patience: int = 1 << 30) -> None:
         self.first = self.next = 1
         self._frames: deque[list[bytes]] = deque()
-        self._seen = 0  # where they began when it was asked last what is due
+        self._first_before = 0  # where they began when it was asked last what is due
         self._patience = patience
         self._marks: deque[int] = deque()  # what was to come when it was asked so often
 
-    def keep(self, parts: list[bytes]) -> None:
+    def append(self, parts: list[bytes]) -> None:
         """The next frame, which was sent."""
         self._frames.append(parts)
         self.next += 1
 
-    def arrived(self, until: int) -> None:
+    def on_received(self, until: int) -> None:
         """Frames before `until` are kept no longer."""
         while self.first < min(until, self.next):
             self._frames.popleft()
@@ -70,25 +73,25 @@ class Outgoing:
         if len(self._marks) <= self._patience:
             return False
         first = self.first
-        self.arrived(self._marks.popleft())
+        self.on_received(self._marks.popleft())
         return self.first > first
 
     def frames(self) -> list[list[bytes]]:
         """Those that are kept."""
         return list(self._frames)
 
-    def kept(self) -> Kept:
+    def status(self) -> Kept:
         """What the receiver may be told of them."""
         return Kept(first=self.first, next=self.next)
 
-    def due(self) -> Kept | None:
+    def kept_due(self) -> Kept | None:
         """To be asked regularly: what to say if nothing has arrived since the last time."""
-        stands = bool(self._frames) and self._seen == self.first
-        self._seen = self.first if self._frames else 0
-        return self.kept() if stands else None
+        stands = bool(self._frames) and self._first_before == self.first
+        self._first_before = self.first if self._frames else 0
+        return self.status() if stands else None
 
 
-class Incoming:
+class IncomingLink:
     """What one inbox receives from one stage, of which another process may speak at any time."""
 
     def __init__(self) -> None:
@@ -97,14 +100,14 @@ class Incoming:
         self._frames = self._bytes = 0  # since the last word
         self._asked, self._asked_at = -1, 0.0  # from where on, when
 
-    def meet(self, incarnation: int) -> bool:
+    def is_current(self, incarnation: int) -> bool:
         """False for a process that is older than another that was met."""
         if incarnation > self._incarnation:
             self._incarnation = incarnation
             self._next, self._asked = 0, -1
         return incarnation == self._incarnation
 
-    def take(self, number: int, size: int) -> bool:
+    def accepts(self, number: int, size: int) -> bool:
         """Whether frame `number`, of `size` bytes, is for the stage."""
         if number != (self._next or 1):
             return False
@@ -113,22 +116,22 @@ class Incoming:
         self._bytes += size
         return True
 
-    def due(self, number: int, now: float) -> Received | None:
+    def report_due(self, number: int, now: float) -> Received | None:
         """What to say after frame `number` came, at `now` (seconds)."""
         if number >= self._next:
             return self._ask(now)
-        if self._frames < FRAMES and self._bytes < BYTES:
+        if self._frames < REPORT_FRAMES and self._bytes < REPORT_BYTES:
             return None
         return self._received(missing=False)
 
-    def heard(self, told: Kept, now: float) -> Received:
-        """What to say to the sender of `told`, which was sent behind all before `told.next`."""
-        self._next = max(self._next, told.first)
-        asked = self._ask(now) if self._next < told.next else None
+    def on_kept(self, kept: Kept, now: float) -> Received:
+        """What to say to the sender of `kept`, which was sent behind all before `kept.next`."""
+        self._next = max(self._next, kept.first)
+        asked = self._ask(now) if self._next < kept.next else None
         return asked or self._received(missing=False)
 
     def _ask(self, now: float) -> Received | None:
-        if self._asked == self._next and now - self._asked_at < ASK_AGAIN:
+        if self._asked == self._next and now - self._asked_at < RETRY_SECONDS:
             return None
         self._asked, self._asked_at = self._next, now
         return self._received(missing=True)
@@ -138,11 +141,11 @@ class Incoming:
         return Received(incarnation=self._incarnation, next=self._next, missing=missing)
 
 
-class Links:
+class ReliableLinks:
     """All links of one process: frames that it sends to the stages `far`, and that it receives of
     any of `stages`.
 
-    `say(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
+    `send(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
     `drop(stage)` is told where frames are kept no longer, after so much `patience` (Outgoing).
     repeated: how many frames were pushed.
     """
@@ -152,7 +155,7 @@ class Links:
         incarnation: int,
         stages: frozenset[str],
         far: frozenset[str],
-        say: Callable[[str, Message], object],
+        send: Callable[[str, Message], object],
         push: Callable[[str, list[bytes]], object],
         drop: Callable[[str], object],
         patience: int = 1 << 30,
@@ -160,57 +163,57 @@ class Links:
         self.repeated = 0
         self._incarnation = incarnation
         self._stages = stages
-        self._say, self._push, self._drop = say, push, drop
-        self._out = {stage: Outgoing(patience) for stage in far}
-        self._in: dict[str, Incoming] = {}
+        self._send, self._push, self._drop = send, push, drop
+        self._out = {stage: OutgoingLink(patience) for stage in far}
+        self._in: dict[str, IncomingLink] = {}
 
-    def to(self, stage: str) -> Outgoing | None:
+    def outgoing(self, stage: str) -> OutgoingLink | None:
         """What is sent to that inbox; None where no connection is lost but with a process."""
         return self._out.get(stage)
 
-    def take(self, sender: str, incarnation: int, number: int, size: int, now: float) -> bool:
+    def accepts(self, sender: str, incarnation: int, number: int, size: int, now: float) -> bool:
         """Whether the frame that `sender` numbered so, of `size` bytes, is for the stage."""
         if sender not in self._stages:  # nobody could be told
             return True
-        incoming = self._of(sender)
-        if not incoming.meet(incarnation):  # the fence must know that it is late
+        incoming = self._incoming(sender)
+        if not incoming.is_current(incarnation):  # the fence must know that it is late
             return True
-        passes = incoming.take(number, size)
-        self._answer(sender, incoming.due(number, now))
+        passes = incoming.accepts(number, size)
+        self._send_if(sender, incoming.report_due(number, now))
         return passes
 
-    def hear(self, sender: str, incarnation: int, message: Message, now: float) -> None:
+    def on_message(self, sender: str, incarnation: int, message: Message, now: float) -> None:
         """Takes a message of this channel from a process of the stage `sender`."""
         if sender in self._stages:
             self._handlers[type(message)](self, sender, incarnation, message, now)
 
-    def remind(self) -> None:
+    def on_timer(self) -> None:
         """Asks after frames that are kept; to be called regularly."""
         for stage, outgoing in self._out.items():
             if outgoing.expire():
                 self._drop(stage)
-            self._answer(stage, outgoing.due())
+            self._send_if(stage, outgoing.kept_due())
 
-    def _of(self, stage: str) -> Incoming:
-        return self._in.get(stage) or self._in.setdefault(stage, Incoming())
+    def _incoming(self, stage: str) -> IncomingLink:
+        return self._in.get(stage) or self._in.setdefault(stage, IncomingLink())
 
-    def _answer(self, stage: str, word: Message | None) -> None:
-        if word is not None:
-            self._say(stage, word)
+    def _send_if(self, stage: str, message: Message | None) -> None:
+        if message is not None:
+            self._send(stage, message)
 
-    def _on_kept(self, sender: str, incarnation: int, told: Kept, now: float) -> None:
-        incoming = self._of(sender)
-        if incoming.meet(incarnation):
-            self._say(sender, incoming.heard(told, now))
+    def _on_kept(self, sender: str, incarnation: int, kept: Kept, now: float) -> None:
+        incoming = self._incoming(sender)
+        if incoming.is_current(incarnation):
+            self._send(sender, incoming.on_kept(kept, now))
 
-    def _on_received(self, sender: str, _incarnation: int, told: Received, _now: float) -> None:
+    def _on_received(self, sender: str, _incarnation: int, received: Received, _now: float) -> None:
         outgoing = self._out.get(sender)
-        if outgoing is None or told.incarnation != self._incarnation:
+        if outgoing is None or received.incarnation != self._incarnation:
             return
-        outgoing.arrived(told.next)
-        if told.missing and told.next < outgoing.first:
-            self._say(sender, outgoing.kept())
-        elif told.missing:
+        outgoing.on_received(received.next)
+        if received.missing and received.next < outgoing.first:
+            self._send(sender, outgoing.status())
+        elif received.missing:
             for parts in outgoing.frames():
                 self.repeated += 1
                 self._push(sender, parts)

@@ -14,13 +14,13 @@ import numpy as np
 
 from pipeinfer.control import StepMade
 from pipeinfer.messages import Begin, Plan, Result
+from pipeinfer.observe.spans import Exchange
 from pipeinfer.packing import unpack
-from pipeinfer.passages.exchange import Exchange
 
-MOST_PLANNED = 64  # plans; far more than are ever in flight
+MAX_PLANNED = 64  # plans; far more than are ever in flight
 UNKNOWN = -1
-HALF = 0.5  # seconds of a sum
-SUMS = 120  # a minute of them
+SUM_SECONDS = 0.5  # seconds of a sum
+MAX_SUMS = 120  # a minute of them
 
 
 class _Planned(NamedTuple):
@@ -30,7 +30,7 @@ class _Planned(NamedTuple):
     known: np.ndarray
 
 
-class Steps:
+class StepTimer:
     """`target`: what a step should take at most, in seconds."""
 
     def __init__(self, target: float) -> None:
@@ -39,7 +39,7 @@ class Steps:
         self._planned: OrderedDict[tuple[int, int], _Planned] = OrderedDict()
         self._result_at = 0.0
 
-    def planned(self, plan: Plan, at: float) -> None:
+    def on_plan(self, plan: Plan, at: float) -> None:
         """A plan left."""
         for release in plan.releases:
             self._admit(release.slot, UNKNOWN)
@@ -49,10 +49,10 @@ class Steps:
         if len(slots) and int(slots.max()) >= len(self._known):
             self._admit(int(slots.max()), UNKNOWN)
         self._planned[plan.epoch, plan.number] = _Planned(at, self._known[slots])
-        while len(self._planned) > MOST_PLANNED:
+        while len(self._planned) > MAX_PLANNED:
             self._planned.popitem(last=False)
 
-    def made(self, result: Result, at: float) -> StepMade | None:
+    def on_result(self, result: Result, at: float) -> StepMade | None:
         """A result came; None if its plan is unknown, or it computed nothing.
 
         A row decodes if it begins behind the tokens that its request was admitted with; where those
@@ -91,32 +91,32 @@ class LastMinute:
     the last minute. `target`: see Steps."""
 
     def __init__(self, target: float, stepped: Callable[[StepMade], object]) -> None:
-        self._steps = Steps(target)
+        self._steps = StepTimer(target)
         self._stepped = stepped
-        self._sums: deque[StepMade] = deque(maxlen=SUMS)
+        self._sums: deque[StepMade] = deque(maxlen=MAX_SUMS)
 
-    def saw(self, exchange: Exchange) -> None:
+    def on_exchange(self, exchange: Exchange) -> None:
         """Reads a result, then the plans that it brought."""
         event, outputs, began, ended = exchange
         if type(event) is Result:
-            step = self._steps.made(event, began)
+            step = self._steps.on_result(event, began)
             if step is not None:
                 self._add(step)
                 self._stepped(step)
         for send in outputs:
             message = send.message
             if type(message) is Plan:
-                self._steps.planned(message, ended)
+                self._steps.on_plan(message, ended)
             elif type(message) is Begin:
                 self._steps.begin()
 
     def sums(self, before: float) -> tuple[StepMade, ...]:
         """Those that had ended at `before` (Unix seconds), and began at most a minute earlier."""
-        from_ = before - HALF * SUMS
-        return tuple(one for one in self._sums if from_ <= one.at <= before - HALF)
+        from_ = before - SUM_SECONDS * MAX_SUMS
+        return tuple(one for one in self._sums if from_ <= one.at <= before - SUM_SECONDS)
 
     def _add(self, step: StepMade) -> None:
-        at = step.at // HALF * HALF
+        at = step.at // SUM_SECONDS * SUM_SECONDS
         if not self._sums or self._sums[-1].at != at:
             self._sums.append(msgspec.structs.replace(step, at=at))
             return

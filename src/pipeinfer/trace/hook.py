@@ -39,17 +39,21 @@ from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
-FLUSH = 0.5  # seconds between blocks; what a killed process loses at most, and a little
-LOOK = 0.05  # seconds after which it is seen whether there are
-QUIET = 0.5  # seconds without an input after which a large state may be walked beside the loop
-MANY = 1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
-LONGEST = 366 * 86_400.0  # seconds of a recording; no timer takes "inf"
+FLUSH_SECONDS = 0.5  # seconds between blocks; what a killed process loses at most, and a little
+CHECK_SECONDS = 0.05  # seconds after which it is seen whether there are
+QUIET_SECONDS = (
+    0.5  # seconds without an input after which a large state may be walked beside the loop
+)
+MAX_WAITING_ROWS = (
+    1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
+)
+MAX_RECORDING_SECONDS = 366 * 86_400.0  # seconds of a recording; no timer takes "inf"
 UNNUMBERED = -1  # in place of the number of what was not sent
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Tap:
+class RecorderHook:
     """The recorder of one stage, on its event loop.
 
     active: whether rows are wanted; the shell asks before it makes one. Everything happens between
@@ -208,7 +212,7 @@ class Tap:
         self._start(Recording(asked.recording, asked.out, quota, self._tell, rewriter), state)
         if asked.seconds > 0:
             stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
-            self._loop.call_later(min(asked.seconds, LONGEST), stop)
+            self._loop.call_later(min(asked.seconds, MAX_RECORDING_SECONDS), stop)
         if asked.fresh_epoch and self._identity.name == "engine":
             self._feed(NewEpoch())
 
@@ -249,18 +253,18 @@ class Tap:
     def _activate(self) -> None:
         self.active = True
         if self._timer is None:
-            self._due = self._loop.time() + FLUSH
-            self._timer = self._loop.call_later(LOOK, self._look)
+            self._due = self._loop.time() + FLUSH_SECONDS
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._look)
 
     def _look(self) -> None:
         now = self._loop.time()
-        if now >= self._due or self._recorder.waiting >= MANY:
-            self._due = now + FLUSH
+        if now >= self._due or self._recorder.waiting >= MAX_WAITING_ROWS:
+            self._due = now + FLUSH_SECONDS
             self._recorder.flush(now)
             if self._recorder.wants_segment(now, self._copier.small or self._quiet(now)):
                 self._next_segment(now)
         self.active = self._wanted > 0 or self._recorder.ring is not None
-        self._timer = self._loop.call_later(LOOK, self._look) if self.active else None
+        self._timer = self._loop.call_later(CHECK_SECONDS, self._look) if self.active else None
 
     def _quiet(self, now: float) -> bool:
         """Whether the core does nothing, and has taken nothing for a while: the first ticks after
@@ -269,7 +273,7 @@ class Tap:
             self._seen = self._inputs
             self._quiet_since = now
         idle = self._core is not None and self._core.idle()
-        return idle and now - self._quiet_since >= QUIET
+        return idle and now - self._quiet_since >= QUIET_SECONDS
 
     def _still(self, now: float) -> Callable[[], bool] | None:
         """For an engine, whether its state is the one of now still."""

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 PATH = "/v1/traces"
 NEEDED = "opentelemetry.exporter.otlp.proto.http"
-FLUSH = 1.0  # seconds that a stage's end waits for what was not sent yet
-COMPLAINTS = 60.0  # seconds between two lines of the log about a collector that does not answer
+SHUTDOWN_TIMEOUT = 1.0  # seconds that a stage's end waits for what was not sent yet
+ERROR_LOG_PERIOD = (
+    60.0  # seconds between two lines of the log about a collector that does not answer
+)
 NANOSECONDS = 1e9
 # Moments' values that the span has as attributes, under the names of the semantic conventions.
 ATTRIBUTES = {
@@ -41,7 +43,7 @@ ATTRIBUTES = {
 }
 
 
-def check(settings: Settings) -> None:
+def check_opentelemetry(settings: Settings) -> None:
     """ConfigurationError if spans are wanted and cannot be had."""
     url = settings.otlp_endpoint
     if not url:
@@ -72,7 +74,7 @@ class _Seldom(logging.Filter):
         now = time.monotonic()
         if now < self._next:
             return False
-        self._next = now + COMPLAINTS
+        self._next = now + ERROR_LOG_PERIOD
         return True
 
 
@@ -97,11 +99,11 @@ class _Ids:
         return False
 
 
-class Spans:
+class OpenTelemetryExporter:
     """Those of one stage. Raises ConfigurationError as `check`."""
 
     def __init__(self, settings: Settings, identity: Identity) -> None:
-        check(settings)
+        check_opentelemetry(settings)
         from opentelemetry.exporter.otlp.proto.http import trace_exporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -130,13 +132,13 @@ class Spans:
         self._name = identity.name
         self._model = settings.model_name
 
-    def add(self, passage: Passage) -> None:
-        """Takes a passage that has ended. Of one whose trace is not sampled nothing is sent; of one
+    def add(self, request_span: Passage) -> None:
+        """Takes a span that has ended. If its trace is not sampled, nothing is sent; of a span
         without a trace the gateway's, which begins one."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        parent = traceparent.read(passage.trace)
-        own = traceparent.read(passage.span)
+        parent = traceparent.read(request_span.trace)
+        own = traceparent.read(request_span.span)
         gateway = self._name == "gateway"
         if (parent is None and not gateway) or (parent is not None and not parent.sampled):
             return
@@ -145,15 +147,15 @@ class Spans:
             self._name,
             context=_context(parent),
             kind=SpanKind.SERVER if gateway else SpanKind.INTERNAL,
-            attributes=self._attributes(passage, gateway),
-            start_time=_nanoseconds(passage.began),
+            attributes=self._attributes(request_span, gateway),
+            start_time=_nanoseconds(request_span.began),
         )
         self._ids.next = None
-        for moment in passage.moments:
+        for moment in request_span.moments:
             span.add_event(moment.name, moment.values, _nanoseconds(moment.at))
-        if passage.outcome == "error":
+        if request_span.outcome == "error":
             span.set_status(Status(StatusCode.ERROR))
-        span.end(_nanoseconds(passage.ended))
+        span.end(_nanoseconds(request_span.ended))
 
     async def close(self) -> None:
         """Sends what was not sent yet, and waits a second for that at most."""
@@ -167,22 +169,24 @@ class Spans:
         # A daemon: the process ends even while a collector does not answer.
         threading.Thread(target=end, name="end of spans", daemon=True).start()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), FLUSH)
+            await asyncio.wait_for(done.wait(), SHUTDOWN_TIMEOUT)
 
-    def _attributes(self, passage: Passage, gateway: bool) -> Mapping[str, str | int | list[str]]:
+    def _attributes(
+        self, request_span: Passage, gateway: bool
+    ) -> Mapping[str, str | int | list[str]]:
         found: dict[str, str | int | list[str]] = {
-            "pipeinfer.request_id": passage.request_id,
-            "pipeinfer.outcome": passage.outcome,
+            "pipeinfer.request_id": request_span.request_id,
+            "pipeinfer.outcome": request_span.outcome,
         }
-        for moment in passage.moments:
+        for moment in request_span.moments:
             for name, value in moment.values.items():
                 if name in ATTRIBUTES:
                     found[ATTRIBUTES[name]] = int(value)
         if gateway:
             found["gen_ai.request.model"] = self._model
-            found["gen_ai.response.id"] = passage.request_id
-            if passage.outcome in ("stop", "length"):
-                found["gen_ai.response.finish_reasons"] = [passage.outcome]
+            found["gen_ai.response.id"] = request_span.request_id
+            if request_span.outcome in ("stop", "length"):
+                found["gen_ai.response.finish_reasons"] = [request_span.outcome]
         return found
 
 
