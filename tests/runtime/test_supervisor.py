@@ -78,7 +78,7 @@ async def test_a_stage_that_ends_just_after_it_was_ready_is_started_again(server
     task = asyncio.create_task(one.supervisor.run())
     await until(lambda: one.begun() == MAX_DEATHS + 4 or task.done(), 60)
     assert not task.done() and not one.reasons
-    await until(lambda: one.child.checked and one.child.deaths == 0)
+    await until(lambda: one.child.config_valid and one.child.deaths == 0)
     one.supervisor.stop()
     assert await asyncio.wait_for(task, 60) == ORDERLY
 
