@@ -15,8 +15,8 @@ import zmq
 from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.claim import elected_instance
 from pipeinfer.runtime.deployment import deployed
+from pipeinfer.runtime.election import elected_instance
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import NAMES, Identity, Topology
 

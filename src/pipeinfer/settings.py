@@ -101,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     otlp_endpoint: str = ""
     vllm_metrics: bool = False
     threads: NonNegative = 0  # torch threads on the CPU; 0: all cores
-    stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/wakefulness.py
+    stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/busy_poll.py
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
     host_loss: Annotated[float, Meta(ge=1, le=3600)] = 20.0  # seconds of silence

@@ -42,7 +42,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime.fence import IncarnationFilter
+from pipeinfer.runtime.incarnations import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.events import EncodeNext, Tried, Try

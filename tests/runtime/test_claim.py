@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.runtime.claim import elect_instance, elected_instance, instance_file
+from pipeinfer.runtime.election import elect_instance, elected_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 

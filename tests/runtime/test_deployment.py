@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from pipeinfer.bus import curve
-from pipeinfer.runtime.claim import elect_instance, instance_file
 from pipeinfer.runtime.deployment import deployed
+from pipeinfer.runtime.election import elect_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Entry
@@ -84,7 +84,7 @@ CLAIMS = """
 import sys
 from pathlib import Path
 from pipeinfer.topology import topology as topologies
-from pipeinfer.runtime.claim import elect_instance
+from pipeinfer.runtime.election import elect_instance
 from pipeinfer.settings import ConfigurationError
 try:
     mine = elect_instance(topologies.load(sys.argv[1]), "engine", sys.argv[2], Path(sys.argv[3]))

@@ -14,8 +14,13 @@ from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import Send
 from pipeinfer.messages import PROTOCOL, Abort, Fenced, Heartbeat, Message, Recover
-from pipeinfer.runtime.fence import NOTICE_INTERVAL, FencedOut, IncarnationFilter
-from pipeinfer.runtime.incarnations import IncarnationNumbers, incarnation_after
+from pipeinfer.runtime.incarnations import (
+    NOTICE_INTERVAL,
+    FencedOut,
+    IncarnationFilter,
+    IncarnationNumbers,
+    incarnation_after,
+)
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings

@@ -10,7 +10,7 @@ import sys
 
 SCRIPT = """
 import asyncio
-from pipeinfer.runtime.hangup import add_reload_handler
+from pipeinfer.runtime.entry import add_reload_handler
 
 async def main():
     loop, over = asyncio.get_running_loop(), asyncio.Event()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import pipeinfer.runtime.port_owner as owners
+import pipeinfer.runtime.listening as owners
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServedModel, mark_running, publish_served_model
-from pipeinfer.runtime.port_owner import port_owner
+from pipeinfer.runtime.listening import port_owner
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from servers import environment

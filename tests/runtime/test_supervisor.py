@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pipeinfer.runtime.child import Child, Command
-from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
-from pipeinfer.runtime.report import (
+from pipeinfer.runtime.child import (
+    FAILED,
     MAX_REASON_CHARS,
+    MISCONFIGURED,
+    ORDERLY,
     REPORT_FD_VARIABLE,
+    Child,
+    Command,
     StatusReader,
     StatusWriter,
     inherited_status_writer,
@@ -29,7 +32,7 @@ from waiting import until
 STAGE = """
 import os, signal, sys, time
 from pathlib import Path
-from pipeinfer.runtime.report import inherited_status_writer
+from pipeinfer.runtime.child import inherited_status_writer
 
 note, says, end, lives = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 with note.open("a") as file:
@@ -145,7 +148,7 @@ def test_what_a_command_around_the_stage_writes_is_no_report():
 SLOW_STAGE = """
 import os, signal, sys, time
 from pathlib import Path
-from pipeinfer.runtime.report import inherited_status_writer
+from pipeinfer.runtime.child import inherited_status_writer
 
 note, name = Path(sys.argv[1]), sys.argv[2]
 def say(text):

@@ -9,14 +9,14 @@ import os
 import pytest
 
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.runtime import entry, wakefulness
-from pipeinfer.runtime.shell import Shell
-from pipeinfer.runtime.wakefulness import (
+from pipeinfer.runtime import busy_poll, entry
+from pipeinfer.runtime.busy_poll import (
     BUSY_POLL_SECONDS,
     CORES_PER_PROCESS,
     busy_poll_seconds,
     usable_cores,
 )
+from pipeinfer.runtime.shell import Shell
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
@@ -104,7 +104,7 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
 
 
 async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(turns, monkeypatch):
-    monkeypatch.setattr(wakefulness, "BUSY_POLL_SECONDS", 60.0)
+    monkeypatch.setattr(busy_poll, "BUSY_POLL_SECONDS", 60.0)
     for setting in ("auto", "always"):
         assert not turns
         async with AsyncLLM(stay_awake=setting, kv_pages=64, log_level="error") as llm:

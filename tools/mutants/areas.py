@@ -54,7 +54,7 @@ class Area:
 RECOVERY = (
     "recent.py", "recovery.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/ledger.py", "gateway/ledger.py",
-    "runtime/fence.py", "runtime/unsent.py", "runtime/group_fault.py", "tokenizer/group_watch.py",
+    "runtime/incarnations.py", "runtime/shell.py", "runtime/entry.py", "tokenizer/group_watch.py",
 )  # fmt: skip
 
 AREAS = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeinfer.cli.answers import Model, Wanted
 from pipeinfer.cli.flags import Asked
-from pipeinfer.runtime.status_line import StatusLine
+from pipeinfer.runtime.terminal import StatusLine
 from pipeinfer.settings import DEMO
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ def _question(prompt: str, chat: bool) -> Question:
 
 def _answer_all(session: Session, questions: Sequence[Question], lines: Sequence[Line]) -> None:
     """All at once, into `lines`; the first that is refused ends the others."""
-    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.terminal import StatusLine
 
     shown = StatusLine(doing="answering")
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.closed_output import discard_unread
-from pipeinfer.runtime.terminal import open_streams
+from pipeinfer.runtime.terminal import discard_unread, open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 

@@ -16,9 +16,9 @@ from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
 
 if TYPE_CHECKING:
-    from pipeinfer.runtime.inprocess import InProcess
-    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.entry import InProcess
     from pipeinfer.runtime.supervisor import Supervisor
+    from pipeinfer.runtime.terminal import StatusLine
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from pipeinfer.runtime.local import check_port, local_stages, prepare
     from pipeinfer.runtime.logs import set_up_logging
-    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.terminal import StatusLine
 
     def known(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
@@ -81,8 +81,8 @@ def add_model(made: argparse.ArgumentParser) -> None:
 
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
-    from pipeinfer.runtime.hangup import add_reload_handler
-    from pipeinfer.runtime.status_line import show_until_ready
+    from pipeinfer.runtime.entry import add_reload_handler
+    from pipeinfer.runtime.terminal import show_until_ready
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,6 +1,6 @@
 """`pipeinfer swap STAGE -- COMMAND...`: another process for a stage of a running server.
 
-Knows how to ask and what to print; the supervisor of the server does it (runtime/swap.py).
+Knows how to ask and what to print; the supervisor of the server does it (runtime/supervisor.py).
 """
 
 from __future__ import annotations

@@ -26,10 +26,8 @@ from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
-from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.runtime.listening import BACKLOG, close_all
-from pipeinfer.runtime.logs import CLEAR_LINE
-from pipeinfer.runtime.terminal import can_rewrite
+from pipeinfer.runtime.terminal import CLEAR_LINE, can_rewrite, discard_unread
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
 from pipeinfer.offline.tokenizer import tokenizer_of
 from pipeinfer.runtime.local import prepare
-from pipeinfer.runtime.status_line import waiting_summary
+from pipeinfer.runtime.terminal import waiting_summary
 from pipeinfer.settings import Settings
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from pipeinfer.gateway.stage import TICK
 from pipeinfer.gateway.tracing import Traces
 from pipeinfer.messages import State
 from pipeinfer.offline.driver import OfflineDriver, Sink
-from pipeinfer.runtime import wakefulness
-from pipeinfer.runtime.exit_codes import MISCONFIGURED
-from pipeinfer.runtime.inprocess import InProcess
+from pipeinfer.runtime import busy_poll
+from pipeinfer.runtime.child import MISCONFIGURED
+from pipeinfer.runtime.entry import InProcess
 from pipeinfer.runtime.local import local_stages
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
@@ -108,7 +108,7 @@ class Pipeline:
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        awake = wakefulness.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
+        awake = busy_poll.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build,
             ProcessOptions(busy_poll=awake),

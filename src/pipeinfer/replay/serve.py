@@ -19,10 +19,11 @@ import zmq
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
+from pipeinfer.messages import GroupStatus, Message
 from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.recording import Recording, load_stage, warn_of_tail
 from pipeinfer.replay.roles import Diverged, Role, Timed, role_of
+from pipeinfer.runtime.stage import heartbeat, rank_status
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
@@ -145,24 +146,11 @@ class Player:
 
     def _beat(self) -> None:
         who = self._identity
-        beat = Heartbeat(
-            stage=who.id,
-            name=who.name,
-            group=who.group,
-            rank=who.rank,
-            index=who.index,
-            pid=os.getpid(),
-            incarnation=self._incarnation,
-            state="ready",
-            reason="a recording is played",
-        )
+        reason = "a recording is played"
+        beat = heartbeat(who, self._incarnation, "ready", reason, pid=os.getpid())
         self._bus.send(Send("telemetry", EVERYONE, beat))
         if who.name == "engine":
-            self._say(
-                RankStatus(
-                    group=who.group, rank=who.rank, incarnation=self._incarnation, state="ready"
-                )
-            )
+            self._say(rank_status(who, self._incarnation, "ready"))
         if who.name == "scheduler":
             self._say(
                 GroupStatus(group=who.group, incarnation=self._incarnation, standing="serves")

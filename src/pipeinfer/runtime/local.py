@@ -30,7 +30,7 @@ from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from pipeinfer.runtime.inprocess import InProcess
+    from pipeinfer.runtime.entry import InProcess
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def local_stages(
         topology = _topology(settings, "inproc://")
         if topology.keyed:
             raise ConfigurationError("--in-process is one process, each stage's keys are its own")
-        from pipeinfer.runtime.inprocess import InProcess  # all that stages are made of
+        from pipeinfer.runtime.entry import InProcess  # all that stages are made of
 
         identities = [e.identity for e in topology.entries if e.name != without]
         yield LocalStages(InProcess(settings, topology, identities, context), topology)

@@ -12,12 +12,11 @@ import sys
 from datetime import UTC, datetime
 
 from pipeinfer import traceparent
-from pipeinfer.runtime.terminal import can_rewrite
+from pipeinfer.runtime.terminal import CLEAR_LINE, can_rewrite
 from pipeinfer.settings import Settings
 
 ACCESS = "pipeinfer.access"  # the logger that has a line for each request of a client
 DETAILS = "pipeinfer.details"  # the logger of how a start was done, for who tunes or repairs it
-CLEAR_LINE = "\r\x1b[K"  # what a terminal's line shows so far is to be written over
 _OWN = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 

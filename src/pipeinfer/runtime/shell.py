@@ -1,7 +1,7 @@
 """The shell of a stage: sockets, clock, timers, signals and heartbeats around a sans-IO core.
 
-Knows no stage's business. Every input of the core passes `handle` here, in one order; that is what
-makes a run repeatable.
+Knows no stage's business. Every input of the core passes `handle` or `_on_message` here, in one
+order; that is what makes a run repeatable.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.messages import Fenced, GroupFault, Heartbeat, Message, RankStatus, Recover, State
+from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
 from pipeinfer.observe.observer import StageObserver
-from pipeinfer.runtime.fence import FencedOut, IncarnationFilter
+from pipeinfer.runtime.incarnations import FencedOut, IncarnationFilter
 from pipeinfer.runtime.logs import request_fields
 from pipeinfer.runtime.stage import (
     CORE_CHANNELS,
@@ -34,15 +34,47 @@ from pipeinfer.runtime.stage import (
     Stage,
     StageContext,
     builder,
+    heartbeat,
+    rank_status,
 )
-from pipeinfer.runtime.unsent import UnsentMessages
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Identity, Topology
 from pipeinfer.trace.hook import RecorderHook
 
 log = logging.getLogger(__name__)
 
-LEAVE_POLL = 0.005  # seconds; its successor, and every stream, waits for its end
+REASON_CHARS = 300  # of a logged reason; some of it is a client's
+MAX_LOG_LINES = 100  # each about another kind of message or another receiver
+
+
+class UnsentMessages:
+    """Counts and logs the messages of a stage that could not be sent. `total`: since the start."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._logged: set[tuple[str, str, str]] = set()
+
+    def record(self, send: Send, error: Exception) -> Sequence[Unsent]:
+        """One more message; returns the events for the core, if the message belongs to a request.
+
+        Nothing where the receiver does not exist: a peer made up its name.
+        """
+        self.total += 1
+        reason, message = str(error)[:REASON_CHARS], send.message
+        kind = (type(message).__name__, send.channel, send.to)
+        if kind not in self._logged and len(self._logged) < MAX_LOG_LINES:
+            self._logged.add(kind)
+            to = send.to or "everyone"
+            line = "%s for %s was not sent (said once): %s"
+            log.error(line, kind[0], to, reason, extra=request_fields(message))
+        request_id: object = getattr(message, "request_id", None)
+        attempt: object = getattr(message, "attempt", None)
+        if isinstance(error, NoSuchStage) or not isinstance(attempt, int):
+            return ()
+        return (Unsent(str(request_id), attempt, reason),)
+
+
+LEAVE_POLL = 0.005  # seconds between looks whether the core is idle; the successor waits for it
 
 
 class StoppedWhileBuilding(Exception):
@@ -51,9 +83,12 @@ class StoppedWhileBuilding(Exception):
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """What a shell is told of the process that it runs in. incarnation: its number, 0: to be taken
-    from the clock. patience: for how many seconds the loop stays awake after a frame, see
-    Reader.start. forks: whether it may be forked, for a copy of the core's state."""
+    """What a shell must know of the process that it runs in.
+
+    incarnation: the process's number; 0: taken from the clock.
+    busy_poll: seconds that the loop polls after a frame before it sleeps, see Reader.start.
+    forks: whether the process may be forked, for a copy of the core's state.
+    """
 
     incarnation: int = 0
     busy_poll: float = 0.0
@@ -63,7 +98,8 @@ class ProcessOptions:
 class Shell:
     """Runs one stage on the current event loop until it is told to stop.
 
-    tell: called as `tell(state, reason)` at every change of state, beside the heartbeat.
+    on_state_change: called as `on_state_change(state, reason)` at every change of state, beside the
+        heartbeat.
     """
 
     def __init__(
@@ -272,9 +308,9 @@ class Shell:
         return built.result()
 
     def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[Unsent]:
-        """Sends it; what the core must be told because that cannot be done."""
+        """Sends a message; returns the events for the core if that cannot be done."""
         if isinstance(send.message, GroupFault):
-            # A supervisor hears it and acts; without one, this line is what tells a person.
+            # A supervisor acts on the message; without one, this line is what a person sees.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
         try:
             number, sent, body = self.bus.send(send)
@@ -297,10 +333,8 @@ class Shell:
         if not self._incarnations.accepts(header, now):
             self._notify_fenced(header, now)
             return
-        if trouble := self._rejection(channel, message):
-            self.bus.reader.drop(
-                f"{self.identity.name} takes no {trouble}, {header.sender} sent it"
-            )
+        if kind := self._rejection(channel, message):
+            self.bus.reader.drop(f"{self.identity.name} takes no {kind}, {header.sender} sent it")
             return
         if self._hook is not None and self._hook.active and not self._stop.is_set():
             self._hook.frame(now, channel, header, self.bus.reader.body)
@@ -308,23 +342,24 @@ class Shell:
         self._publish_if_changed()
 
     def _notify_fenced(self, header: Header, now: float) -> None:
-        """It may not know: a process that another has replaced, or one whose clock was set back."""
+        """Tells a process that its frames are dropped, since it may not know: it was replaced, or
+        its clock was set back."""
         if header.sender in self._stages and not self._stop.is_set():
-            told = self._incarnations.notice(header, now)
-            if told is not None:
-                self.bus.send(Send("group", header.sender, told))
+            notice = self._incarnations.notice(header, now)
+            if notice is not None:
+                self.bus.send(Send("group", header.sender, notice))
 
-    def _on_fenced(self, by: str, told: Fenced) -> None:
-        """Not if another process of this stage is meant."""
-        if (told.stage, told.incarnation) != (self.identity.id, self.incarnation):
+    def _on_fenced(self, by: str, fenced: Fenced) -> None:
+        """Ends this process, unless another process of this stage is meant."""
+        if (fenced.stage, fenced.incarnation) != (self.identity.id, self.incarnation):
             return
-        if told.newest > self.incarnation and self._failure is None:
-            self._failure = FencedOut(told, by, _clock() - self._started_at)
+        if fenced.newest > self.incarnation and self._failure is None:
+            self._failure = FencedOut(fenced, by, _clock() - self._started_at)
             log.error("%s", self._failure)
             self._stop.set()
 
     def _control(self, message: Message) -> None:
-        """What people ask of this process, or what others have answered its eyes."""
+        """A request of a person to this process, or an answer to this stage's monitor."""
         stage = self._stage
         if isinstance(message, (Observed, Prefixes)):
             if stage is not None and stage.monitor is not None:
@@ -338,14 +373,14 @@ class Shell:
             self._observer.control(message)
 
     def _ask(self, stage: str, message: Message) -> None:
-        """Puts a question of this stage's eyes."""
+        """Sends a request of this stage's monitor to `stage`."""
         if stage == self.identity.id:
             self._control(message)
         elif not self._stop.is_set():
             self.bus.send(Send(control.CHANNEL, stage, message))
 
     def _rejection(self, channel: str, message: Message) -> str:
-        """Why the core must not be told of it, whoever made that mistake; "" if it may."""
+        """Why the core must not get the message, whoever made that mistake; "" if it may."""
         if channel not in self._core_channels:
             return channel
         if channel == "recovery":
@@ -359,10 +394,10 @@ class Shell:
         if not self._stop.is_set():
             self._publish(control.CHANNEL, message)
 
-    def _on_observed(self, seen: Observed) -> None:
-        self._publish_control(seen)
+    def _on_observed(self, observed: Observed) -> None:
+        self._publish_control(observed)
         if self._stage is not None and self._stage.monitor is not None:
-            self._stage.monitor.see(seen)  # a gateway sees itself without a socket
+            self._stage.monitor.see(observed)  # a gateway sees itself without a socket
 
     def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""
@@ -422,15 +457,10 @@ class Shell:
         self._loop.call_later(HEARTBEAT, self._heartbeat)
 
     def _publish_rank_status(self) -> None:
-        """Of an engine, to those who decide by it."""
+        """Of an engine, for its scheduler and the other ranks."""
         if self.identity.name == "engine":
-            who, (state, _) = self.identity, self.state()
-            self._publish(
-                "group",
-                RankStatus(
-                    group=who.group, rank=who.rank, incarnation=self.incarnation, state=state
-                ),
-            )
+            state, _ = self.state()
+            self._publish("group", rank_status(self.identity, self.incarnation, state))
 
     def _stats(self) -> dict[str, float]:
         if self._stage is None:
@@ -461,24 +491,14 @@ class Shell:
         self._publish_rank_status()
         if was is None or was[0] != state:
             self.on_state_change(state, reason)
-        stats = self._stats()
-        who = self.identity
-        beat = Heartbeat(
-            stage=who.id,
-            name=who.name,
-            group=who.group,
-            rank=who.rank,
-            index=who.index,
-            pid=os.getpid(),
-            incarnation=self.incarnation,
-            state=state,
-            reason=reason,
-            stats={**stats, **self._dropped()},
+        stats = {**self._stats(), **self._dropped()}
+        beat = heartbeat(
+            self.identity, self.incarnation, state, reason, pid=os.getpid(), stats=stats
         )
-        said = self._publish("telemetry", beat)
-        if said is not None and self._hook is not None and self._hook.active:
-            self._hook.heartbeat(*said)
-        if who.name == "gateway":
+        frame = self._publish("telemetry", beat)
+        if frame is not None and self._hook is not None and self._hook.active:
+            self._hook.heartbeat(*frame)
+        if self.identity.name == "gateway":
             self.handle(beat)  # a gateway sees itself without a socket
 
 

@@ -1,7 +1,7 @@
-"""How long a stage's process stays awake after a message, before it sleeps until the next one.
+"""Busy-poll policy: how long a stage's loop polls after a message before it sleeps until the next.
 
-Knows settings, a topology and Linux' files about this host; no sockets, and nothing of how a loop
-stays awake.
+Knows settings, a topology and Linux' files about this host. The polling itself is the bus reader's
+(bus/reader.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which of several stages of one name a process is, when nobody tells it: the first that is free.
+"""Instance election: which of several stages of one name a process is, when nobody says: the first
+that is free.
 
 For containers that are started alike, as many as there are to be. Locks in a folder that they share
-say who is taken, and end with their process. Knows no stage's business.
+say which stages are taken, and end with their process.
 """
 
 from __future__ import annotations
