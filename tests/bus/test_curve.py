@@ -130,7 +130,7 @@ async def test_strangers_get_nothing_give_nothing_and_cost_one_log_line(place, c
     tokenizer = Stage("tokenizer", place)
     host, _, number = place.address("tokenizer-0").removeprefix("tcp://").rpartition(":")
     port = int(number)
-    ours = tokenizer.bus._wires._keyring.own.public
+    ours = tokenizer.bus._sockets._keyring.own.public
     context = zmq.Context()
     try:
         told = [stranger(zmq.PUSH, context, key) for key in (ours, zmq.curve_keypair()[0], None)]

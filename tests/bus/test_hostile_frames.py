@@ -180,7 +180,7 @@ def test_the_gate_answers_after_a_question_that_is_none_and_an_event_that_is_non
             asker.send_multipart(question)
             assert asker.recv_multipart()[2] == b"500"
         for event in ([b"short", b""], [b"\x01" * 6], [struct.pack("=hi", -3, -1), b"\xff"]):
-            assert gate._hear(event, "")
+            assert gate._on_monitor_event(event, "")
         asker.send_multipart([b"1.0", b"8", b"", b"::1", b"", b"CURVE", zmq.utils.z85.decode(key)])
         assert asker.recv_multipart()[2] == b"200"
         assert gate.refused_handshakes >= 3

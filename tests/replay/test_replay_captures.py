@@ -22,8 +22,8 @@ from pipeinfer.replay.playing import DevicePlayback
 from pipeinfer.replay.recording import Entry, Exchange
 from pipeinfer.replay.tally import Tally
 from pipeinfer.replay.varying import left_out
-from pipeinfer.trace.bodies import Bodies
 from pipeinfer.trace.format import Record
+from pipeinfer.trace.reader import BodyDecoder
 
 
 class Runner:
@@ -78,4 +78,4 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
 @pytest.mark.parametrize(("direction", "message"), [("in", GraphDue()), ("out", Capture())])
 def test_a_recording_holds_when_graphs_are_due(direction, message):
     record = Record(0.0, direction, LOCAL, "", 0, 0.0, msgspec.msgpack.encode(message))
-    assert Bodies("engine").decode(record) == message
+    assert BodyDecoder("engine").decode(record) == message

@@ -29,7 +29,7 @@ from pipeinfer.replay.recording import Entry, Exchange, Recording, load_stage, w
 from pipeinfer.replay.tally import Tally
 from pipeinfer.replay.varying import left_out
 from pipeinfer.topology.topology import NAMES
-from pipeinfer.trace.restore import restore
+from pipeinfer.trace.snapshot import restore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

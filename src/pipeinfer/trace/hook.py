@@ -1,4 +1,4 @@
-"""Taps a stage's shell: every input and output of its core becomes a row of the recorder.
+"""The recorder hook of a stage's shell: every input and output of its core becomes a row.
 
 Answers the channel `control`: recordings that begin and end while the stage runs. Knows settings
 and clocks; neither what messages mean nor how a file is written.
@@ -25,22 +25,19 @@ from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity, Topology
-from pipeinfer.trace.file import default_folder
 from pipeinfer.trace.format import Direction, TraceHeader
-from pipeinfer.trace.model import identify
 from pipeinfer.trace.notes import Crash, Unencoded
-from pipeinfer.trace.recorder import Recorder
-from pipeinfer.trace.recording import Outcome, Quota, Recording
+from pipeinfer.trace.recorder import FlightRing, Recorder
+from pipeinfer.trace.recording import Outcome, Quota, Recording, default_folder, identify_model
 from pipeinfer.trace.redact import redactor
-from pipeinfer.trace.ring import Ring
 from pipeinfer.trace.snapshot import Unsnapshottable
-from pipeinfer.trace.state_copy import Copied, Copier, StateLost
+from pipeinfer.trace.state_copy import StateCopier, StateCopy, StateLost
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5  # seconds between blocks; what a killed process loses at most, and a little
-CHECK_SECONDS = 0.05  # seconds after which it is seen whether there are
+CHECK_SECONDS = 0.05  # seconds between looks whether a block is due
 QUIET_SECONDS = (
     0.5  # seconds without an input after which a large state may be walked beside the loop
 )
@@ -54,11 +51,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class RecorderHook:
-    """The recorder of one stage, on its event loop.
+    """Between a stage's shell and its recorder, on the stage's event loop; acts between events.
 
-    active: whether rows are wanted; the shell asks before it makes one. Everything happens between
-    events: `answer(state)` publishes what became of a recording, `feed(event)` is the shell's
-    `handle`. `forks`: whether this process may be forked, see Copier.
+    active: whether rows are wanted; the shell looks before it makes one.
+    answer: `answer(state)` publishes what became of a recording.
+    feed: the shell's `handle`.
+    forks: whether this process may be forked, see StateCopier.
     """
 
     def __init__(
@@ -84,13 +82,13 @@ class RecorderHook:
         budget = settings.flight_recorder_mib << 20
         self._recorder = Recorder(
             f"{who.name}-{who.group}-{number}-{os.getpid()}",
-            partial(identify, settings.model_name, settings.model),
-            Ring(budget, keep_all=engine) if budget else None,
+            partial(identify_model, settings.model_name, settings.model),
+            FlightRing(budget, keep_all=engine) if budget else None,
             restarts=engine,
         )
         self.add = self._recorder.add
-        self._copier = Copier(forks)
-        self._waits = engine and not forks  # for a quiet moment to take a large state
+        self._copier = StateCopier(forks)
+        self._needs_quiet = engine and not forks  # for a quiet moment to take a large state
         self._inputs = 0  # all but ticks
         self._seen = 0  # of them, when they were looked at last
         self._quiet_since = 0.0
@@ -153,7 +151,9 @@ class RecorderHook:
         self._facts = facts
         if self._settings.record:
             quota = Quota(bytes=self._settings.record_max_bytes)
-            recording = Recording(FROM_THE_START, self._settings.record, quota, self._tell)
+            recording = Recording(
+                FROM_THE_START, self._settings.record, quota, self._queue_outcome
+            )
             self._start(recording, None)
         if self._recorder.ring is not None:
             now = self._loop.time()
@@ -209,14 +209,17 @@ class RecorderHook:
         if asked.redact:
             rewriter = partial(redactor, asked.redact, self._identity.name, self._settings.model)
         quota = Quota(asked.messages, asked.max_bytes)
-        self._start(Recording(asked.recording, asked.out, quota, self._tell, rewriter), state)
+        self._start(
+            Recording(asked.recording, asked.out, quota, self._queue_outcome, rewriter),
+            state,
+        )
         if asked.seconds > 0:
             stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
             self._loop.call_later(min(asked.seconds, MAX_RECORDING_SECONDS), stop)
         if asked.fresh_epoch and self._identity.name == "engine":
             self._feed(NewEpoch())
 
-    def _start(self, recording: Recording, state: Copied | None) -> None:
+    def _start(self, recording: Recording, state: StateCopy | None) -> None:
         self._wanted += 1
         self._recorder.start(recording, self._header(), state)
         self._activate()
@@ -228,11 +231,11 @@ class RecorderHook:
     def _refuse(self, name: str, reason: str) -> None:
         self._answer(RecordingState(name, self._identity.id, "failed", reason=reason))
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _queue_outcome(self, outcome: Outcome) -> None:
         """From the recorder's thread."""
-        self._loop.call_soon_threadsafe(self._told, outcome)
+        self._loop.call_soon_threadsafe(self._on_outcome, outcome)
 
-    def _told(self, outcome: Outcome) -> None:
+    def _on_outcome(self, outcome: Outcome) -> None:
         if outcome.state != "recording":
             self._wanted -= 1
             self._bytes += outcome.bytes
@@ -254,9 +257,9 @@ class RecorderHook:
         self.active = True
         if self._timer is None:
             self._due = self._loop.time() + FLUSH_SECONDS
-            self._timer = self._loop.call_later(CHECK_SECONDS, self._look)
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._on_timer)
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         now = self._loop.time()
         if now >= self._due or self._recorder.waiting >= MAX_WAITING_ROWS:
             self._due = now + FLUSH_SECONDS
@@ -264,7 +267,7 @@ class RecorderHook:
             if self._recorder.wants_segment(now, self._copier.small or self._quiet(now)):
                 self._next_segment(now)
         self.active = self._wanted > 0 or self._recorder.ring is not None
-        self._timer = self._loop.call_later(CHECK_SECONDS, self._look) if self.active else None
+        self._timer = self._loop.call_later(CHECK_SECONDS, self._on_timer) if self.active else None
 
     def _quiet(self, now: float) -> bool:
         """Whether the core does nothing, and has taken nothing for a while: the first ticks after
@@ -275,9 +278,9 @@ class RecorderHook:
         idle = self._core is not None and self._core.idle()
         return idle and now - self._quiet_since >= QUIET_SECONDS
 
-    def _still(self, now: float) -> Callable[[], bool] | None:
+    def _unchanged_check(self, now: float) -> Callable[[], bool] | None:
         """For an engine, whether its state is the one of now still."""
-        if not self._waits:
+        if not self._needs_quiet:
             return None
         quiet, inputs = self._quiet(now), self._inputs
         return lambda: quiet and self._inputs == inputs
@@ -285,7 +288,7 @@ class RecorderHook:
     def _next_segment(self, now: float) -> None:
         assert self._core is not None
         try:
-            state = self._copier.take(self._core, self._still(now))
+            state = self._copier.take(self._core, self._unchanged_check(now))
         except StateLost as error:
             self._recorder.postpone_segment(now, str(error))
         except Unsnapshottable as error:
