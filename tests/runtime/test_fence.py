@@ -166,7 +166,7 @@ async def test_a_process_that_is_fenced_out_says_so_and_ends(short_path, caplog,
         else:
             await until(lambda: len(listens.messages) == 2)
             before.send(Send("work", "scheduler-0", Abort("late", 1)))
-            await until(lambda: scheduler._fence.dropped)
+            await until(lambda: scheduler._incarnations.dropped)
             scheduler.bus.send(Send("recovery", "tokenizer-0", Recover("scheduler-0", 1)))
             await until(lambda: speaks.messages)
             assert not tasks[1].done()

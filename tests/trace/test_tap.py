@@ -56,7 +56,7 @@ async def test_an_engines_large_state_is_taken_only_while_nothing_happens_to_it(
     tap.frame(10.0, "plan", header, b"")
     assert not tap._quiet(10.0) and not tap._quiet(10.0 + taps.QUIET_SECONDS / 2)
     assert tap._quiet(10.0 + taps.QUIET_SECONDS)
-    still = tap._still(11.0)
+    still = tap._unchanged_check(11.0)
     assert still is not None and still()
     tap.event(11.1, Tick())
     assert still() and tap._quiet(11.2), "a tick does nothing to an engine that does nothing"
@@ -64,6 +64,6 @@ async def test_an_engines_large_state_is_taken_only_while_nothing_happens_to_it(
     assert not still() and not tap._quiet(11.4)
     core.busy = True
     assert not tap._quiet(99.0)
-    busy = tap._still(99.0)
+    busy = tap._unchanged_check(99.0)
     assert busy is not None and not busy()
     tap.close()
