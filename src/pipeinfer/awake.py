@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # A stage is told of a tick twice a second or more often. One that hears of none for so long was
 # stopped, or so busy that others' answers wait as well.
-PAUSE = 1.0
+MAX_TICK_GAP = 1.0
 
 
 class SuspendAwareClock:
@@ -29,4 +29,4 @@ class SuspendAwareClock:
 
     def _gap(self, now: float) -> float:
         """Seconds since the last tick in which the stage must have slept."""
-        return max(now - self._ticked - PAUSE, 0.0)
+        return max(now - self._ticked - MAX_TICK_GAP, 0.0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
-SPANS = 8
+SLICES = 8
 
 
 class _Span(Generic[Value]):
@@ -22,7 +22,7 @@ class _Span(Generic[Value]):
         self.values: dict[str, Value] = {}
 
 
-class Recent(Generic[Value]):
+class RecentTable(Generic[Value]):
     """What was put in the last `seconds`, oldest first; of more than `most` the latest, at least
     seven eighths of so many.
 
@@ -69,8 +69,8 @@ class Recent(Generic[Value]):
         spans = self._spans
         while spans and now - spans[0].last >= self._seconds:
             del spans[0]
-        full = spans and len(spans[-1].values) >= self._most // SPANS
-        if not spans or full or now - spans[-1].begun >= self._seconds / SPANS:
+        full = spans and len(spans[-1].values) >= self._most // SLICES
+        if not spans or full or now - spans[-1].begun >= self._seconds / SLICES:
             spans.append(_Span(now))
         while len(self) >= self._most:
             del spans[0]

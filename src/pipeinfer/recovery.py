@@ -13,7 +13,7 @@ from pipeinfer.core import Send
 from pipeinfer.messages import Recover, Recovered
 
 DIGITS = re.compile("[0-9]{1,9}")
-REPEAT = 1.0  # seconds after which a peer that has not answered is asked again
+ASK_AGAIN = 1.0  # seconds after which a peer that has not answered is asked again
 
 
 class RollCall:
@@ -32,10 +32,10 @@ class RollCall:
         """The questions that are due at `now` (seconds); the first time, one to each peer."""
         if not self._missing or now < self._ask_at:
             return []
-        self._ask_at = now + REPEAT
+        self._ask_at = now + ASK_AGAIN
         return [Send("recovery", peer, self._question) for peer in self._missing]
 
-    def hear(self, told: Recovered) -> bool:
+    def on_recovered(self, told: Recovered) -> bool:
         """Takes a bracket of an answer; True if nobody is missing any more because of it."""
         if told.stage not in self._missing or told.incarnation != self._question.incarnation:
             return False
@@ -47,7 +47,7 @@ class RollCall:
         del self._missing[told.stage]
         return not self._missing
 
-    def begun(self, peer: str) -> bool:
+    def has_begun(self, peer: str) -> bool:
         """Whether the answer of `peer` has come, or begun to; also true of who is not asked.
 
         What it says before may be the rest of what the process before this one was told, or come
@@ -71,7 +71,7 @@ class RollCall:
         return not self._missing
 
 
-def answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
+def bracketed_answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
     """What `stage` sends to the asker: all that is `known`, between two brackets."""
     opening = Recovered(stage, asked.incarnation, opening=True)
     end = Recovered(stage, asked.incarnation)
@@ -82,7 +82,7 @@ def answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
     ]
 
 
-def number(stage: str, name: str) -> int | None:
+def stage_number(stage: str, name: str) -> int | None:
     """The group or index in the id of a stage called `name`: 2 of "scheduler-2".
 
     None for what is no such id: a peer may say anything.

@@ -18,7 +18,7 @@ import pytest
 
 from pipeinfer import LLM
 from pipeinfer.channels import CHANNELS
-from pipeinfer.cli import flags
+from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.error_codes import CODES
 from pipeinfer.gateway.field_help import BY_BODY
@@ -118,7 +118,9 @@ def test_python_and_toml_blocks_are_valid(page):
 
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
-    asked = {option for a in flags.parser("x", "", "", ())._actions for option in a.option_strings}
+    asked = {
+        option for a in questions.parser("x", "", "", ())._actions for option in a.option_strings
+    }
     sources = [ROOT / "tests/conftest.py"]
     sources += [
         path

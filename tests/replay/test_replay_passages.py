@@ -10,14 +10,14 @@ from pipeinfer.core import Send
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import span_observer
 from pipeinfer.observe.steps import LastMinute
-from pipeinfer.replay.journeys import Journey, journeys
-from pipeinfer.replay.recording import Recording, load
+from pipeinfer.replay.recording import LoadedTrace, load
+from pipeinfer.replay.stats import RequestTimes, request_times
 
 
 class Observed:
     """What the observer of one stage makes of its recording."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: LoadedTrace) -> None:
         self.recording = recording
         self.ended: list[Passage] = []
         self.steps: list[StepMade] = []
@@ -49,9 +49,9 @@ def seen(session) -> dict[str, Observed]:
 
 
 @pytest.fixture(scope="module")
-def known(session) -> dict[str, dict[str, Journey]]:
+def known(session) -> dict[str, dict[str, RequestTimes]]:
     """Of each stage alone."""
-    return {stage: journeys([load(path)]) for stage, path in session.items()}
+    return {stage: request_times([load(path)]) for stage, path in session.items()}
 
 
 def test_every_request_passes_and_none_stays(seen, known):

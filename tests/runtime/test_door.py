@@ -1,4 +1,4 @@
-"""A door for HTTP: nobody comes in before it is open, and who waits there is told when it is."""
+"""Inherited sockets for HTTP: nobody connects before the supervisor listens, and gateways wait."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from pipeinfer.settings import ConfigurationError
 
 
 @pytest.fixture
-def door():
+def sockets():
     made = InheritedSockets()
     made.bind("127.0.0.1", 0)
     yield made
     made.close()
 
 
-def port(door: InheritedSockets) -> int:
-    with socket.socket(fileno=os.dup(door.descriptors[0])) as inherited:
+def port(sockets: InheritedSockets) -> int:
+    with socket.socket(fileno=os.dup(sockets.descriptors[0])) as inherited:
         return inherited.getsockname()[1]
 
 
-def test_nobody_can_connect_before_a_door_is_open(door):
-    where = ("127.0.0.1", port(door))
+def test_nobody_can_connect_before_the_supervisor_listens(sockets):
+    where = ("127.0.0.1", port(sockets))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(where, timeout=10)
-    door.open()
+    sockets.listen()
     socket.create_connection(where, timeout=10).close()
 
 
-@pytest.mark.parametrize("opens", [True, False])
-async def test_who_waits_hears_that_it_opens_or_never_will(door, opens):
-    *_, pipe = door.descriptors
+@pytest.mark.parametrize("listens", [True, False])
+async def test_a_waiting_gateway_learns_that_the_supervisor_listens_or_never_will(sockets, listens):
+    *_, pipe = sockets.descriptors
     waiting = asyncio.create_task(asyncio.to_thread(wait_until_listening, os.dup(pipe)))
     done, _ = await asyncio.wait([waiting], timeout=0.05)
     assert not done
-    (door.open if opens else door.close)()
-    assert await asyncio.wait_for(waiting, 10) == opens
+    (sockets.listen if listens else sockets.close)()
+    assert await asyncio.wait_for(waiting, 10) == listens
 
 
-def test_a_process_is_told_what_it_inherits_and_waits_only_at_a_door_that_is_shut(door):
-    listens, pipe = door.descriptors
-    assert door.arguments == ["--listen-fd", str(listens), WAIT_FLAG, str(pipe)]
-    door.open()
-    assert door.descriptors == [listens]
-    assert door.arguments == ["--listen-fd", str(listens)]
+def test_a_process_is_told_what_it_inherits_and_waits_only_until_the_supervisor_listens(sockets):
+    listens, pipe = sockets.descriptors
+    assert sockets.arguments == ["--listen-fd", str(listens), WAIT_FLAG, str(pipe)]
+    sockets.listen()
+    assert sockets.descriptors == [listens]
+    assert sockets.arguments == ["--listen-fd", str(listens)]
 
 
-def test_of_two_doors_at_one_address_one_opens(door):
+def test_of_two_supervisors_at_one_address_one_listens(sockets):
     other = InheritedSockets()
-    other.bind("127.0.0.1", port(door))
-    door.open()
+    other.bind("127.0.0.1", port(sockets))
+    sockets.listen()
     with pytest.raises(ConfigurationError, match="is taken by process"):
         other.listen()
     other.close()
     with pytest.raises(ConfigurationError, match="is taken by process"):
-        other.bind("127.0.0.1", port(door))
+        other.bind("127.0.0.1", port(sockets))

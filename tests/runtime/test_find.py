@@ -16,7 +16,7 @@ from pipeinfer.cli.swap import chosen_stage
 from pipeinfer.runtime.find import (
     PREFIX,
     TOPOLOGY,
-    ServedModel,
+    ServerInfo,
     mark_running,
     publish_served_model,
     running_servers,
@@ -63,7 +63,7 @@ def test_of_several_servers_one_is_chosen_by_its_port(temporary):
             all_of_them.enter_context(mark_running(file))
         for port, file in ((8123, files[0]), (8124, files[1])):
             publish_served_model(
-                file, ServedModel(f"http://127.0.0.1:{port}", f"model-{port}", "/models")
+                file, ServerInfo(f"http://127.0.0.1:{port}", f"model-{port}", "/models")
             )
         assert running_topology(port=8124) == topologies.load(files[1])
         assert running_topology(str(files[2])) == topologies.load(files[2])
@@ -87,7 +87,7 @@ def test_of_several_servers_one_is_chosen_by_its_port(temporary):
 def test_every_command_that_talks_to_a_server_says_port(temporary, capsys, words):
     files = [server(temporary, name) for name in ("one", "two")]
     with mark_running(files[0]), mark_running(files[1]):
-        publish_served_model(files[0], ServedModel("http://[::1]:8123", "tiny", "/models/tiny"))
+        publish_served_model(files[0], ServerInfo("http://[::1]:8123", "tiny", "/models/tiny"))
         assert main([*words]) == 2
         assert "\n  --port 8123  tiny, process " in capsys.readouterr().err
         assert main([*words, "--port", "8001"]) == 2
@@ -118,7 +118,7 @@ def test_what_a_running_server_serves_is_known_once_it_has_a_port(temporary):
     file = server(temporary, "one")
     with mark_running(file):
         assert [one.served for one in running_servers()] == [None]
-        served = ServedModel(url="http://127.0.0.1:8123", model="tiny", path="/models/tiny")
+        served = ServerInfo(url="http://127.0.0.1:8123", model="tiny", path="/models/tiny")
         publish_served_model(file, served)
         [one] = running_servers()
         assert one.served == served and one.served.port == 8123

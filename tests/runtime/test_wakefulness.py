@@ -93,7 +93,7 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
 
     class Ended(Shell):
         async def run(self):
-            given.append(self._process.busy_poll)
+            given.append(self._options.busy_poll)
 
     monkeypatch.setattr(entry, "Shell", Ended)
     topology = topologies.local(settings, "inproc://wakefulness-")

@@ -27,7 +27,7 @@ import psutil
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.beats import HEARTBEAT, period
+from pipeinfer.beats import HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.core import EVERYONE, Send
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         topology = topologies.local(built, f"ipc://{folder}/")
         file = Path(folder, "pipeinfer.toml")
         file.write_text(topology.to_toml())
-        every = options.every or period(len(topology.entries))
+        every = options.every or heartbeat_period(len(topology.entries))
         with _processes(file, every, port := _free_port()) as pids:
             _wait_heard(port, len(topology.entries))
             before = {name: _used(pid) for name, pid in pids.items()}
@@ -136,12 +136,12 @@ async def _play(topology: Topology, every: float) -> None:
     for bus in buses:
         bus.bind()
     loop, lap = asyncio.get_running_loop(), 0
-    beats = max(1, round(every / HEARTBEAT))  # one lap in so many is a heartbeat, too
-    groups = max(1, round(period(len(topology.ids("scheduler"))) / HEARTBEAT))
+    beats = max(1, round(every / HEARTBEAT_SECONDS))  # one lap in so many is a heartbeat, too
+    groups = max(1, round(heartbeat_period(len(topology.ids("scheduler"))) / HEARTBEAT_SECONDS))
     begin = loop.time()
     while True:
         for number, (who, bus) in enumerate(zip(others, buses, strict=True)):
-            at = begin + HEARTBEAT * (lap + number / len(others))
+            at = begin + HEARTBEAT_SECONDS * (lap + number / len(others))
             if at > loop.time():
                 await asyncio.sleep(at - loop.time())
             if (lap + number) % beats == 0:

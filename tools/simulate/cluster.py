@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from pipeinfer.beats import HEARTBEAT
+from pipeinfer.beats import HEARTBEAT_SECONDS
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 from simulate.arrivals import Arrival
@@ -70,4 +70,4 @@ class Cluster:
             if report is not None:
                 self._router.report(index, report)
         self._active.clear()
-        self._beat_at += HEARTBEAT
+        self._beat_at += HEARTBEAT_SECONDS

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeinfer.cli.answers import Model, Wanted
-from pipeinfer.cli.flags import Asked
+from pipeinfer.cli.questions import AnswerOptions, ChatModel, ModelFlags
 from pipeinfer.runtime.terminal import StatusLine
 from pipeinfer.settings import DEMO
 
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Session:
+class ModelSession:
     """A model that answers, and the thread on whose loop it does."""
 
-    model: Model
+    model: ChatModel
     thread: LoopThread
 
 
 @contextmanager
-def session(asked: Asked, wanted: Wanted) -> Iterator[Session]:
+def model_session(asked: ModelFlags, wanted: AnswerOptions) -> Iterator[ModelSession]:
     """The model that the flags mean, started; a terminal is told from the first moment on what is
     waited for. Raises ConfigurationError or Unanswered."""
     line = StatusLine()
@@ -41,9 +40,9 @@ def session(asked: Asked, wanted: Wanted) -> Iterator[Session]:
 
         thread = LoopThread()
         try:
-            thread.run(made.start(), lambda: line.show(f"{made.name}: {made.waits_for()}"))
+            thread.run(made.start(), lambda: line.show(f"{made.name}: {made.startup_status()}"))
             line.clear()
-            yield Session(made, thread)
+            yield ModelSession(made, thread)
         finally:
             line.clear()
             thread.run(made.close())
@@ -52,16 +51,16 @@ def session(asked: Asked, wanted: Wanted) -> Iterator[Session]:
         line.clear()
 
 
-def _model(asked: Asked, wanted: Wanted, line: StatusLine) -> Model:
+def _model(asked: ModelFlags, wanted: AnswerOptions, line: StatusLine) -> ChatModel:
     """Says in a line which running server is asked, if it was found and not named."""
     if asked.options.url:
         from pipeinfer.cli.served_model import ServedModel
 
         return ServedModel(asked, wanted, asked.options.url)
-    if not asked.options.local and not asked.of_local_models:
-        from pipeinfer.cli.running import serving
+    if not asked.options.local and not asked.local_only_flags:
+        from pipeinfer.cli.running import servers_of
 
-        servers = serving(asked.model)
+        servers = servers_of(asked.model)
         if len(servers) == 1 or (servers and asked.model):
             from pipeinfer.cli.served_model import ServedModel
 

@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pipeinfer.cli import flags
-from pipeinfer.cli.answers import Unanswered, Wanted
-from pipeinfer.cli.generate import show
+from pipeinfer.cli import questions
+from pipeinfer.cli.generate import print_answer
+from pipeinfer.cli.questions import AnswerOptions, RequestFailed
 from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime.terminal import undecodable_input
 
 if TYPE_CHECKING:
-    from pipeinfer.cli.asking import Session
+    from pipeinfer.cli.asking import ModelSession
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = flags.parser(
+    made = questions.parser(
         "chat",
         "[MODEL]",
         f"Talks to MODEL (a folder, a GGUF file, a hub id, or what a running server calls it); "
@@ -35,25 +35,25 @@ def parser() -> CommandLine:
     )
     said = "default: of the only server that runs, or the demo"
     made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
-    flags.add_model_flag(made)
+    questions.add_model_flag(made)
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Talks until /exit or the end of the input; returns the exit code."""
     made = parser()
-    asked = flags.asked(made, made.parse_args(arguments))
+    asked = questions.read_flags(made, made.parse_args(arguments))
 
-    from pipeinfer.cli.asking import session
+    from pipeinfer.cli.asking import model_session
 
     try:
-        with session(asked, Wanted()) as answering:
+        with model_session(asked, AnswerOptions()) as answering:
             if sys.stdin.isatty():
                 with suppress(ImportError):
                     import readline  # noqa: F401  (imported for what it does to input())
                 print(f"{answering.model.name}: {HELP}.")
             talk(Conversation(answering))
-    except Unanswered as error:
+    except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 class Conversation:
     """The messages so far, and the model that answers them."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ModelSession) -> None:
         self._session = session
         self._messages: list[dict[str, str]] = []
 
@@ -76,10 +76,10 @@ class Conversation:
         self._messages.append({"role": "user", "content": question})
         said: list[str] = []
         try:
-            self._session.thread.run(show(self._session.model, self._messages, said))
+            self._session.thread.run(print_answer(self._session.model, self._messages, said))
         except KeyboardInterrupt:
             print(" [stopped]")
-        except Unanswered as error:
+        except RequestFailed as error:
             self._messages.pop()
             print(f"error: {error}", file=sys.stderr)
             return

@@ -16,16 +16,16 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import Topology
 
-PATIENCE = 10.0  # seconds in which a stage must be heard and must answer
-SILENCE = 5.0  # seconds without a heartbeat after which a stage counts as lost
-MOST_BYTES = 1 << 30  # of one file, if nobody says otherwise: whoever asked may be gone
+ANSWER_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
+HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost
+DEFAULT_MAX_BYTES = 1 << 30  # of one file, if nobody says otherwise: whoever asked may be gone
 KEY_FILE, KEY_BYTES = "redaction.key", 32
 
 
@@ -46,12 +46,18 @@ def parser() -> CommandLine:
         "reached or Ctrl-C is pressed. `pipeinfer replay` reads the files.",
     )
     add = made.add_argument
-    add_server(made)
+    add_server_flags(made)
     add("--stage", metavar="STAGE", action="append", help="engine, scheduler-0 ...; default: all")
     add("--out", metavar="DIR", required=True, help="as the stages' hosts see it")
     add("--seconds", type=_positive(float), default=0.0, metavar="N")
     add("--messages", type=_positive(int), default=0, metavar="M", help="of each stage")
-    add("--max-bytes", type=_positive(int), default=MOST_BYTES, metavar="B", help="of each file")
+    add(
+        "--max-bytes",
+        type=_positive(int),
+        default=DEFAULT_MAX_BYTES,
+        metavar="B",
+        help="of each file",
+    )
     redact = f"leave out texts, rename token ids; without KEYFILE the key is in DIR/{KEY_FILE}"
     add("--redact", nargs="?", const="", metavar="KEYFILE", help=redact)
     fresh = (
@@ -185,12 +191,12 @@ class _Session:
     def _check_silence(self) -> None:
         now = time.monotonic()
         for stage, since in list(self._silent.items()):
-            if now - since > PATIENCE:
+            if now - since > ANSWER_TIMEOUT:
                 del self._silent[stage]
-                self._fail(stage, f"was not heard for {PATIENCE:g} s; does it run?")
+                self._fail(stage, f"was not heard for {ANSWER_TIMEOUT:g} s; does it run?")
         for stage, heard in list(self._running.items()):
-            if now - heard > SILENCE:
-                self._lose(stage, f"is silent since {SILENCE:g} s; its file ends there")
+            if now - heard > HEARTBEAT_TIMEOUT:
+                self._lose(stage, f"is silent since {HEARTBEAT_TIMEOUT:g} s; its file ends there")
 
     def _lose(self, stage: str, what: str) -> None:
         del self._running[stage]

@@ -13,19 +13,18 @@ import aiohttp
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.cli.answers import Piece, Question, Unanswered, Wanted
-from pipeinfer.cli.flags import Asked
+from pipeinfer.cli.questions import AnswerDelta, AnswerOptions, ModelFlags, Question, RequestFailed
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.runtime.find import running_servers
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base, without_password
 
 DATA, DONE = b"data:", b"[DONE]"
-CONNECTING = 10.0  # seconds
-LOOK = 0.2  # seconds between two looks at a server that starts
-AT_ONCE = 64  # requests that are sent to a server at a time
-LONGEST = 1 << 24  # bytes of a line of a stream
-SHOWN = 300  # letters of an error that is no JSON
+CONNECT_TIMEOUT = 10.0  # seconds
+POLL_SECONDS = 0.2  # seconds between two looks at a server that starts
+MAX_CONCURRENT = 64  # requests that are sent to a server at a time
+MAX_LINE_BYTES = 1 << 24  # bytes of a line of a stream
+MAX_ERROR_CHARS = 300  # letters of an error that is no JSON
 
 
 class _Said(msgspec.Struct):
@@ -62,7 +61,7 @@ class ServedModel:
     """`name`: as the server calls it, once it is started."""
 
     def __init__(
-        self, asked: Asked, wanted: Wanted, url: str, model: str = "", pid: int = 0
+        self, asked: ModelFlags, wanted: AnswerOptions, url: str, model: str = "", pid: int = 0
     ) -> None:
         """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
         pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
@@ -86,20 +85,20 @@ class ServedModel:
 
     async def start(self) -> None:
         self._client = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=AT_ONCE),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING),
+            connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
             headers=self._headers,
-            read_bufsize=LONGEST,
+            read_bufsize=MAX_LINE_BYTES,
         )
         if self._pid:
             await self._until_ready(self._client)
         if not self._model:
             self._model = self.name = await self._first_model(self._client)
 
-    def waits_for(self) -> str:
+    def startup_status(self) -> str:
         return self._waits_for
 
-    async def answer(self, question: Question) -> AsyncGenerator[Piece, None]:
+    async def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
         assert self._client is not None
         chat = not isinstance(question, str)
         path = "chat/completions" if chat else "completions"
@@ -130,7 +129,7 @@ class ServedModel:
                 self._waits_for = "the server starts"
                 if all(one.pid != self._pid for one in running_servers()):
                     raise self._broken(error) from None
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _first_model(self, client: aiohttp.ClientSession) -> str:
         try:
@@ -140,7 +139,7 @@ class ServedModel:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise self._broken(error) from None
         if not models:
-            raise Unanswered(f"{self._shown} serves no model")
+            raise RequestFailed(f"{self._shown} serves no model")
         return models[0].id
 
     async def _check(self, answer: aiohttp.ClientResponse) -> None:
@@ -149,19 +148,19 @@ class ServedModel:
             return
         text = await answer.text(errors="replace")
         hint = "; give its key by --api-key" if answer.status == 401 else ""
-        raise Unanswered(f"{_message(text)} (status {answer.status} of {self._shown}{hint})")
+        raise RequestFailed(f"{_message(text)} (status {answer.status} of {self._shown}{hint})")
 
-    def _broken(self, error: Exception) -> Unanswered:
+    def _broken(self, error: Exception) -> RequestFailed:
         if isinstance(error, msgspec.DecodeError):
-            return Unanswered(f"{self._shown} answers what is none of OpenAI's API: {error}")
+            return RequestFailed(f"{self._shown} answers what is none of OpenAI's API: {error}")
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno
             why = os.strerror(number) if number and number > 0 else str(error.os_error)
-            return Unanswered(f"{self._shown}: nobody answers there ({why})")
-        return Unanswered(f"{self._shown}: {str(error) or type(error).__name__}")
+            return RequestFailed(f"{self._shown}: nobody answers there ({why})")
+        return RequestFailed(f"{self._shown}: {str(error) or type(error).__name__}")
 
 
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]:
+async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta, None]:
     """Until the stream says that it has ended; Unanswered if it does not, or ends in an error."""
     ended = False
     async for line in answer.content:
@@ -172,18 +171,18 @@ async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]
             return
         chunk = msgspec.json.decode(data, type=_Chunk)
         if chunk.error is not None:
-            raise Unanswered(_message(data.decode(errors="replace")))
+            raise RequestFailed(_message(data.decode(errors="replace")))
         for choice in chunk.choices:
             ended = ended or choice.finish_reason is not None
             said = choice.delta or _Said(content=choice.text)
             thought = said.reasoning_content or said.reasoning
             ids = choice.token_ids or []
             if thought:
-                yield Piece(thought, ids, thought=True)
+                yield AnswerDelta(thought, ids, reasoning=True)
                 ids = []
-            yield Piece(said.content or "", ids, False, choice.finish_reason)
+            yield AnswerDelta(said.content or "", ids, False, choice.finish_reason)
     if not ended:
-        raise Unanswered("the answer broke off")
+        raise RequestFailed("the answer broke off")
 
 
 def _message(text: str) -> str:
@@ -191,7 +190,7 @@ def _message(text: str) -> str:
     try:
         said = msgspec.json.decode(text, type=dict[str, JsonValue])
     except msgspec.DecodeError:
-        return " ".join(text.split())[:SHOWN] or "no reason given"
+        return " ".join(text.split())[:MAX_ERROR_CHARS] or "no reason given"
     error = said.get("error", said)
     if isinstance(error, dict):
         error = error.get("message", error)

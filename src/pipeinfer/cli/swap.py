@@ -14,13 +14,13 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus.bus import ControlClient
-from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import SUPERVISOR, Topology
 
-PATIENCE = 5.0  # seconds; a supervisor is heard twice a second
+ANSWER_TIMEOUT = 5.0  # seconds; a supervisor is heard twice a second
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def parser() -> CommandLine:
         "env PYTHONPATH=../other/src python -m pipeinfer.runtime",
     )
     made.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
-    add_server(made)
+    add_server_flags(made)
     return made
 
 
@@ -73,7 +73,7 @@ def _follow(caller: ControlClient, asked: Swap) -> int:
     """Asks, and prints what becomes of it."""
     caller.listen(SUPERVISOR)
     heard, has_asked = time.monotonic(), False
-    while time.monotonic() - heard < PATIENCE:
+    while time.monotonic() - heard < ANSWER_TIMEOUT:
         for _, message in caller.receive(0.2):
             heard = time.monotonic()
             if not has_asked:

@@ -19,7 +19,7 @@ from pipeinfer.choices import request_of
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
 from pipeinfer.messages import Message
 from pipeinfer.observe.spans import MINUTE, StageDurations
-from pipeinfer.recent import Recent
+from pipeinfer.recent import RecentTable
 
 ASK_AGAIN = 1.0  # seconds
 LASTS = 2.5  # seconds for which stages go on when nobody asks again
@@ -77,7 +77,7 @@ class Sight:
         self._requests: dict[str, _Known] = {}
         self._durations = StageDurations(clock)
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
-        self._owners: Recent[str] = Recent(OWNED, MOST_OWNED)
+        self._owners: RecentTable[str] = RecentTable(OWNED, MOST_OWNED)
         self.changes = 0  # so many things were seen
         self.leaving = False  # the gateway ends: who looks is to look elsewhere
 

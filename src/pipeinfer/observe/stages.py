@@ -43,7 +43,7 @@ from pipeinfer.messages import (
 from pipeinfer.observe.spans import MAX_OPEN_SPANS, Exchange, SpanObserver, SpanStore
 from pipeinfer.packing import unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.recovery import number as stage_number
+from pipeinfer.recovery import stage_number as stage_number
 
 
 class _Call(Protocol):

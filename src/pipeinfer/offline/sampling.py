@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pipeinfer import params
-from pipeinfer.offline.keywords import asks_nothing
+from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import RequestError
 
 # Fields of vLLM's that ask for what there is not, unless their value is one of those here (None:
@@ -199,7 +199,7 @@ def _refuse(given: msgspec.Struct, table: Refusals, whole: str) -> None:
     wrong = {
         name: said
         for name, (allowed, said) in table.items()
-        if not asks_nothing(getattr(given, name), allowed)
+        if not is_neutral(getattr(given, name), allowed)
     }
     if wrong:
         lines = [f"{name}={getattr(given, name)!r:.60}: {said}" for name, said in wrong.items()]

@@ -25,7 +25,7 @@ from pipeinfer.topology.topology import Topology
 PREFIX, TOPOLOGY, MARK, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ServerInfo(msgspec.Struct, frozen=True):
     """What a server that has a gateway on this host says of itself.
 
     url: of its HTTP, for clients on this host ("http://127.0.0.1:8000"). model: as /v1/models names
@@ -52,7 +52,7 @@ class RunningServer:
     pid: int
     file: Path
     topology: Topology
-    served: ServedModel | None = None
+    served: ServerInfo | None = None
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def mark_running(file: Path) -> Iterator[None]:
         yield
 
 
-def publish_served_model(file: Path, served: ServedModel) -> None:
+def publish_served_model(file: Path, served: ServerInfo) -> None:
     """Says what the running server of the topology `file` serves, and where. Whoever looks finds
     all of it or nothing."""
     unfinished = file.with_name(f"{SERVED}.new")
@@ -139,9 +139,9 @@ def _line(server: RunningServer) -> str:
     return f"  --port {server.served.port}  {server.served.model}, process {server.pid}"
 
 
-def _served(file: Path) -> ServedModel | None:
+def _served(file: Path) -> ServerInfo | None:
     try:
-        return msgspec.json.decode(file.with_name(SERVED).read_bytes(), type=ServedModel)
+        return msgspec.json.decode(file.with_name(SERVED).read_bytes(), type=ServerInfo)
     except FileNotFoundError:
         return None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 
 from pipeinfer import control
-from pipeinfer.beats import FORGET, HEARTBEAT, period
+from pipeinfer.beats import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
@@ -114,13 +114,13 @@ class Shell:
         self.identity, self.settings = identity, settings
         self.incarnation = process.incarnation or time.time_ns()
         self._started_at = _clock()
-        patience = FORGET * settings.host_loss
+        patience = FORGET_FACTOR * settings.host_loss
         self.bus = Bus(identity, self.incarnation, topology, context, patience=patience)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._core_channels = CORE_CHANNELS[identity.name]
         self._stages = frozenset(topology.ids())
-        self._period, self._published_at = period(len(self._stages)), float("-inf")
+        self._period, self._published_at = heartbeat_period(len(self._stages)), float("-inf")
         self._options = process
         self.on_state_change: Callable[[State, str], object] = lambda state, reason: None
         self._incarnations, self._unsent = IncarnationFilter(), UnsentMessages()
@@ -450,11 +450,11 @@ class Shell:
     def _heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        if self._loop.time() - self._published_at > self._period - HEARTBEAT / 2:
+        if self._loop.time() - self._published_at > self._period - HEARTBEAT_SECONDS / 2:
             self._publish_heartbeat()
         else:
             self._publish_rank_status()
-        self._loop.call_later(HEARTBEAT, self._heartbeat)
+        self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
 
     def _publish_rank_status(self) -> None:
         """Of an engine, for its scheduler and the other ranks."""

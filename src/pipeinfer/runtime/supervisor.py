@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from pipeinfer.beats import HEARTBEAT
+from pipeinfer.beats import HEARTBEAT_SECONDS
 from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.control import CHANNEL, Swap, SwapState
@@ -105,7 +105,7 @@ class SwapController:
                     self._bus.send(Send("group", EVERYONE, child.death))
             beat = heartbeat(SUPERVISOR_IDENTITY, self._incarnation, "ready", pid=os.getpid())
             self._bus.send(Send("telemetry", EVERYONE, beat))
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _on_message(self, _channel: str, header: Header, message: Message) -> None:
         if isinstance(message, Swap):
@@ -318,7 +318,7 @@ class Supervisor:
         """For commands on this host that look for a server."""
         made = self._settings
         url = find.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
-        served = find.ServedModel(url=url, model=made.model_name, path=made.model)
+        served = find.ServerInfo(url=url, model=made.model_name, path=made.model)
         find.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:

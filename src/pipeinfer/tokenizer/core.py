@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.beats import GIVE_UP
+from pipeinfer.beats import GIVE_UP_FACTOR
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
@@ -38,7 +38,7 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.packing import unpack
-from pipeinfer.recovery import REPEAT, RollCall, answer, number
+from pipeinfer.recovery import ASK_AGAIN, RollCall, bracketed_answer, stage_number
 from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, without
 from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext, Tried, Try
 from pipeinfer.tokenizer.group_watch import GroupWatch
@@ -406,11 +406,14 @@ class TokenizerCore:
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
-        group, gateway = number(event.stage, "scheduler"), number(event.stage, "gateway")
+        group, gateway = (
+            stage_number(event.stage, "scheduler"),
+            stage_number(event.stage, "gateway"),
+        )
         if group is not None:
             works = self._ledger.of_group(group)
             known = (Send("work", event.stage, work) for work in works)
-            return answer(self._roll_call.stage, event, known)
+            return bracketed_answer(self._roll_call.stage, event, known)
         out: list[Send] = []
         if gateway is None:
             return out
@@ -421,7 +424,7 @@ class TokenizerCore:
         return out
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
-        self._roll_call.hear(event)
+        self._roll_call.on_recovered(event)
         return []
 
     # ---------------------------------------------------------------------------- to another group
@@ -441,7 +444,7 @@ class TokenizerCore:
         nobody takes fails in the end."""
         out: list[Send] = []
         for group, seconds in self._watch.lost(now):
-            over = seconds > GIVE_UP * self._watch.host_loss
+            over = seconds > GIVE_UP_FACTOR * self._watch.host_loss
             if not (over or self._router.up) or not self._is_due(group, now):
                 continue
             for work in self._ledger.leaving(group):
@@ -455,7 +458,7 @@ class TokenizerCore:
 
     def _is_due(self, group: int, now: float) -> bool:
         """Whether it is time to ask again for what the group has."""
-        due = now >= self._asked.get(group, float("-inf")) + REPEAT
+        due = now >= self._asked.get(group, float("-inf")) + ASK_AGAIN
         if due:
             self._asked[group] = now
         return due

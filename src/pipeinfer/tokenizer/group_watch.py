@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pipeinfer.awake import SuspendAwareClock
-from pipeinfer.beats import silence
+from pipeinfer.beats import silence_limit
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.tokenizer.routing import Report
 
@@ -45,8 +45,8 @@ class GroupWatch:
 
     def __init__(self, groups: int = 1, host_loss: float = inf) -> None:
         self.groups = tuple(range(groups))
-        self.host_loss = max(host_loss, silence(groups, 0.0))
-        self._silence = min(silence(groups, SILENCE), self.host_loss)
+        self.host_loss = max(host_loss, silence_limit(groups, 0.0))
+        self._silence = min(silence_limit(groups, SILENCE), self.host_loss)
         self._unheard = set(self.groups)
         self._awake = SuspendAwareClock()
         self._groups: dict[int, _Known] = {}

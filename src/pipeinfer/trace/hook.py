@@ -151,9 +151,7 @@ class RecorderHook:
         self._facts = facts
         if self._settings.record:
             quota = Quota(bytes=self._settings.record_max_bytes)
-            recording = Recording(
-                FROM_THE_START, self._settings.record, quota, self._queue_outcome
-            )
+            recording = Recording(FROM_THE_START, self._settings.record, quota, self._queue_outcome)
             self._start(recording, None)
         if self._recorder.ring is not None:
             now = self._loop.time()

@@ -19,16 +19,17 @@ import msgspec
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
+from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import ChatOptions, Message, Options, Prompt
 from pipeinfer.offline.keywords import settings_of
 from pipeinfer.offline.outputs import (
-    Asked,
     ChoiceStream,
     Collector,
     Delta,
     DeltaStream,
+    OfflineRequest,
     Progress,
     RequestError,
     RequestOutput,
@@ -36,10 +37,31 @@ from pipeinfer.offline.outputs import (
 )
 from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
-from pipeinfer.offline.tokenizer import tokenizer_of
 from pipeinfer.runtime.local import prepare
 from pipeinfer.runtime.terminal import waiting_summary
 from pipeinfer.settings import Settings
+from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+    """`folder`: of a checkpoint, or a GGUF file."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not is_gguf(folder):
+        return AutoTokenizer.from_pretrained(str(folder))
+    config = read_tokenizer_config(folder)
+    named = special_tokens(config)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=load_tokenizer(folder, config),
+        **{name: text for name, text in named.items() if text is not None},
+    )
+    made.chat_template = template_sources(folder, config, "").get("default")
+    return made
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +90,7 @@ class AsyncLLM:
         self._step = "looking for the model"
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
         self._numbers = itertools.count()  # drawn from by any thread
-        self._one_begins = asyncio.Lock()
+        self._submit_lock = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -155,7 +177,9 @@ class AsyncLLM:
         arguments, rest = calls.template_arguments(chat_template_kwargs, options)
         return self.stream(calls.chat(self.name(request_id), messages, given, arguments, **rest))
 
-    async def collect(self, batch: Sequence[Asked], progress: Progress) -> list[RequestOutput]:
+    async def collect(
+        self, batch: Sequence[OfflineRequest], progress: Progress
+    ) -> list[RequestOutput]:
         """Runs all calls to their ends, those with the largest max_tokens first; the outputs are in
         the batch's order.
 
@@ -191,10 +215,10 @@ class AsyncLLM:
         """An id for one more request, unique even if the wanted one is used twice."""
         return f"{wanted or 'request'}-{self._prefix}-{next(self._numbers)}"
 
-    async def stream(self, *batch: Asked) -> AsyncGenerator[Delta, None]:
+    async def stream(self, *batch: OfflineRequest) -> AsyncGenerator[Delta, None]:
         """The deltas of all choices of all calls, as they come; their `index` counts through."""
         pipeline, stream, left = self._running(), DeltaStream(), 0
-        async with self._one_begins:  # of many at once, one in each iteration of the loop
+        async with self._submit_lock:  # of many at once, one in each iteration of the loop
             for asked in batch:
                 numbers = range(left, left + asked.call.params.n)
                 pipeline.open(asked.call, [ChoiceStream(stream, n, asked) for n in numbers])

@@ -1,4 +1,5 @@
-"""Flags of the commands that ask a model on the terminal: which one, and how to sample.
+"""What `generate` and `chat` ask of a model and get, whoever answers; and the flags that say which
+model and how to sample.
 
 Knows no command, no model and no server.
 """
@@ -7,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,14 +19,67 @@ from pipeinfer.command_line import CommandLine
 from pipeinfer.other_names import flag
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
-# Settings that mean something to a server that runs already: its key, and of a request's noise.
-# The rest of these are of the terminal.
-ALSO_OF_SERVERS = ("model", "api_key", "seed", "log_level", "log_format")
-OF_LOCAL_MODELS = "a setting of a model that is loaded here"
+# A text to be completed, or the messages of a chat, whose answer is next.
+Question = str | Sequence[Mapping[str, str]]
+
+
+@dataclass(slots=True)
+class AnswerDelta:
+    """New text of an answer, with its tokens where they are known.
+
+    thought: whether the model thinks it, and says it to nobody. finish_reason: of the last piece.
+    """
+
+    text: str
+    token_ids: Sequence[int] = field(default_factory=list[int])
+    reasoning: bool = False
+    finish_reason: str | None = None
+
+
+class RequestFailed(Exception):
+    """Of a question that is refused, or whose answer broke off; the text says why."""
+
+
+class ChatModel(Protocol):
+    """What answers questions, on the loop of a thread of its own."""
+
+    name: str
+
+    async def start(self) -> None:
+        """Returns when questions are answered. ConfigurationError or Unanswered."""
+        ...
+
+    def startup_status(self) -> str:
+        """What start() waits for, in words."""
+        ...
+
+    def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
+        """The answer as it comes; who leaves it early aborts it. Unanswered."""
+        ...
+
+    async def close(self) -> None:
+        """Gives back all that start() took. May be called again."""
+        ...
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerOptions:
+    """What a command wants of answers. max_tokens: of each, if no flag says so. batch: whether only
+    the time of all of them counts. token_ids: whether pieces need theirs."""
+
+    max_tokens: int | None = None
+    batch: bool = False
+    token_ids: bool = False
+
+
+# Settings that mean something to a server that runs already: its key, and of a request's noise.
+# The rest of these are of the terminal.
+SERVER_SETTINGS = ("model", "api_key", "seed", "log_level", "log_format")
+LOCAL_ONLY = "a setting of a model that is loaded here"
+
+
+@dataclass(frozen=True)
+class ModelFlags:
     """What the flags say. `settings`: for LLM(...). `sampling`: only what was given."""
 
     options: argparse.Namespace
@@ -38,9 +92,9 @@ class Asked:
         return str(self.settings.get("model", ""))
 
     @property
-    def of_local_models(self) -> list[str]:
+    def local_only_flags(self) -> list[str]:
         """Flags that were given and that only a model which is loaded here can heed."""
-        return [flag(name) for name in self.settings if name not in ALSO_OF_SERVERS]
+        return [flag(name) for name in self.settings if name not in SERVER_SETTINGS]
 
     def params(self, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
         """`defaults` with what was given; without --max-tokens that is `max_tokens`."""
@@ -85,7 +139,7 @@ def add_model_flag(made: CommandLine) -> None:
     made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def asked(made: CommandLine, options: argparse.Namespace) -> Asked:
+def read_flags(made: CommandLine, options: argparse.Namespace) -> ModelFlags:
     """Ends the process with code 2 for flags that cannot be."""
     given = vars(options)
     settings = {k: v for k, v in given.items() if k in config.Settings.__struct_fields__}
@@ -98,9 +152,9 @@ def asked(made: CommandLine, options: argparse.Namespace) -> Asked:
         normalized(SamplingParams(**sampling))
     except InvalidParameter as error:
         made.error(str(error))
-    found = Asked(options, settings, sampling)
-    if options.url and found.of_local_models:
-        made.error(f"{found.of_local_models[0]} is {OF_LOCAL_MODELS}, and --url asks a server")
+    found = ModelFlags(options, settings, sampling)
+    if options.url and found.local_only_flags:
+        made.error(f"{found.local_only_flags[0]} is {LOCAL_ONLY}, and --url asks a server")
     if "log_level" not in environment:
         settings.setdefault("log_level", "warning")  # a terminal is for the answers
     return found

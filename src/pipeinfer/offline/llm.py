@@ -1,24 +1,63 @@
-"""LLM: a model for callers without an event loop; batches in, whole outputs out.
+"""LLM: a model for scripts, which blocks; the loop of AsyncLLM runs on a thread of its own.
 
-An AsyncLLM on a thread of its own. Knows no processes.
+Knows AsyncLLM, prompts and outputs, and the progress bar; no pipeline.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from tqdm import tqdm
 
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline import calls
-from pipeinfer.offline.asynchronous import AsyncLLM
+from pipeinfer.offline.async_llm import AsyncLLM
 from pipeinfer.offline.calls import ChatOptions, Message, Prompt
-from pipeinfer.offline.engine_args import EngineArgs
+from pipeinfer.offline.keywords import EngineArgs
 from pipeinfer.offline.loop_thread import LoopThread
-from pipeinfer.offline.outputs import Asked, Progress, RequestOutput
-from pipeinfer.offline.progress import Bar
+from pipeinfer.offline.outputs import OfflineRequest, Progress, RequestOutput
 from pipeinfer.offline.sampling import AnyParams, SamplingParams
+
+
+class ProgressBar:
+    """Shows a batch's progress until its context ends.
+
+    use_tqdm: True shows it, False does not, None does where stderr is a terminal. Or what makes the
+    bar, called as tqdm is; `show` then works with anything that has update() and set_postfix_str().
+    """
+
+    def __init__(self, progress: Progress, use_tqdm: bool | Callable[..., object] | None) -> None:
+        make = cast("Callable[..., Any]", use_tqdm) if callable(use_tqdm) else tqdm
+        quiet = {None: None, True: False, False: True}
+        said = {} if callable(use_tqdm) else {"disable": quiet[use_tqdm]}
+        self._progress = progress
+        self._bar = make(total=progress.total, desc="requests", unit="", dynamic_ncols=True, **said)
+        self._shown = 0
+        self._began = time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show()
+        self._bar.close()
+
+    def show(self) -> None:
+        """What is known now: the rates are those of the whole batch so far."""
+        if getattr(self._bar, "disable", False):
+            return
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        prompts, outputs = (count / seconds for count in self._progress.tokens())
+        said = f"tokens/s: {prompts:,.0f} of prompts, {outputs:,.0f} of outputs"
+        self._bar.set_postfix_str(said, refresh=False)
+        ended, self._shown = self._progress.ended - self._shown, self._progress.ended
+        self._bar.update(ended)
+        self._bar.refresh()
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,14 +91,14 @@ MISSING = {
 }
 
 
-def for_batches(settings: Mapping[str, object]) -> dict[str, object]:
+def batch_defaults(settings: Mapping[str, object]) -> dict[str, object]:
     """`settings` over the defaults of a batch. Who gives a target for steps wants a policy that
     heeds it."""
     targets = any(settings.get(name) for name in NO_TARGETS)
     return FOR_BATCHES | ({"policy": "mixed"} if targets else {}) | dict(settings)
 
 
-class Loaded:
+class SyncModel:
     """A model, loaded when the constructor returns; an AsyncLLM on a thread of its own.
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the flags of
@@ -83,7 +122,7 @@ class Loaded:
         self._template = given if "{%" in given or "{{" in given else None
         if given and self._template is None:
             settings["chat_template"] = given
-        self._llm = AsyncLLM(model, **for_batches(settings))
+        self._llm = AsyncLLM(model, **batch_defaults(settings))
         self._thread = LoopThread()
         # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
         self._end = weakref.finalize(self, _end, self._llm, self._thread, os.getpid())
@@ -126,7 +165,7 @@ class Loaded:
             raise RuntimeError("this model is closed")
 
 
-class LLM(Loaded):
+class LLM(SyncModel):
     """Batches of prompts or chats in, whole outputs out, in the form of vLLM's LLM."""
 
     if not TYPE_CHECKING:  # it would hide what is misspelled
@@ -231,11 +270,11 @@ class LLM(Loaded):
         return listed if self._detokenize else [calls.without_texts(one) for one in listed]
 
     def _run(
-        self, batch: list[Asked], use_tqdm: bool | Callable[..., object] | None
+        self, batch: list[OfflineRequest], use_tqdm: bool | Callable[..., object] | None
     ) -> list[RequestOutput]:
         self._check_open()
         progress = Progress(sum(asked.call.params.n for asked in batch))
-        with Bar(progress, use_tqdm) as bar:
+        with ProgressBar(progress, use_tqdm) as bar:
             return self._thread.run(self._llm.collect(batch, progress), bar.show)
 
 
