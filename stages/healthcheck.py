@@ -15,10 +15,9 @@ import zmq
 from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.election import elected_instance
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import NAMES, Identity, Topology
+from pipeinfer.topology.topology import NAMES, Identity, Topology, deployed_topology
 
 PATIENCE = 4.0  # seconds; heartbeats come twice a second
 WELL = ("ready", "draining")
@@ -62,7 +61,7 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         stage = asked_stage(asked)
-        state = asyncio.run(state_of(stage, deployed(asked.topology, os.environ)))
+        state = asyncio.run(state_of(stage, deployed_topology(asked.topology, os.environ)))
     except (OSError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -38,7 +38,7 @@ def test_ranks_meet_with_keys_and_nobody_else_does(topology, tmp_path):
     first.load_keys()
     try:
         for other in (second, wrong):
-            other.load_keys(gate=False)
+            other.load_keys(authenticate=False)
         store = meet(address, 0, 2, 30, first)
         store.set("key", "value")
         for stranger in (wrong, None):

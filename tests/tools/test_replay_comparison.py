@@ -13,7 +13,12 @@ from pipeinfer.core import Send
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
 from pipeinfer.packing import pack
-from pipeinfer.replay.compare import IGNORED_FIELDS, first_difference, first_mismatch, ignored_fields
+from pipeinfer.replay.compare import (
+    IGNORED_FIELDS,
+    first_difference,
+    first_mismatch,
+    ignored_fields,
+)
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
 from pipeinfer.replay.roles import canonical_changes, rewritten
 

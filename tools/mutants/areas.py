@@ -54,7 +54,7 @@ class Area:
 RECOVERY = (
     "recent.py", "recovery.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/ledger.py", "gateway/ledger.py",
-    "runtime/incarnations.py", "runtime/shell.py", "runtime/entry.py", "tokenizer/group_watch.py",
+    "runtime/incarnations.py", "tokenizer/group_watch.py",
 )  # fmt: skip
 
 AREAS = {
@@ -109,11 +109,9 @@ AREAS = {
             "tests/tokenizer/test_tokenizer_ledger.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_fence.py",
-            "tests/runtime/test_unsent.py",
             "tests/distributed/test_ranks_agree.py",
             "tests/scheduler/test_hand_over.py",
             "tests/gateway/test_gateway_core.py",
-            "tests/runtime/test_group_fault.py",
             "tests/tokenizer/test_tokenizer_core.py",
             "tests/pipeline/test_recovery_simulated.py",
             "tests/pipeline/test_take_over_simulated.py",

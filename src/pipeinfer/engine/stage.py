@@ -176,7 +176,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     timeout = max(MEETING, context.settings.watchdog + 10)
     shared = zmq.Context[zmq.Socket[bytes]].instance()
     wires = SocketFactory(context.topology, shared, identity.id)
-    wires.load_keys(gate=False)  # the bus has it
+    wires.load_keys(authenticate=False)  # the bus has it
     return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 

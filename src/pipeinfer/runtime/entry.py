@@ -45,7 +45,6 @@ from pipeinfer.runtime.child import (
     StatusWriter,
     inherited_status_writer,
 )
-from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.election import ElectedInstance, elect_instance
 from pipeinfer.runtime.incarnations import (
     INCARNATION_VARIABLE,
@@ -60,7 +59,7 @@ from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.terminal import StatusLine, open_streams, show_until_ready
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology.topology import Identity, Topology, deployed_topology
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LARGE = 128 << 10  # bytes; glibc's own first value
@@ -203,7 +202,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     options, rest = made.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
-        topology = deployed(file, os.environ)
+        topology = deployed_topology(file, os.environ)
         settings = stage_settings(topology, config.parse_flags(rest), os.environ)
         elected = _elect(topology, stage or options.stage, options)
         identity = elected.identity if elected is not None else _named_identity(stage, options)

@@ -22,12 +22,11 @@ from pipeinfer.checkpoint.source import find_model
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.observe import opentelemetry
 from pipeinfer.runtime import listening
-from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, mark_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology.topology import STAGES_VARIABLE, Topology, deployed_topology
 
 if TYPE_CHECKING:
     from pipeinfer.runtime.entry import InProcess
@@ -144,7 +143,7 @@ def _topology(settings: Settings, prefix: str) -> Topology:
 
 def _given(file: str) -> Topology | None:
     """What `file` and the environment say; None if they leave it to us."""
-    return deployed(file, os.environ) if file or os.environ.get(STAGES) else None
+    return deployed_topology(file, os.environ) if file or os.environ.get(STAGES_VARIABLE) else None
 
 
 def _host(topology: Topology, on: str) -> list[str]:

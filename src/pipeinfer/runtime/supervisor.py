@@ -26,12 +26,11 @@ from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import find
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
-from pipeinfer.runtime.deployment import SECRET
 from pipeinfer.runtime.incarnations import IncarnationNumbers
 from pipeinfer.runtime.listening import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology.topology import SECRET_VARIABLE, Identity, Topology
 
 log = logging.getLogger(__name__)
 
@@ -391,7 +390,9 @@ class Supervisor:
                 self._http_sockets.descriptors,
                 arguments + self._http_sockets.arguments,
             )
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET}
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET_VARIABLE
+        }
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, descriptors)
         if not self._wanted(child):
