@@ -146,7 +146,7 @@ async def test_leave_waits_for_the_core_to_hand_on_what_is_in_hand(topology, con
 
 
 async def test_leave_is_bounded(topology, context, monkeypatch):
-    monkeypatch.setattr("pipeinfer.runtime.shell.LEAVE", 0.05)
+    monkeypatch.setattr("pipeinfer.runtime.shell.LEAVE_TIMEOUT", 0.05)
     core = EchoCore(finished=False)
     one = shell(topology, context, core)
     task = asyncio.create_task(one.run())

@@ -141,8 +141,8 @@ async def test_a_request_that_cannot_even_be_recorded_fails_alone(tmp_path):
 
 
 async def test_the_flight_recorder_begins_again_after_what_it_cannot_hold(monkeypatch):
-    monkeypatch.setattr("pipeinfer.trace.hook.FLUSH", 0.01)
-    monkeypatch.setattr("pipeinfer.trace.hook.LOOK", 0.01)
+    monkeypatch.setattr("pipeinfer.trace.hook.FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr("pipeinfer.trace.hook.CHECK_SECONDS", 0.01)
     with zmq.Context() as context:
         async with Gateway(context, Settings(), "flight") as gateway:
             recorder = gateway.shell._hook._recorder
