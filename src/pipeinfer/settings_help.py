@@ -395,6 +395,12 @@ GROUPS: dict[str, dict[str, SettingHelp]] = {
             "other GPUs; else `torch`. Models with soft caps get `torch`, and off Hopper models "
             "with attention sinks (gpt-oss), too.",
         ),
+        "moe_backend": SettingHelp(
+            "NAME",
+            "what computes mixtures of experts: torch, triton; auto: the fastest here",
+            more="`auto` is `triton` on a GPU. `torch` is its grouped products, for plain weights "
+            "in bfloat16. On a CPU each expert computes by itself, which is `torch` there.",
+        ),
         "tp": SettingHelp(
             "N",
             "engines that share the model, each with a GPU of its own",

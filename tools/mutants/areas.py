@@ -108,7 +108,7 @@ AREAS = {
             "tests/gateway/test_gateway_ledger.py",
             "tests/tokenizer/test_tokenizer_ledger.py",
             "tests/scheduler/test_scheduler_recovery.py",
-            "tests/runtime/test_fence.py",
+            "tests/runtime/test_incarnations.py",
             "tests/distributed/test_ranks_agree.py",
             "tests/scheduler/test_hand_over.py",
             "tests/gateway/test_gateway_core.py",
