@@ -35,8 +35,8 @@ class CommandLine(argparse.ArgumentParser):
             prog=prog, description=description, epilog=epilog, usage=usage, allow_abbrev=False
         )
         self._essential = tuple(essential)
-        said = "show all flags and exit"
-        self.add_argument("--help-all", action=_HelpAll, text=self.format_help_all, help=said)
+        help_text = "show all flags and exit"
+        self.add_argument("--help-all", action=_HelpAll, text=self.format_help_all, help=help_text)
 
     def parse_args(  # type: ignore[override]  (the overloads of typeshed say the same)
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -57,12 +57,12 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with `message` in one line; argparse's own are put in our words."""
-        said = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
+        text = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
         missing = "the following arguments are required: "
-        if said.startswith(missing):
-            said = f"{said.removeprefix(missing)} is missing"
-        more = "" if said.endswith(("?", ".")) else f" (`{self.prog} --help` says more)"
-        self.exit(WRONG_USAGE, f"error: {' '.join(said.split())}{more}\n")
+        if text.startswith(missing):
+            text = f"{text.removeprefix(missing)} is missing"
+        more = "" if text.endswith(("?", ".")) else f" (`{self.prog} --help` says more)"
+        self.exit(WRONG_USAGE, f"error: {' '.join(text.split())}{more}\n")
 
     def format_help(self) -> str:
         """What `--help` shows."""

@@ -148,8 +148,8 @@ def _named(text: str, values: Mapping[str, object]) -> str:
         return text
     name = field.rstrip("`")
     choices = flag_types()[name][1]
-    said = none_of(values[name], choices) if choices else text
-    return f"{other_names.flag(name)}: {said}"
+    reason = none_of(values[name], choices) if choices else text
+    return f"{other_names.flag(name)}: {reason}"
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:

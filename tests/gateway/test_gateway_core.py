@@ -7,7 +7,6 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.beats import GIVE_UP_FACTOR
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.backlog import Backlog
@@ -15,6 +14,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
+from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
-from pipeinfer.awake import MAX_TICK_GAP, SuspendAwareClock
 from pipeinfer.events import Tick
+from pipeinfer.liveness import MAX_TICK_GAP, SuspendAwareClock
 from pipeinfer.messages import GroupFault
 
 

@@ -15,9 +15,9 @@ from tokenizer_folders import CHATML, make_tokenizer, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeinfer.beats import GIVE_UP_FACTOR
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,

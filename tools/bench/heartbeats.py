@@ -27,10 +27,10 @@ import psutil
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.beats import HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.core import EVERYONE, Send
+from pipeinfer.liveness import HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology

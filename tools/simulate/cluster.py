@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from pipeinfer.beats import HEARTBEAT_SECONDS
+from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 from simulate.arrivals import Arrival

@@ -34,18 +34,18 @@ def model_session(asked: ModelFlags, wanted: AnswerOptions) -> Iterator[ModelSes
     line = StatusLine()
     line.show(f"{asked.model or DEMO}")
     try:
-        made = _model(asked, wanted, line)
+        model = _model(asked, wanted, line)
 
         from pipeinfer.offline.loop_thread import LoopThread
 
         thread = LoopThread()
         try:
-            thread.run(made.start(), lambda: line.show(f"{made.name}: {made.startup_status()}"))
+            thread.run(model.start(), lambda: line.show(f"{model.name}: {model.startup_status()}"))
             line.clear()
-            yield ModelSession(made, thread)
+            yield ModelSession(model, thread)
         finally:
             line.clear()
-            thread.run(made.close())
+            thread.run(model.close())
             thread.close()
     finally:
         line.clear()
@@ -66,13 +66,15 @@ def _model(asked: ModelFlags, wanted: AnswerOptions, line: StatusLine) -> ChatMo
 
             server, served = servers[0]
             line.clear()
-            said = f"asking {served.model} of the server at {served.url} (process {server.pid})"
-            print(f"{said}; --local loads a model here", file=sys.stderr, flush=True)
+            notice = f"asking {served.model} of the server at {served.url} (process {server.pid})"
+            print(f"{notice}; --local loads a model here", file=sys.stderr, flush=True)
             return ServedModel(asked, wanted, served.url, served.model, server.pid)
         if servers:
             line.clear()
-            said = f"{len(servers)} servers run here, and neither MODEL nor --url says which to ask"
-            print(f"{said}: loading {DEMO}", file=sys.stderr, flush=True)
+            notice = (
+                f"{len(servers)} servers run here, and neither MODEL nor --url says which to ask"
+            )
+            print(f"{notice}: loading {DEMO}", file=sys.stderr, flush=True)
 
     from pipeinfer.cli.local_model import LocalModel
 

@@ -26,23 +26,25 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = questions.parser(
+    command_line = questions.parser(
         "chat",
         "[MODEL]",
         f"Talks to MODEL (a folder, a GGUF file, a hub id, or what a running server calls it); "
         f"without it, to the demo. {HELP}.",
         (),
     )
-    said = "default: of the only server that runs, or the demo"
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
-    questions.add_model_flag(made)
-    return made
+    help_text = "default: of the only server that runs, or the demo"
+    command_line.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
+    )
+    questions.add_model_flag(command_line)
+    return command_line
 
 
 def run(arguments: Sequence[str]) -> int:
     """Talks until /exit or the end of the input; returns the exit code."""
-    made = parser()
-    asked = questions.read_flags(made, made.parse_args(arguments))
+    command_line = parser()
+    asked = questions.read_flags(command_line, command_line.parse_args(arguments))
 
     from pipeinfer.cli.asking import model_session
 
@@ -52,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
                 with suppress(ImportError):
                     import readline  # noqa: F401  (imported for what it does to input())
                 print(f"{answering.model.name}: {HELP}.")
-            talk(Conversation(answering))
+            read_questions(Conversation(answering))
     except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -74,19 +76,21 @@ class Conversation:
         """Prints the answer as it comes. One that is stopped counts as far as it got; a question
         that is refused is forgotten."""
         self._messages.append({"role": "user", "content": question})
-        said: list[str] = []
+        answer_texts: list[str] = []
         try:
-            self._session.thread.run(print_answer(self._session.model, self._messages, said))
+            self._session.thread.run(
+                print_answer(self._session.model, self._messages, answer_texts)
+            )
         except KeyboardInterrupt:
             print(" [stopped]")
         except RequestFailed as error:
             self._messages.pop()
             print(f"error: {error}", file=sys.stderr)
             return
-        self._messages.append({"role": "assistant", "content": "".join(said)})
+        self._messages.append({"role": "assistant", "content": "".join(answer_texts)})
 
 
-def talk(conversation: Conversation) -> None:
+def read_questions(conversation: Conversation) -> None:
     """Reads lines and commands until /exit or the end of the input."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:

@@ -53,15 +53,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer doctor",
         description="Says whether `pipeinfer serve` with the same MODEL and settings would start "
         "on this host, and what it would choose. Reads no weights; a hub id is downloaded.",
         essential=ESSENTIAL,
     )
-    add_model(made)
-    config.add_flags(made)
-    return made
+    add_model(command_line)
+    config.add_flags(command_line)
+    return command_line
 
 
 def _findings(flags: dict[str, object]) -> Iterator[Finding]:

@@ -38,10 +38,10 @@ class JsonLine(msgspec.Struct):
 
 def run(arguments: Sequence[str]) -> int:
     """Prints the completions in the prompts' order; returns the exit code."""
-    made = parser()
-    options = made.parse_args(arguments)
+    command_line = parser()
+    options = command_line.parse_args(arguments)
     _take_model(options)
-    asked = questions.read_flags(made, options)
+    asked = questions.read_flags(command_line, options)
     prompts = _prompts(options.words)
 
     from pipeinfer.cli.asking import model_session
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = questions.parser(
+    command_line = questions.parser(
         "generate",
         "[MODEL] PROMPT ...",
         f"Completes prompts; at most {MAX_TOKENS} tokens by default. Of several words the first is "
@@ -76,14 +76,14 @@ def parser() -> CommandLine:
         "--model names it; without MODEL a single PROMPT is the demo's.",
         ("--chat", "--stream", "--json"),
     )
-    questions.add_model_flag(made)
-    made.add_argument("words", nargs="+", metavar="PROMPT", help="a text; - reads lines")
-    made.add_argument("--chat", action="store_true", help="use the chat template")
-    how = made.add_mutually_exclusive_group()
-    said = "print as it comes; on a terminal one prompt's completion is anyway"
-    how.add_argument("--stream", action="store_true", help=said)
+    questions.add_model_flag(command_line)
+    command_line.add_argument("words", nargs="+", metavar="PROMPT", help="a text; - reads lines")
+    command_line.add_argument("--chat", action="store_true", help="use the chat template")
+    how = command_line.add_mutually_exclusive_group()
+    help_text = "print as it comes; on a terminal one prompt's completion is anyway"
+    how.add_argument("--stream", action="store_true", help=help_text)
     how.add_argument("--json", action="store_true", help="one object per line")
-    return made
+    return command_line
 
 
 def _take_model(options: argparse.Namespace) -> None:
@@ -159,13 +159,15 @@ async def _collect(model: ChatModel, question: Question, line: JsonLine) -> None
             line.finish_reason = piece.finish_reason or line.finish_reason
 
 
-async def print_answer(model: ChatModel, question: Question, said: list[str] | None = None) -> None:
-    """Prints an answer as it comes, and a newline, also if it breaks off. `said`: gets what is no
-    thought. Unanswered."""
+async def print_answer(
+    model: ChatModel, question: Question, answer_texts: list[str] | None = None
+) -> None:
+    """Prints an answer as it comes, and a newline, also if it breaks off. `answer_texts`: gets what
+    is no thought. Unanswered."""
     printed = False
     async with aclosing(model.answer(question)) as pieces:
         try:
-            async for text in _apart(pieces, said):
+            async for text in _apart(pieces, answer_texts):
                 print(text, end="", flush=True)
                 printed = True
         except RequestFailed:
@@ -175,7 +177,9 @@ async def print_answer(model: ChatModel, question: Question, said: list[str] | N
     print(flush=True)
 
 
-async def _apart(pieces: AsyncIterator[AnswerDelta], said: list[str] | None) -> AsyncIterator[str]:
+async def _apart(
+    pieces: AsyncIterator[AnswerDelta], answer_texts: list[str] | None
+) -> AsyncIterator[str]:
     """The text of all; between thoughts and what comes after them is an empty line."""
     thinks = False
     async for piece in pieces:
@@ -183,5 +187,5 @@ async def _apart(pieces: AsyncIterator[AnswerDelta], said: list[str] | None) -> 
             yield "\n\n"
         thinks = piece.reasoning or (thinks and not piece.text)
         yield piece.text
-        if said is not None and not piece.reasoning:
-            said.append(piece.text)
+        if answer_texts is not None and not piece.reasoning:
+            answer_texts.append(piece.text)

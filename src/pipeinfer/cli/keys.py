@@ -29,14 +29,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer keys",
         description="Makes CURVE key pairs: NAME.key and NAME.pub. One pair for all stages is "
         "enough; with one for each host, a host can be shut out by taking its .pub file away.",
         epilog="Example: pipeinfer keys front gpu-a gpu-b --out keys",
     )
-    made.add_argument("names", nargs="*", metavar="NAME", help=f"default: {curve.DEFAULT_KEY}")
-    made.add_argument(
+    command_line.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"default: {curve.DEFAULT_KEY}"
+    )
+    command_line.add_argument(
         "--out", metavar="DIR", default=os.curdir + "/keys", help="folder, made if need be"
     )
-    return made
+    return command_line

@@ -105,7 +105,7 @@ class ModelFlags:
 def parser(command: str, usage: str, description: str, essential: Sequence[str]) -> CommandLine:
     """A parser with the choice of a server, the sampling flags and all settings. `essential`: flags
     of the command that `--help` shows before others."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog=f"pipeinfer {command}",
         usage=f"pipeinfer {command} {usage} [FLAG ...]",
         description=description,
@@ -115,31 +115,33 @@ def parser(command: str, usage: str, description: str, essential: Sequence[str])
         essential=(*essential, "--max-tokens", "--temperature", "--top-p", "--stop", "--url",
                    "--local", "--api-key", "--device", "--max-model-len"),
     )  # fmt: skip
-    where = made.add_argument_group("where the model runs").add_mutually_exclusive_group()
+    where = command_line.add_argument_group("where the model runs").add_mutually_exclusive_group()
     where.add_argument("--url", metavar="URL", default="", help="a running server, to be asked")
     where.add_argument("--local", action="store_true", help="load the model here in any case")
     nothing = argparse.SUPPRESS
-    sampling = made.add_argument_group("sampling")
+    sampling = command_line.add_argument_group("sampling")
     add = sampling.add_argument
     add("--max-tokens", type=int, metavar="N", default=nothing, help="of the answer, at most")
     add("--temperature", type=float, metavar="T", default=nothing, help="0 is greedy")
     add("--top-k", type=int, metavar="K", default=nothing, help="of the K likeliest tokens")
     add("--top-p", type=float, metavar="P", default=nothing, help="of the likeliest, up to P")
-    said = "ends the answer; may be repeated"
-    add("--stop", action="append", metavar="TEXT", default=nothing, help=said)
-    said = "go on after the model's end"
-    add("--ignore-eos", action="store_true", default=nothing, help=said)
-    config.add_flags(made)
-    return made
+    help_text = "ends the answer; may be repeated"
+    add("--stop", action="append", metavar="TEXT", default=nothing, help=help_text)
+    help_text = "go on after the model's end"
+    add("--ignore-eos", action="store_true", default=nothing, help=help_text)
+    config.add_flags(command_line)
+    return command_line
 
 
-def add_model_flag(made: CommandLine) -> None:
+def add_model_flag(command_line: CommandLine) -> None:
     """MODEL by a flag, as other servers take it."""
     also = ("--model", "--model-path")
-    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    command_line.add_argument(
+        *also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
-def read_flags(made: CommandLine, options: argparse.Namespace) -> ModelFlags:
+def read_flags(command_line: CommandLine, options: argparse.Namespace) -> ModelFlags:
     """Ends the process with code 2 for flags that cannot be."""
     given = vars(options)
     settings = {k: v for k, v in given.items() if k in config.Settings.__struct_fields__}
@@ -151,10 +153,10 @@ def read_flags(made: CommandLine, options: argparse.Namespace) -> ModelFlags:
     try:
         normalized(SamplingParams(**sampling))
     except InvalidParameter as error:
-        made.error(str(error))
+        command_line.error(str(error))
     found = ModelFlags(options, settings, sampling)
     if options.url and found.local_only_flags:
-        made.error(f"{found.local_only_flags[0]} is {LOCAL_ONLY}, and --url asks a server")
+        command_line.error(f"{found.local_only_flags[0]} is {LOCAL_ONLY}, and --url asks a server")
     if "log_level" not in environment:
         settings.setdefault("log_level", "warning")  # a terminal is for the answers
     return found

@@ -40,13 +40,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer record",
         description="Records stages of a running server into DIR, one file each, until a limit is "
         "reached or Ctrl-C is pressed. `pipeinfer replay` reads the files.",
     )
-    add = made.add_argument
-    add_server_flags(made)
+    add = command_line.add_argument
+    add_server_flags(command_line)
     add("--stage", metavar="STAGE", action="append", help="engine, scheduler-0 ...; default: all")
     add("--out", metavar="DIR", required=True, help="as the stages' hosts see it")
     add("--seconds", type=_positive(float), default=0.0, metavar="N")
@@ -65,7 +65,7 @@ def parser() -> CommandLine:
         "streams pause for a moment. On by default unless redacted"
     )
     add("--fresh-epoch", action=argparse.BooleanOptionalAction, default=None, help=fresh)
-    return made
+    return command_line
 
 
 def _positive(kind: type[float] | type[int]):
@@ -100,8 +100,8 @@ def _key(file: str, out: Path) -> str:
         if not file and not path.exists():
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as made:
-                made.write(secrets.token_hex(KEY_BYTES) + "\n")
+            with os.fdopen(descriptor, "w") as key_file:
+                key_file.write(secrets.token_hex(KEY_BYTES) + "\n")
         text = path.read_text().strip()
         if not 16 <= len(bytes.fromhex(text)) <= 64:
             raise ValueError

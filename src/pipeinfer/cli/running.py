@@ -12,9 +12,9 @@ from pipeinfer.runtime.find import RunningServer, ServerInfo, running_servers, r
 from pipeinfer.topology.topology import Topology
 
 
-def add_server_flags(made: argparse.ArgumentParser) -> None:
+def add_server_flags(command_line: argparse.ArgumentParser) -> None:
     """--port and --topology: of the server to talk to; without either it is the only one."""
-    add = made.add_mutually_exclusive_group().add_argument
+    add = command_line.add_mutually_exclusive_group().add_argument
     add("--port", type=int, metavar="N", help="of the server; default: the only one that runs here")
     add("--topology", metavar="FILE", help="of the server, in place of its port")
 

@@ -53,31 +53,35 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer serve",
         description="Serves MODEL (a folder, a hub id, or nothing for the demo) over HTTP.",
         epilog="Every flag is also an environment variable: --kv-pages is PIPEINFER_KV_PAGES. "
         "Names of vLLM and SGLang, such as --tensor-parallel-size, are understood as well.",
         essential=ESSENTIAL,
     )
-    add_model(made)
-    made.add_argument(
+    add_model(command_line)
+    command_line.add_argument(
         "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
     )
-    made.add_argument(
+    command_line.add_argument(
         "-v", "--verbose", dest="log_level", action="store_const", const="debug",
         default=argparse.SUPPRESS, help="log the details: --log-level debug",
     )  # fmt: skip
-    config.add_flags(made)
-    return made
+    config.add_flags(command_line)
+    return command_line
 
 
-def add_model(made: argparse.ArgumentParser) -> None:
+def add_model(command_line: argparse.ArgumentParser) -> None:
     """MODEL, with a flag before it or without: other servers want the one or the other."""
-    said = "a folder, a GGUF file or a hub id; default: the demo"
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
+    help_text = "a folder, a GGUF file or a hub id; default: the demo"
+    command_line.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
+    )
     also = ("--model", "--model-path")
-    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    command_line.add_argument(
+        *also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:

@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 1 << 24  # bytes of a line of a stream
 MAX_ERROR_CHARS = 300  # letters of an error that is no JSON
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -35,7 +35,7 @@ class _Said(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Said | None = None
+    delta: _Message | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -71,7 +71,7 @@ class ServedModel:
         self.name = model or asked.model or self._shown
         self._pid = pid
         self._model = model or asked.model
-        self._waits_for = "asking the server"
+        self._startup_status = "asking the server"
         settings = config.build({**config.from_environment(os.environ), **asked.settings})
         most = {} if wanted.max_tokens is None else {"max_tokens": wanted.max_tokens}
         seed = {"seed": settings.seed} if "seed" in asked.settings else {}
@@ -96,7 +96,7 @@ class ServedModel:
             self._model = self.name = await self._first_model(self._client)
 
     def startup_status(self) -> str:
-        return self._waits_for
+        return self._startup_status
 
     async def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
         assert self._client is not None
@@ -123,10 +123,10 @@ class ServedModel:
                 async with client.get(f"{self._url}/health/ready") as answer:
                     if answer.status == 200:
                         return
-                    said = msgspec.json.decode(await answer.read(), type=_Ready)
-                    self._waits_for = f"the server starts: {said.reason}"
+                    ready = msgspec.json.decode(await answer.read(), type=_Ready)
+                    self._startup_status = f"the server starts: {ready.reason}"
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-                self._waits_for = "the server starts"
+                self._startup_status = "the server starts"
                 if all(one.pid != self._pid for one in running_servers()):
                     raise self._broken(error) from None
             await asyncio.sleep(POLL_SECONDS)
@@ -174,13 +174,13 @@ async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta,
             raise RequestFailed(_message(data.decode(errors="replace")))
         for choice in chunk.choices:
             ended = ended or choice.finish_reason is not None
-            said = choice.delta or _Said(content=choice.text)
-            thought = said.reasoning_content or said.reasoning
+            message = choice.delta or _Message(content=choice.text)
+            reasoning = message.reasoning_content or message.reasoning
             ids = choice.token_ids or []
-            if thought:
-                yield AnswerDelta(thought, ids, reasoning=True)
+            if reasoning:
+                yield AnswerDelta(reasoning, ids, reasoning=True)
                 ids = []
-            yield AnswerDelta(said.content or "", ids, False, choice.finish_reason)
+            yield AnswerDelta(message.content or "", ids, False, choice.finish_reason)
     if not ended:
         raise RequestFailed("the answer broke off")
 
@@ -188,10 +188,10 @@ async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta,
 def _message(text: str) -> str:
     """Of an error in OpenAI's form, or else the text itself."""
     try:
-        said = msgspec.json.decode(text, type=dict[str, JsonValue])
+        decoded = msgspec.json.decode(text, type=dict[str, JsonValue])
     except msgspec.DecodeError:
         return " ".join(text.split())[:MAX_ERROR_CHARS] or "no reason given"
-    error = said.get("error", said)
+    error = decoded.get("error", decoded)
     if isinstance(error, dict):
         error = error.get("message", error)
     return " ".join(str(error).split())

@@ -126,15 +126,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer top",
         description="Shows what the stages of a running server do, until q or Ctrl-C.",
     )
-    add = made.add_argument
-    add_server_flags(made)
+    add = command_line.add_argument
+    add_server_flags(command_line)
     add("--seconds", type=float, default=1.0, metavar="N", help="between two looks (default: 1)")
     add("--once", action="store_true", help="one look, then end; 1 if a stage says nothing")
-    return made
+    return command_line
 
 
 def listen(

@@ -76,11 +76,13 @@ def _details(entry: Entry, topology: Topology) -> str:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer topology",
         description="Checks a topology, and the keys that lie on this host, and draws it.",
         epilog="Environment variables are heeded as the stages do: see docs/topology.md.",
     )
-    made.add_argument("action", choices=("check",))
-    made.add_argument("file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone")
-    return made
+    command_line.add_argument("action", choices=("check",))
+    command_line.add_argument(
+        "file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone"
+    )
+    return command_line

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.beats import GIVE_UP_FACTOR, silence_limit
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
@@ -24,6 +23,7 @@ from pipeinfer.gateway.ledger import Diverged, End, Endings, Hole, Record, offse
 from pipeinfer.gateway.standing import Standing
 from pipeinfer.gateway.submission import Submissions, again
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.liveness import GIVE_UP_FACTOR, silence_limit
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -169,9 +169,9 @@ class Engine(SyncModel):
         if not self._detokenize:
             each = [calls.without_texts(one) for one in each]
         names = [rid] * len(listed) if rid is None or isinstance(rid, str) else list(rid)
-        said = calls.Options(priority=priority or 0, cache_salt=salt or "")
+        call_options = calls.Options(priority=priority or 0, cache_salt=salt or "")
         asked = [
-            calls.completion(self._llm.name(name), one, chosen, **said)
+            calls.completion(self._llm.name(name), one, chosen, **call_options)
             for name, one, chosen in zip(names, listed, each, strict=True)
         ]
         single = listed == [given] and asked[0].call.params.n == 1
@@ -252,10 +252,10 @@ def _scores(options: dict[str, Any], stream: bool) -> _Scores:
     return scores
 
 
-def _refuse(of: str, given: Given, said: Mapping[str, str]) -> None:
+def _refuse(of: str, given: Given, reasons: Mapping[str, str]) -> None:
     """RequestError for all that asks for something, or that nobody knows."""
     wrong = [
-        f"{of}: {name}={value!r:.60}: {said.get(name, 'there is nothing like it here')}"
+        f"{of}: {name}={value!r:.60}: {reasons.get(name, 'there is nothing like it here')}"
         for name, value in given.items()
         if not is_neutral(value)
     ]

@@ -33,9 +33,11 @@ class ProgressBar:
     def __init__(self, progress: Progress, use_tqdm: bool | Callable[..., object] | None) -> None:
         make = cast("Callable[..., Any]", use_tqdm) if callable(use_tqdm) else tqdm
         quiet = {None: None, True: False, False: True}
-        said = {} if callable(use_tqdm) else {"disable": quiet[use_tqdm]}
+        bar_options = {} if callable(use_tqdm) else {"disable": quiet[use_tqdm]}
         self._progress = progress
-        self._bar = make(total=progress.total, desc="requests", unit="", dynamic_ncols=True, **said)
+        self._bar = make(
+            total=progress.total, desc="requests", unit="", dynamic_ncols=True, **bar_options
+        )
         self._shown = 0
         self._began = time.monotonic()
 
@@ -52,8 +54,8 @@ class ProgressBar:
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
         prompts, outputs = (count / seconds for count in self._progress.tokens())
-        said = f"tokens/s: {prompts:,.0f} of prompts, {outputs:,.0f} of outputs"
-        self._bar.set_postfix_str(said, refresh=False)
+        rates = f"tokens/s: {prompts:,.0f} of prompts, {outputs:,.0f} of outputs"
+        self._bar.set_postfix_str(rates, refresh=False)
         ended, self._shown = self._progress.ended - self._shown, self._progress.ended
         self._bar.update(ended)
         self._bar.refresh()
@@ -171,8 +173,8 @@ class LLM(SyncModel):
     if not TYPE_CHECKING:  # it would hide what is misspelled
 
         def __getattr__(self, name: str) -> object:
-            said = MISSING.get(name)
-            hint = f": {said}" if said else ""
+            reason = MISSING.get(name)
+            hint = f": {reason}" if reason else ""
             raise AttributeError(f"LLM has no {name!r}{hint}")
 
     @classmethod
@@ -212,8 +214,8 @@ class LLM(SyncModel):
             count, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
         )
         batch = [
-            calls.completion(self._llm.name(), prompt, one, **said)
-            for prompt, one, said in zip(listed, given, options, strict=True)
+            calls.completion(self._llm.name(), prompt, one, **call_options)
+            for prompt, one, call_options in zip(listed, given, options, strict=True)
         ]
         return self._run(batch, use_tqdm)
 
@@ -249,13 +251,13 @@ class LLM(SyncModel):
         options = calls.with_options(
             count, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
         )
-        said = ChatOptions(
+        chat_options = ChatOptions(
             chat_template=chat_template or self._template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        variables, _ = calls.template_arguments(chat_template_kwargs, said)
+        variables, _ = calls.template_arguments(chat_template_kwargs, chat_options)
         batch = [
             calls.chat(self._llm.name(), chat, one, variables, **rest)
             for chat, one, rest in zip(chats, given, options, strict=True)

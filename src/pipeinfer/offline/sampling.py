@@ -197,11 +197,11 @@ def public(given: params.SamplingParams) -> SamplingParams:
 
 def _refuse(given: msgspec.Struct, table: Refusals, whole: str) -> None:
     wrong = {
-        name: said
-        for name, (allowed, said) in table.items()
+        name: reason
+        for name, (allowed, reason) in table.items()
         if not is_neutral(getattr(given, name), allowed)
     }
     if wrong:
-        lines = [f"{name}={getattr(given, name)!r:.60}: {said}" for name, said in wrong.items()]
+        lines = [f"{name}={getattr(given, name)!r:.60}: {reason}" for name, reason in wrong.items()]
         first = next(iter(wrong)) if len(wrong) == 1 else whole
         raise RequestError("\n".join(lines), first)

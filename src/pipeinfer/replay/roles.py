@@ -129,7 +129,7 @@ class RecordedAnswers:
 
     plan: Plan
     at: float
-    said: list[TraceEntry] = field(default_factory=list)
+    outputs: list[TraceEntry] = field(default_factory=list)
 
 
 class EngineRole:
@@ -178,7 +178,7 @@ class EngineRole:
         epoch = plan.epoch
         return [
             self._say(entry.time - answers.at, _replaced(entry.message, epoch=epoch))
-            for entry in answers.said
+            for entry in answers.outputs
         ]
 
     def _say(self, after: float, message: Message) -> TimedSend:
@@ -192,7 +192,7 @@ class SchedulerRole:
         self._answers = [
             answers
             for answers in _longest_epoch(recording)
-            if any(entry.kind == "Result" for entry in answers.said)
+            if any(entry.kind == "Result" for entry in answers.outputs)
         ]
         self._hello = _last(recording, Hello)
         self._live: Hello | None = None
@@ -247,7 +247,7 @@ class SchedulerRole:
         if message.number >= self._sent:
             raise Diverged(f"{kind} of plan {message.number}, which was not sent")
         answers = self._answers[message.number]
-        recorded = next((e for e in answers.said if e.kind == kind), None)
+        recorded = next((e for e in answers.outputs if e.kind == kind), None)
         if recorded is None:
             raise Diverged(f"plan {message.number} was not answered with {kind}")
         mismatch = first_mismatch(_replaced(recorded.message, epoch=self._epoch), message)
@@ -315,7 +315,7 @@ def _longest_epoch(recording: LoadedTrace) -> list[RecordedAnswers]:
         elif isinstance(message, (Admitted, Result)):
             answers = epochs.get(message.epoch, {}).get(message.number)
             if answers is not None:
-                answers.said.append(entry)
+                answers.outputs.append(entry)
     whole = [plans for plans in epochs.values() if 0 in plans]
     if not whole:
         raise CannotReplay(USAGE, f"{recording.path} has no epoch from its beginning on")

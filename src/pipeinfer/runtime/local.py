@@ -42,12 +42,12 @@ class LocalStages:
 
 def prepare(
     given: Mapping[str, object],
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
     check: Callable[[Settings], None] = lambda _settings: None,
 ) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
-    A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
+    A hub id is downloaded here, once, and not by every stage; `progress` is told what takes time.
     `check` sees the settings before that, and raises what should be known at once.
     Raises ConfigurationError.
     """
@@ -58,8 +58,8 @@ def prepare(
     check(settings)
     opentelemetry.check_opentelemetry(settings)
     if settings.model in ("", DEMO):
-        say(f"no model given: serving the bundled demo model {DEMO!r}")
-    folder = find_model(settings, say)
+        progress(f"no model given: serving the bundled demo model {DEMO!r}")
+    folder = find_model(settings, progress)
     return msgspec.structs.replace(
         settings,
         served_model_name=settings.model_name,
@@ -152,8 +152,8 @@ def _host(topology: Topology, on: str) -> list[str]:
     if on and on not in hosts:
         there = ", ".join(hosts) or "none"
         meant = did_you_mean(on, hosts)
-        said = f"--on {on}: the topology has no such host; there is {there}{meant}"
-        raise ConfigurationError(said)
+        reason = f"--on {on}: the topology has no such host; there is {there}{meant}"
+        raise ConfigurationError(reason)
     if not on and len(hosts) > 1:
         raise ConfigurationError(f"--on must say which host this is: {', '.join(hosts)}")
     return ["", on or "".join(hosts)]

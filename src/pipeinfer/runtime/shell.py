@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import zmq
 
 from pipeinfer import control
-from pipeinfer.beats import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
 from pipeinfer.observe.observer import StageObserver
 from pipeinfer.runtime.incarnations import FencedOut, IncarnationFilter

@@ -2,7 +2,7 @@
 
 Knows processes and when they are ready, no request: that none is lost is the stages' own doing
 (events.Leave, and recovery from their neighbours). All ranks of a group go down together, because a
-rank that waits inside a collective cannot be talked to.
+rank that tasks inside a collective cannot be talked to.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import zmq
 
-from pipeinfer.beats import HEARTBEAT_SECONDS
 from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, Send
+from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import find
 from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
@@ -88,7 +88,7 @@ class SwapController:
             self._bus.send(Send("group", EVERYONE, child.death))
 
     async def close(self) -> None:
-        """When the children are gone: waits for what is under way, and closes the sockets."""
+        """When the children are gone: tasks for what is under way, and closes the sockets."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
         if self._heartbeats is not None:
@@ -186,16 +186,16 @@ class SwapController:
     @staticmethod
     async def _wait_ended(group: list[Child], seconds: float | None) -> bool:
         """Whether all processes ended within that time."""
-        waits = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
-        if not waits:
+        tasks = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
+        if not tasks:
             return True
-        _, late = await asyncio.wait(waits, timeout=seconds)
+        _, late = await asyncio.wait(tasks, timeout=seconds)
         for wait in late:
             wait.cancel()
         return not late
 
     async def _start_group(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
-        """Starts the new processes and waits until they are ready; else says why they are not."""
+        """Starts the new processes and tasks until they are ready; else says why they are not."""
         try:
             for child in group:
                 if asked.command:
@@ -272,7 +272,7 @@ class Supervisor:
         )  # for HTTP; each gateway process inherits its sockets
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
-        self._all_ending = False  # they have: nothing is started any more
+        self._ending = False  # the gateways have finished: nothing is started any more
         self._configs_valid = asyncio.Event()
         self._code = ORDERLY
         self.on_give_up: Callable[[str], None] | None = None
@@ -321,7 +321,7 @@ class Supervisor:
         find.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage here by its id, and what it does or waits for."""
+        """The state of each stage here by its id, and what it does or tasks for."""
         return {stage: child.status for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
@@ -342,7 +342,7 @@ class Supervisor:
             child.reload()
 
     def _kill_all(self) -> None:
-        self._all_ending = True
+        self._ending = True
         for child in self._children.values():
             child.kill()
 
@@ -367,8 +367,8 @@ class Supervisor:
 
     def _wanted(self, child: Child) -> bool:
         """Whether its process is to run: while gateways finish, all that they need for it is."""
-        if self._all_ending or not self._stopping.is_set():
-            return not self._all_ending
+        if self._ending or not self._stopping.is_set():
+            return not self._ending
         return child.process is not None and child.identity.name != "gateway"
 
     async def _restart(self, child: Child) -> None:
@@ -436,7 +436,7 @@ class Supervisor:
     # deaths
 
     def _publish_death(self, child: Child, reason: str) -> None:
-        """So that nobody waits until a dead stage's silence or its successor is noticed."""
+        """So that nobody tasks until a dead stage's silence or its successor is noticed."""
         notice = child.death_notice(reason)
         if self._swaps is not None and notice is not None:
             self._swaps.publish_death(child, notice)
@@ -473,16 +473,16 @@ class Supervisor:
     async def _stop_children(self) -> None:
         """The gateway first, so that what runs is finished; then the rest."""
         await self._terminate(self._gateways(), self._settings.drain_timeout + STOP_GRACE)
-        self._all_ending = True
+        self._ending = True
         await self._terminate(self._others(), STOP_GRACE)
 
     async def _terminate(self, children: list[Child], seconds: float) -> None:
         for child in children:
             child.signal(signal.SIGTERM)
-        waits = [asyncio.ensure_future(c.process.wait()) for c in children if c.process is not None]
-        if not waits:
+        tasks = [asyncio.ensure_future(c.process.wait()) for c in children if c.process is not None]
+        if not tasks:
             return
-        _, late = await asyncio.wait(waits, timeout=seconds)
+        _, late = await asyncio.wait(tasks, timeout=seconds)
         if late:
             for child in children:
                 child.kill()
@@ -490,9 +490,9 @@ class Supervisor:
 
     @staticmethod
     async def _first_of(*events: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
+        tasks = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for wait in tasks:
             wait.cancel()
 
 

@@ -133,16 +133,16 @@ def waiting_summary(states: Mapping[str, tuple[State, str]]) -> str:
 
     Stages that wait for others, or do not say what they do, are named only if there are no others.
     """
-    left = {stage: said for stage, said in states.items() if said[0] != "ready"}
-    busy = {stage: said for stage, said in left.items() if said[0] in STARTING_STATES} or left
-    telling = {stage: said for stage, said in busy.items() if said[1]} or busy
+    left = {stage: status for stage, status in states.items() if status[0] != "ready"}
+    busy = {stage: status for stage, status in left.items() if status[0] in STARTING_STATES} or left
+    telling = {stage: status for stage, status in busy.items() if status[1]} or busy
     by_reason: dict[str, list[str]] = defaultdict(list)
     for stage, (state, reason) in telling.items():
         does = reason or state
         by_reason[does if state in STARTING_STATES else f"{state} ({does})"].append(stage)
-    told = [f"{_names(stages, states)}: {reason}" for reason, stages in by_reason.items()]
-    more = [f"and {len(told) - MAX_NAMED} more"] if len(told) > MAX_NAMED else []
-    return "; ".join([*told[:MAX_NAMED], *more])
+    parts = [f"{_names(stages, states)}: {reason}" for reason, stages in by_reason.items()]
+    more = [f"and {len(parts) - MAX_NAMED} more"] if len(parts) > MAX_NAMED else []
+    return "; ".join([*parts[:MAX_NAMED], *more])
 
 
 def _names(stages: list[str], all_stages: Mapping[str, object]) -> str:

@@ -14,12 +14,11 @@ from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from pipeinfer.awake import SuspendAwareClock
-from pipeinfer.beats import FORGET_FACTOR
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.grammars.bounds import FULL
 from pipeinfer.histogram import Histogram
+from pipeinfer.liveness import FORGET_FACTOR, SuspendAwareClock
 from pipeinfer.messages import (
     Abort,
     Admitted,

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.beats import GIVE_UP_FACTOR
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.fair_queue import FairQueue
+from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,

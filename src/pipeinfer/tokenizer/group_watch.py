@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.awake import SuspendAwareClock
-from pipeinfer.beats import silence_limit
+from pipeinfer.liveness import SuspendAwareClock, silence_limit
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.tokenizer.routing import Report
 
-SILENCE = 3.0  # seconds without a word, after which a scheduler counts as lost, or more (beats.py)
+SILENCE = (
+    3.0  # seconds without a word, after which a scheduler counts as lost, or more (liveness.py)
+)
 NEVER = -1  # instead of an incarnation: no scheduler was heard
 
 

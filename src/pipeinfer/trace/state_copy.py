@@ -188,16 +188,16 @@ class _Elsewhere:
 
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         try:
-            said = self._read(given_up)
+            received = self._read(given_up)
         finally:
             os.close(self._source)
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)  # it has ended, or nobody wants it
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
-        whole = len(said) >= _LEADING.size
-        kind, seconds, size = _LEADING.unpack_from(said) if whole else (b"", 0.0, 1)
-        body = said[_LEADING.size :]
+        whole = len(received) >= _LEADING.size
+        kind, seconds, size = _LEADING.unpack_from(received) if whole else (b"", 0.0, 1)
+        body = received[_LEADING.size :]
         if len(body) != size:
             raise StateLost("the process that copied it was killed")
         if kind == UNFIT:

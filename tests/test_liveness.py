@@ -5,7 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.beats import HEARTBEAT_SECONDS, MAX_HEARTBEAT_RATE, heartbeat_period, silence_limit
+from pipeinfer.liveness import (
+    HEARTBEAT_SECONDS,
+    MAX_HEARTBEAT_RATE,
+    heartbeat_period,
+    silence_limit,
+)
 
 
 @given(st.integers(1, 100_000))
