@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pipeinfer.messages import Result
 from pipeinfer.packing import unpack
-from pipeinfer.replay.recording import CannotReplay, LoadedTrace, TraceEntry, load
+from pipeinfer.replay.codes import CannotReplay
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
 from simulate.step_model import attended
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
-from pipeinfer.replay.recording import CannotReplay
+from pipeinfer.replay.codes import CannotReplay
 
 COMMANDS = {
     "run": "a fresh stage gets the recorded inputs, and must give the recorded outputs",
@@ -42,7 +42,7 @@ def parser(known: Collection[str] = tuple(COMMANDS)) -> CommandLine:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: see replay/recording.py. ConfigurationError for a setting that cannot be."""
+    """The exit code: see replay/codes.py. ConfigurationError for a setting that cannot be."""
     command_line = parser(arguments[:1])
     options, rest = command_line.parse_known_args(arguments)
     module = importlib.import_module(f"pipeinfer.replay.{options.command}")

@@ -12,17 +12,9 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.compare import SHELL_MESSAGES, arrow, first_mismatch, line
-from pipeinfer.replay.recording import (
-    DIFFERENT,
-    EQUAL,
-    USAGE,
-    CannotReplay,
-    LoadedTrace,
-    TraceEntry,
-    load,
-    warn_of_tail,
-)
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load, warn_of_tail
 from pipeinfer.replay.roles import canonical_changes, rewritten
 
 CLOCKED = frozenset({"Tick"})  # how many there are is the timer's business

@@ -15,7 +15,8 @@ from pipeinfer import settings as config
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result, State
 from pipeinfer.packing import unpack
-from pipeinfer.replay.recording import USAGE, CannotReplay, LoadedTrace
+from pipeinfer.replay.codes import USAGE, CannotReplay
+from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost

@@ -24,8 +24,9 @@ from pipeinfer.messages import (
     Recovered,
     Result,
 )
+from pipeinfer.replay.codes import USAGE, CannotReplay
 from pipeinfer.replay.compare import first_mismatch
-from pipeinfer.replay.recording import USAGE, CannotReplay, LoadedTrace, TraceEntry
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry
 
 # Names whose values are one process's or one run's own.
 OWN = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")

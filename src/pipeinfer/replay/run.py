@@ -18,15 +18,11 @@ from itertools import dropwhile
 from pathlib import Path
 
 from pipeinfer.core import Core
+from pipeinfer.replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.compare import Difference, explain, ignored_fields
 from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace, ReplayTally, play_alone
 from pipeinfer.replay.rebuild import Rebuilt, rebuild
 from pipeinfer.replay.recording import (
-    CRASHED,
-    DIFFERENT,
-    EQUAL,
-    USAGE,
-    CannotReplay,
     LoadedTrace,
     TraceEntry,
     TraceExchange,

@@ -20,15 +20,8 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Message
-from pipeinfer.replay.recording import (
-    DIFFERENT,
-    EQUAL,
-    USAGE,
-    CannotReplay,
-    LoadedTrace,
-    load_stage,
-    warn_of_tail,
-)
+from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
+from pipeinfer.replay.recording import LoadedTrace, load_stage, warn_of_tail
 from pipeinfer.replay.roles import Diverged, Role, TimedSend, role_of
 from pipeinfer.runtime.stage import heartbeat, rank_status
 from pipeinfer.settings import ConfigurationError

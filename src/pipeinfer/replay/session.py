@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from pipeinfer.bench.local_server import Server
-from pipeinfer.replay.recording import EQUAL
+from pipeinfer.replay.codes import EQUAL
 
 WORDS = ("count", "from", "pipeline", "engine", "seven", "12", "what is", "copy:", "é", "页", "🙂")
 STOPS = (["e"], ["3"], ["ab", "a"], ["\n"], [" t", "10"], ["no such text"])

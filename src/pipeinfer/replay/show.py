@@ -9,9 +9,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeinfer.replay.codes import EQUAL
 from pipeinfer.replay.compare import arrow, line
 from pipeinfer.replay.rebuild import Subjects
-from pipeinfer.replay.recording import EQUAL, TraceEntry, load, warn_of_tail
+from pipeinfer.replay.recording import TraceEntry, load, warn_of_tail
 
 WIDE = 110
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.core import LOCAL
-from pipeinfer.replay.recording import EQUAL, LoadedTrace, TraceEntry, load_merged, warn_of_tail
+from pipeinfer.replay.codes import EQUAL
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load_merged, warn_of_tail
 
 
 def quantile(values: Sequence[float], share: float) -> float:

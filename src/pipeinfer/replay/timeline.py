@@ -15,12 +15,10 @@ from pathlib import Path
 
 from pipeinfer.json_values import JsonObject
 from pipeinfer.replay import timeline
+from pipeinfer.replay.codes import EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.compare import line
 from pipeinfer.replay.rebuild import Subjects
 from pipeinfer.replay.recording import (
-    EQUAL,
-    USAGE,
-    CannotReplay,
     LoadedTrace,
     TraceEntry,
     TraceExchange,
