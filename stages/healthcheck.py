@@ -12,13 +12,12 @@ import sys
 
 import zmq
 
+from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime.claim import noted
-from pipeinfer.runtime.deployment import deployed
+from pipeinfer.runtime.election import elected_instance
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import NAMES, Identity, Topology
+from pipeinfer.topology.topology import NAMES, Identity, Topology, deployed_topology
 
 PATIENCE = 4.0  # seconds; heartbeats come twice a second
 WELL = ("ready", "draining")
@@ -46,7 +45,7 @@ async def state_of(stage: str, topology: Topology) -> str:
 def asked_stage(arguments: argparse.Namespace) -> str:
     """The id of the stage to ask: as named, or the one that was claimed here."""
     if arguments.claimed:
-        return noted()
+        return elected_instance()
     named = arguments.stage, arguments.group, arguments.rank, arguments.index
     return Identity(*named).id
 
@@ -62,7 +61,7 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         stage = asked_stage(asked)
-        state = asyncio.run(state_of(stage, deployed(asked.topology, os.environ)))
+        state = asyncio.run(state_of(stage, deployed_topology(asked.topology, os.environ)))
     except (OSError, ConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

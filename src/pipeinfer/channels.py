@@ -45,7 +45,7 @@ from pipeinfer.messages import (
 )
 
 # Who sends on each, and who hears it.
-WAYS = {
+CHANNEL_USERS = {
     "requests": "gateway to tokenizer",
     "work": "tokenizer to scheduler",
     "plan": "scheduler to all engine ranks of its group",

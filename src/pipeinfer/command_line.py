@@ -37,8 +37,8 @@ class CommandLine(argparse.ArgumentParser):
             prog=prog, description=description, epilog=epilog, usage=usage, allow_abbrev=False
         )
         self._essential = tuple(essential)
-        said = "show all flags and exit"
-        self.add_argument("--help-all", action=_HelpAll, text=self.format_help_all, help=said)
+        help_text = "show all flags and exit"
+        self.add_argument("--help-all", action=_HelpAll, text=self.format_help_all, help=help_text)
 
     def parse_args(  # type: ignore[override]  (the overloads of typeshed say the same)
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -59,13 +59,13 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with `message` in one line; argparse's own are put in our words."""
-        said = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
+        text = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
         missing = "the following arguments are required: "
-        if said.startswith(missing):
-            said = self._missing(said.removeprefix(missing))
-        said = NO_NUMBER.sub(lambda found: no_number(found[2], found[1]), said)
-        more = "" if said.endswith(("?", ".")) else f" (`{self.prog} --help` says more)"
-        self.exit(WRONG_USAGE, f"error: {' '.join(said.split())}{more}\n")
+        if text.startswith(missing):
+            text = self._missing(text.removeprefix(missing))
+        text = NO_NUMBER.sub(lambda found: no_number(found[2], found[1]), text)
+        more = "" if text.endswith(("?", ".")) else f" (`{self.prog} --help` says more)"
+        self.exit(WRONG_USAGE, f"error: {' '.join(text.split())}{more}\n")
 
     def _missing(self, names: str) -> str:
         """What is said of arguments that must be given, with the choices of a single one."""

@@ -5,10 +5,11 @@ Only names; see offline/ for what they do, and docs/offline.md for how to use th
 
 from __future__ import annotations
 
-from pipeinfer.offline.asynchronous import AsyncLLM
+from pipeinfer.offline.async_llm import AsyncLLM
 from pipeinfer.offline.calls import TextPrompt, TokensPrompt
 from pipeinfer.offline.engine import Engine, async_stream_and_merge, stream_and_merge
-from pipeinfer.offline.engine_args import EngineArgs, FlexibleArgumentParser
+from pipeinfer.offline.keywords import EngineArgs, FlexibleArgumentParser
+from pipeinfer.offline.llm import LLM
 from pipeinfer.offline.outputs import (
     CompletionOutput,
     Delta,
@@ -19,7 +20,6 @@ from pipeinfer.offline.outputs import (
 )
 from pipeinfer.offline.pipeline import PipelineStopped
 from pipeinfer.offline.sampling import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from pipeinfer.offline.synchronous import LLM
 from pipeinfer.settings import ConfigurationError
 
 __all__ = [

@@ -532,10 +532,10 @@ Standing = Literal["serves", "waits", "deserted"]
 
 
 class GroupStatus(Message, frozen=True):
-    """scheduler -> tokenizers, again and again (beats.py), and soon after a change of `standing`:
-    whether it takes requests. Deserted: its engines are gone, and it can hand its requests over.
-    `requests`: live ones, `tokens`: left to compute of them; `capacity`: tokens that the pool
-    holds, `evicted`: of its prefix cache in this epoch."""
+    """scheduler -> tokenizers, again and again (liveness.py), and soon after a change of
+    `standing`: whether it takes requests. Deserted: its engines are gone, and it can hand its
+    requests over. `requests`: live ones, `tokens`: left to compute of them; `capacity`: tokens that
+    the pool holds, `evicted`: of its prefix cache in this epoch."""
 
     group: int
     incarnation: int

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
-SPANS = 8
+SLICES = 8
 
 
 class _Span(Generic[Value]):
@@ -22,20 +22,20 @@ class _Span(Generic[Value]):
         self.values: dict[str, Value] = {}
 
 
-class Recent(Generic[Value]):
-    """What was put in the last `seconds`, oldest first; of more than `most` the latest, at least
-    seven eighths of so many.
+class RecentTable(Generic[Value]):
+    """What was put in the last `seconds`, oldest first; of more than `max_size` the latest, at
+    least seven eighths of so many.
 
     It lies in spans of time, which go as a whole. A single table from which the oldest goes for
     each that comes has holes at its beginning, over which one looks for the oldest, and which make
     it large.
     """
 
-    __slots__ = ("_most", "_seconds", "_spans")
+    __slots__ = ("_max_size", "_seconds", "_spans")
 
-    def __init__(self, seconds: float, most: int) -> None:
+    def __init__(self, seconds: float, max_size: int) -> None:
         self._seconds = seconds
-        self._most = most
+        self._max_size = max_size
         self._spans: list[_Span[Value]] = []
 
     def put(self, name: str, value: Value, now: float) -> None:
@@ -69,9 +69,9 @@ class Recent(Generic[Value]):
         spans = self._spans
         while spans and now - spans[0].last >= self._seconds:
             del spans[0]
-        full = spans and len(spans[-1].values) >= self._most // SPANS
-        if not spans or full or now - spans[-1].begun >= self._seconds / SPANS:
+        full = spans and len(spans[-1].values) >= self._max_size // SLICES
+        if not spans or full or now - spans[-1].begun >= self._seconds / SLICES:
             spans.append(_Span(now))
-        while len(self) >= self._most:
+        while len(self) >= self._max_size:
             del spans[0]
         return spans[-1]

@@ -1,7 +1,7 @@
 """How a new process learns from its neighbours what the one before it knew.
 
 Both sides of the question are here: a roll call of the peers that have to answer, and the brackets
-around an answer. Knows no stage and nothing of what is told between the brackets.
+around an answer. Knows no stage and nothing of what is bracket between the brackets.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pipeinfer.core import Send
 from pipeinfer.messages import Recover, Recovered
 
 DIGITS = re.compile("[0-9]{1,9}")
-REPEAT = 1.0  # seconds after which a peer that has not answered is asked again
+ASK_AGAIN = 1.0  # seconds after which a peer that has not answered is asked again
 
 
 class RollCall:
-    """Asks every one of `peers` until it told `stage`, a process with `incarnation`, all it knows.
+    """Asks every one of `peers` until it bracket `stage`, a process with `incarnation`, all it
+    knows.
 
     What was queued for a process that died may be lost, but never something after what arrived: an
     answer whose opening came is whole, one without is asked for again.
@@ -32,25 +33,25 @@ class RollCall:
         """The questions that are due at `now` (seconds); the first time, one to each peer."""
         if not self._missing or now < self._ask_at:
             return []
-        self._ask_at = now + REPEAT
+        self._ask_at = now + ASK_AGAIN
         return [Send("recovery", peer, self._question) for peer in self._missing]
 
-    def hear(self, told: Recovered) -> bool:
+    def on_recovered(self, bracket: Recovered) -> bool:
         """Takes a bracket of an answer; True if nobody is missing any more because of it."""
-        if told.stage not in self._missing or told.incarnation != self._question.incarnation:
+        if bracket.stage not in self._missing or bracket.incarnation != self._question.incarnation:
             return False
-        if told.opening:
-            self._missing[told.stage] = True
+        if bracket.opening:
+            self._missing[bracket.stage] = True
             return False
-        if not self._missing[told.stage]:
+        if not self._missing[bracket.stage]:
             return False
-        del self._missing[told.stage]
+        del self._missing[bracket.stage]
         return not self._missing
 
-    def begun(self, peer: str) -> bool:
+    def has_begun(self, peer: str) -> bool:
         """Whether the answer of `peer` has come, or begun to; also true of who is not asked.
 
-        What it says before may be the rest of what the process before this one was told, or come
+        What it says before may be the rest of what the process before this one was bracket, or come
         from a process that is dead. What of it still holds is in the answer.
         """
         return self._missing.get(peer, True)
@@ -62,7 +63,7 @@ class RollCall:
 
     @property
     def missing(self) -> list[str]:
-        """Who has not told everything yet."""
+        """Who has not bracket everything yet."""
         return list(self._missing)
 
     @property
@@ -71,7 +72,7 @@ class RollCall:
         return not self._missing
 
 
-def answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
+def bracketed_answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
     """What `stage` sends to the asker: all that is `known`, between two brackets."""
     opening = Recovered(stage, asked.incarnation, opening=True)
     end = Recovered(stage, asked.incarnation)
@@ -82,7 +83,7 @@ def answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
     ]
 
 
-def number(stage: str, name: str) -> int | None:
+def stage_number(stage: str, name: str) -> int | None:
     """The group or index in the id of a stage called `name`: 2 of "scheduler-2".
 
     None for what is no such id: a peer may say anything.

@@ -103,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     otlp_endpoint: str = ""
     vllm_metrics: bool = False
     threads: NonNegative = 0  # torch threads on the CPU; 0: all cores
-    stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/wakefulness.py
+    stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/busy_poll.py
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
     host_loss: Annotated[float, Meta(ge=1, le=3600)] = 20.0  # seconds of silence
@@ -150,9 +150,9 @@ def _named(text: str, values: Mapping[str, object]) -> str:
     name = field.rstrip("`")
     choices = flag_types()[name][1]
     kind = re.fullmatch(r"Expected `(int|float)(?: \| null)?`, got `\w+`", text)
-    said = none_of(values[name], choices) if choices else text
-    said = no_number(values[name], kind[1]) if kind else said
-    return f"{other_names.flag(name)}: {said}"
+    reason = none_of(values[name], choices) if choices else text
+    reason = no_number(values[name], kind[1]) if kind else reason
+    return f"{other_names.flag(name)}: {reason}"
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Told(NamedTuple):
+class SettingHelp(NamedTuple):
     """value: the placeholder of a flag's value. line: what `--help` says. unset: what the default
     means where it is 0 or empty. more: what the reference says beside `line`, as Markdown."""
 
@@ -19,7 +19,7 @@ class Told(NamedTuple):
     more: str = ""
 
 
-MODEL = Told(
+MODEL = SettingHelp(
     "MODEL",
     "a folder, a GGUF file or a hub id",
     "the demo model",
@@ -87,19 +87,19 @@ The engine measures at its start how long steps take, and logs what the target a
 steps. `LLM` has no targets, because nobody waits for single tokens of a batch."""
 
 # {group: {setting: what is said of it}}, in the order of the reference.
-GROUPS: dict[str, dict[str, Told]] = {
+GROUPS: dict[str, dict[str, SettingHelp]] = {
     "model": {
-        "served_model_name": Told(
+        "served_model_name": SettingHelp(
             "NAME",
             "the model's id in /v1/models; default: MODEL",
             "what was given as MODEL",
             "Answers name the model so. A request that names another model gets 404.",
         ),
-        "revision": Told("REV", "branch, tag or commit of a hub id", "the hub's default"),
-        "chat_template": Told(
+        "revision": SettingHelp("REV", "branch, tag or commit of a hub id", "the hub's default"),
+        "chat_template": SettingHelp(
             "FILE", "a Jinja template, in place of the checkpoint's", "the checkpoint's own"
         ),
-        "trust_request_chat_template": Told(
+        "trust_request_chat_template": SettingHelp(
             "",
             "let chats bring a template of their own",
             "such chats are refused",
@@ -107,14 +107,14 @@ GROUPS: dict[str, dict[str, Told]] = {
             "model's own template, where nothing bounds its time: a template that never ends holds "
             "up all long prompts.",
         ),
-        "control_tokens_in_messages": Told(
+        "control_tokens_in_messages": SettingHelp(
             "",
             "let messages spell control tokens, as vLLM does",
             "control tokens in messages are text",
             "With it, a user's `<|im_end|>` ends the message. It holds for messages, tools and "
             "template arguments.",
         ),
-        "tool_parser": Told(
+        "tool_parser": SettingHelp(
             "NAME",
             "how calls of tools are read: a parser, none; auto: by template",
             more="Parsers: `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `glm45`, `glm47`, "
@@ -123,18 +123,18 @@ GROUPS: dict[str, dict[str, Told]] = {
             "`pythonic`, `lfm2`, `olmo3`, `openai`. `none` leaves calls in the text. "
             "[api.md](api.md) says which form each reads.",
         ),
-        "grammar_backend": Told(
+        "grammar_backend": SettingHelp(
             "NAME",
             "what holds outputs to grammars, or none for nothing",
             more="With `none`, requests that ask for a form are refused, and engines start a "
             "second or two sooner with large vocabularies.",
         ),
-        "grammar_cache_mib": Told(
+        "grammar_cache_mib": SettingHelp(
             "MIB",
             "memory for compiled grammars of each engine, in MiB",
             more="An estimate. Where grammars in use take all of it, others are refused.",
         ),
-        "allow_additional_properties": Told(
+        "allow_additional_properties": SettingHelp(
             "",
             "objects may have properties that their schema does not name",
             "objects have only those",
@@ -142,14 +142,14 @@ GROUPS: dict[str, dict[str, Told]] = {
             "JSON Schema allows any then, of which a model may invent more until `max_tokens`. So "
             "objects that name some properties are closed, unless this is given.",
         ),
-        "reasoning_parser": Told(
+        "reasoning_parser": SettingHelp(
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",
             more="Parsers by vLLM's names, such as `qwen3`, `seed_oss` or `mistral`, which differ "
             "in tags alone, and `openai_gptoss`; see [api.md](api.md). `none` leaves thoughts in "
             "the text. `auto` chooses by the chat template.",
         ),
-        "dtype": Told(
+        "dtype": SettingHelp(
             "",
             "auto: the checkpoint's; float32 on a CPU that lacks it",
             more="What the model computes in. `auto` is what the checkpoint is stored in, and "
@@ -157,12 +157,12 @@ GROUPS: dict[str, dict[str, Told]] = {
             "the CPU has instructions for it (AVX512-BF16 or AMX). `float32` on a CPU is for "
             "exactness.",
         ),
-        "load_format": Told(
+        "load_format": SettingHelp(
             "",
             "dummy: random weights, no weight file is read",
             more="The random numbers are drawn from `--seed`.",
         ),
-        "quantization": Told(
+        "quantization": SettingHelp(
             "NAME",
             "auto: as stored; none: plain; fp8, int8: plain weights are rounded",
             more="The [number format](number-formats.md) of the layers' matrices. `auto` takes "
@@ -172,13 +172,13 @@ GROUPS: dict[str, dict[str, Told]] = {
             "eight bits or less. `awq`, `compressed-tensors`, `gptq` and `mxfp4` "
             "are like `auto`, and refuse a checkpoint that has another format.",
         ),
-        "model_impl": Told(
+        "model_impl": SettingHelp(
             "",
             "who builds the model; auto: pipeinfer if it has it, or transformers",
             more="`pipeinfer` is this server's own implementation. `transformers` takes the model "
             "of that library, [with pipeinfer's attention](models-of-transformers.md).",
         ),
-        "max_model_len": Told(
+        "max_model_len": SettingHelp(
             "N",
             "tokens of prompt and output; default: what the checkpoint says",
             "what the checkpoint says",
@@ -186,32 +186,34 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
     },
     "HTTP": {
-        "host": Told("HOST", "address to listen on", more="`0.0.0.0` listens on all addresses."),
-        "port": Told(
+        "host": SettingHelp(
+            "HOST", "address to listen on", more="`0.0.0.0` listens on all addresses."
+        ),
+        "port": SettingHelp(
             "N",
             "port to listen on; 0 takes a free one",
             more="The line `ready http://HOST:PORT` names the port that was taken.",
         ),
-        "public_address": Told(
+        "public_address": SettingHelp(
             "ADDRESS",
             "where users reach the server, if not where it listens",
             "where it listens",
             "Behind a published port or a proxy: HOST:PORT, a port of this host, or a whole URL. "
             "The line `ready` says it.",
         ),
-        "api_key": Told(
+        "api_key": SettingHelp(
             "KEY",
             "what clients must show under /v1",
             "no key is needed",
             "Clients send `Authorization: Bearer KEY`. `/health` and `/metrics` need no key.",
         ),
-        "api_key_file": Told(
+        "api_key_file": SettingHelp(
             "FILE",
             "a file with that key, or with named keys, read again on SIGHUP",
             "no key is needed",
             KEY_FILE,
         ),
-        "key_concurrent": Told(
+        "key_concurrent": SettingHelp(
             "N",
             "requests of a key at a time; default: without limit",
             "without limit",
@@ -219,26 +221,26 @@ GROUPS: dict[str, dict[str, Told]] = {
             "What is beyond gets 429. This limit and the next two hold for each key that names "
             "none of its own. Without keys they hold for all clients together.",
         ),
-        "key_requests_per_minute": Told(
+        "key_requests_per_minute": SettingHelp(
             "N", "requests of a key a minute; default: without limit", "without limit"
         ),
-        "key_tokens_per_minute": Told(
+        "key_tokens_per_minute": SettingHelp(
             "N",
             "tokens of a key a minute; default: without limit",
             "without limit",
             "Tokens of prompts and of outputs count.",
         ),
-        "tls_cert": Told(
+        "tls_cert": SettingHelp(
             "FILE",
             "serve https with this certificate chain (PEM)",
             "plain http",
             "The server then speaks TLS 1.2 or later and nothing else. Needs `--tls-key`. Both "
             "files are read again on SIGHUP, for new connections.",
         ),
-        "tls_key": Told(
+        "tls_key": SettingHelp(
             "FILE", "the private key of --tls-cert (PEM)", "plain http", "The key has no password."
         ),
-        "allowed_origins": Told(
+        "allowed_origins": SettingHelp(
             "ORIGINS",
             "web pages that may ask (CORS), with commas between, or *",
             "no page of another origin may ask",
@@ -246,7 +248,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "of other pages are refused with 403. With keys the key protects: other pages may send "
             "one, but cannot read the answer.",
         ),
-        "allowed_hosts": Told(
+        "allowed_hosts": SettingHelp(
             "NAMES",
             "names with a dot by which clients may call the server, with commas between, or *",
             "any name where keys are set; else none but the name in --host",
@@ -255,98 +257,98 @@ GROUPS: dict[str, dict[str, Told]] = {
             "name the server's address. `/health`, `/ping`, `/metrics` and `/version` answer by "
             "any name. Where the setting is given, it holds with keys, too.",
         ),
-        "no_page": Told(
+        "no_page": SettingHelp(
             "",
             "serve neither the web page at / nor what it watches stages by",
             "the [web page](page.md) is served",
             "Its paths are 404 then.",
         ),
-        "max_queue": Told(
+        "max_queue": SettingHelp(
             "N",
             "requests that may wait; one more gets 429",
             more="Requests without output count, each prompt and choice as one.",
         ),
-        "max_queue_tokens": Told(
+        "max_queue_tokens": SettingHelp(
             "N",
             "prompt tokens that may wait; more get 429; 0: without limit",
             more="It bounds the memory of what waits: about 4 bytes a token, and three times that "
             "in the gateway. A request that alone has more is taken when nothing else waits.",
         ),
-        "max_body_mib": Told("N", "MiB of a request's body; a larger one gets 413"),
-        "max_prompts": Told(
+        "max_body_mib": SettingHelp("N", "MiB of a request's body; a larger one gets 413"),
+        "max_prompts": SettingHelp(
             "N",
             "prompts of a request; more get 400",
             more="Each prompt counts as often as it has choices. The limit in effect is also at "
             "most `--max-queue`.",
         ),
-        "request_timeout": Told(
+        "request_timeout": SettingHelp(
             "SECONDS",
             "seconds of requests that name no timeout; 0: none",
             more="At most a day. It does not hold for `LLM`.",
         ),
-        "drain_timeout": Told(
+        "drain_timeout": SettingHelp(
             "SECONDS",
             "seconds that running requests have after SIGTERM or Ctrl-C",
             more="Then they are cut off.",
         ),
     },
     "scheduling": {
-        "policy": Told(
+        "policy": SettingHelp(
             "NAME",
             "mixed, throughput, prefill-first, decode-first, or module:Class",
             more="How prompts and decodes share a step: `mixed`, `throughput`, `prefill-first`, "
             "`decode-first`, or [a class of your own](architecture.md). `LLM` takes `throughput`, "
             "unless it is given a target.",
         ),
-        "max_running": Told(
+        "max_running": SettingHelp(
             "N",
             "requests that run at a time",
             more="The number of slots. The limit in effect is also at most `--max-step-tokens`. On "
             "a GPU, raise `--cuda-graph-max-batch` with it.",
         ),
-        "max_step_tokens": Told(
+        "max_step_tokens": SettingHelp(
             "N",
             "tokens of a step; default: 2,048 on a CPU, 8,192 on a GPU",
             "2,048 on a CPU, 8,192 on a GPU",
         ),
-        "mixed_step_tokens": Told(
+        "mixed_step_tokens": SettingHelp(
             "N",
             "tokens of a step in which requests decode; default: measured on a GPU",
             "by the two targets; on a CPU a sixteenth of `--max-step-tokens`, at least 128",
             "A fixed budget, in place of the targets, under the policy `mixed`. A quarter of it is "
             "always left for prompts.",
         ),
-        "itl_target": Told(
+        "itl_target": SettingHelp(
             "SECONDS",
             "longest step beside running streams while prompts wait; 0: any",
             more=TARGETS,
         ),
-        "ttft_target": Told(
+        "ttft_target": SettingHelp(
             "SECONDS",
             "seconds that a prompt should wait at most, by longer steps; 0: any",
             more="The more prompts wait, the longer steps get, up to "
             "[`--itl-target`](#itl-target). With 0, steps beside streams stay short, however many "
             "prompts wait.",
         ),
-        "overlap_depth": Told(
+        "overlap_depth": SettingHelp(
             "N",
             "steps in flight, 1 or 2",
             more="1 waits for each step's tokens before the next step is planned.",
         ),
-        "watchdog": Told(
+        "watchdog": SettingHelp(
             "SECONDS",
             "seconds without a result after which an engine counts as hung",
             more="Its process is killed and started again. Seconds in which the scheduler itself "
             "was stopped do not count.",
         ),
-        "host_loss": Told(
+        "host_loss": SettingHelp(
             "SECONDS",
             "seconds of silence after which a group's requests go on at another group",
             more="What no other group can take, and what needs a lost tokenizer or detokenizer, "
             "fails after ten times as long. After twenty times as long what is kept for a lost "
             "stage is dropped.",
         ),
-        "seed": Told(
+        "seed": SettingHelp(
             "N",
             "start of the seeds of requests that bring none",
             "`0`",
@@ -354,16 +356,16 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
     },
     "memory": {
-        "cache": Told("NAME", "prefix cache: radix, or naive for none"),
-        "page_size": Told(
+        "cache": SettingHelp("NAME", "prefix cache: radix, or naive for none"),
+        "page_size": SettingHelp(
             "N",
             "tokens of a page; default: what the attention backend prefers",
             "16 of the backend `torch`, 64 of the others",
         ),
-        "kv_pages": Told(
+        "kv_pages": SettingHelp(
             "N", "pages for keys and values; default: from free memory", "from free memory"
         ),
-        "kv_cache_dtype": Told(
+        "kv_cache_dtype": SettingHelp(
             "",
             "dtype of keys and values in pages; auto: the model's; fp8 is fp8_e4m3",
             more="`fp8_e4m3` has 8 bits: twice as many tokens of a model in 16 bits fit, at the "
@@ -374,7 +376,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "take it for bfloat16 and heads of 64 and 128. `bfloat16` is for a model that computes "
             "in it.",
         ),
-        "memory_fraction": Told(
+        "memory_fraction": SettingHelp(
             "SHARE",
             "share of the free memory that pages may take",
             more="On a CPU at most 4 GiB. Never more than `--max-running` requests of full length "
@@ -382,41 +384,41 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
     },
     "devices": {
-        "device": Told("", "auto: a GPU if there is one", more="Else `auto` is the CPU."),
-        "threads": Told(
+        "device": SettingHelp("", "auto: a GPU if there is one", more="Else `auto` is the CPU."),
+        "threads": SettingHelp(
             "N", "torch's threads in an engine; default: what torch chooses", "what torch chooses"
         ),
-        "attention": Told(
+        "attention": SettingHelp(
             "NAME",
             "torch, flashinfer, fa3, hybrid; auto: the fastest here",
             more="`auto` is `hybrid` on Hopper, with heads of 256 `flashinfer`; `flashinfer` on "
             "other GPUs; else `torch`. Models with soft caps get `torch`, and off Hopper models "
             "with attention sinks (gpt-oss), too.",
         ),
-        "moe_backend": Told(
+        "moe_backend": SettingHelp(
             "NAME",
             "what computes mixtures of experts: torch, triton; auto: the fastest here",
             more="`auto` is `triton` on a GPU. `torch` is its grouped products, for plain weights "
             "in bfloat16. On a CPU each expert computes by itself, which is `torch` there.",
         ),
-        "tp": Told(
+        "tp": SettingHelp(
             "N",
             "engines that share the model, each with a GPU of its own",
             more="Tensor parallelism: the engines compute each step together. The number must "
             "divide the model's heads.",
         ),
-        "dp": Told(
+        "dp": SettingHelp(
             "N",
             "groups of --tp engines, each with the whole model",
             more="Data parallelism: each group has a scheduler of its own, all behind one gateway.",
         ),
-        "routing": Told(
+        "routing": SettingHelp(
             "",
             "how a request finds its group",
             more="`prefix` looks for the group that has the beginning of the prompt in its cache. "
             "With one group all are the same.",
         ),
-        "all_reduce": Told(
+        "all_reduce": SettingHelp(
             "",
             "how GPUs add up; auto: own kernels where they are faster than NCCL",
             more="The kernels read the other GPUs' memory, for messages of up to 16 MiB, among 2, "
@@ -424,7 +426,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "residual and norm as well, and take 64 MiB of each GPU's memory. `nccl` takes NCCL "
             "alone. No effect on a CPU.",
         ),
-        "enable_expert_parallel": Told(
+        "enable_expert_parallel": SettingHelp(
             "",
             "each rank of --tp has some experts whole, not a part of all",
             "each rank has a part of every expert",
@@ -432,19 +434,19 @@ GROUPS: dict[str, dict[str, Told]] = {
             "load is even only if the routing is. Refused for a checkpoint with fewer experts than "
             "ranks, or with none.",
         ),
-        "cuda_graph_max_batch": Told(
+        "cuda_graph_max_batch": SettingHelp(
             "N",
             "largest decode step that is a CUDA graph; 0: none",
             more="With the backend `hybrid`, steps with prompts are graphs, too. No effect on a "
             "CPU.",
         ),
-        "no_cuda_graph": Told(
+        "no_cuda_graph": SettingHelp(
             "",
             "launch every step kernel by kernel",
             "CUDA graphs are used",
             "No effect on a CPU.",
         ),
-        "all_graphs_first": Told(
+        "all_graphs_first": SettingHelp(
             "",
             "capture all CUDA graphs before the server is ready",
             "most are captured afterwards",
@@ -453,7 +455,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "measurements, and where load begins at once and does not pause. Always so with "
             "`--tp`, and for `LLM` unless it is given as `False`.",
         ),
-        "compile": Told(
+        "compile": SettingHelp(
             "",
             "torch.compile for what no kernel fuses",
             "nothing is compiled",
@@ -463,32 +465,32 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
     },
     "running": {
-        "topology": Told(
+        "topology": SettingHelp(
             "FILE",
             "where the stages listen; default: one made for this host",
             "one made for this host",
             "The [topology](topology.md) file.",
         ),
-        "in_process": Told(
+        "in_process": SettingHelp(
             "",
             "all stages in this process, for debuggers",
             "a process each",
             "Nothing is started again then.",
         ),
-        "log_level": Told("", "how much is logged, to stderr"),
-        "log_format": Told(
+        "log_level": SettingHelp("", "how much is logged, to stderr"),
+        "log_format": SettingHelp(
             "",
             "json: one object a line, and a line for each request",
             more="[Telemetry](telemetry.md) says what stands in them.",
         ),
-        "otlp_endpoint": Told(
+        "otlp_endpoint": SettingHelp(
             "URL",
             "send a trace of each request there, by OTLP over HTTP",
             "no traces",
             "The URL of an OpenTelemetry collector. Every stage sends a span for each request. "
             "Needs `pip install 'pipeinfer[otel]'`.",
         ),
-        "vllm_metrics": Told(
+        "vllm_metrics": SettingHelp(
             "",
             "metrics also by vLLM's names",
             "only those of pipeinfer",
@@ -496,7 +498,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "inference extension, which know those names. [The reference](reference/metrics.md) "
             "lists them; `/metrics` has them beside those of pipeinfer.",
         ),
-        "stay_awake": Told(
+        "stay_awake": SettingHelp(
             "",
             "auto: beside GPUs, where there are cores to spare for it",
             more="Whether stages other than engines sleep between messages that come within 5 ms "
@@ -507,26 +509,26 @@ GROUPS: dict[str, dict[str, Told]] = {
             "in a container that sees no GPU. With `always`, the loops of `LLM` and `AsyncLLM` "
             "stay awake as well.",
         ),
-        "record": Told(
+        "record": SettingHelp(
             "DIR",
             "record what every stage takes and gives",
             "nothing is recorded",
             "[Recordings](recording.md) begin at each stage's start.",
         ),
-        "record_max_bytes": Told(
+        "record_max_bytes": SettingHelp(
             "N", "bytes of each recording; default: without limit", "without limit", "Then it ends."
         ),
-        "flight_recorder_mib": Told(
+        "flight_recorder_mib": SettingHelp(
             "N",
             "memory for the last minute of each stage; 0: off",
             more="A stage that dies of an exception writes it.",
         ),
-        "flight_dir": Told(
+        "flight_dir": SettingHelp(
             "DIR",
             "where the flight recorder writes when a stage dies of an exception",
             "`--record`, or a folder for state of the user",
         ),
-        "profile": Told(
+        "profile": SettingHelp(
             "N",
             "steps of a torch profiler's trace; default: none",
             "none",
@@ -534,7 +536,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "steps that decode, once in a process. The log names the file, "
             "`profile-engine-0-0-PID.json`. Steps are slower meanwhile.",
         ),
-        "profile_dir": Told(
+        "profile_dir": SettingHelp(
             "DIR", "where the profiler's trace is written", more="The folder is made if need be."
         ),
     },

@@ -11,10 +11,9 @@ from contextlib import suppress
 import pytest
 import zmq
 
-from pipeinfer.bus import keys
-from pipeinfer.bus.bus import Bus
-from pipeinfer.bus.caller import Caller
-from pipeinfer.bus.refusals import PERIOD, REASONS, Refusals
+from pipeinfer.bus import curve
+from pipeinfer.bus.bus import Bus, ControlClient
+from pipeinfer.bus.curve import LOG_PERIOD, MAX_REASONS, RefusalLog
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.settings import ConfigurationError
@@ -53,9 +52,9 @@ class Stage:
 
     async def refuses(self, more_than: int) -> int:
         async with asyncio.timeout(20):
-            while self.bus.refused <= more_than:
+            while self.bus.refused_handshakes <= more_than:
                 await asyncio.sleep(0.01)
-        return self.bus.refused
+        return self.bus.refused_handshakes
 
     def close(self) -> None:
         self.bus.close()
@@ -67,7 +66,7 @@ def place(request, tmp_path):
     if request.param == "[::1]" and not _has_ipv6():
         pytest.skip("no IPv6 loopback here")
     for name in ("front", "gpu"):
-        keys.create(tmp_path / "keys", name)
+        curve.create_key_pair(tmp_path / "keys", name)
     first, second = free_ports(2)
     entries = (
         Entry("gateway", f"tcp://{request.param}:{first}", key="front"),
@@ -95,7 +94,7 @@ async def test_stages_with_keys_talk_in_both_directions(place):
             while BEAT not in gateway.heard:
                 tokenizer.bus.send(Send("telemetry", EVERYONE, BEAT))
                 await asyncio.sleep(0.02)
-        assert gateway.bus.refused == tokenizer.bus.refused == 0
+        assert gateway.bus.refused_handshakes == tokenizer.bus.refused_handshakes == 0
     finally:
         gateway.close()
         tokenizer.close()
@@ -104,12 +103,12 @@ async def test_stages_with_keys_talk_in_both_directions(place):
 async def test_a_command_line_with_one_of_the_keys_hears_a_stage(place):
     tokenizer = Stage("tokenizer", place)
     try:
-        with zmq.Context() as context, Caller(place, context) as caller:
+        with zmq.Context() as context, ControlClient(place, context) as caller:
             caller.listen("tokenizer-0")
             async with asyncio.timeout(20):
                 while True:
                     tokenizer.bus.send(Send("telemetry", EVERYONE, BEAT))
-                    if any(m == BEAT for _, m in await asyncio.to_thread(caller.hear, 0.05)):
+                    if any(m == BEAT for _, m in await asyncio.to_thread(caller.receive, 0.05)):
                         break
     finally:
         tokenizer.close()
@@ -131,7 +130,7 @@ async def test_strangers_get_nothing_give_nothing_and_cost_one_log_line(place, c
     tokenizer = Stage("tokenizer", place)
     host, _, number = place.address("tokenizer-0").removeprefix("tcp://").rpartition(":")
     port = int(number)
-    ours = tokenizer.bus._wires._keyring.own.public
+    ours = tokenizer.bus._sockets._keyring.own.public
     context = zmq.Context()
     try:
         told = [stranger(zmq.PUSH, context, key) for key in (ours, zmq.curve_keypair()[0], None)]
@@ -174,7 +173,7 @@ def _all_until_closed(plain: socket.socket) -> bytes:
 
 async def test_a_stage_whose_peer_refuses_its_key_says_so(place, tmp_path, caplog):
     for name in ("front", "gpu"):
-        keys.create(tmp_path / "others", name)
+        curve.create_key_pair(tmp_path / "others", name)
     wrong = Topology(place.entries, keys=str(tmp_path / "others"))
     tokenizer, gateway = Stage("tokenizer", place), Stage("gateway", wrong)
     try:
@@ -197,7 +196,7 @@ async def test_what_was_sent_to_a_stage_that_refuses_it_arrives_when_it_knows_th
     shutil.copytree(tmp_path / "keys", old)
     for file in old.glob("front.*"):
         file.unlink()
-    keys.create(old, "front")
+    curve.create_key_pair(old, "front")
     gateway = Stage("gateway", place)
     tokenizer = Stage("tokenizer", Topology(place.entries, keys=str(old)))
     try:
@@ -237,14 +236,14 @@ async def test_a_stage_without_its_key_does_not_start(place, tmp_path):
 
 
 async def test_an_address_of_another_host_is_not_bound(tmp_path):
-    keys.create(tmp_path, keys.DEFAULT)
+    curve.create_key_pair(tmp_path, curve.DEFAULT_KEY)
     place = Topology((Entry("gateway", "tcp://192.0.2.1:7000"),), keys=str(tmp_path))
     with pytest.raises(ConfigurationError, match="no address of this host"):
         Stage("gateway", place)
 
 
 async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path, short_path):
-    keys.create(tmp_path, keys.DEFAULT)
+    curve.create_key_pair(tmp_path, curve.DEFAULT_KEY)
     [port] = free_ports(1)
     named = Entry("tokenizer", f"tcp://192.0.2.1:{port}", bind="127.0.0.1")
     outside = Entry("tokenizer", f"tcp://127.0.0.1:{port}")
@@ -260,15 +259,15 @@ async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path,
 
 
 def test_refusals_are_said_at_once_and_then_once_a_minute(caplog):
-    refusals = Refusals(logging.getLogger("gate"))
+    refusals = RefusalLog(logging.getLogger("gate"))
     refusals.report(0.0)
-    refusals.note("10.0.0.1 shows an unknown key")
+    refusals.record("10.0.0.1 shows an unknown key")
     refusals.report(1.0)
     for second in range(2, 60):
-        refusals.note("10.0.0.1 shows an unknown key")
+        refusals.record("10.0.0.1 shows an unknown key")
         refusals.report(float(second))
     assert len(caplog.records) == 1
-    refusals.report(1.0 + PERIOD)
+    refusals.report(1.0 + LOG_PERIOD)
     assert [r.message for r in caplog.records] == [
         "handshakes refused: 10.0.0.1 shows an unknown key (1 times)",
         "handshakes refused: 10.0.0.1 shows an unknown key (58 times)",
@@ -277,10 +276,10 @@ def test_refusals_are_said_at_once_and_then_once_a_minute(caplog):
 
 
 def test_any_number_of_reasons_is_one_bounded_line(caplog):
-    refusals = Refusals(logging.getLogger("gate"))
+    refusals = RefusalLog(logging.getLogger("gate"))
     for number in range(10_000):
-        refusals.note(f"10.0.{number // 256}.{number % 256} shows an unknown key")
+        refusals.record(f"10.0.{number // 256}.{number % 256} shows an unknown key")
     refusals.report(1.0)
     [record] = caplog.records
-    assert record.message.count("unknown key") == REASONS
-    assert f"others ({10_000 - REASONS} times)" in record.message
+    assert record.message.count("unknown key") == MAX_REASONS
+    assert f"others ({10_000 - MAX_REASONS} times)" in record.message

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus, NoSuchStage
+from pipeinfer.bus.curve import ZAP, CurveAuthenticator
 from pipeinfer.bus.frames import BadFrame, Header, Unencodable
-from pipeinfer.bus.gate import ZAP, Gate
 from pipeinfer.bus.reader import Reader
 from pipeinfer.channels import CHANNELS
 from pipeinfer.core import Send
@@ -172,7 +172,7 @@ def test_a_frame_with_bytes_changed_decodes_or_is_a_bad_frame(data):
 def test_the_gate_answers_after_a_question_that_is_none_and_an_event_that_is_none():
     key = zmq.curve_keypair()[0]
     with zmq.Context() as context:
-        gate = Gate(context, frozenset((key,)))
+        gate = CurveAuthenticator(context, frozenset((key,)))
         asker = context.socket(zmq.REQ)
         asker.rcvtimeo, asker.linger = 10_000, 0
         asker.connect(ZAP)
@@ -180,9 +180,9 @@ def test_the_gate_answers_after_a_question_that_is_none_and_an_event_that_is_non
             asker.send_multipart(question)
             assert asker.recv_multipart()[2] == b"500"
         for event in ([b"short", b""], [b"\x01" * 6], [struct.pack("=hi", -3, -1), b"\xff"]):
-            assert gate._hear(event, "")
+            assert gate._on_monitor_event(event, "")
         asker.send_multipart([b"1.0", b"8", b"", b"::1", b"", b"CURVE", zmq.utils.z85.decode(key)])
         assert asker.recv_multipart()[2] == b"200"
-        assert gate.refused >= 3
+        assert gate.refused_handshakes >= 3
         asker.close()
         gate.close()

@@ -46,11 +46,11 @@ async def test_it_stays_awake_after_frames_in_quick_succession_and_then_sleeps(t
     with zmq.Context() as context:
         pair = Pair(context, patience=1.0)
         await pair.send()
-        assert not pair.reader.awake  # one frame alone says nothing of the next
+        assert not pair.reader.busy_polling  # one frame alone says nothing of the next
         await pair.send()
-        assert pair.reader.awake
+        assert pair.reader.busy_polling
         await until(lambda: len(turns) > 10)
-        await until(lambda: not pair.reader.awake)
+        await until(lambda: not pair.reader.busy_polling)
         slept = len(turns)
         await asyncio.sleep(0.02)
         assert len(turns) == slept
@@ -73,7 +73,7 @@ async def test_it_sleeps_whatever_is_told_about_health(turns):
         pair = Pair(context, patience=60.0)
         for _ in range(3):
             await pair.send("telemetry", BEAT)
-        assert not pair.reader.awake and not turns
+        assert not pair.reader.busy_polling and not turns
         pair.close()
 
 
@@ -82,7 +82,7 @@ async def test_without_patience_it_always_sleeps(turns):
         pair = Pair(context, patience=0.0)
         for _ in range(3):
             await pair.send()
-        assert not pair.reader.awake and not turns
+        assert not pair.reader.busy_polling and not turns
         pair.close()
 
 
@@ -91,6 +91,6 @@ async def test_a_reader_that_is_closed_does_not_keep_the_loop_awake(turns):
         pair = Pair(context, patience=60.0)
         await pair.send()
         await pair.send()
-        assert pair.reader.awake
+        assert pair.reader.busy_polling
         pair.close()
-        await until(lambda: not pair.reader.awake)
+        await until(lambda: not pair.reader.busy_polling)

@@ -43,7 +43,7 @@ async def test_nothing_is_lost_and_nothing_comes_twice_while_connections_are_cut
                 await asyncio.sleep(0.01)
         came = [heard.get_nowait() for _ in range(heard.qsize())]
         assert came == [Abort(f"r{number}", 1, TEXT) for number in range(count)]
-        assert sender.repeated > 0, "a cut took nothing along, so nothing was tried"
+        assert sender.repeated_frames > 0, "a cut took nothing along, so nothing was tried"
         for link in links:
             await link.cut()
         sender.close()

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from terminal import CTRL_C, Terminal
 
-from pipeinfer.cli.running import serving
+from pipeinfer.cli.running import servers_of
 from pipeinfer.demo import demo_path
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, Served, alive, publish
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServerInfo, mark_running, publish_served_model
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from servers import Server, environment
@@ -247,8 +247,8 @@ def running(folder: Path, name: str, url: str, model: str) -> ExitStack:
     file = made / TOPOLOGY
     file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())
     stack = ExitStack()
-    stack.enter_context(alive(file))
-    publish(file, Served(url=url, model=model, path=f"/models/{model}"))
+    stack.enter_context(mark_running(file))
+    publish_served_model(file, ServerInfo(url=url, model=model, path=f"/models/{model}"))
     return stack
 
 
@@ -274,7 +274,7 @@ def test_a_server_is_chosen_by_its_model_and_the_newest_of_several() -> None:
             mark = folder / f"{PREFIX}{number}" / "pid"
             os.utime(mark, (number, number))
         stack.enter_context(running(folder, "tls", "https://x:9", "c"))
-        assert [served.url[-1] for _, served in serving("b")] == ["2", "1"]
-        assert [served.url[-1] for _, served in serving("/models/a")] == ["0"]
-        assert serving("c") == [] and serving("d") == []
-        assert len(serving()) == 3
+        assert [served.url[-1] for _, served in servers_of("b")] == ["2", "1"]
+        assert [served.url[-1] for _, served in servers_of("/models/a")] == ["0"]
+        assert servers_of("c") == [] and servers_of("d") == []
+        assert len(servers_of()) == 3

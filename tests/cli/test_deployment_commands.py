@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.bus import keys
+from pipeinfer.bus import curve
 from pipeinfer.cli.main import main
 from servers import environment
 
@@ -87,7 +87,7 @@ def folder(tmp_path):
 def test_keys_are_made_and_a_topology_with_them_is_drawn(folder):
     made = pipeinfer(folder, "keys")
     assert made.returncode == 0, made.stderr
-    secret = folder / "keys" / f"{keys.DEFAULT}.key"
+    secret = folder / "keys" / f"{curve.DEFAULT_KEY}.key"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert secret.read_text().strip() not in made.stdout + made.stderr
     checked = pipeinfer(folder, "topology", "check", "pipeinfer.toml")

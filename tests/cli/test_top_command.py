@@ -13,7 +13,7 @@ import openai
 import pytest
 from terminal import Terminal
 
-from pipeinfer.cli.top import Line
+from pipeinfer.cli.top import StageLine
 from servers import STAGES, Server, environment
 
 
@@ -118,7 +118,7 @@ def test_a_signal_that_ends_it_leaves_the_terminal_as_it_was(server):
 
 
 def test_a_line_loses_its_least_important_parts_first():
-    line = Line("engine-0-0 ", ["184 tokens/s", "86% busy", "hits 3%"])
+    line = StageLine("engine-0-0 ", ["184 tokens/s", "86% busy", "hits 3%"])
     assert line.within(100) == "engine-0-0 184 tokens/s, 86% busy, hits 3%"
     assert line.within(40) == "engine-0-0 184 tokens/s, 86% busy"
     assert line.within(23) == "engine-0-0 184 tokens/s"

@@ -13,8 +13,14 @@ import pytest
 from compose import FILE, GPU, HOSTS, ROOT, VARIABLE, Compose, load, variables
 from containers import DOCKERFILE, HEAVY, SECRETS, TOPOLOGY, image_files, stage_of
 
-from pipeinfer.runtime.deployment import BIND, KEYS, SECRET, STAGES, stages
 from pipeinfer.settings import Settings, from_environment
+from pipeinfer.topology.topology import (
+    BIND_VARIABLE,
+    KEYS_VARIABLE,
+    SECRET_VARIABLE,
+    STAGES_VARIABLE,
+    parse_stages,
+)
 from servers import STAGES as NAMES
 
 EXAMPLE = (ROOT / ".env.example").read_text()
@@ -142,9 +148,9 @@ def test_a_service_is_whole(where, name):
 def test_a_service_sets_variables_that_exist(where, name):
     given = set(SERVICES[where, name]["environment"])
     known = {k for k in given if from_environment({k: "1"})}
-    assert given - known <= {STAGES, KEYS, SECRET, BIND}
+    assert given - known <= {STAGES_VARIABLE, KEYS_VARIABLE, SECRET_VARIABLE, BIND_VARIABLE}
     assert "PIPEINFER_ALLOWED_HOSTS" in given or name != "gateway"
-    assert SERVICES[where, name]["environment"][KEYS] == SECRETS
+    assert SERVICES[where, name]["environment"][KEYS_VARIABLE] == SECRETS
 
 
 def test_variables_of_the_hub_reach_every_stage_where_they_are_set():
@@ -245,7 +251,7 @@ def test_the_example_names_every_variable_and_no_other():
     assert set(named) == used | {"COMPOSE_FILE", "FRONT", "GPU_A", "GPU_B"}
     assert named["COMPOSE_FILE"] == f"{FILE}:{GPU}:{HOSTS}"
     assert variables(EXAMPLE) == {}, "copied as it is, nothing changes"
-    assert {e.host for e in stages(named[STAGES])} == {"front", "gpu-a", "gpu-b"}
+    assert {e.host for e in parse_stages(named[STAGES_VARIABLE])} == {"front", "gpu-a", "gpu-b"}
     assert named["THIS_HOST"] == "front"
 
 

@@ -13,7 +13,7 @@ from compose import FILE, GPU, HOSTS, ROOT, Compose, variables
 from containers import ContainerHost, body
 
 from hosts import Hosts, missing
-from pipeinfer.bus import keys
+from pipeinfer.bus import curve
 from servers import fetch
 
 WHY_NOT = missing()
@@ -74,7 +74,7 @@ def test_one_host_runs_as_it_is_checked_out_each_service_alone_in_its_network(fo
 
 def test_three_hosts_with_profiles_form_one_deployment(folder):
     """The variables of .env.example, uncommented, with other addresses; two engines on one host."""
-    keys.create(folder, keys.DEFAULT)
+    curve.create_key_pair(folder, curve.DEFAULT_KEY)
     names = ("front", "gpu-a", "gpu-b")
     with Hosts(*names) as network:
         running = {
@@ -122,6 +122,6 @@ def _three(network: Hosts, host: str, folder: Path) -> Compose:
             **found,
             "COMPOSE_FILE": f"{FILE}:{GPU}:{HOSTS}",
             "THIS_HOST": host,
-            "CURVE_KEY_FILE": str(folder / f"{keys.DEFAULT}.key"),
+            "CURVE_KEY_FILE": str(folder / f"{curve.DEFAULT_KEY}.key"),
         }
     )

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from checkpoints import make_checkpoint
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.engine import loading, machine
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.messages import Heartbeat
@@ -56,11 +56,11 @@ def pools(topology: Topology) -> dict[str, float]:
     """Pages of each rank, as its heartbeats tell them; waits until all do."""
     pages: dict[str, float] = {}
     deadline = time.monotonic() + PATIENCE
-    with zmq.Context() as context, Caller(topology, context) as caller:
+    with zmq.Context() as context, ControlClient(topology, context) as caller:
         for stage in topology.ids("engine"):
             caller.listen(stage)
         while len(pages) < 2 and time.monotonic() < deadline:
-            for _, beat in caller.hear(0.2):
+            for _, beat in caller.receive(0.2):
                 if isinstance(beat, Heartbeat) and "pages_total" in beat.stats:
                     pages[beat.stage] = beat.stats["pages_total"]
     return pages

@@ -18,7 +18,7 @@ import pytest
 
 from pipeinfer import LLM
 from pipeinfer.channels import CHANNELS
-from pipeinfer.cli import flags
+from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.error_codes import CODES
 from pipeinfer.gateway.field_help import BY_BODY
@@ -28,14 +28,12 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS
 from pipeinfer.gateway.unsupported_fields import HARMLESS, INSTEAD, REFUSED
 from pipeinfer.other_servers import refused
-from pipeinfer.runtime.deployment import BIND, KEYS, SECRET
-from pipeinfer.runtime.deployment import STAGES as STAGES_VARIABLE
 from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings
 from pipeinfer.settings_help import GROUPS, MODEL
 from pipeinfer.statistics_help import EACH, STATISTICS
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Entry
+from pipeinfer.topology.topology import VARIABLES, Entry
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +116,9 @@ def test_python_and_toml_blocks_are_valid(page):
 
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
-    asked = {option for a in flags.parser("x", "", "", ())._actions for option in a.option_strings}
+    asked = {
+        option for a in questions.parser("x", "", "", ())._actions for option in a.option_strings
+    }
     sources = [ROOT / "tests/conftest.py"]
     sources += [
         path
@@ -153,7 +153,7 @@ def test_flags_that_are_named_exist(page):
 def test_environment_variables_that_are_named_exist(page):
     named = set(re.findall(r"PIPEINFER_([A-Z_]+)", page.read_text()))
     known = {name.upper() for name in Settings.__struct_fields__} | {"PUBLISH"}
-    known |= {name.removeprefix(PREFIX) for name in (STAGES_VARIABLE, KEYS, SECRET, BIND)}
+    known |= {name.removeprefix(PREFIX) for name in VARIABLES}
     assert named - known == set()
 
 

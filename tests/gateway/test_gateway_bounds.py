@@ -18,7 +18,7 @@ from gateway_pipeline import Gateway, StartGateway
 from pipeinfer.events import Drain
 from pipeinfer.messages import TextRow
 from pipeinfer.packing import pack
-from pipeinfer.runtime.entry import COLLECTIONS
+from pipeinfer.runtime.entry import GC_THRESHOLDS
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 HELLO = [{"role": "user", "content": "hello"}]
@@ -99,7 +99,7 @@ def collector_of_a_stage() -> Iterator[None]:
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECTIONS)
+    gc.set_threshold(*GC_THRESHOLDS)
     yield
     gc.set_threshold(*before)
     gc.unfreeze()

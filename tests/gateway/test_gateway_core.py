@@ -7,7 +7,6 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.beats import GIVE_UP
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.backlog import Backlog
@@ -15,6 +14,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
+from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,
@@ -617,7 +617,9 @@ def test_what_needs_a_stage_that_never_comes_back_fails_and_what_goes_on_without
     harness.do(Call("waits", PARAMS, text="x"))
     for lost, ended in (("tokenizer-0", "waits"), ("detokenizer-0", "runs")):
         began = harness.now
-        while harness.now < began + 5.0 + GIVE_UP * 2.0:  # silence, and what it may take to boot
+        while (
+            harness.now < began + 5.0 + GIVE_UP_FACTOR * 2.0
+        ):  # silence, and what it may take to boot
             assert harness.do(Tick()) == [] or harness.now < began + 6.0
             harness.now += 0.5
             for stage in STAGES:

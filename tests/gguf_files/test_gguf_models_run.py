@@ -10,7 +10,7 @@ import pytest
 import checkpoints
 import gguf_writing
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.trace.model import identify
+from pipeinfer.trace.recording import identify_model
 from servers import Server
 
 QUESTIONS = ("What is it?", "abc abc abc", "Zürich, 東京!")
@@ -76,5 +76,5 @@ def test_server_takes_a_file(both):
 
 def test_recordings_know_which_file_it_was(both):
     first, second = both("LlamaForCausalLM")[1], both("Qwen3ForCausalLM")[1]
-    digests = {identify("m", str(path)).digest for path in (first, second, first)}
+    digests = {identify_model("m", str(path)).digest for path in (first, second, first)}
     assert len(digests) == 2 and "" not in digests

@@ -25,7 +25,7 @@ from pipeinfer import settings as config  # noqa: E402
 from pipeinfer.bench.span import Span  # noqa: E402
 from pipeinfer.replay.rebuild import rebuild  # noqa: E402
 from pipeinfer.replay.recording import load_stage, warn_of_tail  # noqa: E402
-from pipeinfer.replay.run import Run  # noqa: E402
+from pipeinfer.replay.run import ReplayRun  # noqa: E402
 
 
 def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float]:
@@ -52,7 +52,7 @@ def replay(trace: Path) -> dict[str, Any]:
     for warning in rebuilt.warnings:
         print(f"warning: {warning}")
     choices = argparse.Namespace(all=True, halt=False, until=None, realtime=False, json=False)
-    player = Run(recording, rebuilt, choices, print)
+    player = ReplayRun(recording, rebuilt, choices, print)
     code = player.run()
     first = player.tally.first
     return {

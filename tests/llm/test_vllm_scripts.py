@@ -26,7 +26,7 @@ from pipeinfer import (
     params,
 )
 from pipeinfer.llm import ConfigurationError, RequestError
-from pipeinfer.offline.keywords import FURTHER, NEUTRAL, settings_of
+from pipeinfer.offline.keywords import NEUTRAL_VALUES, VLLM_KEYWORDS, settings_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CHAT = [
@@ -396,9 +396,9 @@ def test_keywords_that_ask_for_nothing_are_left_out() -> None:
         "model": "m", "max_model_len": 64, "tp": 1, "dtype": "float16",
         "served_model_name": "mine",
     }  # fmt: skip
-    nothing: dict[str, Any] = dict.fromkeys([*FURTHER, *NEUTRAL])
+    nothing: dict[str, Any] = dict.fromkeys([*VLLM_KEYWORDS, *NEUTRAL_VALUES])
     assert settings_of(nothing) == {}
-    assert settings_of({name: values[0] for name, values in NEUTRAL.items()}) == {}
+    assert settings_of({name: values[0] for name, values in NEUTRAL_VALUES.items()}) == {}
 
 
 def test_all_keywords_that_ask_for_something_else_are_named_at_once() -> None:

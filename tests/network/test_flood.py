@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from pipeinfer.bus import frames, keys
+from pipeinfer.bus import curve, frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.messages import PROTOCOL, Abort
 from pipeinfer.settings import Settings
@@ -30,7 +30,7 @@ LINES = 30  # of log: four kinds of bad frames and, once a minute, handshakes, a
 
 
 def deployed(folder: Path) -> Topology:
-    keys.create(folder / "keys", keys.DEFAULT)
+    curve.create_key_pair(folder / "keys", curve.DEFAULT_KEY)
     local = topologies.local(Settings(), "ipc:///x/")
     first = port_row(4 * len(local.entries))
     entries = (
@@ -128,7 +128,7 @@ def test_garbage_bytes_and_connections_that_say_nothing(victim):
 
 
 def test_wrong_keys_get_in_nowhere(victim):
-    ours = keys.load_public(Path(victim.topology.keys), keys.DEFAULT)
+    ours = curve.load_public(Path(victim.topology.keys), curve.DEFAULT_KEY)
     before = _sums(victim, "bad_frames")
 
     def one(port: int, until: float) -> None:
@@ -158,7 +158,7 @@ def test_wrong_keys_get_in_nowhere(victim):
 
 def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
     """Of another version, of no channel, too short, too long; what cannot be read waits outside."""
-    pair = keys.load_pair(Path(victim.topology.keys), keys.DEFAULT)
+    pair = curve.load_key_pair(Path(victim.topology.keys), curve.DEFAULT_KEY)
     old = frames.encode("work", Header(PROTOCOL - 1, "old", 1, 0, 0.0), Abort("r", 1))
     kinds = [old, [b"x" * 10_000, b"", b""], [b"work"] * 50, [b"plan", b"\xc1", b"z" * 100_000]]
     before = _sums(victim, "bad_frames")
@@ -185,15 +185,15 @@ def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
 
 def _sums(victim: Victim, statistic: str) -> float:
     """Of all stages, by their own heartbeats."""
-    from pipeinfer.bus.caller import Caller
+    from pipeinfer.bus.bus import ControlClient
 
-    with zmq.Context() as context, Caller(victim.topology, context) as caller:
+    with zmq.Context() as context, ControlClient(victim.topology, context) as caller:
         for stage in victim.topology.ids():
             caller.listen(stage)
         found: dict[str, float] = {}
         deadline = time.monotonic() + 20
         while len(found) < len(victim.topology.entries) and time.monotonic() < deadline:
-            for header, message in caller.hear(1.0):
+            for header, message in caller.receive(1.0):
                 if hasattr(message, "stats"):
                     found[header.sender] = message.stats[statistic]
     assert len(found) == len(victim.topology.entries)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from pipeinfer.bus import keys
-from pipeinfer.bus.wires import Wires
+from pipeinfer.bus import curve
+from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
 from pipeinfer.topology import addresses
 from pipeinfer.topology.topology import Entry, Topology
@@ -16,8 +16,8 @@ from port_rows import port_row
 @pytest.fixture
 def topology(tmp_path):
     port = port_row(8)
-    keys.create(tmp_path / "ours", keys.DEFAULT)
-    keys.create(tmp_path / "theirs", keys.DEFAULT)
+    curve.create_key_pair(tmp_path / "ours", curve.DEFAULT_KEY)
+    curve.create_key_pair(tmp_path / "theirs", curve.DEFAULT_KEY)
     ranks = (
         Entry("engine", f"tcp://127.0.0.1:{port}"),
         Entry("engine", f"tcp://127.0.0.1:{port + 4}", rank=1),
@@ -28,12 +28,17 @@ def topology(tmp_path):
 def test_ranks_meet_with_keys_and_nobody_else_does(topology, tmp_path):
     address = topology.address("engine-0-0")
     context = zmq.Context.instance()
-    first, second = Wires(topology, context, "engine-0-0"), Wires(topology, context, "engine-0-1")
-    wrong = Wires(Topology(topology.entries, keys=str(tmp_path / "theirs")), context, "engine-0-1")
-    first.open()
+    first, second = (
+        SocketFactory(topology, context, "engine-0-0"),
+        SocketFactory(topology, context, "engine-0-1"),
+    )
+    wrong = SocketFactory(
+        Topology(topology.entries, keys=str(tmp_path / "theirs")), context, "engine-0-1"
+    )
+    first.load_keys()
     try:
         for other in (second, wrong):
-            other.open(gate=False)
+            other.load_keys(authenticate=False)
         store = meet(address, 0, 2, 30, first)
         store.set("key", "value")
         for stranger in (wrong, None):

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hosts import Hosts, missing
-from pipeinfer.bus import keys
+from pipeinfer.bus import curve
 from servers import environment
 
 WHY_NOT = missing()
@@ -49,7 +49,7 @@ class Deployment:
             lines += [f'key = "{host}"', f'address = "{address}"']
         self.file.write_text("\n".join(lines))
         for host in hosts.addresses:
-            keys.create(folder / "keys", host)
+            curve.create_key_pair(folder / "keys", host)
         self.url = f"http://{hosts.addresses['front']}:8000"
         self.processes = {host: self.start(host) for host in hosts.addresses}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_servers
 from servers import Server
@@ -29,10 +29,10 @@ def statistics(server: Server, stage: str) -> dict[str, float]:
     """Those in the next heartbeat of stage id `stage`."""
     topology = next(s.topology for s in running_servers() if s.pid == server.process.pid)
     deadline = time.monotonic() + PATIENCE
-    with zmq.Context() as context, Caller(topology, context) as caller:
+    with zmq.Context() as context, ControlClient(topology, context) as caller:
         caller.listen(stage)
         while time.monotonic() < deadline:
-            for _, beat in caller.hear(1.0):
+            for _, beat in caller.receive(1.0):
                 if isinstance(beat, Heartbeat) and beat.stage == stage:
                     return beat.stats
     raise AssertionError(f"{stage} is silent")

@@ -42,7 +42,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime.fence import Fence
+from pipeinfer.runtime.incarnations import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import EncodeNext, TokenizerCore, Tried, Try
@@ -199,7 +199,7 @@ class Process:
 
     core: object
     incarnation: int
-    fence: Fence = field(default_factory=Fence)
+    fence: IncarnationFilter = field(default_factory=IncarnationFilter)
     later: list[Try | EncodeNext | Compile] = field(default_factory=list)
     shown: object = None  # the state that its latest heartbeat told
 
@@ -413,7 +413,7 @@ class Simulation:
             sender, incarnation, receiver = key = waiting[chosen]
             message = self.links[key].popleft()
             header = Header(PROTOCOL, sender, incarnation, 0, 0.0)
-            if self.processes[receiver].fence.passes(header, self.now):
+            if self.processes[receiver].fence.accepts(header, self.now):
                 self.feed(receiver, message)
             return True
         chosen -= len(waiting)

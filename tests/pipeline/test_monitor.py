@@ -19,11 +19,11 @@ from statistics import median
 import pytest
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed
 from pipeinfer.messages import Heartbeat
-from pipeinfer.replay.journeys import journeys
-from pipeinfer.replay.merging import load_merged
+from pipeinfer.replay.recording import load_merged
+from pipeinfer.replay.stats import request_times
 from pipeinfer.runtime.find import running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 from servers import Server
@@ -210,7 +210,7 @@ def whole(server: Server, name: str) -> dict | None:
 def agrees_with_recording(name: str, passages: dict, traces: Path) -> None:
     """What `tools/replay timeline` draws from: each stage's messages that name the request."""
     recordings = load_merged(sorted(traces.glob("*.pitrace")))
-    journey = journeys(recordings)[name]
+    journey = request_times(recordings)[name]
     begun = {
         "tokenizer-0": journey.first["submitted"],
         "scheduler-0": journey.first["queued"],
@@ -273,14 +273,14 @@ def topology(server: Server) -> Topology:
 
 def test_stages_say_nothing_while_nobody_looks(server):
     heard: list[object] = []
-    with Caller(topology(server), zmq.Context.instance()) as caller:
+    with ControlClient(topology(server), zmq.Context.instance()) as caller:
         for name in STAGES:
             caller.listen(name)
 
         def until(condition) -> None:
             deadline = time.monotonic() + 20
             while not condition() and time.monotonic() < deadline:
-                heard.extend(message for _, message in caller.hear(0.2))
+                heard.extend(message for _, message in caller.receive(0.2))
             assert condition()
 
         def beats() -> int:

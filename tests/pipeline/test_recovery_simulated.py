@@ -15,7 +15,7 @@ from simulated import HOST_LOSS, Simulation
 from simulated_engine import POISON
 from simulated_grammars import spec_of
 
-from pipeinfer.beats import FORGET
+from pipeinfer.liveness import FORGET_FACTOR
 from pipeinfer.packing import unpack
 
 MANY_SEEDS = st.integers(0, 2**32 - 1)
@@ -185,7 +185,7 @@ def test_what_is_kept_for_a_gateway_that_never_comes_back_is_forgotten(groups):
             s.tick(1.1)
         kept += s.stats()["tokenizer-0"]["ledger"]
         for _ in range(3):
-            s.tick(FORGET * HOST_LOSS + 1.0)
+            s.tick(FORGET_FACTOR * HOST_LOSS + 1.0)
             while s.deliver():
                 pass
         assert "gateway-0" not in s.processes

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from collector import Collector
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed, Passage, StepMade, Watch
 from pipeinfer.runtime.find import TOPOLOGY
 from pipeinfer.topology import topology as topologies
@@ -162,15 +162,15 @@ def test_who_watches_hears_of_a_request_from_every_stage_and_of_its_steps(server
     topology = server.topology()
     passages: dict[str, list[Passage]] = defaultdict(list)
     steps: list[StepMade] = []
-    with zmq.Context() as context, Caller(topology, context) as caller:
+    with zmq.Context() as context, ControlClient(topology, context) as caller:
         for stage in topology.ids():
             caller.listen(stage)
         waiting, asked, answer, deadline = set(topology.ids()), 0.0, {}, time.monotonic() + 60
         while time.monotonic() < deadline:
-            for header, message in caller.hear(0.05):
+            for header, message in caller.receive(0.05):
                 if header.sender in waiting:  # heard: its answers will be, too
                     waiting.discard(header.sender)
-                    caller.ask(header.sender, Watch(30.0))
+                    caller.send(header.sender, Watch(30.0))
                 if isinstance(message, Observed):
                     steps += message.steps
                     for passage in message.passages:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pipeinfer.messages import Abort, Done, Plan, Result, StopHit, Tokens
-from pipeinfer.replay.recording import Recording
+from pipeinfer.replay.recording import LoadedTrace
 
 
-def preempting_plans(recording: Recording) -> dict[int, str]:
+def preempting_plans(recording: LoadedTrace) -> dict[int, str]:
     """{seq of the plan: request} of each plan that released a request which was not over: later
     it was admitted again, a step in flight told its tokens, or a stop string or hang-up ended it.
     """

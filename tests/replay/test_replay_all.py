@@ -16,9 +16,9 @@ from pipeinfer.events import StepDone
 from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.replay.difference import Difference
-from pipeinfer.replay.recording import Entry, Exchange, load
-from pipeinfer.replay.tally import Tally
+from pipeinfer.replay.compare import Difference
+from pipeinfer.replay.recording import TraceEntry, TraceExchange, load
+from pipeinfer.replay.run import ReplayTally
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
 
@@ -70,8 +70,8 @@ def test_tokens_and_requests_that_differ_are_counted(other_session, tmp_path):
     assert "replay took" in done.stdout
 
 
-def entry(seq: int, message, direction="in", channel="local") -> Entry:
-    return Entry(seq, 1.0, direction, channel, "", 0, 0.0, message, 1)
+def entry(seq: int, message, direction="in", channel="local") -> TraceEntry:
+    return TraceEntry(seq, 1.0, direction, channel, "", 0, 0.0, message, 1)
 
 
 def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
@@ -79,11 +79,11 @@ def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
         return Admit(slot, name, pack([1]), 1, 9, SamplingParams(), 0)
 
     plan = Plan(7, 3, (), (admit(4, "a"), admit(2, "b")), pack([4, 2]), pack([1, 1]))
-    step = Exchange(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
+    step = TraceExchange(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
     rows = [pack(x) for x in ([4, 2], [0, 0], [1, 1], [1, 1], [50, 60], [])]
     step.outputs.append(entry(3, Result(7, 3, *rows, 0, 0, 0), "out", "result"))
-    tally = Tally(keep_going=True)
-    tally.follow(Exchange(entry(1, plan, channel="plan")))
+    tally = ReplayTally(keep_going=True)
+    tally.follow(TraceExchange(entry(1, plan, channel="plan")))
     tally.step(step, StepDone(7, 3, pack([1, 1]), pack([50, 61])))
     assert (tally.tokens, tally.wrong, tally.requests) == (2, 1, {"b"})
     assert tally.lines()[1] == "tokens: 1 of 2 differ, in 1 of 2 requests"
@@ -93,7 +93,7 @@ def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
 
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_the_first_difference_ends_a_replay_unless_it_is_to_go_on(keep_going):
-    tally = Tally(keep_going)
+    tally = ReplayTally(keep_going)
     assert not tally.over
     found = [Difference(n, "text", "x", 0, 1, entry(n, StepDone(1, n, b"", b""))) for n in (5, 9)]
     for difference in (None, *found):

@@ -14,14 +14,12 @@ from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
-from pipeinfer.replay.pacing import Pace
-from pipeinfer.replay.player import Player
-from pipeinfer.replay.playing import DevicePlayback
-from pipeinfer.replay.recording import Entry, Exchange
-from pipeinfer.replay.tally import Tally
-from pipeinfer.replay.varying import left_out
-from pipeinfer.trace.bodies import Bodies
+from pipeinfer.replay.compare import ignored_fields
+from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace
+from pipeinfer.replay.recording import TraceEntry, TraceExchange
+from pipeinfer.replay.run import ReplayTally
 from pipeinfer.trace.format import Record
+from pipeinfer.trace.reader import BodyDecoder
 
 
 class Runner:
@@ -48,14 +46,15 @@ def core() -> EngineCore:
     return EngineCore(hello, "scheduler-0", MemoryManager(9, 16, 2, 64))
 
 
-def entry(seq: int, direction, message) -> Entry:
-    return Entry(seq, seq / 50, direction, LOCAL, "", seq, 0.0, message, 1)
+def entry(seq: int, direction, message) -> TraceEntry:
+    return TraceEntry(seq, seq / 50, direction, LOCAL, "", seq, 0.0, message, 1)
 
 
-def recorded() -> list[Exchange]:
+def recorded() -> list[TraceExchange]:
     """Two graphs became due, one after the other."""
     return [
-        Exchange(entry(seq, "in", GraphDue()), [entry(seq + 1, "out", Capture())]) for seq in (1, 3)
+        TraceExchange(entry(seq, "in", GraphDue()), [entry(seq + 1, "out", Capture())])
+        for seq in (1, 3)
     ]
 
 
@@ -63,12 +62,14 @@ def recorded() -> list[Exchange]:
 async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(monkeypatch, left):
     for name in ("FIRST", "QUIET", "GAP"):
         monkeypatch.setattr(executor, name, 0.0)  # the engine's own wish comes at once
-    runner, tally = Runner(left), Tally()
+    runner, tally = Runner(left), ReplayTally()
     driver = DeviceDriver(
         lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
     )
     device = DevicePlayback(driver, tally)
-    await device.play(Player(core(), left_out, device.deliver), recorded(), Pace(True, 0.0))
+    await device.play(
+        CorePlayer(core(), ignored_fields, device.deliver), recorded(), ReplayPace(True, 0.0)
+    )
     assert tally.first is None
     assert (runner.graphs, runner.graphs_left) == (2 + min(left, 2), max(left - 2, 0))
 
@@ -76,4 +77,4 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
 @pytest.mark.parametrize(("direction", "message"), [("in", GraphDue()), ("out", Capture())])
 def test_a_recording_holds_when_graphs_are_due(direction, message):
     record = Record(0.0, direction, LOCAL, "", 0, 0.0, msgspec.msgpack.encode(message))
-    assert Bodies("engine").decode(record) == message
+    assert BodyDecoder("engine").decode(record) == message

@@ -11,7 +11,7 @@ from replay_tool import tool
 from pipeinfer.cli.replay import run as main
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
-from pipeinfer.replay.comparison import first_mismatch
+from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.rebuild import rebuild
 from pipeinfer.replay.recording import load
 from pipeinfer.step_cost import StepCost

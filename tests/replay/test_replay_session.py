@@ -11,14 +11,14 @@ from replay_tool import tool
 
 from pipeinfer.engine.core import EngineCore
 from pipeinfer.messages import Plan
-from pipeinfer.replay.difference import Difference
+from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.rebuild import rebuild
-from pipeinfer.replay.recording import Recording, load
+from pipeinfer.replay.recording import LoadedTrace, load
 
 STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 
 
-def kinds(recording: Recording) -> Counter:
+def kinds(recording: LoadedTrace) -> Counter:
     return Counter((e.direction, e.kind) for e in recording.entries)
 
 
@@ -75,7 +75,7 @@ def planted(tmp_path, session):
     return replay
 
 
-def entry(recording: Recording, seq: int):
+def entry(recording: LoadedTrace, seq: int):
     return next(e for e in recording.entries if e.seq == seq)
 
 
@@ -173,7 +173,7 @@ def test_wrong_page_freed_is_found_at_the_plan_that_frees_it(planted, session):
     assert found.channel == "result"
 
 
-def first_plan_with_duplicates(recording: Recording) -> tuple[int, int]:
+def first_plan_with_duplicates(recording: LoadedTrace) -> tuple[int, int]:
     """(epoch, number) of the first plan in which a request had pages that the tree has too."""
     core = rebuild(recording, "", {}, core_only=True).stage.core
     assert isinstance(core, EngineCore)

@@ -16,9 +16,8 @@ import pytest
 from PIL import Image
 from replay_tool import tool
 
-from pipeinfer.replay.merging import load_merged
-from pipeinfer.replay.recording import load
-from pipeinfer.replay.spans import picture
+from pipeinfer.replay.recording import load, load_merged
+from pipeinfer.replay.timeline import build_timeline
 from pipeinfer.trace import format as form
 from pipeinfer.trace.reader import Trace
 
@@ -185,11 +184,11 @@ def test_page_of_a_part_begins_with_that_part(session, tmp_path):
 def test_part_shows_what_touches_it_as_it_is_drawn(session):
     """Spans that reach into the next are drawn shorter: a part counts what is left of them."""
     recordings = load_merged(list(session.values()))
-    whole = picture(recordings)
+    whole = build_timeline(recordings)
     drawn = set(whole.spans)
     for begin in (whole.seconds * n / 12 for n in range(12)):
         end = begin + whole.seconds / 12
-        part = picture(recordings, begin, end).spans
+        part = build_timeline(recordings, begin, end).spans
         assert set(part) == {s for s in drawn if s.end >= begin and s.start <= end}
 
 

@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from pipeinfer.bus import keys
-from pipeinfer.runtime.claim import claim, note
-from pipeinfer.runtime.deployment import deployed
+from pipeinfer.bus import curve
+from pipeinfer.runtime.election import elect_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Entry
+from pipeinfer.topology.topology import Entry, deployed_topology
 from servers import environment
 
 FIVE = (
@@ -23,7 +22,7 @@ FIVE = (
 
 
 def test_variables_say_what_a_file_says():
-    found = deployed(None, {"PIPEINFER_STAGES": FIVE, "PIPEINFER_KEYS": "/keys"})
+    found = deployed_topology(None, {"PIPEINFER_STAGES": FIVE, "PIPEINFER_KEYS": "/keys"})
     assert found.entries[2] == Entry(
         "scheduler", "tcp://[fd00::2]:7030", host="gpu-a", key="a", group=0
     )
@@ -38,15 +37,15 @@ def test_variables_go_before_the_file_and_leave_its_settings(tmp_path):
     file = tmp_path / "pipeinfer.toml"
     local = topologies.local(Settings(), "ipc:///x/")
     file.write_text(topologies.Topology(local.entries, {"kv_pages": 7}, keys="here").to_toml())
-    assert deployed(str(file), {}) == topologies.load(file)
+    assert deployed_topology(str(file), {}) == topologies.load(file)
     assert topologies.load(file).keys == str(tmp_path / "here")
-    changed = deployed(str(file), {"PIPEINFER_STAGES": FIVE, "PIPEINFER_BIND": "*"})
+    changed = deployed_topology(str(file), {"PIPEINFER_STAGES": FIVE, "PIPEINFER_BIND": "*"})
     assert changed.settings == {"kv_pages": 7}
     assert [e.bind for e in changed.entries] == ["*", "*", "*", "0.0.0.0", "*"]
 
 
 def test_a_secret_in_the_environment_is_enough_and_stands_in_no_file():
-    found = deployed(None, {"PIPEINFER_STAGES": FIVE, "PIPEINFER_CURVE_KEY": "s" * 40})
+    found = deployed_topology(None, {"PIPEINFER_STAGES": FIVE, "PIPEINFER_CURVE_KEY": "s" * 40})
     assert found.keyed
     assert "ssss" not in found.to_toml() + repr(found)
 
@@ -71,23 +70,23 @@ def test_a_secret_in_the_environment_is_enough_and_stands_in_no_file():
 )
 def test_each_mistake_is_one_clear_line(stages, why):
     with pytest.raises(ConfigurationError, match=why) as caught:
-        deployed(None, {"PIPEINFER_STAGES": stages, "PIPEINFER_KEYS": "/keys"})
+        deployed_topology(None, {"PIPEINFER_STAGES": stages, "PIPEINFER_KEYS": "/keys"})
     assert "\n" not in str(caught.value)
 
 
 def test_other_hosts_need_keys():
     with pytest.raises(ConfigurationError, match=r"tcp://front:7000: .* need CURVE keys"):
-        deployed(None, {"PIPEINFER_STAGES": FIVE})
+        deployed_topology(None, {"PIPEINFER_STAGES": FIVE})
 
 
 CLAIMS = """
 import sys
 from pathlib import Path
 from pipeinfer.topology import topology as topologies
-from pipeinfer.runtime.claim import claim
+from pipeinfer.runtime.election import elect_instance
 from pipeinfer.settings import ConfigurationError
 try:
-    mine = claim(topologies.load(sys.argv[1]), "engine", sys.argv[2], Path(sys.argv[3]))
+    mine = elect_instance(topologies.load(sys.argv[1]), "engine", sys.argv[2], Path(sys.argv[3]))
 except ConfigurationError as error:
     print(error, flush=True)
 else:
@@ -98,10 +97,12 @@ else:
 
 def test_processes_that_are_started_alike_become_different_stages(tmp_path):
     """As containers of one service: the third finds nothing left, until one of the others dies."""
-    keys.create(tmp_path / "keys", keys.DEFAULT)
+    curve.create_key_pair(tmp_path / "keys", curve.DEFAULT_KEY)
     file = tmp_path / "pipeinfer.toml"
     text = FIVE + " scheduler-1=tcp://10.0.0.2:7050,host=gpu-a engine-1-0=tcp://10.0.0.2:7060"
-    made = deployed(None, {"PIPEINFER_STAGES": text + ",host=gpu-a", "PIPEINFER_KEYS": "keys"})
+    made = deployed_topology(
+        None, {"PIPEINFER_STAGES": text + ",host=gpu-a", "PIPEINFER_KEYS": "keys"}
+    )
     file.write_text(made.to_toml())
 
     def start(number: int) -> subprocess.Popen:
@@ -117,7 +118,7 @@ def test_processes_that_are_started_alike_become_different_stages(tmp_path):
     assert running[0].stdout.readline() == "engine-0-0\n"
     running.append(start(1))
     assert running[1].stdout.readline() == "engine-1-0\n"
-    assert (tmp_path / "container-1" / note().name).read_text() == "engine-1-0"
+    assert (tmp_path / "container-1" / instance_file().name).read_text() == "engine-1-0"
     with start(2) as third:
         assert "all of them run" in third.stdout.readline()
     running[0].kill()
@@ -128,4 +129,4 @@ def test_processes_that_are_started_alike_become_different_stages(tmp_path):
         process.kill()
         process.wait()
     with pytest.raises(ConfigurationError, match="no stage 'engine' on host front"):
-        claim(topologies.load(file), "engine", "front", tmp_path)
+        elect_instance(topologies.load(file), "engine", "front", tmp_path)

@@ -16,9 +16,9 @@ from pipeinfer.cli.swap import chosen_stage
 from pipeinfer.runtime.find import (
     PREFIX,
     TOPOLOGY,
-    Served,
-    alive,
-    publish,
+    ServerInfo,
+    mark_running,
+    publish_served_model,
     running_servers,
     running_topology,
     url_from_here,
@@ -49,7 +49,7 @@ def test_the_only_running_server_is_found(temporary):
     file = server(temporary, "one")
     with pytest.raises(ConfigurationError, match="no server of this user runs"):
         running_topology()
-    with alive(file):
+    with mark_running(file):
         assert running_topology() == topologies.load(file)
         assert running_topology().supervisor == "ipc://one/supervisor"
     with pytest.raises(ConfigurationError, match="no server of this user runs"):
@@ -60,9 +60,11 @@ def test_of_several_servers_one_is_chosen_by_its_port(temporary):
     files = [server(temporary, name) for name in ("one", "two", "three")]
     with ExitStack() as all_of_them:
         for file in files:
-            all_of_them.enter_context(alive(file))
+            all_of_them.enter_context(mark_running(file))
         for port, file in ((8123, files[0]), (8124, files[1])):
-            publish(file, Served(f"http://127.0.0.1:{port}", f"model-{port}", "/models"))
+            publish_served_model(
+                file, ServerInfo(f"http://127.0.0.1:{port}", f"model-{port}", "/models")
+            )
         assert running_topology(port=8124) == topologies.load(files[1])
         assert running_topology(str(files[2])) == topologies.load(files[2])
         for port, why in ((None, "which server?"), (8125, "no server .* listens at port 8125")):
@@ -84,8 +86,8 @@ def test_of_several_servers_one_is_chosen_by_its_port(temporary):
 )
 def test_every_command_that_talks_to_a_server_says_port(temporary, capsys, words):
     files = [server(temporary, name) for name in ("one", "two")]
-    with alive(files[0]), alive(files[1]):
-        publish(files[0], Served("http://[::1]:8123", "tiny", "/models/tiny"))
+    with mark_running(files[0]), mark_running(files[1]):
+        publish_served_model(files[0], ServerInfo("http://[::1]:8123", "tiny", "/models/tiny"))
         assert main([*words]) == 2
         assert "\n  --port 8123  tiny, process " in capsys.readouterr().err
         assert main([*words, "--port", "8001"]) == 2
@@ -97,8 +99,8 @@ def test_a_server_that_was_killed_does_not_run(temporary):
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from pipeinfer.runtime.find import alive\n"
-        "with alive(Path(sys.argv[1])):\n"
+        "from pipeinfer.runtime.find import mark_running\n"
+        "with mark_running(Path(sys.argv[1])):\n"
         "    print('alive', flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -114,10 +116,10 @@ def test_a_server_that_was_killed_does_not_run(temporary):
 
 def test_what_a_running_server_serves_is_known_once_it_has_a_port(temporary):
     file = server(temporary, "one")
-    with alive(file):
+    with mark_running(file):
         assert [one.served for one in running_servers()] == [None]
-        served = Served(url="http://127.0.0.1:8123", model="tiny", path="/models/tiny")
-        publish(file, served)
+        served = ServerInfo(url="http://127.0.0.1:8123", model="tiny", path="/models/tiny")
+        publish_served_model(file, served)
         [one] = running_servers()
         assert one.served == served and one.served.port == 8123
 
@@ -143,7 +145,7 @@ def test_a_file_written_by_hand_leads_to_the_server_that_serves_it(temporary):
     by_hand = temporary / "mine.toml"
     by_hand.write_text(Topology(topologies.load(file).entries).to_toml())
     assert running_topology(str(by_hand)).supervisor == ""
-    with alive(file):
+    with mark_running(file):
         assert running_topology(str(by_hand)).supervisor == "ipc://one/supervisor"
 
 
@@ -156,7 +158,7 @@ def test_without_a_supervisor_swap_says_what_to_do_by_hand(temporary, capsys):
 
 
 def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatch):
-    monkeypatch.setattr("pipeinfer.cli.swap.PATIENCE", 0.3)
+    monkeypatch.setattr("pipeinfer.cli.swap.ANSWER_TIMEOUT", 0.3)
     assert main(["swap", "scheduler", "--topology", str(server(temporary, "gone"))]) == 1
     assert "does not answer" in capsys.readouterr().err
 

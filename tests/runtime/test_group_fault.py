@@ -9,12 +9,11 @@ import sys
 import pytest
 import zmq
 
-from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
-from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault
+from pipeinfer.runtime.entry import FAILED, end_on_group_fault
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology

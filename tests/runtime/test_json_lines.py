@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeinfer.events import Unsent
 from pipeinfer.messages import Open
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime.logs import JsonLines, about
+from pipeinfer.runtime.logs import JsonLines, request_fields
 
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
@@ -62,21 +62,21 @@ def test_a_line_about_a_message_names_its_request_and_its_trace():
     opened = Open(
         request_id="r", attempt=1, gateway=0, params=SamplingParams(), context_ids=b"", trace=TRACE
     )
-    assert about(opened) == {"request_id": "r", "trace_id": "1" * 32}
-    assert about(Unsent("r", 1, "x")) == {"request_id": "r"}
-    assert about(object()) == {}
+    assert request_fields(opened) == {"request_id": "r", "trace_id": "1" * 32}
+    assert request_fields(Unsent("r", 1, "x")) == {"request_id": "r"}
+    assert request_fields(object()) == {}
 
 
 PROGRAM = """
 import logging, sys, warnings
-from pipeinfer.runtime.logs import ACCESS, complain, set_up_logging
+from pipeinfer.runtime.logs import ACCESS, report_error, set_up_logging
 from pipeinfer.settings import Settings
 settings = Settings(log_format=sys.argv[1], log_level=sys.argv[2])
 set_up_logging(settings, "gateway-0")
 warnings.warn("careful")
 logging.getLogger(ACCESS).info("a request")
 logging.getLogger("pipeinfer").info("a line")
-complain(settings, "no such thing")
+report_error(settings, "no such thing")
 """
 
 

@@ -17,7 +17,7 @@ from listening_core import ListeningCore
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send
 from pipeinfer.messages import Recover
-from pipeinfer.runtime.incarnations import GIVEN
+from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.runtime.supervisor import Supervisor
@@ -93,7 +93,7 @@ async def test_a_stage_that_dies_after_the_clock_was_set_back_is_heard_again(sch
     )  # fmt: skip
     task = asyncio.create_task(supervisor.run())
     child = supervisor._children["detokenizer-0"]
-    await until(lambda: len(core.asked()) == 1 and child.checked, 60)
+    await until(lambda: len(core.asked()) == 1 and child.config_valid, 60)
     ahead = 0
     os.kill(child.pid, signal.SIGKILL)
     await until(lambda: len(core.asked()) == 2, 60)
@@ -111,7 +111,8 @@ async def test_a_stage_that_nobody_numbers_finds_a_number_that_is_heard(schedule
     before.close()
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(STAGES / "detokenizer.py"), "--topology", str(file),
-        env={**environment(), GIVEN: str(before.incarnation - HOUR)}, stderr=subprocess.PIPE,
+        env={**environment(), INCARNATION_VARIABLE: str(before.incarnation - HOUR)},
+        stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
     try:

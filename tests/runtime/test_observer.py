@@ -9,12 +9,12 @@ import zmq
 from test_shell import EchoCore
 
 from pipeinfer import control
-from pipeinfer.bus.listener import Listener
+from pipeinfer.bus.bus import Listener
 from pipeinfer.control import Observed, Watch
 from pipeinfer.core import Send
 from pipeinfer.messages import Done, Submit, Work
+from pipeinfer.observe import observer as observing
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime import observer as observing
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
@@ -106,7 +106,7 @@ async def watched():
 
 
 async def test_what_passes_is_told_while_somebody_looks(monkeypatch):
-    monkeypatch.setattr(observing, "PERIOD", 0.02)
+    monkeypatch.setattr(observing, "PUBLISH_PERIOD", 0.02)
     async with watched() as one:
         await one.submitted("before")
         assert not one.active
@@ -128,7 +128,7 @@ async def test_what_passes_is_told_while_somebody_looks(monkeypatch):
 
 
 async def test_it_ends_by_itself_and_says_nothing_where_there_is_nothing(monkeypatch):
-    monkeypatch.setattr(observing, "PERIOD", 0.01)
+    monkeypatch.setattr(observing, "PUBLISH_PERIOD", 0.01)
     async with watched() as one:
         one.watch(0.05)
         await until(lambda: one.active)
@@ -152,7 +152,7 @@ async def test_senseless_times_are_bounded_or_ignored():
         one.watch(float("inf"))
         await until(lambda: one.active)
         left = one.shell._observer._until - asyncio.get_running_loop().time()
-        assert 0 < left <= observing.LONGEST
+        assert 0 < left <= observing.MAX_WATCH
 
 
 async def test_an_error_of_who_only_looks_ends_no_stage(monkeypatch, caplog):
@@ -163,7 +163,7 @@ async def test_an_error_of_who_only_looks_ends_no_stage(monkeypatch, caplog):
         def broken(_exchange):
             raise KeyError("of the observer")
 
-        monkeypatch.setattr(one.shell._observer._observer, "saw", broken)
+        monkeypatch.setattr(one.shell._observer._observer, "on_exchange", broken)
         await one.submitted("a")
         await until(lambda: not one.active)
         assert "nothing is observed" in caplog.text
@@ -173,8 +173,8 @@ async def test_an_error_of_who_only_looks_ends_no_stage(monkeypatch, caplog):
 
 
 async def test_an_answer_is_bounded_and_the_rest_follows(monkeypatch):
-    many = 4 * observing.MOST_PASSAGES
-    monkeypatch.setattr(observing, "PERIOD", 0.02)
+    many = 4 * observing.MAX_SPANS
+    monkeypatch.setattr(observing, "PUBLISH_PERIOD", 0.02)
     async with watched() as one:
         one.watch(30.0)
         await until(lambda: one.active)
@@ -182,5 +182,5 @@ async def test_an_answer_is_bounded_and_the_rest_follows(monkeypatch):
             one.submit(f"r{number}")
         one.submit("go")
         await until(lambda: sum(p.ended > 0 for p in one.passages) == many + 1)
-        assert all(len(told.passages) <= observing.MOST_PASSAGES for told in one.heard)
+        assert all(len(told.passages) <= observing.MAX_SPANS for told in one.heard)
         assert {p.request_id for p in one.passages} >= {f"r{n}" for n in range(many)}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.runtime import port_owner
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, Served, alive, publish
-from pipeinfer.runtime.port_owner import owner
+import pipeinfer.runtime.listening as owners
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServerInfo, mark_running, publish_served_model
+from pipeinfer.runtime.listening import port_owner
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from servers import environment
@@ -54,18 +54,18 @@ def listener(script: Path, host: str, *more: str) -> Iterator[tuple[subprocess.P
 def test_a_process_is_named_with_its_script_and_without_its_arguments(tmp_path, listens, asked):
     with listener(tmp_path / "web.py", listens) as (process, port):
         for host in asked:
-            assert owner(host, port) == f"by process {process.pid} (python web.py)"
+            assert port_owner(host, port) == f"by process {process.pid} (python web.py)"
 
 
 def test_an_argument_of_a_script_is_no_module(tmp_path):
     with listener(tmp_path / "web.py", "127.0.0.1", "-m", "hidden") as (process, port):
-        assert owner("127.0.0.1", port) == f"by process {process.pid} (python web.py)"
+        assert port_owner("127.0.0.1", port) == f"by process {process.pid} (python web.py)"
 
 
 def test_who_listens_elsewhere_is_not_meant(tmp_path):
     with listener(tmp_path / "web.py", "127.0.0.1") as (_, port):
-        assert owner("127.0.0.2", port) == owner("::1", port) == ""
-        assert owner("127.0.0.1", port + 1) == ""
+        assert port_owner("127.0.0.2", port) == port_owner("::1", port) == ""
+        assert port_owner("127.0.0.1", port + 1) == ""
 
 
 def test_a_process_that_cannot_be_seen_is_said_to_be_there(tmp_path, monkeypatch):
@@ -76,10 +76,10 @@ def test_a_process_that_cannot_be_seen_is_said_to_be_there(tmp_path, monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as ours:
         port = ours.getsockname()[1]
         (tmp_path / "net/tcp").write_text(Path("/proc/net/tcp").read_text())
-        monkeypatch.setattr(port_owner, "PROC", tmp_path)
-        assert owner("127.0.0.1", port) == "by a process that this user cannot see"
-    monkeypatch.setattr(port_owner, "PROC", tmp_path / "nothing")
-    assert owner("127.0.0.1", port) == ""
+        monkeypatch.setattr(owners, "PROC", tmp_path)
+        assert port_owner("127.0.0.1", port) == "by a process that this user cannot see"
+    monkeypatch.setattr(owners, "PROC", tmp_path / "nothing")
+    assert port_owner("127.0.0.1", port) == ""
 
 
 def test_a_server_of_ours_is_named_with_its_model_even_before_it_listens(tmp_path, monkeypatch):
@@ -87,13 +87,13 @@ def test_a_server_of_ours_is_named_with_its_model_even_before_it_listens(tmp_pat
     file = tmp_path / f"{PREFIX}one" / TOPOLOGY
     file.parent.mkdir()
     file.write_text(topologies.local(Settings(), "ipc://one/").to_toml())
-    with socket.create_server(("127.0.0.1", 0)) as ours, alive(file):
+    with socket.create_server(("127.0.0.1", 0)) as ours, mark_running(file):
         port = ours.getsockname()[1]
-        publish(file, Served(f"http://127.0.0.1:{port}", "tiny", "/models/tiny"))
+        publish_served_model(file, ServerInfo(f"http://127.0.0.1:{port}", "tiny", "/models/tiny"))
         wanted = f"by process {os.getpid()} (pipeinfer serve, model tiny)"
-        assert owner("127.0.0.1", port) == wanted
+        assert port_owner("127.0.0.1", port) == wanted
         ours.close()
-        assert owner("127.0.0.1", port) == wanted
+        assert port_owner("127.0.0.1", port) == wanted
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2], ids=["inbox", "telemetry", "plan"])

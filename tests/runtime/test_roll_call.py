@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.core import Send
 from pipeinfer.messages import Done, Recover, Recovered
-from pipeinfer.recovery import REPEAT, RollCall, answer, number
+from pipeinfer.recovery import ASK_AGAIN, RollCall, bracketed_answer, stage_number
 
 ME, INCARNATION = "scheduler-0", 40
 QUESTION = Recover(ME, INCARNATION)
@@ -23,40 +23,40 @@ def asked(*peers: str) -> list[Send]:
 def test_who_has_not_answered_is_asked_again_after_a_while():
     calls = RollCall(ME, INCARNATION, ["a", "b"])
     assert calls.ask(5.0) == asked("a", "b")
-    assert calls.ask(5.0 + REPEAT / 2) == []
-    assert not calls.hear(OPENING[0]) and not calls.hear(END[0])
+    assert calls.ask(5.0 + ASK_AGAIN / 2) == []
+    assert not calls.on_recovered(OPENING[0]) and not calls.on_recovered(END[0])
     assert calls.missing == ["b"] and not calls.complete
-    assert calls.ask(5.0 + REPEAT) == asked("b")
-    assert calls.ask(5.0 + 1.5 * REPEAT) == []
-    assert not calls.hear(OPENING[1])
-    assert calls.ask(5.0 + 2 * REPEAT) == asked("b"), "it has not told all"
-    assert calls.hear(END[1])
+    assert calls.ask(5.0 + ASK_AGAIN) == asked("b")
+    assert calls.ask(5.0 + 1.5 * ASK_AGAIN) == []
+    assert not calls.on_recovered(OPENING[1])
+    assert calls.ask(5.0 + 2 * ASK_AGAIN) == asked("b"), "it has not told all"
+    assert calls.on_recovered(END[1])
     assert calls.complete and calls.missing == []
     assert calls.ask(100.0) == []
 
 
 def test_an_answer_counts_once_and_whole_and_to_this_question():
     calls = RollCall(ME, INCARNATION, ["a"])
-    assert not calls.hear(END[0]), "what came before it was lost"
-    assert not calls.hear(Recovered("a", INCARNATION - 1, opening=True))
-    assert not calls.hear(END[0])
-    assert not calls.hear(OPENING[1]) and not calls.hear(END[1]), "nobody asked it"
-    assert not calls.hear(OPENING[0])
-    assert not calls.hear(Recovered("a", INCARNATION - 1))
+    assert not calls.on_recovered(END[0]), "what came before it was lost"
+    assert not calls.on_recovered(Recovered("a", INCARNATION - 1, opening=True))
+    assert not calls.on_recovered(END[0])
+    assert not calls.on_recovered(OPENING[1]) and not calls.on_recovered(END[1]), "nobody asked it"
+    assert not calls.on_recovered(OPENING[0])
+    assert not calls.on_recovered(Recovered("a", INCARNATION - 1))
     assert not calls.complete
-    assert calls.hear(END[0])
-    assert not calls.hear(OPENING[0]) and not calls.hear(END[0])
+    assert calls.on_recovered(END[0])
+    assert not calls.on_recovered(OPENING[0]) and not calls.on_recovered(END[0])
     assert calls.complete
 
 
 def test_an_answer_has_begun_with_its_opening_and_not_before():
     calls = RollCall(ME, INCARNATION, ["a", "b"])
-    calls.hear(Recovered("a", INCARNATION - 1, opening=True))
-    assert not calls.begun("a") and calls.begun("who is not asked")
-    calls.hear(OPENING[0])
-    assert calls.begun("a") and not calls.begun("b")
-    calls.hear(END[0])
-    assert calls.begun("a")
+    calls.on_recovered(Recovered("a", INCARNATION - 1, opening=True))
+    assert not calls.has_begun("a") and calls.has_begun("who is not asked")
+    calls.on_recovered(OPENING[0])
+    assert calls.has_begun("a") and not calls.has_begun("b")
+    calls.on_recovered(END[0])
+    assert calls.has_begun("a")
 
 
 def test_without_peers_all_is_known():
@@ -66,7 +66,7 @@ def test_without_peers_all_is_known():
 
 def test_an_answer_stands_between_brackets():
     known = Send("recovery", ME, Done(("r",)))
-    first, told, last = answer("a", QUESTION, [known])
+    first, told, last = bracketed_answer("a", QUESTION, [known])
     assert (first, last) == tuple(Send("recovery", ME, bracket[0]) for bracket in (OPENING, END))
     assert told is known
 
@@ -87,4 +87,4 @@ def test_an_answer_stands_between_brackets():
     ],
 )
 def test_the_number_in_a_stages_name(stage, found):
-    assert number(stage, "scheduler") == found
+    assert stage_number(stage, "scheduler") == found

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
-from pipeinfer.bus.listener import Listener
+from pipeinfer.bus.bus import Listener
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import Abort, Heartbeat
-from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
+from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
@@ -96,14 +96,14 @@ async def test_a_shell_with_patience_stays_awake_while_frames_come(topology, con
     core = EchoCore()
     one = Shell(
         Settings(), topology, Identity("tokenizer"), context,
-        lambda _context: Stage(core, tick=0.01), Process(patience=60.0),
+        lambda _context: Stage(core, tick=0.01), ProcessOptions(busy_poll=60.0),
     )  # fmt: skip
     task = asyncio.create_task(one.run())
     sender = shell(topology, context, EchoCore(), name="gateway")
     for name in ("a", "b"):
         sender.bus.send(Send("requests", "tokenizer-0", Abort(name, 1)))
     await until(lambda: Abort("b", 1) in core.seen)
-    assert one.bus.reader.awake
+    assert one.bus.reader.busy_polling
     one.stop()
     await task
     sender.bus.close()
@@ -146,7 +146,7 @@ async def test_leave_waits_for_the_core_to_hand_on_what_is_in_hand(topology, con
 
 
 async def test_leave_is_bounded(topology, context, monkeypatch):
-    monkeypatch.setattr("pipeinfer.runtime.shell.LEAVE", 0.05)
+    monkeypatch.setattr("pipeinfer.runtime.shell.LEAVE_TIMEOUT", 0.05)
     core = EchoCore(finished=False)
     one = shell(topology, context, core)
     task = asyncio.create_task(one.run())

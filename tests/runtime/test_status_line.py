@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from pipeinfer.runtime.status_line import StatusLine, waits
+from pipeinfer.runtime.terminal import StatusLine, waiting_summary
 
 
 class OnTerminal(io.StringIO):
@@ -67,21 +67,21 @@ def test_stages_that_do_something_are_named_before_those_that_wait_or_say_nothin
         "scheduler-0": ("waiting", "no engine yet"),
         "engine-0-0": ("loading", "reading weights, 1.00 of 4.00 GiB"),
     }
-    assert waits(states) == "engine: reading weights, 1.00 of 4.00 GiB"
+    assert waiting_summary(states) == "engine: reading weights, 1.00 of 4.00 GiB"
     states["engine-0-0"] = ("ready", "")
-    assert waits(states) == "gateway: starting"
+    assert waiting_summary(states) == "gateway: starting"
     states["gateway-0"] = ("ready", "")
-    assert waits(states) == "scheduler: waiting (no engine yet)"
+    assert waiting_summary(states) == "scheduler: waiting (no engine yet)"
     states["scheduler-0"] = ("ready", "")
-    assert waits(states) == ""
+    assert waiting_summary(states) == ""
 
 
 def test_stages_of_one_kind_are_told_apart_and_many_are_counted():
     two = {f"engine-0-{rank}": ("loading", "reading weights") for rank in range(2)}
-    assert waits(two) == "engine-0-0, engine-0-1: reading weights"
+    assert waiting_summary(two) == "engine-0-0, engine-0-1: reading weights"
     many = {f"engine-0-{rank}": ("loading", "reading weights") for rank in range(8)}
-    assert waits(many) == "8 stages: reading weights"
+    assert waiting_summary(many) == "8 stages: reading weights"
     apart = {f"engine-0-{rank}": ("loading", f"graph {rank}") for rank in range(8)}
-    assert waits(apart) == (
+    assert waiting_summary(apart) == (
         "engine-0-0: graph 0; engine-0-1: graph 1; engine-0-2: graph 2; and 5 more"
     )

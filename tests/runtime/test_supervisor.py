@@ -10,10 +10,19 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pipeinfer.runtime.child import Child, Command
-from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
-from pipeinfer.runtime.report import DESCRIPTOR, LETTERS, Reporter, Reports, reporter
-from pipeinfer.runtime.supervisor import RESTARTS, Supervisor
+from pipeinfer.runtime.child import (
+    FAILED,
+    MAX_REASON_CHARS,
+    MISCONFIGURED,
+    ORDERLY,
+    REPORT_FD_VARIABLE,
+    Child,
+    Command,
+    StatusReader,
+    StatusWriter,
+    inherited_status_writer,
+)
+from pipeinfer.runtime.supervisor import MAX_DEATHS, Supervisor
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
@@ -23,14 +32,14 @@ from waiting import until
 STAGE = """
 import os, signal, sys, time
 from pathlib import Path
-from pipeinfer.runtime.report import reporter
+from pipeinfer.runtime.child import inherited_status_writer
 
 note, says, end, lives = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 with note.open("a") as file:
     file.write("begun\\n")
-told = reporter(os.environ, time.time_ns())
+told = inherited_status_writer(os.environ, time.time_ns())
 for state in filter(None, says.split(",")):
-    told.say(state, "")
+    told.write(state, "")
 if note.read_text().count("begun") <= lives:
     os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(int(end))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -68,11 +77,11 @@ def server(short_path):
 @pytest.mark.parametrize("end", ["1", "killed", "0"])
 async def test_a_stage_that_ends_just_after_it_was_ready_is_started_again(server, end):
     """As often as that happens: being ready in between, none of its ends is its sixth."""
-    one = server("starting,loading,ready", end, RESTARTS + 3)
+    one = server("starting,loading,ready", end, MAX_DEATHS + 3)
     task = asyncio.create_task(one.supervisor.run())
-    await until(lambda: one.begun() == RESTARTS + 4 or task.done(), 60)
+    await until(lambda: one.begun() == MAX_DEATHS + 4 or task.done(), 60)
     assert not task.done() and not one.reasons
-    await until(lambda: one.child.checked and one.child.deaths == 0)
+    await until(lambda: one.child.config_valid and one.child.deaths == 0)
     one.supervisor.stop()
     assert await asyncio.wait_for(task, 60) == ORDERLY
 
@@ -83,52 +92,52 @@ async def test_a_stage_that_ends_just_after_it_was_ready_is_started_again(server
         ("starting", "1", FAILED, "tokenizer-0 ended while it started (code 1)"),
         ("", "0", FAILED, "tokenizer-0 ended while it started (code 0)"),
         ("starting", "2", MISCONFIGURED, "tokenizer-0 cannot start"),
-        ("loading", "1", FAILED, f"died {RESTARTS + 1} times and was never ready between"),
+        ("loading", "1", FAILED, f"died {MAX_DEATHS + 1} times and was never ready between"),
     ],
 )
 async def test_a_stage_that_never_was_ready_ends_the_server(server, says, end, code, reason):
-    one = server(says, end, RESTARTS + 3)
+    one = server(says, end, MAX_DEATHS + 3)
     assert await asyncio.wait_for(one.supervisor.run(), 60) == code
     assert len(one.reasons) == 1 and reason in one.reasons[0]
-    assert one.begun() == (RESTARTS + 1 if says == "loading" else 1)
+    assert one.begun() == (MAX_DEATHS + 1 if says == "loading" else 1)
 
 
 def test_what_was_said_is_read_after_the_end_of_who_said_it():
-    reports = Reports()
+    reports = StatusReader()
     child = os.fork()
     if not child:
-        Reporter(reports.sink, 7).say("loading", "x" * 3 * LETTERS)
-        Reporter(reports.sink, 7).say("ready", "")
+        StatusWriter(reports.sink, 7).write("loading", "x" * 3 * MAX_REASON_CHARS)
+        StatusWriter(reports.sink, 7).write("ready", "")
         os._exit(0)
     os.waitpid(child, 0)
     reports.close_sink()
     first, last = reports.read()
     assert (first.state, first.pid, first.incarnation) == ("loading", child, 7)
-    assert len(first.reason) == LETTERS and last.state == "ready" and reports.ended
+    assert len(first.reason) == MAX_REASON_CHARS and last.state == "ready" and reports.ended
     reports.close()
 
 
 def test_a_stage_does_not_wait_for_who_reads_nothing_or_has_gone():
-    reports = Reports()
-    told = Reporter(reports.sink, 1)
+    reports = StatusReader()
+    told = StatusWriter(reports.sink, 1)
     for _ in range(5_000):
-        told.say("waiting", "for the engine " * 20)
+        told.write("waiting", "for the engine " * 20)
     assert all(report.state == "waiting" for report in reports.read())
     reports.close()
-    told.say("ready", "")
+    told.write("ready", "")
     reports.close_sink()
 
 
 @pytest.mark.parametrize("named", ["", "none", "9999:1", "-1:1", "9" * 30 + ":1", "0:x", "1:7"])
 def test_a_command_around_a_stage_may_have_closed_the_pipe(named):
-    environment = {DESCRIPTOR: named} if named else {}
-    assert reporter(environment, 1) is None and DESCRIPTOR not in environment
+    environment = {REPORT_FD_VARIABLE: named} if named else {}
+    assert inherited_status_writer(environment, 1) is None and REPORT_FD_VARIABLE not in environment
 
 
 def test_what_a_command_around_the_stage_writes_is_no_report():
-    reports = Reports()
+    reports = StatusReader()
     os.write(reports.sink, b"hello\n" + b"[" * 5_000 + b"\n{}\n\xff\n")
-    Reporter(reports.sink, 1).say("ready", "")
+    StatusWriter(reports.sink, 1).write("ready", "")
     os.write(reports.sink, b'["ready')
     assert [report.state for report in reports.read()] == ["ready"]
     reports.close_sink()
@@ -139,7 +148,7 @@ def test_what_a_command_around_the_stage_writes_is_no_report():
 SLOW_STAGE = """
 import os, signal, sys, time
 from pathlib import Path
-from pipeinfer.runtime.report import reporter
+from pipeinfer.runtime.child import inherited_status_writer
 
 note, name = Path(sys.argv[1]), sys.argv[2]
 def say(text):
@@ -150,7 +159,7 @@ while name == "gateway" and not note.with_name("go").exists():
     time.sleep(0.01)
 signal.signal(signal.SIGHUP, lambda *_: say("reads again"))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-reporter(os.environ, time.time_ns()).say("ready", "")
+inherited_status_writer(os.environ, time.time_ns()).write("ready", "")
 while True:
     time.sleep(60)
 """
@@ -199,6 +208,6 @@ async def test_numpy_has_threads_where_there_is_a_model_and_nowhere_else(tmp_pat
     kept = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
     process = await child.start((), kept, ())
     assert await asyncio.wait_for(process.wait(), 60) == 0
-    child.end_reports()
+    child.close_reports()
     alone = name == "scheduler" or len(os.sched_getaffinity(0)) == 1
     assert (int(note.read_text()) == 1) == alone

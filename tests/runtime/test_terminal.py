@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.runtime.terminal import can_rewrite
 
 OPENS = "from pipeinfer.runtime.terminal import open_streams; open_streams(); "
 
@@ -44,6 +44,6 @@ def test_what_the_output_has_no_letter_for_is_a_question_mark():
 def test_a_dumb_terminal_writes_no_line_over(monkeypatch, term, can):
     monkeypatch.setenv("TERM", term)
     output = io.StringIO()
-    assert not rewrites(output)
+    assert not can_rewrite(output)
     monkeypatch.setattr(output, "isatty", lambda: True)
-    assert rewrites(output) is can
+    assert can_rewrite(output) is can

@@ -19,9 +19,8 @@ from pipeinfer.gateway.health import expected_stages
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.replay.difference import first_difference
+from pipeinfer.replay.compare import first_difference, ignored_fields
 from pipeinfer.replay.recording import load
-from pipeinfer.replay.varying import left_out
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings
@@ -120,7 +119,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone_and_replays(tmp_path, m
     again = GatewayCore(expected_stages(gateway.topology))
     for exchange in recording.exchanges():
         sends = again.handle(exchange.input.message, exchange.input.time)
-        assert first_difference(exchange, sends, left_out) is None, exchange.input
+        assert first_difference(exchange, sends, ignored_fields) is None, exchange.input
 
 
 async def test_a_request_that_cannot_even_be_recorded_fails_alone(tmp_path):
@@ -142,11 +141,11 @@ async def test_a_request_that_cannot_even_be_recorded_fails_alone(tmp_path):
 
 
 async def test_the_flight_recorder_begins_again_after_what_it_cannot_hold(monkeypatch):
-    monkeypatch.setattr("pipeinfer.runtime.tap.FLUSH", 0.01)
-    monkeypatch.setattr("pipeinfer.runtime.tap.LOOK", 0.01)
+    monkeypatch.setattr("pipeinfer.trace.hook.FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr("pipeinfer.trace.hook.CHECK_SECONDS", 0.01)
     with zmq.Context() as context:
         async with Gateway(context, Settings(), "flight") as gateway:
-            recorder = gateway.shell._tap._recorder
+            recorder = gateway.shell._hook._recorder
             before = await asyncio.to_thread(_segment, recorder)
             gateway.shell.handle(Call("odd", PARAMS, text="\ud800"))
             await until(lambda: _segment(recorder) not in (None, before))

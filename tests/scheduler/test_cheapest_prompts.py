@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_prefill_budget import LARGE, SMALL, US, Composed, Watched, costs, linear
 
 from pipeinfer.messages import Work
-from pipeinfer.offline.synchronous import for_batches
+from pipeinfer.offline.llm import batch_defaults
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
@@ -110,14 +110,14 @@ def test_a_batch_of_short_answers_is_over_after_fewer_and_fuller_steps():
 
 
 def test_a_batch_has_that_policy_unless_its_user_asks_for_another_or_for_targets():
-    assert for_batches({"seed": 3}) == {
+    assert batch_defaults({"seed": 3}) == {
         "itl_target": 0.0, "ttft_target": 0.0, "policy": "throughput", "all_graphs_first": True,
         "seed": 3,
     }  # fmt: skip
-    assert for_batches({"policy": "prefill-first"})["policy"] == "prefill-first"
-    assert for_batches({"itl_target": 0.02})["policy"] == "mixed"
-    assert for_batches({"itl_target": 0})["policy"] == "throughput"
-    assert for_batches({"itl_target": 0.02, "policy": "throughput"})["policy"] == "throughput"
+    assert batch_defaults({"policy": "prefill-first"})["policy"] == "prefill-first"
+    assert batch_defaults({"itl_target": 0.02})["policy"] == "mixed"
+    assert batch_defaults({"itl_target": 0})["policy"] == "throughput"
+    assert batch_defaults({"itl_target": 0.02, "policy": "throughput"})["policy"] == "throughput"
 
 
 def ended(slots: Slots, prompt: int, most: int, outputs: int, ignore_eos: bool = False) -> None:

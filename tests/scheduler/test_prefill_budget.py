@@ -27,8 +27,7 @@ from pipeinfer.step_budget import (
     prefill_budget,
 )
 from pipeinfer.step_cost import Prompt, StepCost
-from pipeinfer.trace.restore import restore
-from pipeinfer.trace.snapshot import snapshot
+from pipeinfer.trace.snapshot import restore, snapshot
 
 US = 10**6  # picoseconds of a microsecond
 SIZES = (*range(128, 513, 64), 640, 768, 1024)

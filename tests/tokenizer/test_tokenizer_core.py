@@ -15,9 +15,9 @@ from tokenizer_folders import CHATML, make_tokenizer, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeinfer.beats import GIVE_UP
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -553,7 +553,7 @@ def test_requests_that_nobody_can_take_fail_when_their_host_does_not_come_back()
     hosts.wait(1.0)
     hosts.submit("a", "b")
     hosts.up = set()
-    assert hosts.wait(GIVE_UP * 5.0) == []
+    assert hosts.wait(GIVE_UP_FACTOR * 5.0) == []
     refused = hosts.wait(1.0)
     assert {(send.message.request_id, send.message.code) for send in refused} == {
         ("a", "host_lost"), ("b", "host_lost")

@@ -12,9 +12,9 @@ from mutants import exclusions
 from mutants.areas import AREAS, LEFT_OUT, ROOT
 from mutants.running import Workplace
 
-FENCE = next(path for path in AREAS["recovery"].files() if path.name == "fence.py")
-TEXT = (ROOT / FENCE).read_text()
-TESTS = ("tests/runtime/test_fence.py",)
+FILTER = next(path for path in AREAS["recovery"].files() if path.name == "incarnations.py")
+TEXT = (ROOT / FILTER).read_text()
+TESTS = ("tests/runtime/test_incarnations.py",)
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +36,30 @@ def test_each_module_is_in_one_area_and_each_test_is_there():
 
 
 def test_what_is_not_noticed_survives(workplace):
-    outcome = workplace.test(FENCE, TEXT, TESTS, math.inf)
+    outcome = workplace.test(FILTER, TEXT, TESTS, math.inf)
     assert outcome.ended == "survived", outcome.said
-    assert (ROOT / FENCE).read_text() == TEXT
+    assert (ROOT / FILTER).read_text() == TEXT
 
 
 def test_what_is_noticed_is_killed_by_a_test_that_is_named(workplace):
     """Also if the text is as long as the one before: no bytecode may be left of it."""
     changed = TEXT.replace("incarnation < newest", "incarnation > newest")
     assert len(changed) == len(TEXT) and changed != TEXT
-    outcome = workplace.test(FENCE, changed, TESTS, math.inf)
+    outcome = workplace.test(FILTER, changed, TESTS, math.inf)
     assert outcome.ended == "killed"
     assert outcome.by.startswith(TESTS[0])
-    assert workplace.test(FENCE, TEXT, TESTS, math.inf).ended == "survived"
+    assert workplace.test(FILTER, TEXT, TESTS, math.inf).ended == "survived"
 
 
 def test_what_never_ends_is_ended(workplace):
-    outcome = workplace.test(FENCE, f"{TEXT}\nwhile True:\n    pass\n", TESTS, 5.0)
+    outcome = workplace.test(FILTER, f"{TEXT}\nwhile True:\n    pass\n", TESTS, 5.0)
     assert outcome.ended == "timeout"
     assert outcome.seconds < 30.0
 
 
 def test_without_a_test_there_is_no_outcome(workplace):
     with pytest.raises(RuntimeError, match="no test was run"):
-        workplace.test(FENCE, TEXT, ("-k=nothing_is_called_so", *TESTS), math.inf)
+        workplace.test(FILTER, TEXT, ("-k=nothing_is_called_so", *TESTS), math.inf)
 
 
 @pytest.mark.parametrize(

@@ -8,31 +8,31 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.messages import PROTOCOL, Abort
-from pipeinfer.replay.clocks import FAR, offsets
 from pipeinfer.replay.codes import CannotReplay
-from pipeinfer.replay.merging import merged
-from pipeinfer.replay.quantiles import quantile
-from pipeinfer.replay.recording import Entry, Recording
+from pipeinfer.replay.recording import FAR, LoadedTrace, TraceEntry, merged, offsets
+from pipeinfer.replay.stats import quantile
 from pipeinfer.trace.format import TraceHeader
 
 
-def recording(stage: str, entries=(), monotonic=0.0, wall=0.0) -> Recording:
+def recording(stage: str, entries=(), monotonic=0.0, wall=0.0) -> LoadedTrace:
     header = TraceHeader(
         protocol=PROTOCOL, version="1", stage=stage, name=stage.partition("-")[0],
         monotonic=monotonic, wall=wall,
     )  # fmt: skip
-    return Recording(Path(f"{stage}.pitrace"), header, list(entries))
+    return LoadedTrace(Path(f"{stage}.pitrace"), header, list(entries))
 
 
-def heard(receiver: str, sender: str, sent: float, took: float, clocks: dict[str, float]) -> Entry:
+def heard(
+    receiver: str, sender: str, sent: float, took: float, clocks: dict[str, float]
+) -> TraceEntry:
     """A message sent at true time `sent`, stamped by both stages' own clocks."""
     at = sent + took + clocks[receiver]
-    return Entry(0, at, "in", "work", sender, 0, sent + clocks[sender], Abort("r", 1), 1)
+    return TraceEntry(0, at, "in", "work", sender, 0, sent + clocks[sender], Abort("r", 1), 1)
 
 
-def talk(clocks: dict[str, float], hops: list[tuple[str, str]], seed=0) -> list[Recording]:
+def talk(clocks: dict[str, float], hops: list[tuple[str, str]], seed=0) -> list[LoadedTrace]:
     source = random.Random(seed)
-    entries: dict[str, list[Entry]] = {stage: [] for stage in clocks}
+    entries: dict[str, list[TraceEntry]] = {stage: [] for stage in clocks}
     for n in range(200):
         for sender, receiver in hops:
             took = 0.0002 + source.expovariate(500)

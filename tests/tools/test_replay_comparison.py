@@ -13,11 +13,14 @@ from pipeinfer.core import Send
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
 from pipeinfer.packing import pack
-from pipeinfer.replay.comparison import first_mismatch
-from pipeinfer.replay.difference import first_difference
-from pipeinfer.replay.recording import Entry, Exchange
-from pipeinfer.replay.rewriting import canonical_changes, rewritten
-from pipeinfer.replay.varying import FIELDS, left_out
+from pipeinfer.replay.compare import (
+    IGNORED_FIELDS,
+    first_difference,
+    first_mismatch,
+    ignored_fields,
+)
+from pipeinfer.replay.recording import TraceEntry, TraceExchange
+from pipeinfer.replay.roles import canonical_changes, rewritten
 
 
 def result(**fields) -> Result:
@@ -25,8 +28,8 @@ def result(**fields) -> Result:
     return type(base)(*(fields.get(n, getattr(base, n)) for n in base.__struct_fields__))
 
 
-def entry(seq: int, message, direction="out", channel="tokens", peer="detokenizer-0") -> Entry:
-    return Entry(seq, 0.5, direction, channel, peer, 0, 0.0, message, 1)
+def entry(seq: int, message, direction="out", channel="tokens", peer="detokenizer-0") -> TraceEntry:
+    return TraceEntry(seq, 0.5, direction, channel, peer, 0, 0.0, message, 1)
 
 
 def test_difference_is_named_down_to_the_token():
@@ -40,9 +43,9 @@ def test_what_masks_cost_may_differ_in_a_replay_and_what_fails_may_not():
     """A slow machine counts earlier, and rows that share a lexer pay in the order of threads."""
     one = StepDone(1, 2, pack([1]), pack([9]), 0.5)
     costly = msgspec.structs.replace(one, mask_units={0: 5_000}, seconds=0.1)
-    assert first_mismatch(one, costly, left_out) is None
+    assert first_mismatch(one, costly, ignored_fields) is None
     failed = msgspec.structs.replace(one, refused={0: "the grammar allows no token"})
-    assert first_mismatch(one, failed, left_out) is not None
+    assert first_mismatch(one, failed, ignored_fields) is not None
 
 
 @pytest.mark.parametrize(
@@ -87,36 +90,36 @@ def test_table_of_what_may_differ_is_what_the_protocol_says():
             if found:
                 marked[name] = set(found)
     assert marked  # the remark has not been renamed
-    assert all(fields <= left_out(name) for name, fields in marked.items())
+    assert all(fields <= ignored_fields(name) for name, fields in marked.items())
     kinds = {**vars(messages), **vars(events)}
-    for name, fields in FIELDS.items():
+    for name, fields in IGNORED_FIELDS.items():
         assert fields <= set(kinds[name].__struct_fields__)
 
 
-def exchange(*outputs: Entry) -> Exchange:
-    return Exchange(entry(1, Abort("r", 1), "in"), list(outputs))
+def exchange(*outputs: TraceEntry) -> TraceExchange:
+    return TraceExchange(entry(1, Abort("r", 1), "in"), list(outputs))
 
 
 def test_output_too_many_and_one_too_few_are_found():
     sends = [Send("tokens", "detokenizer-0", Abort("r", 1))]
     recorded = entry(2, Abort("r", 1))
-    assert first_difference(exchange(recorded), sends, left_out) is None
-    surplus = first_difference(exchange(), sends, left_out)
+    assert first_difference(exchange(recorded), sends, ignored_fields) is None
+    surplus = first_difference(exchange(), sends, ignored_fields)
     assert (surplus.seq, surplus.field, surplus.recorded) == (1, "", "(missing)")
-    lost = first_difference(exchange(recorded, entry(3, Abort("q", 1))), sends, left_out)
+    lost = first_difference(exchange(recorded, entry(3, Abort("q", 1))), sends, ignored_fields)
     assert (lost.seq, lost.replayed) == (3, "(missing)")
     assert lost.recorded == {"Abort": {"request_id": "q", "attempt": 1, "reason": "client"}}
 
 
 def test_message_to_somebody_else_is_a_difference():
     sends = [Send("tokens", "detokenizer-1", Abort("r", 1))]
-    found = first_difference(exchange(entry(2, Abort("r", 1))), sends, left_out)
+    found = first_difference(exchange(entry(2, Abort("r", 1))), sends, ignored_fields)
     assert (found.field, found.recorded, found.replayed) == ("to", "detokenizer-0", "detokenizer-1")
 
 
 def test_outputs_missing_where_the_recording_broke_off_are_no_difference():
     sends = [Send("tokens", "detokenizer-0", Abort("r", 1))]
-    assert first_difference(exchange(), sends, left_out, tail=True) is None
+    assert first_difference(exchange(), sends, ignored_fields, tail=True) is None
 
 
 def test_two_runs_of_the_same_requests_become_equal_under_plain_names():

@@ -15,7 +15,7 @@ import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work
 from pipeinfer.packing import unpack
-from pipeinfer.replay.recording import Recording
+from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost
@@ -230,11 +230,11 @@ def test_fit_without_recordings_says_so(tmp_path):
     assert done.returncode == 2 and "holds no recording of an engine" in done.stderr
 
 
-def recording_of(name: str, settings: dict, facts: dict) -> Recording:
+def recording_of(name: str, settings: dict, facts: dict) -> LoadedTrace:
     header = TraceHeader(
         protocol=1, version="0", stage=f"{name}-0", name=name, settings=settings, facts=facts
     )
-    return Recording(Path("none"), header, [])
+    return LoadedTrace(Path("none"), header, [])
 
 
 def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():

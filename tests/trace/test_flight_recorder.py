@@ -18,10 +18,9 @@ from pipeinfer.trace import format as form
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
 from pipeinfer.trace.notes import Crash
 from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.recorder import Recorder
-from pipeinfer.trace.restore import restore
-from pipeinfer.trace.ring import MINUTE, SEGMENT, Ring
-from pipeinfer.trace.state_copy import Copier
+from pipeinfer.trace.recorder import MINUTE, SEGMENT, FlightRing, Recorder
+from pipeinfer.trace.snapshot import restore
+from pipeinfer.trace.state_copy import StateCopier
 from servers import STAGES, Server
 
 HEADER = TraceHeader(protocol=2, version="test", stage="s", name="scheduler", reason="flight")
@@ -29,7 +28,7 @@ BLOCK = form.pack_records([(0.0, "in", "work", "p", 0, 0.0, bytes(range(250)))])
 
 
 def test_the_last_minute_is_there_and_what_is_older_goes():
-    ring = Ring(1 << 30)
+    ring = FlightRing(1 << 30)
     begun = []
     for second in range(300):
         if ring.wants_segment(second):
@@ -43,7 +42,7 @@ def test_the_last_minute_is_there_and_what_is_older_goes():
 
 
 def test_memory_is_bounded_however_much_happens():
-    ring = Ring(20 * len(BLOCK))
+    ring = FlightRing(20 * len(BLOCK))
     for moment in range(500):
         if ring.wants_segment(0.001 * moment):
             ring.begin(HEADER, 0.001 * moment, form.pack_state(b"state"))
@@ -54,7 +53,7 @@ def test_memory_is_bounded_however_much_happens():
 
 
 def test_an_engine_keeps_its_epoch_as_long_as_it_fits():
-    ring = Ring(1 << 20, keep_all=True)
+    ring = FlightRing(1 << 20, keep_all=True)
     ring.begin(HEADER, 0.0)
     for second in range(1_000):
         assert not ring.wants_segment(second, undisturbed=True)
@@ -63,7 +62,7 @@ def test_an_engine_keeps_its_epoch_as_long_as_it_fits():
 
 
 def test_an_engine_that_is_always_busy_loses_the_beginning_and_not_its_loop_or_its_memory():
-    ring, budget = Ring(20 * len(BLOCK), keep_all=True), 20 * len(BLOCK)
+    ring, budget = FlightRing(20 * len(BLOCK), keep_all=True), 20 * len(BLOCK)
     ring.begin(HEADER, 0.0, form.pack_state(b"state"))
     for moment in range(100):
         assert not ring.wants_segment(moment), "no state is taken of it"
@@ -92,7 +91,7 @@ def settle(recorder: Recorder, now: float) -> None:
 
 def test_a_stage_that_does_nothing_is_not_asked_for_its_state_again_and_again():
     """Its segments go on until there is more in them than in a state, or they are too long."""
-    ring = Ring(1 << 30)
+    ring = FlightRing(1 << 30)
     ring.begin(HEADER, 0.0, os.urandom(10 * len(BLOCK)))
     seconds = 0.0
     while not ring.wants_segment(seconds):
@@ -111,10 +110,10 @@ def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, forks, 
     trace = recorded[stage]
     raw = sum(len(record.body) for record in trace)
     restarts = stage == "engine"
-    ring = Ring(max(raw // (2 if forks else 6), 1_000), keep_all=restarts)
+    ring = FlightRing(max(raw // (2 if forks else 6), 1_000), keep_all=restarts)
     recorder = Recorder("s-0-0-1", ModelIdentity, ring, restarts=restarts)
     core, begun, now = fresh(trace), 0, 0.0
-    copier = Copier(forks)
+    copier = StateCopier(forks)
     copier.small = False  # were it left to itself, it would not fork for states of this size
     recorder.begin_segment(msgspec.structs.replace(trace.header, reason="flight"), now)
     for record in trace:
@@ -146,7 +145,7 @@ def test_an_engines_ring_can_begin_at_a_begin_without_a_snapshot(recorded, tmp_p
     """Two epochs; a small ring has dropped what came before the second, and needs no state."""
     trace = recorded["engine"]
     rows = [msgspec.structs.astuple(record)[:7] for record in trace]
-    ring = Ring(1 << 20, keep_all=True)
+    ring = FlightRing(1 << 20, keep_all=True)
     recorder = Recorder("engine-0-0-1", ModelIdentity, ring, restarts=True)
     recorder.begin_segment(trace.header, 0.0)
     for row in rows + rows:

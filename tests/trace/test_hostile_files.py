@@ -20,11 +20,9 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import TraceHeader
-from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.reader import OtherProtocol, Trace, UnreadableTrace
-from pipeinfer.trace.redact_state import redact_state
-from pipeinfer.trace.restore import RestoreError, restore
-from pipeinfer.trace.snapshot import snapshot
+from pipeinfer.trace.redact import TokenPermutation, redact_state
+from pipeinfer.trace.snapshot import RestoreError, restore, snapshot
 
 HEADER = TraceHeader(protocol=PROTOCOL, version="test", stage="tokenizer-0", name="tokenizer")
 SUBMIT = Submit("r", 1, 0, SamplingParams(), 0, text="here")
@@ -202,7 +200,7 @@ def test_a_changed_state_is_put_in_or_refused(data):
     with suppress(RestoreError):  # anything else is what a reader does not expect
         restore(SchedulerCore(OPTIONS), raw)
     with suppress(ValueError):
-        redact_state(raw, lambda message: message, Permutation(b"k" * 16, 100, set()))
+        redact_state(raw, lambda message: message, TokenPermutation(b"k" * 16, 100, set()))
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x91" * 5_000, nested(5_000), b"\x92\x01" + nested(5_000)])
@@ -210,4 +208,4 @@ def test_a_state_that_is_none_is_refused(raw):
     with pytest.raises(RestoreError):
         restore(SchedulerCore(OPTIONS), raw)
     with pytest.raises(ValueError):
-        redact_state(raw, lambda message: message, Permutation(b"k" * 16, 100, set()))
+        redact_state(raw, lambda message: message, TokenPermutation(b"k" * 16, 100, set()))

@@ -18,7 +18,7 @@ from pipeinfer.messages import Begin, Done, Fault, Hello, Plan, Result, Submit, 
 from pipeinfer.topology.topology import Identity
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.restore import restore
+from pipeinfer.trace.snapshot import restore
 from servers import STAGES, Server, environment
 
 QUICK = ("--kv-pages", "300", "--threads", "1")

@@ -10,8 +10,7 @@ from rebuilt import events, fresh, outputs
 
 from pipeinfer.memory.radix import RadixCache
 from pipeinfer.messages import Abort, Plan, StopHit
-from pipeinfer.trace.restore import restore
-from pipeinfer.trace.snapshot import snapshot
+from pipeinfer.trace.snapshot import restore, snapshot
 from servers import STAGES
 
 quickly = settings(

@@ -22,12 +22,10 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import notes
-from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recording import Quota, Recording
-from pipeinfer.trace.redact import AS_THEY_ARE, FIELDS, redactor
-from pipeinfer.trace.restore import restore
-from pipeinfer.trace.snapshot import snapshot
+from pipeinfer.trace.redact import REDACTED_FIELDS, UNCHANGED_MESSAGES, TokenPermutation, redactor
+from pipeinfer.trace.snapshot import restore, snapshot
 from servers import STAGES
 
 KEY = "5a" * 32
@@ -36,7 +34,7 @@ KEY = "5a" * 32
 @given(st.binary(min_size=16, max_size=64), st.integers(1, 600), st.data())
 def test_renaming_is_a_bijection_that_keeps_fixed_ids(key, size, data):
     fixed = data.draw(st.sets(st.integers(0, size + 3)))
-    names = Permutation(key, size, fixed)
+    names = TokenPermutation(key, size, fixed)
     everything = np.arange(size, dtype=np.int32)
     renamed = names.array(everything)
     assert sorted(renamed.tolist()) == everything.tolist()
@@ -47,7 +45,7 @@ def test_renaming_is_a_bijection_that_keeps_fixed_ids(key, size, data):
 
 def test_other_keys_rename_otherwise():
     ids = np.arange(1_000, dtype=np.int32)
-    first, second = (Permutation(bytes([n]) * 32, 1_000, ()) for n in (1, 2))
+    first, second = (TokenPermutation(bytes([n]) * 32, 1_000, ()) for n in (1, 2))
     assert (first.array(ids) != ids).mean() > 0.9
     assert (first.array(ids) != second.array(ids)).mean() > 0.9
 
@@ -62,8 +60,8 @@ def all_messages() -> set[str]:
 
 
 def test_every_message_is_either_rewritten_or_known_to_tell_nothing():
-    assert all_messages() <= set(FIELDS) | AS_THEY_ARE
-    assert set(FIELDS) & AS_THEY_ARE == set()
+    assert all_messages() <= set(REDACTED_FIELDS) | UNCHANGED_MESSAGES
+    assert set(REDACTED_FIELDS) & UNCHANGED_MESSAGES == set()
 
 
 def rewrite(trace: Trace, folder: Path, state: bytes | None = None) -> Trace:
@@ -156,12 +154,12 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
     work = how.message(
         Work("r", 1, 0, 0, pack([40, 41]), params, 3, (0,), cache_salt="tenant", banned=((41, 40),))
     )
-    assert work.params.allowed_token_ids == (how.names.one(40), how.names.one(50))
-    assert work.banned == ((how.names.one(41), how.names.one(40)),)
+    assert work.params.allowed_token_ids == (how.permutation.one(40), how.permutation.one(50))
+    assert work.banned == ((how.permutation.one(41), how.permutation.one(40)),)
     assert how.message(Work("r", 1, 0, 0, b"", SamplingParams(), 3)).params == SamplingParams()
-    assert work.params.stop_token_ids == (how.names.one(40), how.names.one(50))
-    assert work.params.logit_bias == {how.names.one(40): 1.0, how.names.one(50): -2.0}
-    assert unpack(work.prompt_ids)[0] == how.names.one(40) != 40
+    assert work.params.stop_token_ids == (how.permutation.one(40), how.permutation.one(50))
+    assert work.params.logit_bias == {how.permutation.one(40): 1.0, how.permutation.one(50): -2.0}
+    assert unpack(work.prompt_ids)[0] == how.permutation.one(40) != 40
     assert "secret" not in str(work) and "tenant" not in str(work)
     assert work.seed == work.params.seed == 3
 
@@ -172,7 +170,7 @@ def test_end_of_sequence_keeps_its_id(recorded):
     model = recorded["scheduler"].header.settings["model"]
     for key in (KEY, secrets.token_hex(32)):
         how = redactor(key, "scheduler", model)
-        assert eos and all(how.names.one(token) == token for token in eos)
+        assert eos and all(how.permutation.one(token) == token for token in eos)
 
 
 def test_turns_of_clients_whose_grammars_take_long_are_no_ids(recorded):

@@ -18,7 +18,6 @@ from pipeinfer.events import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime.tap import Tap
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
@@ -26,12 +25,11 @@ from pipeinfer.topology.topology import Identity, local
 from pipeinfer.trace import format as form
 from pipeinfer.trace import state_copy
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
+from pipeinfer.trace.hook import RecorderHook
 from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.recorder import Recorder
-from pipeinfer.trace.restore import restore
-from pipeinfer.trace.ring import Ring
-from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, _Walker, snapshot
-from pipeinfer.trace.state_copy import FEW, Copier, StateLost
+from pipeinfer.trace.recorder import FlightRing, Recorder
+from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, _Walker, restore, snapshot
+from pipeinfer.trace.state_copy import MAX_WALKED_VALUES, StateCopier, StateLost
 from waiting import until
 
 OPTIONS = SchedulerOptions("mixed", 2, 64, 512)
@@ -81,7 +79,7 @@ def test_a_large_state_is_walked_in_another_process_and_is_that_of_the_moment(
     only_elsewhere, children
 ):
     core = core_of(3_000, 100)
-    expected, copier = snapshot(core), Copier(forks=True)
+    expected, copier = snapshot(core), StateCopier(forks=True)
     copied = copier.take(core)
     core.handle(Abort("r7", 1), 2.0)  # what comes after is not in it
     core._live["r8"].outputs.extend(range(1_000))
@@ -95,7 +93,7 @@ def test_a_large_state_is_walked_in_another_process_and_is_that_of_the_moment(
 
 def test_a_small_state_needs_no_process_and_where_none_may_be_forked_there_is_none(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    for copier, core in ((Copier(True), core_of(1)), (Copier(False), core_of(1_000))):
+    for copier, core in ((StateCopier(True), core_of(1)), (StateCopier(False), core_of(1_000))):
         assert form.unpack_state(copier.take(core).packed(never)) == snapshot(core)
 
 
@@ -105,14 +103,14 @@ def test_whether_a_state_is_small_is_found_out_in_the_time_that_a_small_one_take
     monkeypatch.setattr(_Walker, "_node", lambda self, one: walked.append(one) or node(self, one))
     core = core_of(5_000)
     with pytest.raises(TooLarge):
-        snapshot(core, FEW)
-    assert len(walked) <= FEW
+        snapshot(core, MAX_WALKED_VALUES)
+    assert len(walked) <= MAX_WALKED_VALUES
     with pytest.raises(TooLarge):  # one container: it is not looked into
-        _Walker({}, FEW)._node([0] * (FEW + 1))
+        _Walker({}, MAX_WALKED_VALUES)._node([0] * (MAX_WALKED_VALUES + 1))
 
 
 def test_a_state_that_shrank_is_walked_at_once_again():
-    core, copier = core_of(3_000), Copier(forks=True)
+    core, copier = core_of(3_000), StateCopier(forks=True)
     copier.take(core).packed(never)
     assert not copier.small
     for number in range(2_999):
@@ -126,7 +124,7 @@ def test_a_state_that_shrank_is_walked_at_once_again():
 
 def test_where_none_may_be_forked_a_large_state_is_walked_by_who_packs_it(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    core, copier, walks = core_of(3_000, 100), Copier(forks=False), []
+    core, copier, walks = core_of(3_000, 100), StateCopier(forks=False), []
 
     def counted(core, most=0):
         walks.append(most)
@@ -134,17 +132,17 @@ def test_where_none_may_be_forked_a_large_state_is_walked_by_who_packs_it(monkey
 
     monkeypatch.setattr(state_copy, "snapshot", counted)
     copied = copier.take(core, lambda: True)
-    assert walks == [FEW], "no more than a small one takes, on the loop"
+    assert walks == [MAX_WALKED_VALUES], "no more than a small one takes, on the loop"
     assert form.unpack_state(copied.packed(never)) == snapshot(core)
-    assert walks == [FEW, 0] and not copier.small
+    assert walks == [MAX_WALKED_VALUES, 0] and not copier.small
     with pytest.raises(StateLost, match="busy"):
         copier.take(core, lambda: False)
-    assert walks == [FEW, 0]
+    assert walks == [MAX_WALKED_VALUES, 0]
 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_state_that_changed_while_it_was_walked_is_lost(raises, monkeypatch):
-    core, copier, still = core_of(3_000), Copier(forks=False), [True]
+    core, copier, still = core_of(3_000), StateCopier(forks=False), [True]
 
     def disturbed(core, most=0):
         if most:
@@ -173,7 +171,7 @@ async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatc
     heard: list[int] = []
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(number, heard.append, number)
-    copied = Copier(forks=True).take(core_of(1))
+    copied = StateCopier(forks=True).take(core_of(1))
     os.kill(copied.pid, number)
     await asyncio.sleep(0.05)
     with pytest.raises(StateLost, match="nobody wants it"):
@@ -187,7 +185,7 @@ async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatc
 def test_the_copy_holds_none_of_our_sockets(monkeypatch):
     monkeypatch.setattr(state_copy, "snapshot", slowly)
     reading, writing = os.pipe()
-    copied = Copier(forks=True).take(core_of(1))
+    copied = StateCopier(forks=True).take(core_of(1))
     os.close(writing)
     # At its end only when nobody has the other end open: a client would see its connection end.
     assert os.read(reading, 1) == b""
@@ -198,14 +196,14 @@ def test_the_copy_holds_none_of_our_sockets(monkeypatch):
 
 def test_a_copy_that_is_killed_or_takes_too_long_is_no_state(monkeypatch, children):
     monkeypatch.setattr(state_copy, "snapshot", slowly)
-    copied = Copier(forks=True).take(core_of(1))
+    copied = StateCopier(forks=True).take(core_of(1))
     os.kill(copied.pid, signal.SIGKILL)
     with pytest.raises(StateLost, match="killed"):
         copied.packed(never)
-    monkeypatch.setattr(state_copy, "PATIENCE", 0.05)
-    monkeypatch.setattr(state_copy, "LOOK", 0.01)
+    monkeypatch.setattr(state_copy, "COPY_TIMEOUT", 0.05)
+    monkeypatch.setattr(state_copy, "POLL_SECONDS", 0.01)
     with pytest.raises(StateLost, match=r"more than 0\.05 s"):
-        Copier(forks=True).take(core_of(1)).packed(never)
+        StateCopier(forks=True).take(core_of(1)).packed(never)
     assert not children()
 
 
@@ -213,16 +211,16 @@ def test_what_cannot_be_written_down_is_said_by_the_copy_too():
     core = core_of(3_000)
     core._live["r2999"].stops = threading.Lock()
     with pytest.raises(Unsnapshottable, match="lock is part of the state"):
-        Copier(forks=True).take(core).packed(never)
+        StateCopier(forks=True).take(core).packed(never)
 
 
 def test_without_a_state_the_flight_recorder_goes_on_with_the_one_before(tmp_path, monkeypatch):
     """No process can be forked, or the copy is killed: what was kept still replays."""
-    ring = Ring(1 << 20)
+    ring = FlightRing(1 << 20)
     recorder = Recorder("s", ModelIdentity, ring)
     recorder.begin_segment(HEADER, 0.0)
     row = (0.0, "in", "local", "", 0, 0.0, msgspec.msgpack.encode(Tick()))
-    core, copier = core_of(3_000), Copier(forks=True)
+    core, copier = core_of(3_000), StateCopier(forks=True)
     copier.small = False
 
     def refuse() -> int:
@@ -256,7 +254,7 @@ async def test_a_recording_by_hand_takes_its_state_elsewhere_and_begins_there(
 ):
     answers: list = []
     settings = Settings()
-    tap = Tap(
+    tap = RecorderHook(
         settings, local(settings, "ipc:///nowhere"), Identity("scheduler"), 1, answers.append,
         print, forks=True,
     )  # fmt: skip

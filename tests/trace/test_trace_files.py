@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 
 from pipeinfer.messages import PROTOCOL, Abort
 from pipeinfer.trace import format as form
-from pipeinfer.trace.file import KEPT, TraceFile, prune
 from pipeinfer.trace.format import ModelIdentity, Record, TraceHeader
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import OtherProtocol, Trace, UnreadableTrace
-from pipeinfer.trace.recorder import MOST_WAITING, Recorder
-from pipeinfer.trace.recording import Quota, Recording
+from pipeinfer.trace.recorder import MAX_WAITING_BYTES, Recorder
+from pipeinfer.trace.recording import (
+    MAX_FLIGHT_RECORDINGS,
+    Quota,
+    Recording,
+    TraceFile,
+    prune_flight_recordings,
+)
 
 HEADER = TraceHeader(
     protocol=PROTOCOL, version="test", stage="scheduler-0", name="scheduler", incarnation=2**63,
@@ -169,10 +174,10 @@ def test_files_are_private_and_never_overwritten(tmp_path):
 def test_old_flight_recordings_make_room_and_nothing_else_does(tmp_path):
     kept = tmp_path / "engine-0-0-1.pitrace"
     kept.touch()
-    for number in range(KEPT + 3):
+    for number in range(MAX_FLIGHT_RECORDINGS + 3):
         TraceFile(tmp_path, f"flight-engine-0-0-{number}").close()
-    prune(tmp_path)
-    assert len(list(tmp_path.glob("flight-*"))) == KEPT
+    prune_flight_recordings(tmp_path)
+    assert len(list(tmp_path.glob("flight-*"))) == MAX_FLIGHT_RECORDINGS
     assert kept.exists()
 
 
@@ -229,15 +234,15 @@ def test_a_disk_that_cannot_keep_up_stops_the_recording_and_never_the_stage(tmp_
     made = Recording("name", tmp_path, Quota(), outcomes.append)
     recorder.start(made, HEADER)
     big = [(0.0, "in", "work", "p", 0, 0.0, bytes(1 << 20))]
-    for _ in range(2 * (MOST_WAITING >> 20)):
+    for _ in range(2 * (MAX_WAITING_BYTES >> 20)):
         for row in big:
             recorder.add(row)
         recorder.flush(0.0)
-    assert 0 < recorder.lost < 2 * (MOST_WAITING >> 20)
+    assert 0 < recorder.lost < 2 * (MAX_WAITING_BYTES >> 20)
     held.set()
     recorder.close("the end")
     assert [o.state for o in outcomes] == ["recording", "done"]
     trace = Trace(outcomes[-1].path)
     *kept, end = trace
-    assert len(kept) + recorder.lost == 2 * (MOST_WAITING >> 20)
+    assert len(kept) + recorder.lost == 2 * (MAX_WAITING_BYTES >> 20)
     assert trace.message(end).lost > 0 and "keep up" in trace.message(end).reason

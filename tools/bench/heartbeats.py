@@ -27,10 +27,10 @@ import psutil
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.beats import HEARTBEAT, period
 from pipeinfer.bus.bus import Bus
-from pipeinfer.bus.room import make_room
+from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.core import EVERYONE, Send
+from pipeinfer.liveness import HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         topology = topologies.local(built, f"ipc://{folder}/")
         file = Path(folder, "pipeinfer.toml")
         file.write_text(topology.to_toml())
-        every = options.every or period(len(topology.entries))
+        every = options.every or heartbeat_period(len(topology.entries))
         with _processes(file, every, port := _free_port()) as pids:
             _wait_heard(port, len(topology.entries))
             before = {name: _used(pid) for name, pid in pids.items()}
@@ -130,18 +130,18 @@ def _processes(file: Path, every: float, port: int) -> Iterator[dict[str, int]]:
 async def _play(topology: Topology, every: float) -> None:
     """All but the measured stages, until it is killed; what they say is spread over the time."""
     context = zmq.Context.instance()
-    make_room(context, topology)
+    raise_socket_limits(context, topology)
     others = [entry.identity for entry in topology.entries if entry.identity.id not in MEASURED]
     buses = [Bus(who, 1, topology, context) for who in others]
     for bus in buses:
         bus.bind()
     loop, lap = asyncio.get_running_loop(), 0
-    beats = max(1, round(every / HEARTBEAT))  # one lap in so many is a heartbeat, too
-    groups = max(1, round(period(len(topology.ids("scheduler"))) / HEARTBEAT))
+    beats = max(1, round(every / HEARTBEAT_SECONDS))  # one lap in so many is a heartbeat, too
+    groups = max(1, round(heartbeat_period(len(topology.ids("scheduler"))) / HEARTBEAT_SECONDS))
     begin = loop.time()
     while True:
         for number, (who, bus) in enumerate(zip(others, buses, strict=True)):
-            at = begin + HEARTBEAT * (lap + number / len(others))
+            at = begin + HEARTBEAT_SECONDS * (lap + number / len(others))
             if at > loop.time():
                 await asyncio.sleep(at - loop.time())
             if (lap + number) % beats == 0:

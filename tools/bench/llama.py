@@ -24,7 +24,7 @@ from bench import gguf_f16, report, streams
 from bench.processes import Others
 from bench.streams import Case, Pieces, Seen
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.offline.synchronous import NO_TARGETS
+from pipeinfer.offline.llm import NO_TARGETS
 from pipeinfer.settings import ConfigurationError
 
 THREADS = 2

@@ -47,7 +47,7 @@ from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer
 from pipeinfer.trace.format import unpack_state
-from pipeinfer.trace.state_copy import Copier
+from pipeinfer.trace.state_copy import StateCopier
 
 TOOLS = Path(__file__).resolve().parents[1]
 PROMPT, VOCABULARY = 500, 250
@@ -105,7 +105,7 @@ def alone(stage: str, size: str) -> None:
         copied.append(whole)
     memory = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     begun = time.perf_counter()  # last, since it makes the process larger
-    state = Copier(forks=False).take(core)
+    state = StateCopier(forks=False).take(core)
     at_once = time.perf_counter() - begun
     parts = {
         "process_mb": memory / 1e6,
@@ -121,7 +121,7 @@ def alone(stage: str, size: str) -> None:
 
 def _copied(core: Core) -> tuple[float, float, float]:
     """(ms of the fork, ms of processor time, ms until the state is there)."""
-    copier = Copier(forks=True)
+    copier = StateCopier(forks=True)
     copier.small = False  # as it has found out
     begun, cpu = time.perf_counter(), time.thread_time()
     copied = copier.take(core)

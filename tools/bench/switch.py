@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_servers
@@ -30,7 +30,7 @@ class Switch:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._caller = Caller(topology, self._context)
+        self._caller = ControlClient(topology, self._context)
         self._name = ""
         self.pids: dict[str, int] = {}
         self.recorded = 0
@@ -77,7 +77,7 @@ class Switch:
             self.recorded += said.bytes
 
         for stage in self._topology.ids():
-            self._caller.ask(stage, message)
+            self._caller.send(stage, message)
         self._until(lambda: not waiting, state, answered)
 
     def _until(
@@ -90,7 +90,7 @@ class Switch:
         while not over():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not every stage said {what} in {PATIENCE:g} s")
-            for header, message in self._caller.hear(0.2):
+            for header, message in self._caller.receive(0.2):
                 if isinstance(message, Heartbeat):
                     self.pids[header.sender] = message.pid
                 elif isinstance(message, RecordingState) and answered is not None:

@@ -9,7 +9,7 @@ import time
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_servers
 
@@ -29,11 +29,11 @@ def leftovers(pid: int) -> dict[str, float]:
     topology = next(s.topology for s in running_servers() if s.pid == pid)
     latest: dict[str, Heartbeat] = {}
     deadline = time.monotonic() + PATIENCE
-    with zmq.Context() as context, Caller(topology, context) as caller:
+    with zmq.Context() as context, ControlClient(topology, context) as caller:
         for stage in topology.ids():
             caller.listen(stage)
         while True:
-            for _, beat in caller.hear(0.2):
+            for _, beat in caller.receive(0.2):
                 if isinstance(beat, Heartbeat):
                     latest[beat.stage] = beat
             left = _left(latest)

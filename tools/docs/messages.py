@@ -16,7 +16,7 @@ import msgspec
 from docs.markdown import bullets, codes, prose
 from docs.markdown import page as page_of
 from pipeinfer import control, messages, params, step_cost
-from pipeinfer.channels import CHANNELS, WAYS
+from pipeinfer.channels import CHANNEL_USERS, CHANNELS
 
 INTRODUCTION = """Stages speak by these messages alone. A message is an array in MessagePack: its \
 name, then its fields in order. `Int32s` and `UInt64s` are raw little-endian bytes. A `Number` is \
@@ -42,7 +42,7 @@ def _channels() -> Iterator[str]:
     shown: set[type] = set()
     for channel, kinds in (*CHANNELS.items(), (control.CHANNEL, control.CONTROL)):
         yield f"## {channel}"
-        yield CONTROL_SAID if channel == control.CHANNEL else f"Way: {WAYS[channel]}."
+        yield CONTROL_SAID if channel == control.CHANNEL else f"Way: {CHANNEL_USERS[channel]}."
         again = [one.__name__ for one in of_channel(kinds) if one in shown]
         if again:
             yield f"Also {codes(again)}, as above."

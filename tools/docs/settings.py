@@ -12,7 +12,7 @@ from docs.markdown import bullets, codes, sentence
 from docs.markdown import page as page_of
 from pipeinfer import other_names
 from pipeinfer.settings import PREFIX, Settings, flag_types
-from pipeinfer.settings_help import GROUPS, MODEL, Told
+from pipeinfer.settings_help import GROUPS, MODEL, SettingHelp
 
 INTRODUCTION = """Each setting is
 
@@ -41,7 +41,7 @@ def _parts() -> Iterator[str]:
             yield from _setting(name, told)
 
 
-def _setting(name: str, told: Told) -> Iterator[str]:
+def _setting(name: str, told: SettingHelp) -> Iterator[str]:
     yield f"### {name.replace('_', '-')}"
     line = told.line.partition("; default: ")[0]
     yield sentence(re.sub(r"(^|; )(\w+)(?=: )", r"\1`\2`", line))
@@ -54,7 +54,7 @@ def _from_here(text: str) -> str:
     return re.sub(r"\]\((?!#)", "](../", text)
 
 
-def _facts(name: str, told: Told) -> Iterator[str]:
+def _facts(name: str, told: SettingHelp) -> Iterator[str]:
     kind, choices = flag_types()[name]
     if name == "model":
         yield "Argument: `MODEL`"

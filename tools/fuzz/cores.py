@@ -17,7 +17,7 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.core import Core
 from pipeinfer.events import Tick
 from pipeinfer.messages import PROTOCOL
-from pipeinfer.runtime.stage import TAKES, TAKES_NOT, StageContext, builder
+from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
@@ -63,7 +63,7 @@ class Cores:
         found = [_program(source.randbytes(length)) for length in (20, 60, 120, 250, 500)]
         for number, name in enumerate(STAGES):
             pieces = [bytes([number])]
-            for channel in TAKES[name]:
+            for channel in CORE_CHANNELS[name]:
                 for info in wire_values.kinds(channel):
                     value = wire_values.examples.drawn(info, source)
                     pieces += [channel.encode(), wire_values.encode(value)]
@@ -82,7 +82,7 @@ class Cores:
             at = source.randrange((len(pieces) - 1) // 2) * 2 + 2
             pieces[at] = wire_values.mutated(pieces[at], source)
         else:
-            channel = source.choice(TAKES[STAGES[number]])
+            channel = source.choice(CORE_CHANNELS[STAGES[number]])
             body = wire_values.encode(wire_values.example(channel, source))
             pieces += [channel.encode(), body]
         return mutation.joined(pieces[: 1 + 2 * MOST])
@@ -104,7 +104,7 @@ class Cores:
                 heard, _, message = frames.decode([channel, header, body])
             except frames.BadFrame:
                 continue
-            if heard in TAKES[name] and not isinstance(message, TAKES_NOT.get(name, ())):
+            if heard in CORE_CHANNELS[name] and not isinstance(message, NOT_FOR_CORE.get(name, ())):
                 core = core or fresh(name)
                 now += 0.2
                 core.handle(message, now)

@@ -70,19 +70,19 @@ def _trusted_length() -> None:
 
 def _unhashable() -> None:
     """traces: the errors that a snapshot may cause are listed, and one is missing."""
-    from pipeinfer.trace import restore
+    from pipeinfer.trace import snapshot
 
-    really = restore.restore
+    really = snapshot.restore
 
     def restored(core: object, state: bytes) -> None:
         try:
             really(core, state)
-        except restore.RestoreError as error:
+        except snapshot.RestoreError as error:
             if "TypeError" in str(error):
                 raise TypeError(str(error)) from None
             raise
 
-    restore.restore = restored
+    snapshot.restore = restored
 
 
 def _bound_left_out() -> None:

@@ -41,7 +41,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.runtime.stage import TAKES
+from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step import Step
@@ -220,7 +220,7 @@ class Group:
     def _nonsense(self, program: Numbers) -> None:
         """A message of any kind that a peer may send."""
         source = Random(program.below(256) << 8 | program.below(256))
-        channel = source.choice((*TAKES["scheduler"], "plan"))
+        channel = source.choice((*CORE_CHANNELS["scheduler"], "plan"))
         message = travelled(channel, wire_values.example(channel, source))
         if message is not None:
             self.lied = self._strange = True

@@ -20,12 +20,11 @@ import zstandard
 from fuzz import cores, mutation, values, wire_values
 from fuzz.target import Wrong
 from pipeinfer.messages import PROTOCOL
-from pipeinfer.runtime.stage import TAKES
+from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import TraceHeader, UnreadableTrace
 from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.restore import RestoreError, restore
-from pipeinfer.trace.snapshot import snapshot
+from pipeinfer.trace.snapshot import RestoreError, restore, snapshot
 
 RAW, PLAIN, PACKED, LARGE = range(4)  # a file, and blocks: of MessagePack, of zstd, of zeros
 GROWTH, TIMES = 256 << 20, 400  # bytes of memory for a file, and for each of its bytes
@@ -42,8 +41,8 @@ class Traces:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.trace.reader", "pipeinfer.trace.format", "pipeinfer.trace.bodies",
-        "pipeinfer.trace.restore",
+        "pipeinfer.trace.reader", "pipeinfer.trace.format", "pipeinfer.trace.reader",
+        "pipeinfer.trace.snapshot",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -60,7 +59,7 @@ class Traces:
             )  # fmt: skip
             rows = [
                 (0.1, "in", channel, "gateway-0", 1, 0.0, wire_values.encode(value))
-                for channel in TAKES[name]
+                for channel in CORE_CHANNELS[name]
                 for value in [wire_values.example(channel, source)]
             ]
             blocks = [wire_values.encode(header), wire_values.encode(rows)]

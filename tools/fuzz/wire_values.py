@@ -13,13 +13,13 @@ from msgspec import inspect
 
 from fuzz import examples, values
 from pipeinfer import control
-from pipeinfer.bus import links
+from pipeinfer.bus import reliable
 from pipeinfer.channels import CHANNELS
 
 TYPES: dict[str, Any] = {
     **CHANNELS,
     control.CHANNEL: control.CONTROL,
-    links.CHANNEL: links.LINK,
+    reliable.CHANNEL: reliable.LINK,
 }
 NAMES = tuple(TYPES)
 DEPTHS = (2, 30, 500, 1100, 5000, 60_000)

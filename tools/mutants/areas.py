@@ -54,7 +54,7 @@ class Area:
 RECOVERY = (
     "recent.py", "recovery.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
-    "runtime/fence.py", "runtime/unsent.py", "runtime/group_fault.py", "tokenizer/routing.py",
+    "runtime/incarnations.py", "tokenizer/routing.py",
 )  # fmt: skip
 
 AREAS = {
@@ -108,12 +108,10 @@ AREAS = {
             "tests/gateway/test_gateway_ledger.py",
             "tests/tokenizer/test_routed_requests.py",
             "tests/scheduler/test_scheduler_recovery.py",
-            "tests/runtime/test_fence.py",
-            "tests/runtime/test_unsent.py",
+            "tests/runtime/test_incarnations.py",
             "tests/distributed/test_ranks_agree.py",
             "tests/scheduler/test_hand_over.py",
             "tests/gateway/test_gateway_core.py",
-            "tests/runtime/test_group_fault.py",
             "tests/tokenizer/test_tokenizer_core.py",
             "tests/pipeline/test_recovery_simulated.py",
             "tests/pipeline/test_take_over_simulated.py",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from pipeinfer.beats import HEARTBEAT
+from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from simulate.arrivals import Arrival
 from simulate.group import Group
@@ -69,4 +69,4 @@ class Cluster:
             if report is not None:
                 self._router.report(index, report)
         self._active.clear()
-        self._beat_at += HEARTBEAT
+        self._beat_at += HEARTBEAT_SECONDS

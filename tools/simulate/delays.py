@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeinfer.messages import Plan, Result, Submit, Text, Tokens, Work
-from pipeinfer.replay.recording import Recording
+from pipeinfer.replay.recording import LoadedTrace
 from simulate import measured
 from simulate.fitting import nonnegative
 
@@ -37,7 +37,7 @@ def by_row(parts: Iterable[Sequence[tuple[int, float]]]) -> tuple[float, tuple[f
     return rate, quantiles([np.maximum(seconds - rate * rows, 0.0).tolist()])
 
 
-def inbound(found: Sequence[Recording]) -> list[float]:
+def inbound(found: Sequence[LoadedTrace]) -> list[float]:
     """Seconds of each request from its gateway to its scheduler; [] where either is missing."""
     sent: dict[str, float] = {}
     for entry in measured.entries(found, "gateway"):
@@ -50,7 +50,7 @@ def inbound(found: Sequence[Recording]) -> list[float]:
     return [max(heard[name] - at, 0.0) for name, at in sent.items() if name in heard]
 
 
-def turnaround(engine: Recording) -> list[float]:
+def turnaround(engine: LoadedTrace) -> list[float]:
     """Seconds from the end of a step until the engine launched the one that was planned upon it."""
     depth = engine.header.settings["overlap_depth"]
     launches, ends = _launches(engine)
@@ -62,7 +62,7 @@ def turnaround(engine: Recording) -> list[float]:
     return found
 
 
-def bubble(engine: Recording) -> list[float]:
+def bubble(engine: LoadedTrace) -> list[float]:
     """Seconds from the end of a step until the engine launched the next, 0 if it had before; of
     engines that have several steps under way, else nothing."""
     if engine.header.settings["overlap_depth"] < 2:
@@ -76,7 +76,7 @@ def bubble(engine: Recording) -> list[float]:
     return found
 
 
-def _launches(engine: Recording) -> tuple[dict[tuple[int, int], float], ...]:
+def _launches(engine: LoadedTrace) -> tuple[dict[tuple[int, int], float], ...]:
     """When steps (epoch, number) were launched in which rows of others go on, so that nothing was
     idle before them; and when steps ended."""
     launches: dict[tuple[int, int], float] = {}
@@ -93,7 +93,7 @@ def _launches(engine: Recording) -> tuple[dict[tuple[int, int], float], ...]:
     return launches, ends
 
 
-def outbound(found: Sequence[Recording]) -> list[tuple[int, float]]:
+def outbound(found: Sequence[LoadedTrace]) -> list[tuple[int, float]]:
     """Rows of text of steps, and seconds from a step's end until a gateway had it.
 
     Only of steps that ended when the text of the one before had arrived: what waits behind other
@@ -114,7 +114,7 @@ def outbound(found: Sequence[Recording]) -> list[tuple[int, float]]:
     return delays
 
 
-def _ends(found: Sequence[Recording]) -> dict[tuple[int, int, int], float]:
+def _ends(found: Sequence[LoadedTrace]) -> dict[tuple[int, int, int], float]:
     """When the step (group, epoch, number) ended."""
     return {
         (recording.identity.group, entry.message.epoch, entry.message.number): entry.time
@@ -126,7 +126,7 @@ def _ends(found: Sequence[Recording]) -> dict[tuple[int, int, int], float]:
 
 
 def _sends(
-    recording: Recording, ends: dict[tuple[int, int, int], float]
+    recording: LoadedTrace, ends: dict[tuple[int, int, int], float]
 ) -> list[tuple[float, int, tuple[str, int]]]:
     """Of each step whose tokens a scheduler sent: when it ended, its rows, and one token of it as
     (request, place among its outputs)."""
@@ -143,7 +143,7 @@ def _sends(
     return sends
 
 
-def _arrivals(found: Sequence[Recording]) -> dict[tuple[str, int], float]:
+def _arrivals(found: Sequence[LoadedTrace]) -> dict[tuple[str, int], float]:
     """When a gateway had the text of a token (request, place among its outputs)."""
     return {
         (row.request_id, row.token_offset): entry.time

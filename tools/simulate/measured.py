@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeinfer.messages import Result
 from pipeinfer.packing import unpack
 from pipeinfer.replay.codes import CannotReplay
-from pipeinfer.replay.recording import Entry, Recording, load
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
 from simulate.step_model import attended
 
@@ -29,7 +29,7 @@ class MeasuredStep:
     seconds: float
 
 
-def recordings(folder: Path) -> list[Recording]:
+def recordings(folder: Path) -> list[LoadedTrace]:
     """All traces in `folder`. ConfigurationError if there is none of an engine."""
     try:
         found = [load(path) for path in sorted(folder.glob("*.pitrace"))]
@@ -40,12 +40,12 @@ def recordings(folder: Path) -> list[Recording]:
     return found
 
 
-def leads(recording: Recording) -> bool:
+def leads(recording: LoadedTrace) -> bool:
     """Whether it is of the rank of an engine that reports to the scheduler."""
     return recording.identity.name == "engine" and recording.identity.rank == 0
 
 
-def steps(recording: Recording) -> Iterator[MeasuredStep]:
+def steps(recording: LoadedTrace) -> Iterator[MeasuredStep]:
     """The steps of an engine, in order."""
     begun: dict[tuple[int, int], float] = {}
     taken: dict[tuple[int, int], float] = {}
@@ -64,7 +64,7 @@ def steps(recording: Recording) -> Iterator[MeasuredStep]:
                 yield _step(message, seconds)
 
 
-def steps_since(found: Sequence[Recording], begin: float) -> int:
+def steps_since(found: Sequence[LoadedTrace], begin: float) -> int:
     """Steps of all engines whose results came after `begin`, those without a row left out."""
     return sum(
         bool(unpack(entry.message.counts).any())
@@ -83,7 +83,7 @@ def _step(result: Result, seconds: float) -> MeasuredStep:
     return MeasuredStep(int(one.sum()), contexts, int(counts[more].sum()), pairs, seconds)
 
 
-def entries(found: Sequence[Recording], name: str) -> Iterator[Entry]:
+def entries(found: Sequence[LoadedTrace], name: str) -> Iterator[TraceEntry]:
     """What all stages called `name` took and gave."""
     for recording in found:
         if recording.identity.name == name:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeinfer.messages import Submit, Text, Work
 from pipeinfer.packing import unpack
-from pipeinfer.replay.recording import Recording
+from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
 from simulate import measured
@@ -31,7 +31,7 @@ class Stream:
     tokens: int = 0
 
 
-def streams(found: Sequence[Recording], skip: int) -> list[Stream]:
+def streams(found: Sequence[LoadedTrace], skip: int) -> list[Stream]:
     """Requests that got tokens, in the order in which they came, without the first `skip`."""
     known: dict[str, Stream] = {}
     for entry in measured.entries(found, "gateway"):
@@ -63,7 +63,7 @@ def arrivals(kept: Sequence[Stream]) -> list[Arrival]:
     return found
 
 
-def deployment(found: Sequence[Recording]) -> tuple[Deployment, int, str]:
+def deployment(found: Sequence[LoadedTrace]) -> tuple[Deployment, int, str]:
     """(each group, how many groups, routing policy), as the headers of the recordings say."""
     scheduler = next((one for one in found if one.identity.name == "scheduler"), None)
     engine = next((one for one in found if measured.leads(one)), None)

@@ -18,7 +18,7 @@ import zmq
 
 from bench.processes import cpu_seconds
 from chaos.serving import Serving
-from pipeinfer.bus.caller import Caller
+from pipeinfer.bus.bus import ControlClient
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_servers
 
@@ -80,7 +80,7 @@ class Watcher:
             one.topology for one in running_servers() if one.pid == server.process.pid
         )
         self._context = zmq.Context()
-        self._caller = Caller(self._topology, self._context)
+        self._caller = ControlClient(self._topology, self._context)
         self._beats: dict[str, Heartbeat] = {}
 
     def __enter__(self) -> Watcher:
@@ -140,7 +140,7 @@ class Watcher:
         }
 
     def _hear(self, seconds: float) -> None:
-        while heard := self._caller.hear(seconds):
+        while heard := self._caller.receive(seconds):
             for _, message in heard:
                 if isinstance(message, Heartbeat):
                     self._beats[message.stage] = message

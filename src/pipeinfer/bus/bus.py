@@ -1,12 +1,17 @@
-"""The sockets of one stage: an inbox, one outbox per peer, what it publishes and listens to.
+"""The sockets of one process on the bus: a stage's, a listener's, or a command's.
 
-Knows no message's meaning. Nothing is ever dropped here by a high-water mark except telemetry; the
-gateway's queue limit bounds what is under way.
+    Bus            of a stage: an inbox, an outbox for each peer, publishers, subscriptions
+    Listener       subscriptions alone, on an event loop: for supervisors and tools
+    ControlClient  blocking, for command lines that send a request on the channel `control`
+
+Knows no message's meaning. Only telemetry is ever dropped by a high-water mark; the gateway's queue
+limit bounds what is under way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from math import inf
@@ -14,12 +19,11 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus import frames, links
-from pipeinfer.bus import parts as multipart
+from pipeinfer.bus import frames, reliable
 from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
-from pipeinfer.bus.links import Links
 from pipeinfer.bus.reader import Handler, Reader
-from pipeinfer.bus.wires import Wires
+from pipeinfer.bus.reliable import ReliableLinks
+from pipeinfer.bus.sockets import SocketFactory, send_multipart
 from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Message
@@ -32,7 +36,7 @@ TELEMETRY_HWM = 1_000
 # Frames of one peer that wait to be read; then the peer waits with the others. None is dropped.
 INBOX_HWM = 1_000
 SUBSCRIPTION_BYTES = 1_024  # the same for what a subscriber says
-REMIND = 1.0  # seconds after which somebody is asked what has come of the frames that are kept
+LINK_TIMER = 1.0  # seconds between questions what has become of the frames that are kept
 
 
 class NoSuchStage(ValueError):
@@ -43,8 +47,11 @@ class Bus:
     """All sockets of the stage `identity`.
 
     Stages may start in any order: ZeroMQ queues for an inbox that is not there yet, and what a
-    publisher said too early is repaired by numbered plans and repeated heartbeats. `patience`:
-    seconds after which a frame that its inbox has not taken is dropped, where TCP may lose it.
+    publisher sent too early is repaired by numbered plans and repeated heartbeats.
+
+    patience: seconds after which a frame that its inbox has not taken is dropped, where TCP may
+    lose it.
+    reader: reads the inbox and the subscriptions.
     """
 
     def __init__(
@@ -61,18 +68,18 @@ class Bus:
         self.reader = Reader()
         self._topology = topology
         self._clock = clock
-        self._wires = Wires(topology, context, identity.id)
+        self._sockets = SocketFactory(topology, context, identity.id)
         self._address = topology.address(identity.id)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         self._publishers: dict[str, zmq.Socket[bytes]] = {}
         self._sequence: dict[tuple[str, str], int] = {}
         far = frozenset(topology.over_tcp())
         everybody = frozenset(topology.ids() if far else ())
-        self._links = Links(
-            incarnation, everybody, far, self._say_of_link, self._push, self._drop,
-            int(min(patience / REMIND, 1 << 30)),
+        self._links = ReliableLinks(
+            incarnation, everybody, far, self._send_link_message, self._push, self._close_outbox,
+            int(min(patience / LINK_TIMER, 1 << 30)),
         )  # fmt: skip
-        self._reminder: asyncio.TimerHandle | None = None
+        self._on_link_timerer: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
         """Opens the inbox and the publishers. AddressTaken if somebody has an address,
@@ -81,18 +88,18 @@ class Bus:
         transport, rest = addresses.split(self._address)
         if transport == "ipc":
             Path(rest).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._wires.open()
+        self._sockets.load_keys()
         inbox = self._socket(zmq.PULL)
         inbox.rcvhwm, inbox.maxmsgsize = INBOX_HWM, FRAME_BYTES
         self.reader.add(inbox)
-        self._wires.bind(inbox, "inbox")
+        self._sockets.bind(inbox, "inbox")
         channels = ("telemetry", "plan") if self.identity.name == "scheduler" else ("telemetry",)
         for channel in channels:
             publisher = self._publishers[channel] = self._socket(zmq.PUB)
             if channel == "telemetry":
                 publisher.sndhwm = TELEMETRY_HWM
             publisher.maxmsgsize = SUBSCRIPTION_BYTES
-            self._wires.bind(publisher, channel)
+            self._sockets.bind(publisher, channel)
         for channel in ("group", CONTROL):  # both for whoever listens
             self._publishers[channel] = self._publishers["telemetry"]
 
@@ -103,23 +110,23 @@ class Bus:
         subscriber.maxmsgsize = FRAME_BYTES if "plan" in channels else TELEMETRY_BYTES
         for channel in channels:
             subscriber.subscribe(channel.encode())
-        self._wires.connect(subscriber, stage, "plan" if "plan" in channels else "telemetry")
+        self._sockets.connect(subscriber, stage, "plan" if "plan" in channels else "telemetry")
         self.reader.add(subscriber)
 
-    def start(self, handler: Handler, patience: float = 0.0) -> None:
+    def start(self, handler: Handler, busy_poll: float = 0.0) -> None:
         """From now on `handler(channel, header, message)` gets every frame, on the running loop.
-        `patience`: see Reader.start.
+        `busy_poll`: see Reader.start.
         """
         if not self._topology.has_tcp():
-            self.reader.start(handler, patience)
+            self.reader.start(handler, busy_poll)
             return
 
-        def passed(channel: str, header: Header, message: Message) -> None:
-            if self._passes(channel, header, message):
+        def on_frame(channel: str, header: Header, message: Message) -> None:
+            if self._accepts(channel, header, message):
                 handler(channel, header, message)
 
-        self.reader.start(passed, patience)
-        self._remind(asyncio.get_running_loop())
+        self.reader.start(on_frame, busy_poll)
+        self._on_link_timer(asyncio.get_running_loop())
 
     def send(self, send: Send) -> tuple[int, float, bytes]:
         """Sends or publishes one message; never blocks. Returns its number, time and body.
@@ -130,67 +137,67 @@ class Bus:
         key = (send.channel, send.to)
         number = self._sequence.get(key, 0)
         sent = self._clock()
-        link = self._links.to(send.to)
+        link = self._links.outgoing(send.to)
         counted = 0 if link is None else link.next
         header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
         parts = frames.encode(send.channel, header, send.message)
         if send.to == EVERYONE:
-            multipart.send(self._publishers[send.channel], parts)
+            send_multipart(self._publishers[send.channel], parts)
         else:
             self._push(send.to, parts)
         if link is not None:
-            link.keep(parts)
+            link.append(parts)
         self._sequence[key] = number + 1
         return number, sent, parts[2]
 
     def close(self) -> None:
         """Closes every socket; what was sent has LINGER_MS to leave."""
-        if self._reminder is not None:
-            self._reminder.cancel()
+        if self._on_link_timerer is not None:
+            self._on_link_timerer.cancel()
         self.reader.close()
         for socket in (*self._outboxes.values(), *self._publishers.values()):
             socket.close(linger=LINGER_MS)
-        self._wires.close()
+        self._sockets.close()
 
     @property
-    def refused(self) -> int:
+    def refused_handshakes(self) -> int:
         """Handshakes with strangers that failed, since the start."""
-        return self._wires.refused
+        return self._sockets.refused_handshakes
 
     @property
-    def repeated(self) -> int:
+    def repeated_frames(self) -> int:
         """Frames that were sent once more, since the start: a connection had taken them along."""
         return self._links.repeated
 
-    def _passes(self, channel: str, header: Header, message: Message) -> bool:
+    def _accepts(self, channel: str, header: Header, message: Message) -> bool:
         """Whether a frame is for the stage, and has not come before."""
         who, process = header.sender, header.incarnation
-        if channel == links.CHANNEL:
-            self._links.hear(who, process, message, self._clock())
+        if channel == reliable.CHANNEL:
+            self._links.on_message(who, process, message, self._clock())
             return False
         if not header.link:
             return True
         size = len(self.reader.body)
-        return self._links.take(who, process, header.link, size, self._clock())
+        return self._links.accepts(who, process, header.link, size, self._clock())
 
-    def _say_of_link(self, stage: str, message: Message) -> None:
+    def _send_link_message(self, stage: str, message: Message) -> None:
         header = Header(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
-        self._push(stage, frames.encode(links.CHANNEL, header, message))
+        self._push(stage, frames.encode(reliable.CHANNEL, header, message))
 
-    def _drop(self, stage: str) -> None:
+    def _close_outbox(self, stage: str) -> None:
         """Frames to `stage` are kept no longer; libzmq's queue goes, and a new one is made when
         something is sent. What is still kept is asked for when the stage is there."""
         outbox = self._outboxes.pop(stage, None)
         if outbox is not None:
             outbox.close(linger=0)
 
-    def _remind(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._links.remind()
-        self._reminder = loop.call_later(REMIND, self._remind, loop)
+    def _on_link_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._links.on_timer()
+        self._on_link_timerer = loop.call_later(LINK_TIMER, self._on_link_timer, loop)
 
     def _push(self, stage: str, parts: list[bytes]) -> None:
         try:
-            multipart.send(self._outbox(stage), parts)
+            send_multipart(self._outbox(stage), parts)
         except zmq.Again:  # there is no mark to be reached: libzmq has given the peer up
             address = self._topology.address(stage)
             raise RuntimeError(f"{stage} at {address}: one of us has CURVE keys, one not") from None
@@ -203,10 +210,95 @@ class Bus:
             except ConfigurationError as error:
                 raise NoSuchStage(str(error)) from None
             outbox = self._outboxes[stage] = self._socket(zmq.PUSH)
-            self._wires.connect(outbox, stage, "inbox")
+            self._sockets.connect(outbox, stage, "inbox")
         return outbox
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._wires.socket(kind)
+        socket = self._sockets.socket(kind)
         socket.sndhwm = socket.rcvhwm = 0
         return socket
+
+
+class Listener:
+    """Subscribes to what stages publish on `telemetry` and `group`."""
+
+    def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._sockets = SocketFactory(topology, context)
+        self._reader = Reader()
+
+    def listen(self, stage: str, *channels: str) -> None:
+        """Subscribes to stage id `stage`, which need not be there yet: to `channels`, or to its
+        telemetry.
+
+        ConfigurationError if the topology has keys and none of them lies here.
+        """
+        self._sockets.load_keys()
+        socket = self._sockets.socket(zmq.SUB)
+        for channel in channels or ("telemetry",):
+            socket.subscribe(channel.encode())
+        socket.maxmsgsize = TELEMETRY_BYTES
+        self._sockets.connect(socket, stage, "telemetry")
+        self._reader.add(socket)
+
+    def start(self, handler: Handler) -> None:
+        """From now on `handler(channel, header, message)` gets what is heard."""
+        self._reader.start(handler)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class ControlClient:
+    """Sends requests to stages of `topology`, and receives their answers. A context manager.
+
+    An answer is lost if it is sent before the subscription has arrived: send a stage something only
+    after a message (a heartbeat) of it was received.
+    """
+
+    def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._sockets = SocketFactory(topology, context)
+        self._sockets.load_keys()
+        self._name = f"caller-{os.getpid()}"
+        self._incarnation = time.time_ns()
+        self._subscribers: list[zmq.Socket[bytes]] = []
+        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._sent = 0
+
+    def listen(self, stage: str) -> None:
+        """Subscribes to stage id `stage`: its heartbeats and its answers."""
+        subscriber = self._sockets.socket(zmq.SUB)
+        subscriber.maxmsgsize = frames.TELEMETRY_BYTES
+        subscriber.subscribe(b"telemetry")
+        subscriber.subscribe(CONTROL.encode())
+        self._sockets.connect(subscriber, stage, "telemetry")
+        self._poller.register(subscriber, zmq.POLLIN)
+        self._subscribers.append(subscriber)
+
+    def send(self, stage: str, message: Message) -> None:
+        """Sends `message` to the inbox of stage id `stage`. Raises Unencodable."""
+        outbox = self._outboxes.get(stage)
+        if outbox is None:
+            outbox = self._outboxes[stage] = self._sockets.socket(zmq.PUSH)
+            self._sockets.connect(outbox, stage, "inbox")
+        header = Header(PROTOCOL, self._name, self._incarnation, self._sent, time.monotonic())
+        self._sent += 1
+        outbox.send_multipart(frames.encode(CONTROL, header, message))
+
+    def receive(self, seconds: float) -> list[tuple[Header, Message]]:
+        """The messages that came, after waiting at most `seconds` for the first."""
+        received: list[tuple[Header, Message]] = []
+        for subscriber, _ in self._poller.poll(int(seconds * 1_000)):
+            try:
+                _, header, message = frames.decode(subscriber.recv_multipart(zmq.NOBLOCK))
+            except frames.BadFrame:
+                continue  # of another version perhaps; whoever waits for an answer says so
+            received.append((header, message))
+        return received
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for socket in (*self._subscribers, *self._outboxes.values()):
+            socket.close(linger=1_000)

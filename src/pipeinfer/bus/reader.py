@@ -14,17 +14,21 @@ from collections.abc import Callable
 import zmq
 
 from pipeinfer.bus import frames
-from pipeinfer.bus import parts as multipart
 from pipeinfer.bus.frames import Header
+from pipeinfer.bus.sockets import receive_multipart
 from pipeinfer.messages import Message
 
 log = logging.getLogger(__name__)
 
 BURST = 128  # messages handled before other events of the loop get their turn
-WARNINGS = 100  # kinds of bad frames that are logged, once each
-LETTERS = 300  # of each; a stranger chooses some of them
+MAX_WARNINGS = 100  # reasons for dropping that are logged, once each
+MAX_REASON_CHARS = 300  # of a logged reason; a stranger chooses some of them
 
-UNHURRIED = ("telemetry", "group", "link")  # what comes there comes all the time, and can wait
+NOT_BUSY_POLLED = (
+    "telemetry",
+    "group",
+    "link",
+)  # what comes there comes all the time, and can wait
 
 Handler = Callable[[str, Header, Message], None]
 
@@ -32,19 +36,21 @@ Handler = Callable[[str, Header, Message], None]
 class Reader:
     """Calls `handler(channel, header, message)` for every frame of the sockets that were added.
 
-    A frame that does not decode is counted in `bad_frames`, logged and dropped; an exception of the
-    handler is logged, and ends nothing either. `body` is that of
-    the frame that is being handled, as it came. `awake`: the loop does not sleep at present, since
-    frames come so quickly one after another (see `start`).
+    A frame that does not decode is dropped and logged; an exception of the handler is logged, and
+    ends nothing either.
+
+    bad_frames: how many were dropped.
+    body: of the frame that is being handled, as it came.
+    busy_polling: whether the loop does not sleep at present (see `start`).
     """
 
     def __init__(self) -> None:
         self.bad_frames = 0
         self.body = b""
-        self.awake = False
-        self._patience = self._heard = 0.0
+        self.busy_polling = False
+        self._busy_poll = self._last_frame = 0.0
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._warned: set[str] = set()
+        self._logged: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Handler | None = None
 
@@ -54,16 +60,17 @@ class Reader:
         if self._loop is not None:
             self._watch(socket)
 
-    def start(self, handler: Handler, patience: float = 0.0) -> None:
+    def start(self, handler: Handler, busy_poll: float = 0.0) -> None:
         """Begins to read, on the running loop.
 
-        patience: after a frame that came within so many seconds of the one before, the loop stays
-        awake as long. A process that was put to sleep answers late, by a tenth of a millisecond
-        and at times by a whole one, and with cold caches; but staying awake takes a core.
+        busy_poll: after a frame that came within so many seconds of the one before, the loop polls
+        that long without sleeping; 0 for never. A process that was put to sleep answers late, by a
+        tenth of a millisecond and at times by a whole one, and with cold caches; but polling takes
+        a core.
         """
         self._handler = handler
         self._loop = asyncio.get_running_loop()
-        self._patience = patience
+        self._busy_poll = busy_poll
         for socket in self._sockets:
             self._watch(socket)
 
@@ -75,12 +82,12 @@ class Reader:
             socket.close(linger=0)
         self._sockets.clear()
 
-    def bad(self, reason: str) -> None:
+    def drop(self, reason: str) -> None:
         """Counts a dropped frame; logged once a reason, for a peer may repeat it for ever."""
         self.bad_frames += 1
-        reason = reason[:LETTERS]
-        if reason not in self._warned and len(self._warned) < WARNINGS:
-            self._warned.add(reason)
+        reason = reason[:MAX_REASON_CHARS]
+        if reason not in self._logged and len(self._logged) < MAX_WARNINGS:
+            self._logged.add(reason)
             log.warning("dropped a frame: %s", reason)
 
     def _watch(self, socket: zmq.Socket[bytes]) -> None:
@@ -95,36 +102,38 @@ class Reader:
             if socket.closed:
                 return
             try:
-                parts = multipart.receive(socket)
+                parts = receive_multipart(socket)
             except zmq.Again:
                 return
             try:
                 channel, header, message = frames.decode(parts)
             except frames.BadFrame as error:
-                self.bad(str(error))
+                self.drop(str(error))
                 continue
             self.body = parts[2]
-            if self._patience and channel not in UNHURRIED:
-                self._stay_awake()
+            if self._busy_poll and channel not in NOT_BUSY_POLLED:
+                self._note_frame()
             try:
                 self._handler(channel, header, message)
-            except Exception:  # else the rest would lie there until the next frame comes, or longer
-                log.exception("a %s of %s", type(message).__name__, header.sender[:LETTERS])
+            except Exception:  # else the next frames would wait until yet another one comes
+                log.exception(
+                    "a %s of %s", type(message).__name__, header.sender[:MAX_REASON_CHARS]
+                )
         self._loop.call_soon(self._drain, socket)
 
-    def _stay_awake(self) -> None:
-        """A frame came."""
+    def _note_frame(self) -> None:
+        """A frame came: begins to poll if another came shortly before."""
         now = time.monotonic()
-        brisk, self._heard = now - self._heard < self._patience, now
-        if brisk and not self.awake and self._loop is not None:
-            self.awake = True
-            self._loop.call_soon(self._turn)
+        soon, self._last_frame = now - self._last_frame < self._busy_poll, now
+        if soon and not self.busy_polling and self._loop is not None:
+            self.busy_polling = True
+            self._loop.call_soon(self._poll_again)
 
-    def _turn(self) -> None:
+    def _poll_again(self) -> None:
         """A turn of the loop that looks for frames without waiting for one."""
         assert self._loop is not None
         os.sched_yield()  # the thread that brings the next frame may have been given this core
-        if self._sockets and time.monotonic() - self._heard < self._patience:
-            self._loop.call_soon(self._turn)
+        if self._sockets and time.monotonic() - self._last_frame < self._busy_poll:
+            self._loop.call_soon(self._poll_again)
         else:
-            self.awake = False
+            self.busy_polling = False

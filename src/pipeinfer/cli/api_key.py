@@ -26,23 +26,25 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer api-key",
         description="Makes a random API key. The key goes to stderr, once; the line for the file "
         "of --api-key-file, which has its hash only, goes to stdout. A running server reads the "
         "file again on SIGHUP.",
         epilog="Example: pipeinfer api-key alice --requests 60 >> keys.txt",
     )
-    made.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
-    made.add_argument(
+    command_line.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
+    command_line.add_argument(
         "--admin", action="store_true", help="an operator's: sees what others ask, at /monitor"
     )
-    made.add_argument("--concurrent", type=_count, metavar="N", help="requests at a time; 0: any")
-    made.add_argument("--requests", type=_count, metavar="N", help="a minute; 0: any")
-    made.add_argument(
+    command_line.add_argument(
+        "--concurrent", type=_count, metavar="N", help="requests at a time; 0: any"
+    )
+    command_line.add_argument("--requests", type=_count, metavar="N", help="a minute; 0: any")
+    command_line.add_argument(
         "--tokens", type=_count, metavar="N", help="of prompt and output a minute; 0: any"
     )
-    return made
+    return command_line
 
 
 def _count(text: str) -> int:

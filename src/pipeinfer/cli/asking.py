@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeinfer.cli.answers import Model, Wanted
-from pipeinfer.cli.flags import Asked
-from pipeinfer.runtime.status_line import StatusLine
+from pipeinfer.cli.questions import AnswerOptions, ChatModel, ModelFlags
+from pipeinfer.runtime.terminal import StatusLine
 from pipeinfer.settings import DEMO
 
 if TYPE_CHECKING:
@@ -21,59 +20,61 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Session:
+class ModelSession:
     """A model that answers, and the thread on whose loop it does."""
 
-    model: Model
+    model: ChatModel
     thread: LoopThread
 
 
 @contextmanager
-def session(asked: Asked, wanted: Wanted) -> Iterator[Session]:
+def model_session(asked: ModelFlags, wanted: AnswerOptions) -> Iterator[ModelSession]:
     """The model that the flags mean, started; a terminal is told from the first moment on what is
     waited for. Raises ConfigurationError or Unanswered."""
     line = StatusLine()
     line.show(f"{asked.model or DEMO}")
     try:
-        made = _model(asked, wanted, line)
+        model = _model(asked, wanted, line)
 
         from pipeinfer.offline.loop_thread import LoopThread
 
         thread = LoopThread()
         try:
-            thread.run(made.start(), lambda: line.show(f"{made.name}: {made.waits_for()}"))
+            thread.run(model.start(), lambda: line.show(f"{model.name}: {model.startup_status()}"))
             line.clear()
-            yield Session(made, thread)
+            yield ModelSession(model, thread)
         finally:
             line.clear()
-            thread.run(made.close())
+            thread.run(model.close())
             thread.close()
     finally:
         line.clear()
 
 
-def _model(asked: Asked, wanted: Wanted, line: StatusLine) -> Model:
+def _model(asked: ModelFlags, wanted: AnswerOptions, line: StatusLine) -> ChatModel:
     """Says in a line which running server is asked, if it was found and not named."""
     if asked.options.url:
         from pipeinfer.cli.served_model import ServedModel
 
         return ServedModel(asked, wanted, asked.options.url)
-    if not asked.options.local and not asked.of_local_models:
-        from pipeinfer.cli.running import serving
+    if not asked.options.local and not asked.local_only_flags:
+        from pipeinfer.cli.running import servers_of
 
-        servers = serving(asked.model)
+        servers = servers_of(asked.model)
         if len(servers) == 1 or (servers and asked.model):
             from pipeinfer.cli.served_model import ServedModel
 
             server, served = servers[0]
             line.clear()
-            said = f"asking {served.model} of the server at {served.url} (process {server.pid})"
-            print(f"{said}; --local loads a model here", file=sys.stderr, flush=True)
+            notice = f"asking {served.model} of the server at {served.url} (process {server.pid})"
+            print(f"{notice}; --local loads a model here", file=sys.stderr, flush=True)
             return ServedModel(asked, wanted, served.url, served.model, server.pid)
         if servers:
             line.clear()
-            said = f"{len(servers)} servers run here, and neither MODEL nor --url says which to ask"
-            print(f"{said}: loading {DEMO}", file=sys.stderr, flush=True)
+            notice = (
+                f"{len(servers)} servers run here, and neither MODEL nor --url says which to ask"
+            )
+            print(f"{notice}: loading {DEMO}", file=sys.stderr, flush=True)
 
     from pipeinfer.cli.local_model import LocalModel
 

@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer bench",
         description="Measures the latency and throughput of a server with OpenAI's API: pipeinfer, "
         "vLLM, SGLang, llama.cpp, Ollama and others. Several loads are measured in turn.",
@@ -49,70 +49,82 @@ def parser() -> CommandLine:
             "--html",
         ),
     )
-    made.add_argument("url", metavar="URL", help="of the server, with or without /v1")
-    _add_load(made.add_argument_group("load"))
-    _add_prompts(made.add_argument_group("prompts"))
-    _add_server(made.add_argument_group("server"))
-    _add_output(made.add_argument_group("result"))
-    return made
+    command_line.add_argument("url", metavar="URL", help="of the server, with or without /v1")
+    _add_load(command_line.add_argument_group("load"))
+    _add_prompts(command_line.add_argument_group("prompts"))
+    _add_server(command_line.add_argument_group("server"))
+    _add_output(command_line.add_argument_group("result"))
+    return command_line
 
 
 def _add_load(group: Any) -> None:
     add = group.add_argument
-    said = f"closed loop: so many streams at a time (default: {defaults.STREAMS})"
-    add("--concurrency", type=_list(int), default=[], metavar="N,N", help=said)
-    said = "open loop: Poisson arrivals, requests a second"
-    add("--rate", type=_list(float), default=[], metavar="R,R", help=said)
+    help_text = f"closed loop: so many streams at a time (default: {defaults.STREAMS})"
+    add("--concurrency", type=_list(int), default=[], metavar="N,N", help=help_text)
+    help_text = "open loop: Poisson arrivals, requests a second"
+    add("--rate", type=_list(float), default=[], metavar="R,R", help=help_text)
     add("--burst", action="store_true", help="open loop: all requests at once")
-    said = "open loop: JSON lines with timestamp, input_length, output_length"
-    add("--trace", type=Path, metavar="FILE", help=said)
+    help_text = "open loop: JSON lines with timestamp, input_length, output_length"
+    add("--trace", type=Path, metavar="FILE", help=help_text)
     add("--speed", type=_positive(float), default=1.0, metavar="X", help="of the trace")
-    said = f"of each load (default: {defaults.REQUESTS}, at least {defaults.ROUNDS} a stream)"
-    add("--requests", type=_positive(int), metavar="M", help=said)
-    said = "seconds in which requests of each load are begun, in the place of --requests"
-    add("--duration", type=_positive(float), metavar="S", help=said)
-    said = "of the client (default: as many as the load needs)"
-    add("--processes", type=_positive(int), metavar="P", help=said)
+    help_text = f"of each load (default: {defaults.REQUESTS}, at least {defaults.ROUNDS} a stream)"
+    add("--requests", type=_positive(int), metavar="M", help=help_text)
+    help_text = "seconds in which requests of each load are begun, in the place of --requests"
+    add("--duration", type=_positive(float), metavar="S", help=help_text)
+    help_text = "of the client (default: as many as the load needs)"
+    add("--processes", type=_positive(int), metavar="P", help=help_text)
     add("--warm-up", type=_count, default=4, metavar="N", help="requests before all (default: 4)")
 
 
 def _add_prompts(group: Any) -> None:
     add = group.add_argument
-    said = "lengths, drawn evenly (default: %(default)s)"
-    add("--prompt-tokens", type=Span.parse, default=Span(16, 256), metavar="LOW:HIGH", help=said)
-    add("--output-tokens", type=Span.parse, default=Span(16, 128), metavar="LOW:HIGH", help=said)
+    help_text = "lengths, drawn evenly (default: %(default)s)"
+    add(
+        "--prompt-tokens",
+        type=Span.parse,
+        default=Span(16, 256),
+        metavar="LOW:HIGH",
+        help=help_text,
+    )
+    add(
+        "--output-tokens",
+        type=Span.parse,
+        default=Span(16, 128),
+        metavar="LOW:HIGH",
+        help=help_text,
+    )
     add("--ids", action="store_true", help="prompts of token ids in the place of words")
-    said = "of these ids (default: 255)"
-    add("--highest-id", type=_positive(int), default=255, metavar="ID", help=said)
-    said = "JSON lines: a text, or an object with prompt or messages, and max_tokens"
-    add("--prompts", type=Path, metavar="FILE", help=said)
-    said = "each prompt begins with one of K prefixes, its own tokens come on top"
-    add("--shared-prefixes", type=_count, default=0, metavar="K", help=said)
-    said = "of each prefix (default: 256)"
-    add("--shared-tokens", type=_positive(int), default=256, metavar="N", help=said)
+    help_text = "of these ids (default: 255)"
+    add("--highest-id", type=_positive(int), default=255, metavar="ID", help=help_text)
+    help_text = "JSON lines: a text, or an object with prompt or messages, and max_tokens"
+    add("--prompts", type=Path, metavar="FILE", help=help_text)
+    help_text = "each prompt begins with one of K prefixes, its own tokens come on top"
+    add("--shared-prefixes", type=_count, default=0, metavar="K", help=help_text)
+    help_text = "of each prefix (default: 256)"
+    add("--shared-tokens", type=_positive(int), default=256, metavar="N", help=help_text)
     add("--seed", type=_count, default=0, metavar="N", help="of all that is drawn (default: 0)")
 
 
 def _add_server(group: Any) -> None:
     add = group.add_argument
-    said = "default: chat"
-    add("--endpoint", choices=("chat", "completions"), default="chat", help=said)
+    help_text = "default: chat"
+    add("--endpoint", choices=("chat", "completions"), default="chat", help=help_text)
     add("--model", metavar="NAME", help="default: the first of /v1/models")
     add("--api-key", default="", metavar="KEY", help="stands in no result")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    said = "answers are as long as asked for; for servers that know the field"
-    add("--ignore-eos", action="store_true", help=said)
+    help_text = "answers are as long as asked for; for servers that know the field"
+    add("--ignore-eos", action="store_true", help=help_text)
     add("--extra", type=_object, default={}, metavar="JSON", help="further fields of requests")
-    said = "seconds of an answer after which it counts as failed (default: 600)"
-    add("--timeout", type=_positive(float), default=600.0, metavar="S", help=said)
+    help_text = "seconds of an answer after which it counts as failed (default: 600)"
+    add("--timeout", type=_positive(float), default=600.0, metavar="S", help=help_text)
 
 
 def _add_output(group: Any) -> None:
     add = group.add_argument
-    said = "a request is good if its first token came within (default: 1000)"
-    add("--good-ttft", type=_positive(float), default=1000.0, metavar="MS", help=said)
-    said = "and its mean time between tokens is up to (default: 100)"
-    add("--good-itl", type=_positive(float), default=100.0, metavar="MS", help=said)
+    help_text = "a request is good if its first token came within (default: 1000)"
+    add("--good-ttft", type=_positive(float), default=1000.0, metavar="MS", help=help_text)
+    help_text = "and its mean time between tokens is up to (default: 100)"
+    add("--good-itl", type=_positive(float), default=100.0, metavar="MS", help=help_text)
     add("--json", type=Path, metavar="OUT", help="write the result there")
     add("--html", type=Path, metavar="OUT", help="write a page with charts there")
 

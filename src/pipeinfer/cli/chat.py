@@ -12,48 +12,50 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pipeinfer.cli import flags
-from pipeinfer.cli.answers import Unanswered, Wanted
-from pipeinfer.cli.generate import show
+from pipeinfer.cli import questions
+from pipeinfer.cli.generate import print_answer
+from pipeinfer.cli.questions import AnswerOptions, RequestFailed
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import not_text
+from pipeinfer.runtime.terminal import undecodable_input
 
 if TYPE_CHECKING:
-    from pipeinfer.cli.asking import Session
+    from pipeinfer.cli.asking import ModelSession
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = flags.parser(
+    command_line = questions.parser(
         "chat",
         "[MODEL]",
         f"Talks to MODEL (a folder, a GGUF file, a hub id, or what a running server calls it); "
         f"without it, to the demo. {HELP}.",
         (),
     )
-    said = "default: of the only server that runs, or the demo"
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
-    flags.add_model_flag(made)
-    return made
+    help_text = "default: of the only server that runs, or the demo"
+    command_line.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
+    )
+    questions.add_model_flag(command_line)
+    return command_line
 
 
 def run(arguments: Sequence[str]) -> int:
     """Talks until /exit or the end of the input; returns the exit code."""
-    made = parser()
-    asked = flags.asked(made, made.parse_args(arguments))
+    command_line = parser()
+    asked = questions.read_flags(command_line, command_line.parse_args(arguments))
 
-    from pipeinfer.cli.asking import session
+    from pipeinfer.cli.asking import model_session
 
     try:
-        with session(asked, Wanted()) as answering:
+        with model_session(asked, AnswerOptions()) as answering:
             if sys.stdin.isatty():
                 with suppress(ImportError):
                     import readline  # noqa: F401  (imported for what it does to input())
                 print(f"{answering.model.name}: {HELP}.")
-            talk(Conversation(answering))
-    except Unanswered as error:
+            read_questions(Conversation(answering))
+    except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -62,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
 class Conversation:
     """The messages so far, and the model that answers them."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ModelSession) -> None:
         self._session = session
         self._messages: list[dict[str, str]] = []
 
@@ -74,19 +76,21 @@ class Conversation:
         """Prints the answer as it comes. One that is stopped counts as far as it got; a question
         that is refused is forgotten."""
         self._messages.append({"role": "user", "content": question})
-        said: list[str] = []
+        answer_texts: list[str] = []
         try:
-            self._session.thread.run(show(self._session.model, self._messages, said))
+            self._session.thread.run(
+                print_answer(self._session.model, self._messages, answer_texts)
+            )
         except KeyboardInterrupt:
             print(" [stopped]")
-        except Unanswered as error:
+        except RequestFailed as error:
             self._messages.pop()
             print(f"error: {error}", file=sys.stderr)
             return
-        self._messages.append({"role": "assistant", "content": "".join(said)})
+        self._messages.append({"role": "assistant", "content": "".join(answer_texts)})
 
 
-def talk(conversation: Conversation) -> None:
+def read_questions(conversation: Conversation) -> None:
     """Reads lines and commands until /exit or the end of the input."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
@@ -100,7 +104,7 @@ def talk(conversation: Conversation) -> None:
             print()
             continue
         except UnicodeDecodeError as error:
-            raise not_text(error) from None
+            raise undecodable_input(error) from None
         if line == "/exit":
             return
         if line == "/reset":

@@ -53,15 +53,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer doctor",
         description="Says whether `pipeinfer serve` with the same MODEL and settings would start "
         "on this host, and what it would choose. Reads no weights; a hub id is downloaded.",
         essential=ESSENTIAL,
     )
-    add_model(made)
-    config.add_flags(made)
-    return made
+    add_model(command_line)
+    config.add_flags(command_line)
+    return command_line
 
 
 def _findings(flags: dict[str, object]) -> Iterator[Finding]:
@@ -185,13 +185,13 @@ def _targets(topology: Topology) -> Iterator[Finding]:
     at their start; nothing of those that still start, or have ended."""
     import zmq
 
-    from pipeinfer.bus.caller import Caller
+    from pipeinfer.bus.bus import ControlClient
     from pipeinfer.cli.top import listen
     from pipeinfer.gateway.health import Expected, Health
 
     health = Health([Expected(stage, "scheduler") for stage in topology.ids("scheduler")])
     rows = health.rows.values()
-    with Caller(topology, zmq.Context.instance()) as caller:
+    with ControlClient(topology, zmq.Context.instance()) as caller:
         for stage in health.rows:
             caller.listen(stage)
         listen(caller, health, HEARD, lambda beat: all(map(_measured, rows)))

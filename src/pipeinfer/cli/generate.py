@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipeinfer.cli import flags
-from pipeinfer.cli.answers import Model, Piece, Question, Unanswered, Wanted
+from pipeinfer.cli import questions
+from pipeinfer.cli.questions import AnswerDelta, AnswerOptions, ChatModel, Question, RequestFailed
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.terminal import not_text
+from pipeinfer.runtime.terminal import undecodable_input
 from pipeinfer.settings import DEMO, ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeinfer.cli.asking import Session
+    from pipeinfer.cli.asking import ModelSession
 
 MAX_TOKENS = 128
 
 
-class Line(msgspec.Struct):
+class JsonLine(msgspec.Struct):
     """What --json prints of a prompt."""
 
     prompt: str
@@ -38,27 +38,27 @@ class Line(msgspec.Struct):
 
 def run(arguments: Sequence[str]) -> int:
     """Prints the completions in the prompts' order; returns the exit code."""
-    made = parser()
-    options = made.parse_args(arguments)
+    command_line = parser()
+    options = command_line.parse_args(arguments)
     _take_model(options)
-    asked = flags.asked(made, options)
+    asked = questions.read_flags(command_line, options)
     prompts = _prompts(options.words)
 
-    from pipeinfer.cli.asking import session
+    from pipeinfer.cli.asking import model_session
 
     live = sys.stdout.isatty() and len(prompts) == 1 and not options.json
     streams = options.stream or live
-    wanted = Wanted(MAX_TOKENS, batch=not streams, token_ids=options.json)
-    questions = [_question(prompt, options.chat) for prompt in prompts]
+    wanted = AnswerOptions(MAX_TOKENS, batch=not streams, token_ids=options.json)
+    batch = [_question(prompt, options.chat) for prompt in prompts]
     try:
-        with session(asked, wanted) as answering:
+        with model_session(asked, wanted) as answering:
             if streams:
-                for question in questions:
-                    answering.thread.run(show(answering.model, question))
+                for question in batch:
+                    answering.thread.run(print_answer(answering.model, question))
                 return 0
-            lines = [Line(prompt) for prompt in prompts]
-            _answer_all(answering, questions, lines)
-    except Unanswered as error:
+            lines = [JsonLine(prompt) for prompt in prompts]
+            _answer_all(answering, batch, lines)
+    except RequestFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for line in lines:
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = flags.parser(
+    command_line = questions.parser(
         "generate",
         "[MODEL] PROMPT ...",
         f"Completes prompts; at most {MAX_TOKENS} tokens by default. Of several words the first is "
@@ -76,14 +76,14 @@ def parser() -> CommandLine:
         "--model names it; without MODEL a single PROMPT is the demo's.",
         ("--chat", "--stream", "--json"),
     )
-    flags.add_model_flag(made)
-    made.add_argument("words", nargs="+", metavar="PROMPT", help="a text; - reads lines")
-    made.add_argument("--chat", action="store_true", help="use the chat template")
-    how = made.add_mutually_exclusive_group()
-    said = "print as it comes; on a terminal one prompt's completion is anyway"
-    how.add_argument("--stream", action="store_true", help=said)
+    questions.add_model_flag(command_line)
+    command_line.add_argument("words", nargs="+", metavar="PROMPT", help="a text; - reads lines")
+    command_line.add_argument("--chat", action="store_true", help="use the chat template")
+    how = command_line.add_mutually_exclusive_group()
+    help_text = "print as it comes; on a terminal one prompt's completion is anyway"
+    how.add_argument("--stream", action="store_true", help=help_text)
     how.add_argument("--json", action="store_true", help="one object per line")
-    return made
+    return command_line
 
 
 def _take_model(options: argparse.Namespace) -> None:
@@ -105,7 +105,7 @@ def _prompts(given: Sequence[str]) -> list[str]:
             try:
                 lines = sys.stdin.read().split("\n")
             except UnicodeDecodeError as error:
-                raise not_text(error) from None
+                raise undecodable_input(error) from None
             prompts += filter(None, lines)
         else:
             prompts.append(prompt)
@@ -116,9 +116,11 @@ def _question(prompt: str, chat: bool) -> Question:
     return [{"role": "user", "content": prompt}] if chat else prompt
 
 
-def _answer_all(session: Session, questions: Sequence[Question], lines: Sequence[Line]) -> None:
+def _answer_all(
+    session: ModelSession, questions: Sequence[Question], lines: Sequence[JsonLine]
+) -> None:
     """All at once, into `lines`; the first that is refused ends the others."""
-    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.terminal import StatusLine
 
     shown = StatusLine(doing="answering")
 
@@ -134,7 +136,9 @@ def _answer_all(session: Session, questions: Sequence[Question], lines: Sequence
         shown.clear()
 
 
-async def _together(model: Model, questions: Sequence[Question], lines: Sequence[Line]) -> None:
+async def _together(
+    model: ChatModel, questions: Sequence[Question], lines: Sequence[JsonLine]
+) -> None:
     tasks = [
         asyncio.create_task(_collect(model, question, line))
         for question, line in zip(questions, lines, strict=True)
@@ -147,7 +151,7 @@ async def _together(model: Model, questions: Sequence[Question], lines: Sequence
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _collect(model: Model, question: Question, line: Line) -> None:
+async def _collect(model: ChatModel, question: Question, line: JsonLine) -> None:
     async with aclosing(model.answer(question)) as pieces:
         async for piece in pieces:
             line.text += piece.text
@@ -155,29 +159,33 @@ async def _collect(model: Model, question: Question, line: Line) -> None:
             line.finish_reason = piece.finish_reason or line.finish_reason
 
 
-async def show(model: Model, question: Question, said: list[str] | None = None) -> None:
-    """Prints an answer as it comes, and a newline, also if it breaks off. `said`: gets what is no
-    thought. Unanswered."""
+async def print_answer(
+    model: ChatModel, question: Question, answer_texts: list[str] | None = None
+) -> None:
+    """Prints an answer as it comes, and a newline, also if it breaks off. `answer_texts`: gets what
+    is no thought. Unanswered."""
     printed = False
     async with aclosing(model.answer(question)) as pieces:
         try:
-            async for text in _apart(pieces, said):
+            async for text in _apart(pieces, answer_texts):
                 print(text, end="", flush=True)
                 printed = True
-        except Unanswered:
+        except RequestFailed:
             if printed:
                 print(flush=True)
             raise
     print(flush=True)
 
 
-async def _apart(pieces: AsyncIterator[Piece], said: list[str] | None) -> AsyncIterator[str]:
+async def _apart(
+    pieces: AsyncIterator[AnswerDelta], answer_texts: list[str] | None
+) -> AsyncIterator[str]:
     """The text of all; between thoughts and what comes after them is an empty line."""
     thinks = False
     async for piece in pieces:
-        if thinks and piece.text and not piece.thought:
+        if thinks and piece.text and not piece.reasoning:
             yield "\n\n"
-        thinks = piece.thought or (thinks and not piece.text)
+        thinks = piece.reasoning or (thinks and not piece.text)
         yield piece.text
-        if said is not None and not piece.thought:
-            said.append(piece.text)
+        if answer_texts is not None and not piece.reasoning:
+            answer_texts.append(piece.text)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.closed_output import discard_unread
-from pipeinfer.runtime.terminal import open_streams
+from pipeinfer.runtime.terminal import discard_unread, open_streams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.version import __version__
 
@@ -66,17 +65,17 @@ def _run(arguments: list[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line, up to the subcommand."""
-    made = _Pipeinfer(
+    command_line = _Pipeinfer(
         prog="pipeinfer",
         description="An inference server as a pipeline of processes.",
         usage="pipeinfer COMMAND [FLAG ...]",
     )
-    made.add_argument("--version", action="version", version=f"pipeinfer {__version__}")
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    command_line.add_argument("--version", action="version", version=f"pipeinfer {__version__}")
+    command_line.formatter_class = argparse.RawDescriptionHelpFormatter
     listing = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
-    made.epilog = f"commands:\n{listing}\n\n`pipeinfer COMMAND --help` says more."
-    made.add_argument("command", nargs="?", help=argparse.SUPPRESS)
-    return made
+    command_line.epilog = f"commands:\n{listing}\n\n`pipeinfer COMMAND --help` says more."
+    command_line.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    return command_line
 
 
 class _Pipeinfer(CommandLine):

@@ -110,7 +110,7 @@ def _points(options: argparse.Namespace) -> list[Point]:
 
 
 async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
-    """What is the same at all points, and how it is said; the server is warm then."""
+    """What is the same at all points, and how it is unit; the server is warm then."""
     endpoint = Endpoint(
         url=base(options.url),
         chat=options.endpoint == "chat",
@@ -133,10 +133,10 @@ async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
         model = await warming.first_model(endpoint)
         endpoint = msgspec.structs.replace(endpoint, model=model)
     endpoint = await warming.without_what_is_refused(endpoint)
-    said = "tokens, as words"
+    unit = "tokens, as words"
     if listed is None:
         drawn, counted = await warming.counted(endpoint, drawn)
-        said = said if counted else "words"
+        unit = unit if counted else "words"
     if options.warm_up:
         lines = await warming.warm_up(endpoint, listed or drawn, options.warm_up)
         if not any(line.complete for line in lines):
@@ -145,7 +145,7 @@ async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
             raise NoAnswer(f"{endpoint.address}: {text}")
     target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
     bench = Run(endpoint, _source(drawn, listed), target, _processes(options))
-    return bench, _settings(options, endpoint, said)
+    return bench, _settings(options, endpoint, unit)
 
 
 def _drawn(options: argparse.Namespace) -> Drawn:

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
-from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.bus.bus import ControlClient
+from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import Topology
 
-PATIENCE = 10.0  # seconds in which a stage must be heard and must answer
-SILENCE = 5.0  # seconds without a heartbeat after which a stage counts as lost
-MOST_BYTES = 1 << 30  # of one file, if nobody says otherwise: whoever asked may be gone
+ANSWER_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
+HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost
+DEFAULT_MAX_BYTES = 1 << 30  # of one file, if nobody says otherwise: whoever asked may be gone
 KEY_FILE, KEY_BYTES = "redaction.key", 32
 
 
@@ -34,24 +34,30 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     topology = chosen_topology(options)
     stages = _chosen(topology, options.stage)
-    with Caller(topology, zmq.Context.instance()) as caller:
+    with ControlClient(topology, zmq.Context.instance()) as caller:
         return _Session(caller, stages, _request(options)).run()
 
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer record",
         description="Records stages of a running server into DIR, one file each, until a limit is "
         "reached or Ctrl-C is pressed. `pipeinfer replay` reads the files.",
     )
-    add = made.add_argument
-    add_server(made)
+    add = command_line.add_argument
+    add_server_flags(command_line)
     add("--stage", metavar="STAGE", action="append", help="engine, scheduler-0 ...; default: all")
     add("--out", metavar="DIR", required=True, help="as the stages' hosts see it")
     add("--seconds", type=_positive(float), default=0.0, metavar="N")
     add("--messages", type=_positive(int), default=0, metavar="M", help="of each stage")
-    add("--max-bytes", type=_positive(int), default=MOST_BYTES, metavar="B", help="of each file")
+    add(
+        "--max-bytes",
+        type=_positive(int),
+        default=DEFAULT_MAX_BYTES,
+        metavar="B",
+        help="of each file",
+    )
     redact = f"leave out texts, rename token ids; without KEYFILE the key is in DIR/{KEY_FILE}"
     add("--redact", nargs="?", const="", metavar="KEYFILE", help=redact)
     fresh = (
@@ -59,7 +65,7 @@ def parser() -> CommandLine:
         "streams pause for a moment. On by default unless redacted"
     )
     add("--fresh-epoch", action=argparse.BooleanOptionalAction, default=None, help=fresh)
-    return made
+    return command_line
 
 
 def _positive(kind: type[float] | type[int]):
@@ -94,8 +100,8 @@ def _key(file: str, out: Path) -> str:
         if not file and not path.exists():
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as made:
-                made.write(secrets.token_hex(KEY_BYTES) + "\n")
+            with os.fdopen(descriptor, "w") as key_file:
+                key_file.write(secrets.token_hex(KEY_BYTES) + "\n")
         text = path.read_text().strip()
         if not 16 <= len(bytes.fromhex(text)) <= 64:
             raise ValueError
@@ -125,7 +131,7 @@ def _chosen(topology: Topology, named: list[str] | None) -> list[str]:
 class _Session:
     """One recording of several stages: waits for each to be heard, asks it, waits for its end."""
 
-    def __init__(self, caller: Caller, stages: list[str], request: StartRecording) -> None:
+    def __init__(self, caller: ControlClient, stages: list[str], request: StartRecording) -> None:
         self._caller = caller
         self._request = request
         self._silent = dict.fromkeys(stages, time.monotonic())  # stages that were not asked yet
@@ -140,7 +146,7 @@ class _Session:
         stopping = False
         while self._silent or self._running:
             try:
-                for header, message in self._caller.hear(0.2):
+                for header, message in self._caller.receive(0.2):
                     self._on_message(header.sender, header.incarnation, message)
                 self._check_silence()
             except KeyboardInterrupt:
@@ -149,7 +155,7 @@ class _Session:
                 stopping = True
                 self._silent.clear()
                 for stage in self._running:
-                    self._caller.ask(stage, StopRecording(self._request.recording))
+                    self._caller.send(stage, StopRecording(self._request.recording))
         return int(self._failed)
 
     def _on_message(self, stage: str, incarnation: int, message: Message) -> None:
@@ -162,7 +168,7 @@ class _Session:
                 del self._silent[stage]
                 self._running[stage] = now
                 self._incarnations[stage] = incarnation
-                self._caller.ask(stage, self._request)
+                self._caller.send(stage, self._request)
             elif stage in self._running:
                 if incarnation != self._incarnations[stage]:
                     self._lose(stage, "was restarted; what it recorded before is in its file")
@@ -185,12 +191,12 @@ class _Session:
     def _check_silence(self) -> None:
         now = time.monotonic()
         for stage, since in list(self._silent.items()):
-            if now - since > PATIENCE:
+            if now - since > ANSWER_TIMEOUT:
                 del self._silent[stage]
-                self._fail(stage, f"was not heard for {PATIENCE:g} s; does it run?")
+                self._fail(stage, f"was not heard for {ANSWER_TIMEOUT:g} s; does it run?")
         for stage, heard in list(self._running.items()):
-            if now - heard > SILENCE:
-                self._lose(stage, f"is silent since {SILENCE:g} s; its file ends there")
+            if now - heard > HEARTBEAT_TIMEOUT:
+                self._lose(stage, f"is silent since {HEARTBEAT_TIMEOUT:g} s; its file ends there")
 
     def _lose(self, stage: str, what: str) -> None:
         del self._running[stage]

@@ -28,29 +28,29 @@ TAKES_SETTINGS = ("run", "session")
 
 def parser(known: Collection[str] = tuple(COMMANDS)) -> CommandLine:
     """The words of the command line, with the flags of the `known` commands."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer replay",
         description="Replays what stages recorded: one stage alone, every message in its place.",
     )
-    commands = made.add_subparsers(dest="command", required=True)
+    commands = command_line.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
-        said = f"{text[0].upper()}{text[1:]}."
-        command = commands.add_parser(name, help=text, description=said)
+        description = f"{text[0].upper()}{text[1:]}."
+        command = commands.add_parser(name, help=text, description=description)
         if name in known:
             importlib.import_module(f"pipeinfer.replay.{name}").add_arguments(command)
-    return made
+    return command_line
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code: see replay/codes.py. ConfigurationError for a setting that cannot be."""
-    made = parser(arguments[:1])
-    options, rest = made.parse_known_args(arguments)
+    command_line = parser(arguments[:1])
+    options, rest = command_line.parse_known_args(arguments)
     module = importlib.import_module(f"pipeinfer.replay.{options.command}")
     try:
         if options.command in TAKES_SETTINGS:
             return module.run(options, config.parse_flags(rest))
         if rest:
-            made.error(f"unknown flag or argument {rest[0]}")
+            command_line.error(f"unknown flag or argument {rest[0]}")
         return module.run(options)
     except CannotReplay as error:
         print(f"error: {error}", file=sys.stderr)

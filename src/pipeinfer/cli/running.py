@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipeinfer.runtime.find import Running, Served, running_servers, running_topology
+from pipeinfer.runtime.find import RunningServer, ServerInfo, running_servers, running_topology
 from pipeinfer.topology.topology import Topology
 
 
-def add_server(made: argparse.ArgumentParser) -> None:
+def add_server_flags(command_line: argparse.ArgumentParser) -> None:
     """--port and --topology: of the server to talk to; without either it is the only one."""
-    add = made.add_mutually_exclusive_group().add_argument
+    add = command_line.add_mutually_exclusive_group().add_argument
     add("--port", type=int, metavar="N", help="of the server; default: the only one that runs here")
     add("--topology", metavar="FILE", help="of the server, in place of its port")
 
@@ -25,7 +25,7 @@ def chosen_topology(options: argparse.Namespace) -> Topology:
     return running_topology(options.topology, options.port)
 
 
-def serving(model: str = "") -> list[tuple[Running, Served]]:
+def servers_of(model: str = "") -> list[tuple[RunningServer, ServerInfo]]:
     """The servers of this user on this host that serve `model`, by its name there or by its folder
     or file, the newest first; without `model` all.
 

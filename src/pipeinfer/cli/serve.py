@@ -16,9 +16,9 @@ from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
 
 if TYPE_CHECKING:
-    from pipeinfer.runtime.inprocess import InProcess
-    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.entry import InProcess
     from pipeinfer.runtime.supervisor import Supervisor
+    from pipeinfer.runtime.terminal import StatusLine
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from pipeinfer.runtime.local import check_port, local_stages, prepare
     from pipeinfer.runtime.logs import set_up_logging
-    from pipeinfer.runtime.status_line import StatusLine
+    from pipeinfer.runtime.terminal import StatusLine
 
     def known(settings: config.Settings) -> None:
         set_up_logging(settings, "pipeinfer")
@@ -53,42 +53,46 @@ def run(arguments: Sequence[str]) -> int:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer serve",
         description="Serves MODEL (a folder, a hub id, or nothing for the demo) over HTTP.",
         epilog="Every flag is also an environment variable: --kv-pages is PIPEINFER_KV_PAGES. "
         "Names of vLLM and SGLang, such as --tensor-parallel-size, are understood as well.",
         essential=ESSENTIAL,
     )
-    add_model(made)
-    made.add_argument(
+    add_model(command_line)
+    command_line.add_argument(
         "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
     )
-    made.add_argument(
+    command_line.add_argument(
         "-v", "--verbose", dest="log_level", action="store_const", const="debug",
         default=argparse.SUPPRESS, help="log the details: --log-level debug",
     )  # fmt: skip
-    config.add_flags(made)
-    return made
+    config.add_flags(command_line)
+    return command_line
 
 
-def add_model(made: argparse.ArgumentParser) -> None:
+def add_model(command_line: argparse.ArgumentParser) -> None:
     """MODEL, with a flag before it or without: other servers want the one or the other."""
-    said = "a folder, a GGUF file or a hub id; default: the demo"
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=said)
+    help_text = "a folder, a GGUF file or a hub id; default: the demo"
+    command_line.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
+    )
     also = ("--model", "--model-path")
-    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    command_line.add_argument(
+        *also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
 
 
 async def _run(service: Supervisor | InProcess, line: StatusLine) -> int:
-    from pipeinfer.runtime.hangup import on_hangup
-    from pipeinfer.runtime.status_line import follow
+    from pipeinfer.runtime.entry import add_reload_handler
+    from pipeinfer.runtime.terminal import show_until_ready
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
-    on_hangup(loop, service.reload, service.stop)
-    starting = asyncio.create_task(follow(service.states, line))
+    add_reload_handler(loop, service.reload, service.stop)
+    starting = asyncio.create_task(show_until_ready(service.states, line))
     try:
         return await service.run()
     finally:

@@ -13,22 +13,21 @@ import aiohttp
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.cli.answers import Piece, Question, Unanswered, Wanted
-from pipeinfer.cli.flags import Asked
+from pipeinfer.cli.questions import AnswerDelta, AnswerOptions, ModelFlags, Question, RequestFailed
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.runtime.find import running_servers
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base, without_password
 
 DATA, DONE = b"data:", b"[DONE]"
-CONNECTING = 10.0  # seconds
-LOOK = 0.2  # seconds between two looks at a server that starts
-AT_ONCE = 64  # requests that are sent to a server at a time
-LONGEST = 1 << 24  # bytes of a line of a stream
-SHOWN = 300  # letters of an error that is no JSON
+CONNECT_TIMEOUT = 10.0  # seconds
+POLL_SECONDS = 0.2  # seconds between two looks at a server that starts
+MAX_CONCURRENT = 64  # requests that are sent to a server at a time
+MAX_LINE_BYTES = 1 << 24  # bytes of a line of a stream
+MAX_ERROR_CHARS = 300  # letters of an error that is no JSON
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -36,7 +35,7 @@ class _Said(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Said | None = None
+    delta: _Message | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -62,7 +61,7 @@ class ServedModel:
     """`name`: as the server calls it, once it is started."""
 
     def __init__(
-        self, asked: Asked, wanted: Wanted, url: str, model: str = "", pid: int = 0
+        self, asked: ModelFlags, wanted: AnswerOptions, url: str, model: str = "", pid: int = 0
     ) -> None:
         """url: with or without /v1. model: "" for MODEL, or else the first that the server names.
         pid: of a server on this host, which may still start. ConfigurationError for a URL or a key
@@ -72,7 +71,7 @@ class ServedModel:
         self.name = model or asked.model or self._shown
         self._pid = pid
         self._model = model or asked.model
-        self._waits_for = "asking the server"
+        self._startup_status = "asking the server"
         settings = config.build({**config.from_environment(os.environ), **asked.settings})
         most = {} if wanted.max_tokens is None else {"max_tokens": wanted.max_tokens}
         seed = {"seed": settings.seed} if "seed" in asked.settings else {}
@@ -86,20 +85,20 @@ class ServedModel:
 
     async def start(self) -> None:
         self._client = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=AT_ONCE),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING),
+            connector=aiohttp.TCPConnector(limit=MAX_CONCURRENT),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
             headers=self._headers,
-            read_bufsize=LONGEST,
+            read_bufsize=MAX_LINE_BYTES,
         )
         if self._pid:
             await self._until_ready(self._client)
         if not self._model:
             self._model = self.name = await self._first_model(self._client)
 
-    def waits_for(self) -> str:
-        return self._waits_for
+    def startup_status(self) -> str:
+        return self._startup_status
 
-    async def answer(self, question: Question) -> AsyncGenerator[Piece, None]:
+    async def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
         assert self._client is not None
         chat = not isinstance(question, str)
         path = "chat/completions" if chat else "completions"
@@ -124,13 +123,13 @@ class ServedModel:
                 async with client.get(f"{self._url}/health/ready") as answer:
                     if answer.status == 200:
                         return
-                    said = msgspec.json.decode(await answer.read(), type=_Ready)
-                    self._waits_for = f"the server starts: {said.reason}"
+                    ready = msgspec.json.decode(await answer.read(), type=_Ready)
+                    self._startup_status = f"the server starts: {ready.reason}"
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-                self._waits_for = "the server starts"
+                self._startup_status = "the server starts"
                 if all(one.pid != self._pid for one in running_servers()):
                     raise self._broken(error) from None
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _first_model(self, client: aiohttp.ClientSession) -> str:
         try:
@@ -140,7 +139,7 @@ class ServedModel:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise self._broken(error) from None
         if not models:
-            raise Unanswered(f"{self._shown} serves no model")
+            raise RequestFailed(f"{self._shown} serves no model")
         return models[0].id
 
     async def _check(self, answer: aiohttp.ClientResponse) -> None:
@@ -149,19 +148,19 @@ class ServedModel:
             return
         text = await answer.text(errors="replace")
         hint = "; give its key by --api-key" if answer.status == 401 else ""
-        raise Unanswered(f"{_message(text)} (status {answer.status} of {self._shown}{hint})")
+        raise RequestFailed(f"{_message(text)} (status {answer.status} of {self._shown}{hint})")
 
-    def _broken(self, error: Exception) -> Unanswered:
+    def _broken(self, error: Exception) -> RequestFailed:
         if isinstance(error, msgspec.DecodeError):
-            return Unanswered(f"{self._shown} answers what is none of OpenAI's API: {error}")
+            return RequestFailed(f"{self._shown} answers what is none of OpenAI's API: {error}")
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno
             why = os.strerror(number) if number and number > 0 else str(error.os_error)
-            return Unanswered(f"{self._shown}: nobody answers there ({why})")
-        return Unanswered(f"{self._shown}: {str(error) or type(error).__name__}")
+            return RequestFailed(f"{self._shown}: nobody answers there ({why})")
+        return RequestFailed(f"{self._shown}: {str(error) or type(error).__name__}")
 
 
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]:
+async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta, None]:
     """Until the stream says that it has ended; Unanswered if it does not, or ends in an error."""
     ended = False
     async for line in answer.content:
@@ -172,27 +171,27 @@ async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]
             return
         chunk = msgspec.json.decode(data, type=_Chunk)
         if chunk.error is not None:
-            raise Unanswered(_message(data.decode(errors="replace")))
+            raise RequestFailed(_message(data.decode(errors="replace")))
         for choice in chunk.choices:
             ended = ended or choice.finish_reason is not None
-            said = choice.delta or _Said(content=choice.text)
-            thought = said.reasoning_content or said.reasoning
+            message = choice.delta or _Message(content=choice.text)
+            reasoning = message.reasoning_content or message.reasoning
             ids = choice.token_ids or []
-            if thought:
-                yield Piece(thought, ids, thought=True)
+            if reasoning:
+                yield AnswerDelta(reasoning, ids, reasoning=True)
                 ids = []
-            yield Piece(said.content or "", ids, False, choice.finish_reason)
+            yield AnswerDelta(message.content or "", ids, False, choice.finish_reason)
     if not ended:
-        raise Unanswered("the answer broke off")
+        raise RequestFailed("the answer broke off")
 
 
 def _message(text: str) -> str:
     """Of an error in OpenAI's form, or else the text itself."""
     try:
-        said = msgspec.json.decode(text, type=dict[str, JsonValue])
+        decoded = msgspec.json.decode(text, type=dict[str, JsonValue])
     except msgspec.DecodeError:
-        return " ".join(text.split())[:SHOWN] or "no reason given"
-    error = said.get("error", said)
+        return " ".join(text.split())[:MAX_ERROR_CHARS] or "no reason given"
+    error = decoded.get("error", decoded)
     if isinstance(error, dict):
         error = error.get("message", error)
     return " ".join(str(error).split())

@@ -1,6 +1,6 @@
 """`pipeinfer swap STAGE -- COMMAND...`: another process for a stage of a running server.
 
-Knows how to ask and what to print; the supervisor of the server does it (runtime/swap.py).
+Knows how to ask and what to print; the supervisor of the server does it (runtime/supervisor.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
-from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.bus.bus import ControlClient
+from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology.topology import SUPERVISOR, Topology
 
-PATIENCE = 5.0  # seconds; a supervisor is heard twice a second
+ANSWER_TIMEOUT = 5.0  # seconds; a supervisor sends a heartbeat twice a second
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,9 +36,9 @@ def run(arguments: Sequence[str]) -> int:
             "(kill -USR1 PID), and when it has ended start the other command in its place"
         )
     name = f"{os.getpid()}-{time.time_ns()}"
-    asked = Swap(name, stage, tuple(arguments[end + 1 :]), str(Path.cwd()))
-    with Caller(topology, zmq.Context.instance()) as caller:
-        return _follow(caller, asked)
+    request = Swap(name, stage, tuple(arguments[end + 1 :]), str(Path.cwd()))
+    with ControlClient(topology, zmq.Context.instance()) as caller:
+        return _follow(caller, request)
 
 
 def chosen_stage(topology: Topology, name: str) -> str:
@@ -55,7 +55,7 @@ def chosen_stage(topology: Topology, name: str) -> str:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer swap",
         usage="pipeinfer swap STAGE [--port N] [-- COMMAND ...]",
         description="Has STAGE hand over to a new process while requests go on. COMMAND is started "
@@ -64,22 +64,22 @@ def parser() -> CommandLine:
         epilog="Example: pipeinfer swap scheduler -- "
         "env PYTHONPATH=../other/src python -m pipeinfer.runtime",
     )
-    made.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
-    add_server(made)
-    return made
+    command_line.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
+    add_server_flags(command_line)
+    return command_line
 
 
-def _follow(caller: Caller, asked: Swap) -> int:
+def _follow(caller: ControlClient, request: Swap) -> int:
     """Asks, and prints what becomes of it."""
     caller.listen(SUPERVISOR)
-    heard, has_asked = time.monotonic(), False
-    while time.monotonic() - heard < PATIENCE:
-        for _, message in caller.hear(0.2):
-            heard = time.monotonic()
+    last_message, has_asked = time.monotonic(), False
+    while time.monotonic() - last_message < ANSWER_TIMEOUT:
+        for _, message in caller.receive(0.2):
+            last_message = time.monotonic()
             if not has_asked:
                 has_asked = True
-                caller.ask(SUPERVISOR, asked)
-            elif isinstance(message, SwapState) and message.swap == asked.swap:
+                caller.send(SUPERVISOR, request)
+            elif isinstance(message, SwapState) and message.swap == request.swap:
                 code = _print(message)
                 if code is not None:
                     return code
@@ -87,17 +87,19 @@ def _follow(caller: Caller, asked: Swap) -> int:
     return 1
 
 
-def _print(said: SwapState) -> int | None:
+def _print(state: SwapState) -> int | None:
     """The exit code, None if it goes on."""
-    if said.state == "done":
-        old, new = _list(said.old), _list(said.new)
-        print(f"{said.stage}: process {old} -> {new}, a pause of {said.seconds:.2f} s", flush=True)
+    if state.state == "done":
+        old, new = _list(state.old), _list(state.new)
+        print(
+            f"{state.stage}: process {old} -> {new}, a pause of {state.seconds:.2f} s", flush=True
+        )
         return 0
-    if said.state == "failed":
-        print(f"error: {said.stage}: {said.reason}", file=sys.stderr, flush=True)
+    if state.state == "failed":
+        print(f"error: {state.stage}: {state.reason}", file=sys.stderr, flush=True)
         return 1
-    if said.state == "starting":
-        line = f"{said.stage}: process {_list(said.old)} has left, {_list(said.new)} starts"
+    if state.state == "starting":
+        line = f"{state.stage}: process {_list(state.old)} has left, {_list(state.new)} starts"
         print(line, file=sys.stderr, flush=True)
     return None
 

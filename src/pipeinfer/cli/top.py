@@ -1,33 +1,93 @@
-"""`pipeinfer top`: what the stages of a running server do at this moment, a line for each.
+"""`pipeinfer top`: what the stages of a running server do at this moment, a line for each; and
+single keys of a terminal, which end it.
 
-Listens to heartbeats. Unless it looks once only, stages are asked for latencies, which they say
-while somebody looks. The web page shows the same figures.
+Listens to heartbeats. Unless it looks once only, stages are asked for latencies, which they publish
+while somebody watches. The web page shows the same figures.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import shutil
+import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 
 import zmq
 
-from pipeinfer.bus.caller import Caller
-from pipeinfer.cli.keyboard import Keys
-from pipeinfer.cli.running import add_server, chosen_topology
+from pipeinfer.bus.bus import ControlClient
+from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
-from pipeinfer.passages.durations import PARTS, Durations
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.observe.spans import MEASURED_PART, StageDurations
+from pipeinfer.runtime.terminal import can_rewrite
 
-FIRST = 3.0  # seconds in which two heartbeats of every stage should come
-LASTS = 2.5  # seconds beyond the next look for which stages say what they see
+QUIT = b"qQ"
+
+
+class TerminalKeys:
+    """Use it as a context manager: in it, a terminal gives keys without Enter and shows none.
+
+    Without a terminal, in the background or if not `wanted`, nothing is read and nothing changes.
+    `hint`: which key ends the command, "" if none does.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        self._source = -1
+        self._quits = False
+        if wanted and sys.stdin.isatty():
+            source = sys.stdin.fileno()
+            if not _in_background(source):
+                self._source = source
+        self.hint = "q ends" if self._source >= 0 else ""
+
+    def __enter__(self) -> TerminalKeys:
+        if self._source >= 0:
+            self._before = termios.tcgetattr(self._source)
+            self._handler = signal.signal(signal.SIGTERM, _end)  # or the terminal stays as it is
+            tty.setcbreak(self._source)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._source >= 0:
+            termios.tcsetattr(self._source, termios.TCSADRAIN, self._before)
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def quit_pressed(self) -> bool:
+        """Whether q was pressed; other keys do nothing."""
+        while self._source >= 0 and not self._quits:
+            if not select.select([self._source], [], [], 0)[0]:
+                break
+            keys = os.read(self._source, 1024)
+            # A terminal that has gone is always readable, and gives nothing.
+            self._quits = not keys or any(key in QUIT for key in keys)
+        return self._quits
+
+
+def _in_background(terminal: int) -> bool:
+    """Whether the process would be stopped if it changed `terminal`."""
+    try:
+        return os.tcgetpgrp(terminal) != os.getpgrp()
+    except OSError:  # it is not the terminal that controls this process
+        return False
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+FIRST_LOOK_SECONDS = 3.0  # seconds in which two heartbeats of every stage should come
+WATCH_MARGIN = 2.5  # seconds beyond the next look for which stages say what they see
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -36,17 +96,21 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
-    pictures, latencies = Pictures(health), Durations()
-    rewritten = rewrites(sys.stdout) and not options.once
-    with Caller(topology, zmq.Context.instance()) as caller, Keys(rewritten) as keys:
+    pictures, latencies = Pictures(health), StageDurations()
+    rewritten = can_rewrite(sys.stdout) and not options.once
+    with ControlClient(topology, zmq.Context.instance()) as caller, TerminalKeys(rewritten) as keys:
         for stage in health.rows:
             caller.listen(stage)
         with suppress(KeyboardInterrupt):
             heard = dict.fromkeys(health.rows, 0)
             listen(
-                caller, health, FIRST, lambda beat: _twice(heard, beat, pictures), quits=keys.quits
+                caller,
+                health,
+                FIRST_LOOK_SECONDS,
+                lambda beat: _twice(heard, beat, pictures),
+                quits=keys.quit_pressed,
             )
-            while not keys.quits():
+            while not keys.quit_pressed():
                 now = time.monotonic()
                 health.check(now)
                 pictures.look()
@@ -55,51 +119,51 @@ def run(arguments: Sequence[str]) -> int:
                 print("\n".join(_fitting(lines, rewritten)), flush=True)
                 if options.once:
                     return 0 if all(row.seen is not None for row in health.rows.values()) else 1
-                _ask(caller, health, options.seconds + LASTS)
-                listen(caller, health, options.seconds, observed=latencies, quits=keys.quits)
+                _ask(caller, health, options.seconds + WATCH_MARGIN)
+                listen(caller, health, options.seconds, observed=latencies, quits=keys.quit_pressed)
     return 0
 
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer top",
         description="Shows what the stages of a running server do, until q or Ctrl-C.",
     )
-    add = made.add_argument
-    add_server(made)
+    add = command_line.add_argument
+    add_server_flags(command_line)
     add("--seconds", type=float, default=1.0, metavar="N", help="between two looks (default: 1)")
     add("--once", action="store_true", help="one look, then end; 1 if a stage says nothing")
-    return made
+    return command_line
 
 
 def listen(
-    caller: Caller,
+    caller: ControlClient,
     health: Health,
     seconds: float,
     enough: Callable[[Heartbeat], bool] = lambda beat: False,
-    observed: Durations | None = None,
+    observed: StageDurations | None = None,
     quits: Callable[[], bool] = lambda: False,
 ) -> None:
     """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)` or `quits()`; and
     `observed` of what stages see."""
     deadline = time.monotonic() + max(seconds, 0.1)
     while (left := deadline - time.monotonic()) > 0 and not quits():
-        for _, message in caller.hear(min(0.2, left)):
+        for _, message in caller.receive(min(0.2, left)):
             if isinstance(message, Heartbeat) and message.stage in health.rows:
                 health.beat(message, time.monotonic())
                 if enough(message):
                     return
             elif isinstance(message, Observed) and observed is not None:
                 for passage in message.passages:
-                    observed.note(passage)
+                    observed.on_span(passage)
 
 
-def _ask(caller: Caller, health: Health, seconds: float) -> None:
+def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
     """Those that have a latency to tell, and are there, go on telling it for `seconds`."""
     for row in health.rows.values():
-        if row.name in PARTS and row.seen is not None and row.state != "lost":
-            caller.ask(row.stage, Watch(seconds))
+        if row.name in MEASURED_PART and row.seen is not None and row.state != "lost":
+            caller.send(row.stage, Watch(seconds))
 
 
 def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:
@@ -111,7 +175,7 @@ def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:
 
 
 @dataclass(frozen=True)
-class Line:
+class StageLine:
     """`head` is whole in any case; of `parts`, the most important first, as many as fit follow."""
 
     head: str
@@ -128,7 +192,7 @@ class Line:
         return whole if len(whole) <= columns else f"{whole[: columns - 1]}…"
 
 
-def _fitting(lines: list[Line], rewritten: bool) -> list[str]:
+def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:
     """On a terminal they are cut to its columns, and to its rows if they are rewritten."""
     if not sys.stdout.isatty():
         return [line.within(sys.maxsize) for line in lines]
@@ -141,24 +205,24 @@ def _fitting(lines: list[Line], rewritten: bool) -> list[str]:
     return [CLEAR + fitting[0], *fitting[1:]]
 
 
-def _lines(health: Health, pictures: Pictures, figures: Figures, hint: str) -> list[Line]:
+def _lines(health: Health, pictures: Pictures, figures: Figures, hint: str) -> list[StageLine]:
     """A head, a line for each stage, and one for each latency of the last minute."""
     wide = max(map(len, health.rows))
-    lines = [Line(f"{'stage':{wide}} {'pid':>7} {'state':8} ", [hint])]
+    lines = [StageLine(f"{'stage':{wide}} {'pid':>7} {'state':8} ", [hint])]
     for shown in figures.stages:
         row = health.rows[shown.stage]
         if row.seen is None:
-            lines.append(Line(f"{shown.stage:{wide}} {'':7} silent", []))
+            lines.append(StageLine(f"{shown.stage:{wide}} {'':7} silent", []))
             continue
         head = f"{shown.stage:{wide}} {row.pid:7} {row.state:8} "
         parts = [row.reason] if row.state != "ready" and row.reason else _does(row, shown, pictures)
         if row.restarts:
             parts.insert(1, f"started again {row.restarts} times")
-        lines.append(Line(head, parts))
+        lines.append(StageLine(head, parts))
     for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
         latency = figures.latency[name]
         if latency.count:
-            lines.append(Line(f"{what + ':':15} ", _milliseconds(latency)))
+            lines.append(StageLine(f"{what + ':':15} ", _milliseconds(latency)))
     return lines
 
 

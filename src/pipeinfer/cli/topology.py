@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.deployment import deployed
 from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology.topology import Entry, Topology, deployed_topology
 
 ANYWHERE = "this host"  # of stages without `host`
 
@@ -22,7 +21,7 @@ ANYWHERE = "this host"  # of stages without `host`
 def run(arguments: Sequence[str]) -> int:
     """0 for a topology that holds; ConfigurationError, one line, for one that does not."""
     options = parser().parse_args(arguments)
-    topology = deployed(options.file, os.environ)
+    topology = deployed_topology(options.file, os.environ)
     config.build(topology.defaults())  # its [settings] are read by the stages only when they start
     own = keyring(topology)
     print("\n".join(drawing(topology)))
@@ -77,11 +76,13 @@ def _details(entry: Entry, topology: Topology) -> str:
 
 def parser() -> CommandLine:
     """The words of the command line."""
-    made = CommandLine(
+    command_line = CommandLine(
         prog="pipeinfer topology",
         description="Checks a topology, and the keys that lie on this host, and draws it.",
         epilog="Environment variables are heeded as the stages do: see docs/topology.md.",
     )
-    made.add_argument("action", choices=("check",))
-    made.add_argument("file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone")
-    return made
+    command_line.add_argument("action", choices=("check",))
+    command_line.add_argument(
+        "file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone"
+    )
+    return command_line

@@ -46,7 +46,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack_few, unpack, unpack_few
 from pipeinfer.params import SamplingParams
-from pipeinfer.recovery import RollCall, answer, number
+from pipeinfer.recovery import RollCall, bracketed_answer, stage_number
 
 log = logging.getLogger(__name__)
 
@@ -211,9 +211,9 @@ class DetokenizerCore:
         return Send("recovery", f"gateway-{stream.gateway}", asked)
 
     def _counts_from(self, group: int) -> bool:
-        """Whether what the scheduler of `group` says counts: see RollCall.begun. That the request
-        is open here is not enough, since another group may run it, too."""
-        return self._roll_call.begun(f"scheduler-{group}")
+        """Whether what the scheduler of `group` says counts: see RollCall.has_begun. That the
+        request is open here is not enough, since another group may run it, too."""
+        return self._roll_call.has_begun(f"scheduler-{group}")
 
     def _process_row(self, stream: RequestStream, row: TokenRow) -> TextRow | None:
         try:
@@ -269,11 +269,13 @@ class DetokenizerCore:
     # ------------------------------------------------------------------------------------ recovery
 
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
-        group = number(event.stage, "scheduler")
+        group = stage_number(event.stage, "scheduler")
         if group is None:
             return []
         told = self._delivered(group)
-        return answer(self._stage, event, (Send("recovery", event.stage, one) for one in told))
+        return bracketed_answer(
+            self._stage, event, (Send("recovery", event.stage, one) for one in told)
+        )
 
     def _delivered(self, group: int) -> Iterator[Delivered]:
         for stream in self._streams.values():
@@ -284,7 +286,7 @@ class DetokenizerCore:
                 yield ended
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
-        self._roll_call.hear(event)
+        self._roll_call.on_recovered(event)
         return []
 
     # -------------------------------------------------------------------------------- time and stop

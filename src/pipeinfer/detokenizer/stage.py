@@ -16,7 +16,7 @@ from pipeinfer.text.loading import load_tokenizer
 def build(context: StageContext) -> Stage:
     """The stage; raises ConfigurationError for a model or a tokenizer that cannot be read."""
     settings = context.settings
-    folder = find_model(settings, context.say)
+    folder = find_model(settings, context.log_progress)
     tokenizer = load_tokenizer(folder, read_tokenizer_config(folder))
     schedulers = context.topology.ids("scheduler")
     core = DetokenizerCore(

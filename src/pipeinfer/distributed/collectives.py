@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pipeinfer.bus.wires import Wires
+from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.custom_all_reduce import TRIED, CustomAllReduce
 from pipeinfer.distributed.rendezvous import meet
 from pipeinfer.topology import addresses
@@ -207,7 +207,7 @@ def join(
     device: str,
     timeout: float,
     ordinal: int | None = None,
-    wires: Wires | None = None,
+    wires: SocketFactory | None = None,
 ) -> TorchCollectives:
     """Meets the other ranks at `address`, that of rank 0, and forms the group; see `meet`.
 

@@ -15,8 +15,8 @@ import zmq
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from pipeinfer.bus.frames import UNREADABLE
-from pipeinfer.bus.wires import Wires
+from pipeinfer.bus.frames import DECODE_ERRORS
+from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.topology import addresses
 
 ASK_AGAIN = 0.5  # seconds
@@ -48,7 +48,7 @@ def meet(
     rank: int,
     size: int,
     timeout: float,
-    wires: Wires | None = None,
+    wires: SocketFactory | None = None,
     formed: threading.Event | None = None,
 ) -> Store:
     """The store that all `size` ranks share. `address`: that of rank 0, see topology/addresses.py.
@@ -96,7 +96,7 @@ def _ask(endpoint: str, rank: int, size: int, timeout: float, secure: Ready) -> 
             if socket.poll(int(1000 * ASK_AGAIN)):
                 try:
                     answer = msgspec.msgpack.decode(b"".join(socket.recv_multipart()), type=Answers)
-                except UNREADABLE:
+                except DECODE_ERRORS:
                     continue  # not of our rank 0, which may still answer
                 if answer.refusal:
                     raise RendezvousError(answer.refusal)
@@ -122,7 +122,7 @@ def _serve(listen: Ready, size: int, port: int, timeout: float, formed: threadin
                 try:
                     # All parts of it, or no answer can be sent; more than one are no question.
                     asks = msgspec.msgpack.decode(b"".join(socket.recv_multipart()), type=Asks)
-                except UNREADABLE as error:
+                except DECODE_ERRORS as error:
                     socket.send(msgspec.msgpack.encode(Answers(refusal=f"no question: {error}")))
                     continue
                 if asks.size != size or not 0 < asks.rank < size:

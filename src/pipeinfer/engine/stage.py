@@ -46,7 +46,7 @@ def build(context: StageContext) -> Stage:
 
     start = Start(say)
     start.took("process", process_age())
-    folder = find_model(settings, context.say)
+    folder = find_model(settings, context.log_progress)
     ordinal = context.topology.gpu(identity.id)
     with start.phase("imports"):
         libraries = preload_torch(None if settings.device == "cpu" else ordinal)
@@ -167,7 +167,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
         return None
     import zmq
 
-    from pipeinfer.bus.wires import Wires
+    from pipeinfer.bus.sockets import SocketFactory
     from pipeinfer.distributed.collectives import join
 
     context.report("loading", "waiting for the other ranks")
@@ -175,8 +175,8 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     # Longer than the scheduler's patience, which is the one to say what happened.
     timeout = max(MEETING, context.settings.watchdog + 10)
     shared = zmq.Context[zmq.Socket[bytes]].instance()
-    wires = Wires(context.topology, shared, identity.id)
-    wires.open(gate=False)  # the bus has it
+    wires = SocketFactory(context.topology, shared, identity.id)
+    wires.load_keys(authenticate=False)  # the bus has it
     return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.beats import GIVE_UP, silence
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
@@ -24,6 +23,7 @@ from pipeinfer.gateway.ledger import Diverged, End, Endings, Hole, Record, offse
 from pipeinfer.gateway.standing import Standing
 from pipeinfer.gateway.submission import Submissions, again
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.liveness import GIVE_UP_FACTOR, silence_limit
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -40,7 +40,7 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.recovery import answer
+from pipeinfer.recovery import bracketed_answer
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
 LATE = 2.0  # seconds for which rows of an ended request are no surprise
@@ -74,7 +74,7 @@ class GatewayCore:
         traces: Traces | None = None,
         host_loss: float = inf,
     ) -> None:
-        self.health = Health(expected, silence(len(expected)), GIVE_UP * host_loss)
+        self.health = Health(expected, silence_limit(len(expected)), GIVE_UP_FACTOR * host_loss)
         self._standing = Standing(self.health)
         self._index = index
         self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
@@ -342,7 +342,7 @@ class GatewayCore:
         self._counts["resubmitted"] += len(mine)
         ended = self._endings.lately(asked.stage, now)
         sends = (Send("requests", asked.stage, message) for message in (*again(mine), *ended))
-        return answer(f"gateway-{self._index}", asked, sends)
+        return bracketed_answer(f"gateway-{self._index}", asked, sends)
 
     # ------------------------------------------------------------------------------ time and health
 

@@ -26,10 +26,8 @@ from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
-from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.runtime.listening import BACKLOG, close_all
-from pipeinfer.runtime.logs import CLEAR
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.runtime.terminal import CLEAR_LINE, can_rewrite, discard_unread
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +189,7 @@ class HttpDriver:
             self._announced = True
             page = f"chat in a browser at {self.url}, " if self._service.sight is not None else ""
             log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
-            over = CLEAR if rewrites(sys.stdout) else ""
+            over = CLEAR_LINE if can_rewrite(sys.stdout) else ""
             try:
                 print(f"{over}ready {self.url}", file=sys.stdout, flush=True)
             except BrokenPipeError:  # a server goes on, whether anybody reads that or not

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from pipeinfer.choices import choice_id
 from pipeinfer.gateway.token_scores import behind
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
-from pipeinfer.recent import Recent
+from pipeinfer.recent import RecentTable
 
 REMEMBERED = 10_000  # ended requests, at most
 LATELY = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
@@ -173,7 +173,7 @@ class Endings:
     tokenizers have not heard; by tokenizer."""
 
     def __init__(self) -> None:
-        self._ends = Recent[End](LATELY, REMEMBERED)
+        self._ends = RecentTable[End](LATELY, REMEMBERED)
         self.untold: dict[str, list[str]] = {}
 
     def tell(self) -> list[tuple[str, Done]]:

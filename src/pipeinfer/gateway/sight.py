@@ -18,8 +18,8 @@ import msgspec
 from pipeinfer.choices import request_of
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
 from pipeinfer.messages import Message
-from pipeinfer.passages.durations import MINUTE, Durations
-from pipeinfer.recent import Recent
+from pipeinfer.observe.spans import MINUTE, StageDurations
+from pipeinfer.recent import RecentTable
 
 ASK_AGAIN = 1.0  # seconds
 LASTS = 2.5  # seconds for which stages go on when nobody asks again
@@ -75,9 +75,9 @@ class Sight:
         self._asking: asyncio.Task[None] | None = None
         self._steps: deque[tuple[int, StepShown]] = deque(maxlen=MOST_STEPS)
         self._requests: dict[str, _Known] = {}
-        self._durations = Durations(clock)
+        self._durations = StageDurations(clock)
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
-        self._owners: Recent[str] = Recent(OWNED, MOST_OWNED)
+        self._owners: RecentTable[str] = RecentTable(OWNED, MOST_OWNED)
         self.changes = 0  # so many things were seen
         self.leaving = False  # the gateway ends: who looks is to look elsewhere
 
@@ -226,7 +226,7 @@ class Sight:
             while len(self._requests) > MOST_REQUESTS:
                 del self._requests[next(iter(self._requests))]
         known.passages[passage.stage, passage.began] = passage
-        self._durations.note(passage)
+        self._durations.on_span(passage)
         if passage.stage.startswith("gateway-"):
             known.changed = self.changes
             known.shown = _shown(passage)

@@ -37,7 +37,7 @@ from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
-from pipeinfer.runtime.stage import Stage, StageContext, deaths
+from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.text.files import (
@@ -58,7 +58,7 @@ TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
-    folder = find_model(settings, context.say)
+    folder = find_model(settings, context.log_progress)
     traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
@@ -102,11 +102,11 @@ def build(context: StageContext) -> Stage:
         TICK,
         (
             *((stage, "telemetry", CHANNEL) for stage in others),
-            *deaths(context.topology, "telemetry"),
+            *death_subscriptions(context.topology, "telemetry"),
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload(settings, admission, certificate),
-        eyes=service.sight,
+        monitor=service.sight,
     )
 
 

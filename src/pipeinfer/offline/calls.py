@@ -14,8 +14,8 @@ import numpy as np
 
 from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.offline.keywords import asks_nothing
-from pipeinfer.offline.outputs import Asked, RequestError
+from pipeinfer.offline.keywords import is_neutral
+from pipeinfer.offline.outputs import OfflineRequest, RequestError
 from pipeinfer.offline.sampling import AnyParams, public, wrong_types
 from pipeinfer.offline.sampling import SamplingParams as OfCallers
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
@@ -29,7 +29,7 @@ TEXT_PARTS = {
     "text": "text", "input_text": "text", "output_text": "text",
     "refusal": "refusal", "thinking": "thinking",
 }  # fmt: skip
-UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
+ENCODE_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
 class TextPrompt(TypedDict):
@@ -107,12 +107,12 @@ def with_options(
     adapters = lora_request if isinstance(lora_request, Sequence) else [lora_request]
     if any(one is not None for one in adapters):
         raise RequestError(f"lora_request: {NO_ADAPTERS}", "lora_request")
-    if not asks_nothing(mm_processor_kwargs):
+    if not is_neutral(mm_processor_kwargs):
         raise RequestError(f"mm_processor_kwargs: {TEXTS_ONLY}", "mm_processor_kwargs")
     given = dict(tokenization_kwargs or {})
     special = bool(given.pop("add_special_tokens", True))
     for name, value in given.items():
-        if not asks_nothing(value):
+        if not is_neutral(value):
             message = f"tokenization_kwargs: {name}: use truncate_prompt_tokens of SamplingParams"
             raise RequestError(message, "tokenization_kwargs")
     if priority is None or isinstance(priority, int):
@@ -147,14 +147,14 @@ def checked(given: AnyParams) -> SamplingParams:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     except InvalidParameter as error:
         raise RequestError(str(error), error.param) from None
-    except UNSENDABLE as error:
+    except ENCODE_ERRORS as error:
         wrong = ", ".join(wrong_types(params)) or str(error)
         raise RequestError(f"SamplingParams: {wrong}", "params") from None
 
 
 def completion(
     request_id: str, prompt: Prompt, given: AnyParams, **options: Unpack[Options]
-) -> Asked:
+) -> OfflineRequest:
     """What is asked of a text or of token ids. Raises RequestError."""
     params, detokenize, only_prompt = _as_sent(given)
     text, ids, salt = _parts(prompt)
@@ -164,7 +164,7 @@ def completion(
         call = Call(request_id, params, text=text, **options)
     else:
         call = Call(request_id, params, prompt_ids=_packed(ids), **options)
-    return Asked(_sendable(call, "prompt"), text, detokenize, only_prompt)
+    return OfflineRequest(_sendable(call, "prompt"), text, detokenize, only_prompt)
 
 
 class ChatOptions(Options, total=False):
@@ -205,7 +205,7 @@ def chat(
     given: AnyParams,
     arguments: Mapping[str, JsonValue] | None = None,
     **options: Unpack[Options],
-) -> Asked:
+) -> OfflineRequest:
     """What is asked of a chat, whose template has these `arguments`. Raises RequestError."""
     params, detokenize, only_prompt = _as_sent(given)
     call = Call(
@@ -216,7 +216,7 @@ def chat(
         return_prompt_text=True,
         **options,
     )
-    return Asked(_sendable(call, "messages"), None, detokenize, only_prompt)
+    return OfflineRequest(_sendable(call, "messages"), None, detokenize, only_prompt)
 
 
 def longest_first(batch: Sequence[Call], beside: Sequence[T]) -> list[tuple[Call, T]]:
@@ -254,7 +254,7 @@ def _parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
     text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     salt = given.pop("cache_salt", None) or ""
     for name, value in given.items():
-        if not asks_nothing(value):
+        if not is_neutral(value):
             raise RequestError(f"prompt: {name}: {TEXTS_ONLY}", "prompt")
     if text is None and ids is None:
         raise RequestError('a prompt has "prompt" or "prompt_token_ids"', "prompt")
@@ -299,7 +299,7 @@ def _is_list(value: object) -> bool:
 def _sendable(call: Call, param: str) -> Call:
     try:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=Call)
-    except UNSENDABLE as error:
+    except ENCODE_ERRORS as error:
         raise RequestError(f"{param}: {error}", param) from None
 
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, TypeVar, cast
 
 from pipeinfer.offline import calls
-from pipeinfer.offline.keywords import asks_nothing
+from pipeinfer.offline.keywords import is_neutral
+from pipeinfer.offline.llm import SyncModel
 from pipeinfer.offline.outputs import (
-    Asked,
     CompletionOutput,
     Delta,
     Logprobs,
+    OfflineRequest,
     Progress,
     RequestError,
     RequestOutput,
 )
 from pipeinfer.offline.sampling import SamplingParams, StructuredOutputsParams
-from pipeinfer.offline.synchronous import Loaded
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class _Scores:
 class _Batch:
     """Calls, and the form of what is returned. `single`: one dict, and no list of them."""
 
-    asked: list[Asked]
+    asked: list[OfflineRequest]
     single: bool
     scores: _Scores
 
@@ -93,7 +93,7 @@ class _Batch:
         return made[0] if self.single else made
 
 
-class Engine(Loaded):
+class Engine(SyncModel):
     """A model, loaded when the constructor returns, with the methods of SGLang's Engine; its
     keywords are LLM's, `model_path` the model. skip_tokenizer_init: there are no texts."""
 
@@ -169,9 +169,9 @@ class Engine(Loaded):
         if not self._detokenize:
             each = [calls.without_texts(one) for one in each]
         names = [rid] * len(listed) if rid is None or isinstance(rid, str) else list(rid)
-        said = calls.Options(priority=priority or 0, cache_salt=salt or "")
+        call_options = calls.Options(priority=priority or 0, cache_salt=salt or "")
         asked = [
-            calls.completion(self._llm.name(name), one, chosen, **said)
+            calls.completion(self._llm.name(name), one, chosen, **call_options)
             for name, one, chosen in zip(names, listed, each, strict=True)
         ]
         single = listed == [given] and asked[0].call.params.n == 1
@@ -252,12 +252,12 @@ def _scores(options: dict[str, Any], stream: bool) -> _Scores:
     return scores
 
 
-def _refuse(of: str, given: Given, said: Mapping[str, str]) -> None:
+def _refuse(of: str, given: Given, reasons: Mapping[str, str]) -> None:
     """RequestError for all that asks for something, or that nobody knows."""
     wrong = [
-        f"{of}: {name}={value!r:.60}: {said.get(name, 'there is nothing like it here')}"
+        f"{of}: {name}={value!r:.60}: {reasons.get(name, 'there is nothing like it here')}"
         for name, value in given.items()
-        if not asks_nothing(value)
+        if not is_neutral(value)
     ]
     if wrong:
         raise RequestError("\n".join(wrong), of)

@@ -1,5 +1,5 @@
-"""Keywords of LLM(...) in scripts for vLLM and SGLang: which ask for nothing, and what to use
-instead of the others.
+"""Keywords of LLM(...) in scripts for vLLM and SGLang: which ask for nothing, what to use instead
+of the others, and EngineArgs, the keywords as flags of a caller's script.
 
 Knows names and values, no model. Names that mean a setting stand in other_names.py; what is said of
 the others is other_servers.py's.
@@ -7,10 +7,12 @@ the others is other_servers.py's.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from pipeinfer import other_names, other_servers
 from pipeinfer import settings as config
@@ -18,7 +20,7 @@ from pipeinfer.settings import ConfigurationError, Settings
 
 # Of keywords of others, the values that ask for what is so anyway, their defaults among them. None
 # always does. Where no values stand here: what is empty, 0, False or "auto"; see asks_nothing.
-NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "all2all_backend": ("allgather_reducescatter",),
     "async_scheduling": (True,),
     "convert": ("auto", "none"),
@@ -138,10 +140,10 @@ specialize_active_lora tokens_only ubatch_size use_fp64_gumbel use_replayssm vid
 watchdog_config watermark watermark_config weight_transfer_config worker_cls
 worker_extension_cls
 """
-FURTHER = frozenset(_FURTHER.split())
+VLLM_KEYWORDS = frozenset(_FURTHER.split())
 
 # What is said of these names goes before what other_servers.py says of the flags.
-SAID = {
+INSTEAD = {
     "generation_config": "Without params requests have the checkpoint's defaults. Give "
     "SamplingParams() for vLLM's.",
     "hf_token": "Set HF_TOKEN in the environment.",
@@ -151,10 +153,10 @@ SAID = {
     "spec_model": other_servers.NOT_AHEAD,
     "spec_tokens": other_servers.NOT_AHEAD,
 }
-NOTHING_LIKE_IT = "There is nothing like it here."
+NOT_AVAILABLE = "There is nothing like it here."
 
 # Values of settings that others call otherwise.
-VALUES: dict[str, dict[object, object]] = {
+VALUE_ALIASES: dict[str, dict[object, object]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "model_impl": {"vllm": "pipeinfer", "sglang": "pipeinfer"},
@@ -176,10 +178,14 @@ def settings_of(given: Mapping[str, object]) -> dict[str, object]:
             if value is not None:
                 kept[name] = _worth(name, value)
                 wrong += _unfit(name, kept[name])
-        elif name not in FURTHER and name not in NEUTRAL and other_names.flag(name) not in foreign:
+        elif (
+            name not in VLLM_KEYWORDS
+            and name not in NEUTRAL_VALUES
+            and other_names.flag(name) not in foreign
+        ):
             wrong.append(config.unknown(name))
-        elif not (asks_nothing(value, NEUTRAL.get(name)) or _repeats(name, value, given)):
-            wrong.append(f"{name}={value!r:.60}: {said_of(name)}")
+        elif not (is_neutral(value, NEUTRAL_VALUES.get(name)) or _repeats(name, value, given)):
+            wrong.append(f"{name}={value!r:.60}: {instead_of(name)}")
     if wrong:
         raise ConfigurationError("\n".join(wrong))
     try:
@@ -194,7 +200,7 @@ def is_setting(name: str) -> bool:
     return name in ours or name in other_names.ALIASES or name in other_names.SWITCHES
 
 
-def asks_nothing(value: object, allowed: Iterable[object] | None = None) -> bool:
+def is_neutral(value: object, allowed: Iterable[object] | None = None) -> bool:
     """Whether leaving a keyword out would be the same. `allowed`: all values that do so, beside
     None; without it those that are empty, 0, False, "auto", or hold only such."""
     if value is None:
@@ -202,19 +208,19 @@ def asks_nothing(value: object, allowed: Iterable[object] | None = None) -> bool
     if allowed is not None:
         return any(type(value) is type(one) and value == one for one in allowed)
     if isinstance(value, Mapping):
-        return all(asks_nothing(one) for one in value.values())
+        return all(is_neutral(one) for one in value.values())
     if isinstance(value, (str, Sequence, set, frozenset)):
         return len(value) == 0 or value == "auto"
     return isinstance(value, (bool, int, float)) and not value
 
 
-def said_of(name: str) -> str:
+def instead_of(name: str) -> str:
     """What to use in place of a keyword that other servers have."""
-    if name in SAID:
-        return SAID[name]
+    if name in INSTEAD:
+        return INSTEAD[name]
     flag = other_servers.refused_flags().get(other_names.flag(name))
     if flag is None:
-        return NOTHING_LIKE_IT
+        return NOT_AVAILABLE
     use = f"Use {' and '.join(flag.ours)}. " if flag.ours else ""
     text = f"{use}{flag.said}".replace("`", "")
     return re.sub(r"--([a-z][a-z-]+)", lambda found: found[1].replace("-", "_"), text)
@@ -231,7 +237,7 @@ def _worth(name: str, value: object) -> object:
     if name == "served_model_name" and isinstance(value, (list, tuple)) and len(value) == 1:
         return value[0]
     if isinstance(value, str):
-        return VALUES.get(name, {}).get(value, value)
+        return VALUE_ALIASES.get(name, {}).get(value, value)
     return value
 
 
@@ -250,3 +256,46 @@ def _repeats(name: str, value: object, given: Mapping[str, object]) -> bool:
     if name == "tokenizer_revision" or name == "code_revision":
         return value == given.get("revision")
     return name in of_model and value in (given.get("model"), given.get(of_model[name]))
+
+
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+
+
+class EngineArgs:
+    """Keywords of LLM(...), as attributes: LLM(**vars(args)), or LLM.from_engine_args(args)."""
+
+    def __init__(self, model: str = "", **settings: object) -> None:
+        self.model = model
+        vars(self).update(settings)
+
+    @staticmethod
+    def add_cli_args(parser: Parser) -> Parser:
+        """Adds --model and a flag for every setting, under all names that `pipeinfer serve` knows.
+        What is not given stays out of the namespace."""
+        parser.add_argument("--model", default="", help="a folder or a hub id; nothing: the demo")
+        config.add_flags(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """What the flags say; other attributes of the namespace are left out."""
+        return cls(**{name: value for name, value in vars(args).items() if is_setting(name)})
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser that takes flags also with underscores: --max_model_len is --max-model-len."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's."""
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(
+            [_dashed(one) for one in given], namespace or argparse.Namespace()
+        )
+
+
+def _dashed(argument: str) -> str:
+    """A flag's name with dashes; its value as it is."""
+    found = re.match(r"--[a-z][a-z0-9_-]*", argument)
+    return argument if found is None else found[0].replace("_", "-") + argument[found.end() :]

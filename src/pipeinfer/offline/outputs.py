@@ -197,7 +197,7 @@ def _end_of(failed: Failed) -> tuple[FinishReason, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OfflineRequest:
     """A call, and what of its answer the caller is to see.
 
     prompt: the text, where the caller gave one. detokenize: whether outputs have texts.
@@ -320,7 +320,7 @@ class Progress:
         return sum(c.prompt_tokens for c in choices), sum(c.output_tokens for c in choices)
 
 
-def output_of(choices: Sequence[Collector], asked: Asked) -> RequestOutput:
+def output_of(choices: Sequence[Collector], asked: OfflineRequest) -> RequestOutput:
     """What was gathered of a request; of its prompt the first choice knows."""
     whole, *others = [choice.output() for choice in choices]
     for index, other in enumerate(others, start=1):
@@ -376,7 +376,7 @@ class ChoiceStream:
 
     __slots__ = ("_asked", "_index", "_prompt_tokens", "_received", "_stream")
 
-    def __init__(self, stream: DeltaStream, index: int, asked: Asked) -> None:
+    def __init__(self, stream: DeltaStream, index: int, asked: OfflineRequest) -> None:
         self._stream = stream
         self._index = index
         self._received = 0

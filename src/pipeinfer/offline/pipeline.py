@@ -1,35 +1,109 @@
-"""The pipeline without HTTP: the stages as children, and the gateway's core in this process.
+"""The stages of a caller's own model: processes or tasks, and a gateway core in this process that
+has no HTTP.
 
-Knows how it begins, how it ends and how to find out that it broke; what a request means is the
-core's business.
+Knows topology, processes and the gateway's core; nothing of prompts and outputs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from pipeinfer.choices import choice_ids
+from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.health import expected_stages
+from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
+from pipeinfer.gateway.health import Row, expected_stages
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.gateway.tracing import Traces
-from pipeinfer.messages import State
-from pipeinfer.offline.driver import OfflineDriver, Sink
-from pipeinfer.runtime import wakefulness
-from pipeinfer.runtime.exit_codes import MISCONFIGURED
-from pipeinfer.runtime.inprocess import InProcess
+from pipeinfer.messages import CacheReset, Message, State
+from pipeinfer.runtime import busy_poll
+from pipeinfer.runtime.child import MISCONFIGURED
+from pipeinfer.runtime.entry import InProcess
 from pipeinfer.runtime.local import local_stages
-from pipeinfer.runtime.shell import Process, Shell
-from pipeinfer.runtime.stage import Stage, StageContext, deaths
+from pipeinfer.runtime.shell import ProcessOptions, Shell
+from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Identity, Topology
+
+
+class OutputSink(Protocol):
+    """Takes what one request gets; the last is a delta with `finish`, or a failure."""
+
+    def started(self, started: Started) -> None: ...
+
+    def delta(self, delta: Delta) -> None: ...
+
+    def failed(self, failed: Failed) -> None: ...
+
+
+class OfflineDriver:
+    """Routes by request id. `on_ready` is called each time the pipeline became ready."""
+
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self._on_ready = on_ready
+        self._sinks: dict[str, OutputSink] = {}
+        self._feed: Callable[[Message], None] | None = None
+        self._resets = CacheResets()
+
+    async def start(self, feed: Callable[[Message], None]) -> None:
+        self._feed = feed
+
+    def open(self, call: Call, sinks: Sequence[OutputSink]) -> None:
+        """Sends the call; what comes of each choice goes to its sink, a refusal perhaps before this
+        returns."""
+        assert self._feed is not None
+        names = choice_ids(call.request_id, range(call.params.n))
+        self._sinks.update(zip(names, sinks, strict=True))
+        self._feed(call)
+
+    def hang_up(self, request_id: str) -> None:
+        """Aborts the request if it still runs; its sink gets nothing more."""
+        if self._sinks.pop(request_id, None) is not None and self._feed is not None:
+            self._feed(Hangup(request_id))
+
+    async def reset_caches(self, stages: Iterable[Row]) -> set[int]:
+        """Groups of `stages` that were asked to forget what is cached, and have not said so."""
+        assert self._feed is not None
+        return await self._resets.ask(self._feed, stages)
+
+    def deliver(self, message: Message) -> None:
+        """Takes the core's local outputs; what nobody waits for is dropped."""
+        if isinstance(message, Delta):  # hot path: once for every token of every request
+            if message.finish is None:
+                sink = self._sinks.get(message.request_id)
+            else:
+                sink = self._sinks.pop(message.request_id, None)
+            if sink is not None:
+                sink.delta(message)
+        elif isinstance(message, Started):
+            if (sink := self._sinks.get(message.request_id)) is not None:
+                sink.started(message)
+        elif isinstance(message, Failed):
+            if (sink := self._sinks.pop(message.request_id, None)) is not None:
+                sink.failed(message)
+        elif isinstance(message, CacheReset):
+            self._resets.on_answer(message)
+        elif isinstance(message, StatusChanged) and message.status == "ready":
+            self._on_ready()
+
+    def fail_all(self, reason: str, code: str) -> None:
+        """Ends every live request with an error and aborts it in the pipeline."""
+        for request_id, sink in list(self._sinks.items()):
+            self.hang_up(request_id)
+            sink.failed(Failed(request_id, 503, reason, code=code))
+
+    async def stop(self) -> None:
+        """Nothing: the pipeline knows why it ends, and fails what still runs with that reason."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
 
 PATIENCE = 3.0  # seconds that the stages get to end by themselves: nothing is left to finish
 
@@ -65,7 +139,7 @@ class Pipeline:
             await self.stop()
             raise
 
-    def open(self, call: Call, sinks: Sequence[Sink]) -> None:
+    def open(self, call: Call, sinks: Sequence[OutputSink]) -> None:
         """Sends a call, with a sink for each choice. Raises PipelineStopped if the pipeline is not
         there any more."""
         if self._cause or self._stopped is not None:
@@ -108,10 +182,10 @@ class Pipeline:
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        awake = wakefulness.PATIENCE if self._settings.stay_awake == "always" else 0.0
+        awake = busy_poll.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build,
-            Process(patience=awake),
+            ProcessOptions(busy_poll=awake),
         )  # fmt: skip
         self._core = GatewayCore(
             expected_stages(stages.topology),
@@ -179,4 +253,7 @@ class Pipeline:
 
 def _telemetry_of_others(topology: Topology) -> tuple[tuple[str, str], ...]:
     others = topology.without("gateway").ids()
-    return (*((stage, "telemetry") for stage in others), *deaths(topology, "telemetry"))
+    return (
+        *((stage, "telemetry") for stage in others),
+        *death_subscriptions(topology, "telemetry"),
+    )

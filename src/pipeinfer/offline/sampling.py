@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from pipeinfer import params
-from pipeinfer.offline.keywords import asks_nothing
+from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import RequestError
 
 # Fields of vLLM's that ask for what there is not, unless their value is one of those here (None:
@@ -241,11 +241,11 @@ def _wrong_types(given: msgspec.Struct) -> list[str]:
 
 def _refuse(given: msgspec.Struct, table: Refusals, whole: str) -> None:
     wrong = {
-        name: said
-        for name, (allowed, said) in table.items()
-        if not asks_nothing(getattr(given, name), allowed)
+        name: reason
+        for name, (allowed, reason) in table.items()
+        if not is_neutral(getattr(given, name), allowed)
     }
     if wrong:
-        lines = [f"{name}={getattr(given, name)!r:.60}: {said}" for name, said in wrong.items()]
+        lines = [f"{name}={getattr(given, name)!r:.60}: {reason}" for name, reason in wrong.items()]
         first = next(iter(wrong)) if len(wrong) == 1 else whole
         raise RequestError("\n".join(lines), first)

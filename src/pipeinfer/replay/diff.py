@@ -13,11 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
-from pipeinfer.replay.comparison import first_mismatch
-from pipeinfer.replay.describe import arrow, line
-from pipeinfer.replay.recording import Entry, Recording, load, warn_of_tail
-from pipeinfer.replay.rewriting import canonical_changes, rewritten
-from pipeinfer.replay.varying import SHELL_MESSAGES
+from pipeinfer.replay.compare import SHELL_MESSAGES, arrow, first_mismatch, line
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load, warn_of_tail
+from pipeinfer.replay.roles import canonical_changes, rewritten
 
 CLOCKED = frozenset({"Tick"})  # how many there are is the timer's business
 BEFORE = 3
@@ -45,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     return DIFFERENT
 
 
-def comparable(recording: Recording, outputs_only: bool) -> Iterator[Entry]:
+def comparable(recording: LoadedTrace, outputs_only: bool) -> Iterator[TraceEntry]:
     """Inputs and outputs of the core, without what a timer or the shell adds, under plain names."""
     changes = canonical_changes()
     for entry in recording.entries:
@@ -53,13 +51,13 @@ def comparable(recording: Recording, outputs_only: bool) -> Iterator[Entry]:
             continue
         message = rewritten(entry.message, changes)
         if entry.direction == "out" or not outputs_only:
-            yield Entry(
+            yield TraceEntry(
                 entry.seq, entry.time, entry.direction, entry.channel, entry.peer, entry.number,
                 entry.sent, message, entry.size,
             )  # fmt: skip
 
 
-def print_counts(a: list[Entry], b: list[Entry]) -> None:
+def print_counts(a: list[TraceEntry], b: list[TraceEntry]) -> None:
     """What the two do not have equally often."""
     ours, theirs = (Counter((e.direction, e.channel, e.kind) for e in side) for side in (a, b))
     for key in sorted(ours.keys() | theirs.keys()):
@@ -68,7 +66,9 @@ def print_counts(a: list[Entry], b: list[Entry]) -> None:
             print(f"  {direction:<4} {channel:<9} {kind:<12} {ours[key]:>8} {theirs[key]:>8}")
 
 
-def print_first(a: list[Entry], b: list[Entry], left: Recording, right: Recording) -> bool:
+def print_first(
+    a: list[TraceEntry], b: list[TraceEntry], left: LoadedTrace, right: LoadedTrace
+) -> bool:
     """Prints the first difference; False if there is none."""
     for at, (one, other) in enumerate(zip_longest(a, b)):
         found = _difference(one, other)
@@ -83,7 +83,7 @@ def print_first(a: list[Entry], b: list[Entry], left: Recording, right: Recordin
     return False
 
 
-def _difference(a: Entry | None, b: Entry | None) -> str | None:
+def _difference(a: TraceEntry | None, b: TraceEntry | None) -> str | None:
     if a is None or b is None:
         return f"{'A' if a is None else 'B'} ended before"
     for name in ("direction", "channel", "peer", "kind"):
@@ -95,7 +95,7 @@ def _difference(a: Entry | None, b: Entry | None) -> str | None:
     return f"{a.kind}.{mismatch.field}: {mismatch.recorded!r} and {mismatch.replayed!r}"
 
 
-def _row(entry: Entry, recording: Recording) -> str:
+def _row(entry: TraceEntry, recording: LoadedTrace) -> str:
     seconds = entry.time - recording.begin
     return (
         f"{entry.seq:>6} {seconds:>9.4f} {arrow(entry):<17} {entry.kind:<9} {line(entry.message)}"

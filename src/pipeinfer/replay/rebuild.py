@@ -1,11 +1,10 @@
-"""A fresh stage of today's code, as the header of a trace describes it.
-
-It goes through the stage's own builder, with the recorded settings and what the recorded builder
-knew (pages of the pool, its data type). Opens no socket and starts no driver.
+"""Builds the stage of a trace again: settings, topology and core, with the recorded state; and
+follows which request sits in which slot.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +12,72 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.messages import State
+from pipeinfer.events import StepDone
+from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result, State
+from pipeinfer.packing import unpack
 from pipeinfer.replay.codes import USAGE, CannotReplay
-from pipeinfer.replay.recording import Recording
+from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
 from pipeinfer.topology.topology import NAMES, Entry, Topology
+
+REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight
+
+
+class Subjects:
+    """`of(message)` names the requests of each message, in the order of the trace."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, str] = {}
+        self._plans: OrderedDict[tuple[int, int], dict[int, str]] = OrderedDict()
+
+    def of(self, message: object) -> tuple[str, ...]:
+        """Ids of the requests, without repeats; empty where a message is about none."""
+        match message:
+            case Begin():
+                self._slots.clear()
+                return ()
+            case Plan():
+                return self._plan(message)
+            case Admitted():
+                return self._named(message.epoch, message.number, message.slots)
+            case Result():
+                return self._named(message.epoch, message.number, message.slots)
+            case StepDone():
+                return tuple(dict.fromkeys(self.rows(message.epoch, message.number).values()))
+        request_id = getattr(message, "request_id", None)
+        if request_id is not None:
+            return (request_id,)
+        ids = getattr(message, "request_ids", None)
+        if ids is not None:
+            return tuple(ids)
+        rows = getattr(message, "rows", None)
+        if isinstance(rows, tuple):
+            return tuple(dict.fromkeys(row.request_id for row in rows))
+        return ()
+
+    def rows(self, epoch: int, number: int) -> dict[int, str]:
+        """{slot: request id} of the rows of a plan that `of` has seen; empty for others."""
+        return self._plans.get((epoch, number), {})
+
+    def _plan(self, plan: Plan) -> tuple[str, ...]:
+        touched = [self._slots.pop(release.slot, None) for release in plan.releases]
+        admitted: list[Admit] = list(plan.admits)
+        for admit in admitted:
+            self._slots[admit.slot] = admit.request_id
+        slots = [*(admit.slot for admit in admitted), *unpack(plan.slots).tolist()]
+        rows = {slot: self._slots[slot] for slot in slots if slot in self._slots}
+        self._plans[plan.epoch, plan.number] = rows
+        if len(self._plans) > REMEMBERED:
+            self._plans.popitem(last=False)
+        ids = [*rows.values(), *(name for name in touched if name is not None)]
+        return tuple(dict.fromkeys(ids))
+
+    def _named(self, epoch: int, number: int, slots: bytes) -> tuple[str, ...]:
+        rows = self.rows(epoch, number)
+        return tuple(dict.fromkeys(rows[s] for s in unpack(slots).tolist() if s in rows))
+
 
 # What the engine's builder found out for itself, as the settings that say it outright.
 FACTS = {
@@ -43,7 +101,7 @@ class Rebuilt:
 
 
 def rebuild(
-    recording: Recording, model: str, overrides: Mapping[str, object], core_only: bool = False
+    recording: LoadedTrace, model: str, overrides: Mapping[str, object], core_only: bool = False
 ) -> Rebuilt:
     """The stage of the recording, from its own checkpoint or the folder `model`; `overrides` are
     settings that win over the recorded ones. CannotReplay for what cannot be built here."""
@@ -67,7 +125,7 @@ def rebuild(
 
 
 def settings_of(
-    recording: Recording, model: str, overrides: Mapping[str, object]
+    recording: LoadedTrace, model: str, overrides: Mapping[str, object]
 ) -> tuple[Settings, list[str]]:
     """(settings, warnings). Overrides win over facts, facts over recorded settings."""
     header = recording.header
@@ -96,7 +154,7 @@ def topology_of(stages: Sequence[str]) -> Topology:
     return Topology(tuple(_entry(stage) for stage in stages))
 
 
-def _engine_core(recording: Recording, settings: Settings) -> Stage:
+def _engine_core(recording: LoadedTrace, settings: Settings) -> Stage:
     """The engine's core without weights and device, as it described itself."""
     from pipeinfer.engine.core import EngineCore
     from pipeinfer.memory.manager import MemoryManager
@@ -131,7 +189,7 @@ def _engine_core(recording: Recording, settings: Settings) -> Stage:
     return Stage(EngineCore(hello, f"scheduler-{header.group}", memory))
 
 
-def _compare_device(recording: Recording, rebuilt: Rebuilt) -> None:
+def _compare_device(recording: LoadedTrace, rebuilt: Rebuilt) -> None:
     """Other kernels than the recorded ones are said: tokens may then differ."""
     hello = rebuilt.stage.core.hello  # type: ignore[attr-defined]
     recorded = recording.header.facts.get("attention", hello.attention)
@@ -154,7 +212,7 @@ def _check_model(settings: Settings) -> None:
         )
 
 
-def _check_ranks(recording: Recording, settings: Settings) -> None:
+def _check_ranks(recording: LoadedTrace, settings: Settings) -> None:
     if recording.header.name == "engine" and settings.tp > 1:
         raise CannotReplay(
             USAGE, f"{recording.stage} is one of {settings.tp} ranks, which compute together; "

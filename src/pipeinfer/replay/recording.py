@@ -1,15 +1,16 @@
-"""One trace in memory: its header, and its entries with their messages decoded.
+"""Loads traces for replays: exchanges of inputs and the outputs that they gave, several files of a
+stage as one, and the clocks of several hosts brought together.
 
-Every other module of the tool sees traces as this; only here is the file format's reader called.
+Knows no core.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeinfer.replay.codes import OTHER_PROTOCOL, UNREADABLE, USAGE, CannotReplay
 from pipeinfer.topology.topology import Identity
@@ -20,7 +21,7 @@ Direction = Literal["in", "out", "note"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TraceEntry:
     """One line of a trace.
 
     time: seconds of the stage's monotonic clock; of an input the `now` that its core was given.
@@ -45,15 +46,15 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Exchange:
+class TraceExchange:
     """One input of a core, and what came of it: recorded outputs and notes, in their order.
 
     is_last: the recording broke off here, perhaps before all of its outputs.
     """
 
-    input: Entry
-    outputs: list[Entry] = field(default_factory=list)
-    notes: list[Entry] = field(default_factory=list)
+    input: TraceEntry
+    outputs: list[TraceEntry] = field(default_factory=list)
+    notes: list[TraceEntry] = field(default_factory=list)
     is_last: bool = False
 
     @property
@@ -62,13 +63,13 @@ class Exchange:
 
 
 @dataclass
-class Recording:
+class LoadedTrace:
     """A trace file as it was read. `truncated`: where it breaks off, "" for a whole file. `offset`:
     seconds that were subtracted from its clock to merge it with others."""
 
     path: Path
     header: TraceHeader
-    entries: list[Entry]
+    entries: list[TraceEntry]
     truncated: str = ""
     offset: float = 0.0
 
@@ -104,14 +105,14 @@ class Recording:
             f"{header.version}, {len(self.entries)} records in {self.seconds:.3f} s"
         )
 
-    def exchanges(self) -> Iterator[Exchange]:
+    def exchanges(self) -> Iterator[TraceExchange]:
         """Each input with what followed it; what stands before the first input is left out."""
-        exchange: Exchange | None = None
+        exchange: TraceExchange | None = None
         for entry in self.entries:
             if entry.direction == "in":
                 if exchange is not None:
                     yield exchange
-                exchange = Exchange(entry)
+                exchange = TraceExchange(entry)
             elif exchange is not None:
                 (exchange.outputs if entry.direction == "out" else exchange.notes).append(entry)
         if exchange is not None:
@@ -125,16 +126,16 @@ class Recording:
         return last if isinstance(last, End) else None
 
 
-def load(path: Path) -> Recording:
+def load(path: Path) -> LoadedTrace:
     """Reads a whole trace. CannotReplay with the exit code for what cannot be read."""
     try:
         trace = Trace(path)
-        entries: list[Entry] = []
+        entries: list[TraceEntry] = []
         for r in trace:
             # The remark that ends a recording has no time of its own.
             at = r.time or (entries[-1].time if entries else 0.0)
             entries.append(
-                Entry(
+                TraceEntry(
                     r.seq, at, r.direction, r.channel, r.peer, r.number, r.sent,
                     trace.message(r), len(r.body),
                 )
@@ -143,10 +144,10 @@ def load(path: Path) -> Recording:
         raise CannotReplay(OTHER_PROTOCOL, str(error)) from None
     except UnreadableTrace as error:
         raise CannotReplay(UNREADABLE, str(error)) from None
-    return Recording(path, trace.header, entries, trace.truncated)
+    return LoadedTrace(path, trace.header, entries, trace.truncated)
 
 
-def load_stage(path: Path, stage: str) -> Recording:
+def load_stage(path: Path, stage: str) -> LoadedTrace:
     """The same, for a trace of the stage called `stage`."""
     recording = load(path)
     if recording.header.name != stage:
@@ -154,7 +155,7 @@ def load_stage(path: Path, stage: str) -> Recording:
     return recording
 
 
-def warn_of_tail(recording: Recording, say: Callable[[str], None] | None = None) -> None:
+def warn_of_tail(recording: LoadedTrace, say: Callable[[str], None] | None = None) -> None:
     """Says on stderr that the file breaks off, if it does, or that records were lost at its end."""
     say = say or (lambda text: print(text, file=sys.stderr))
     if recording.truncated:
@@ -163,6 +164,81 @@ def warn_of_tail(recording: Recording, say: Callable[[str], None] | None = None)
         say(f"warning: {recording.path} ended early: {recording.end.reason}")
 
 
-def before(entries: Iterable[Entry], seq: int) -> Iterator[Entry]:
+def before(entries: Iterable[TraceEntry], seq: int) -> Iterator[TraceEntry]:
     """The entries that stand before `seq`."""
     return (entry for entry in entries if entry.seq < seq)
+
+
+def load_merged(paths: Sequence[Path]) -> list[LoadedTrace]:
+    """All of them, in the order of the paths. CannotReplay for two traces of one process at once,
+    and for what cannot be read."""
+    return merged([load(path) for path in paths])
+
+
+def merged(recordings: Sequence[LoadedTrace]) -> list[LoadedTrace]:
+    """The recordings with their entries' times on the first one's clock."""
+    stages = [recording.stage for recording in recordings]
+    twice = sorted({stage for stage in stages if stages.count(stage) > 1})
+    if twice:
+        raise CannotReplay(USAGE, f"two traces of {', '.join(twice)}: merge one life at a time")
+    found = zip(recordings, offsets(recordings), strict=True)
+    return [_moved(recording, offset) for recording, offset in found]
+
+
+def _moved(recording: LoadedTrace, offset: Offset) -> LoadedTrace:
+    if not offset.seconds:
+        return recording
+    entries = [replace(entry, time=entry.time - offset.seconds) for entry in recording.entries]
+    return replace(recording, entries=entries, offset=offset.seconds)
+
+
+FAR = float("inf")
+
+
+class Offset(NamedTuple):
+    """Seconds to subtract from a recording's times; right to within `error` seconds, which is
+    infinite where the two have only the wall clocks of their hosts in common."""
+
+    seconds: float
+    error: float
+
+
+def offsets(recordings: Sequence[LoadedTrace]) -> list[Offset]:
+    """Of each recording against the first. Zero wherever that is possible: the stages of one host
+    share a monotonic clock, and two hosts that were not started together never come so close."""
+    if not recordings:
+        return []
+    bounds = _bounds(recordings)
+    found = []
+    for at, recording in enumerate(recordings):
+        most, least = bounds[0][at], -bounds[at][0]
+        if least <= 0.0 <= most and max(most, -least) < FAR:
+            found.append(Offset(0.0, 0.0))
+        elif most < FAR and least > -FAR:
+            found.append(Offset((most + least) / 2, (most - least) / 2))
+        else:
+            found.append(Offset(_by_wall_clock(recordings[0], recording), FAR))
+    return found
+
+
+def _bounds(recordings: Sequence[LoadedTrace]) -> list[list[float]]:
+    """[i][j]: clock j is ahead of clock i by at most so many seconds (Floyd and Warshall)."""
+    number = {recording.stage: at for at, recording in enumerate(recordings)}
+    count = len(recordings)
+    bounds = [[0.0 if i == j else FAR for j in range(count)] for i in range(count)]
+    for at, recording in enumerate(recordings):
+        for entry in recording.entries:
+            sender = number.get(entry.peer)
+            if entry.direction == "in" and entry.sent and sender is not None:
+                bounds[sender][at] = min(bounds[sender][at], entry.time - entry.sent)
+    for k in range(count):
+        for i in range(count):
+            for j in range(count):
+                bounds[i][j] = min(bounds[i][j], bounds[i][k] + bounds[k][j])
+    return bounds
+
+
+def _by_wall_clock(first: LoadedTrace, other: LoadedTrace) -> float:
+    """Monotonic clocks against wall clocks, which somebody keeps right."""
+    a, b = first.header, other.header
+    return (b.monotonic - b.wall) - (a.monotonic - a.wall)

@@ -1,14 +1,16 @@
-"""Roles on a live bus that a recording can play: an engine's, a scheduler's, and a source's.
+"""What a recorded stage sends on the bus of a running pipeline, and when: the recorded outputs,
+with ids, numbers and incarnations rewritten to those of the live side.
 
-Sans-IO, like cores: a live message in, what the recorded stage sent out. The recorded epoch and
-incarnations give way to the live ones, and request ids are matched in the order in which they
-appear. Knows no socket and no clock.
+Sans-IO; replay/serve.py has the sockets and the clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import (
@@ -23,9 +25,75 @@ from pipeinfer.messages import (
     Result,
 )
 from pipeinfer.replay.codes import USAGE, CannotReplay
-from pipeinfer.replay.comparison import first_mismatch
-from pipeinfer.replay.recording import Entry, Recording
-from pipeinfer.replay.rewriting import Numbered, rewritten
+from pipeinfer.replay.compare import first_mismatch
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry
+
+# Names whose values are one process's or one run's own.
+OWN = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")
+
+Value = TypeVar("Value")
+Change = Callable[[Any], Any]
+
+
+def rewritten(value: Value, changes: Mapping[str, Change]) -> Value:
+    """`value` with `changes[name]` applied to every field of that name; tuples of such values
+    (`request_ids`) element by element. Returns `value` itself where nothing changes."""
+    return _rewritten(value, changes)
+
+
+def _rewritten(value: Any, changes: Mapping[str, Change]) -> Any:
+    if isinstance(value, msgspec.Struct):
+        changed = {}
+        for name in value.__struct_fields__:
+            old = getattr(value, name)
+            new = _changed(old, changes[name]) if name in changes else _rewritten(old, changes)
+            if new is not old:
+                changed[name] = new
+        return msgspec.structs.replace(value, **changed) if changed else value
+    if isinstance(value, tuple) and any(isinstance(one, msgspec.Struct) for one in value):
+        new = tuple(_rewritten(one, changes) for one in value)
+        return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+    return value
+
+
+def _changed(value: Any, change: Change) -> Any:
+    if isinstance(value, tuple):
+        return tuple(change(one) for one in value)
+    return value if value is None else change(value)
+
+
+class NumberedIds:
+    """Names for values in the order in which they first appear: r0, r1, ..."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._names: dict[Hashable, str] = {}
+
+    def __call__(self, value: Hashable) -> str:
+        return self._names.setdefault(value, f"{self._prefix}{len(self._names)}")
+
+
+class CountedIds:
+    """Small numbers for large ones, in the order in which they first appear; 0 stays 0."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {0: 0}
+
+    def __call__(self, value: int) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+
+def canonical_changes() -> dict[str, Change]:
+    """Changes under which two runs of the same requests become comparable."""
+    requests, epochs, lives = NumberedIds("r"), CountedIds(), CountedIds()
+    return {
+        "request_id": requests,
+        "request_ids": requests,
+        "epoch": epochs,
+        "incarnation": lives,
+        "incarnations": lives,
+    }
+
 
 AHEAD = 2  # plans that a live engine gets before the result of the first of them
 PLAYED = ("engine", "scheduler", "gateway", "tokenizer")
@@ -35,7 +103,7 @@ class Diverged(Exception):
     """The live side said something else than the recorded one; the text says where."""
 
 
-class Timed(NamedTuple):
+class TimedSend(NamedTuple):
     """What to send, and how many recorded seconds after the live message that caused it."""
 
     after: float
@@ -47,28 +115,28 @@ class Role(Protocol):
 
     finished: bool
 
-    def take(self, channel: str, message: Message) -> list[Timed]:
+    def take(self, channel: str, message: Message) -> list[TimedSend]:
         """A live message; what the recorded stage answered. Raises Diverged."""
         ...
 
-    def tick(self) -> list[Timed]:
+    def tick(self) -> list[TimedSend]:
         """Ten times a second; what must be repeated until it is heard."""
         ...
 
 
 @dataclass
-class Answers:
+class RecordedAnswers:
     """What an engine said of one plan: at once, and when the step was done."""
 
     plan: Plan
     at: float
-    said: list[Entry] = field(default_factory=list)
+    outputs: list[TraceEntry] = field(default_factory=list)
 
 
 class EngineRole:
     """A recorded engine for a live scheduler: plan N is answered with what it said of plan N."""
 
-    def __init__(self, recording: Recording, incarnation: int) -> None:
+    def __init__(self, recording: LoadedTrace, incarnation: int) -> None:
         self._hello = _replaced(_last(recording, Hello), incarnation=incarnation)
         self._scheduler = f"scheduler-{recording.header.group}"
         self._answers = _longest_epoch(recording)
@@ -76,22 +144,22 @@ class EngineRole:
         self._next = 0
         self.finished = False
 
-    def take(self, channel: str, message: Message) -> list[Timed]:
+    def take(self, channel: str, message: Message) -> list[TimedSend]:
         if isinstance(message, Begin):
             return self._begin(message)
         if isinstance(message, Plan) and message.epoch == self._epoch:
             return self._plan(message)
         return _recovered(channel, message, "engine")
 
-    def tick(self) -> list[Timed]:
+    def tick(self) -> list[TimedSend]:
         return [] if self._epoch is not None else [self._say(0.0, self._hello)]
 
-    def _begin(self, begin: Begin) -> list[Timed]:
+    def _begin(self, begin: Begin) -> list[TimedSend]:
         if self._hello.incarnation not in begin.incarnations:
             self._epoch = None
             return []
         self._epoch, self._next = begin.epoch, 0
-        self._recorded_ids, self._live_ids = Numbered("r"), Numbered("r")
+        self._recorded_ids, self._live_ids = NumberedIds("r"), NumberedIds("r")
         return [
             self._say(
                 0.0,
@@ -101,7 +169,7 @@ class EngineRole:
             )
         ]
 
-    def _plan(self, plan: Plan) -> list[Timed]:
+    def _plan(self, plan: Plan) -> list[TimedSend]:
         if self.finished:
             return []
         answers = self._answers[self._next]
@@ -111,21 +179,21 @@ class EngineRole:
         epoch = plan.epoch
         return [
             self._say(entry.time - answers.at, _replaced(entry.message, epoch=epoch))
-            for entry in answers.said
+            for entry in answers.outputs
         ]
 
-    def _say(self, after: float, message: Message) -> Timed:
-        return Timed(after, Send("result", self._scheduler, message))
+    def _say(self, after: float, message: Message) -> TimedSend:
+        return TimedSend(after, Send("result", self._scheduler, message))
 
 
 class SchedulerRole:
     """A recorded scheduler for a live engine: its plans, never more than AHEAD of the results."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: LoadedTrace) -> None:
         self._answers = [
             answers
             for answers in _longest_epoch(recording)
-            if any(entry.kind == "Result" for entry in answers.said)
+            if any(entry.kind == "Result" for entry in answers.outputs)
         ]
         self._hello = _last(recording, Hello)
         self._live: Hello | None = None
@@ -134,7 +202,7 @@ class SchedulerRole:
         self._sent = self._landed = 0
         self.finished = not self._answers
 
-    def take(self, channel: str, message: Message) -> list[Timed]:
+    def take(self, channel: str, message: Message) -> list[TimedSend]:
         match message:
             case Hello():
                 return self._meet(message)
@@ -147,13 +215,13 @@ class SchedulerRole:
             raise Diverged(f"the engine ended the epoch: {message.reason}")  # type: ignore[attr-defined]
         return _recovered(channel, message, "scheduler")
 
-    def tick(self) -> list[Timed]:
+    def tick(self) -> list[TimedSend]:
         if self._running:
             return []
         lives = () if self._live is None else (self._live.incarnation,)
-        return [Timed(0.0, Send("plan", EVERYONE, Begin(self._epoch, lives)))]
+        return [TimedSend(0.0, Send("plan", EVERYONE, Begin(self._epoch, lives)))]
 
-    def _meet(self, hello: Hello) -> list[Timed]:
+    def _meet(self, hello: Hello) -> list[TimedSend]:
         for name in ("page_size", "pages", "max_slots", "max_model_len"):
             recorded, live = getattr(self._hello, name), getattr(hello, name)
             if recorded != live:
@@ -164,23 +232,23 @@ class SchedulerRole:
             self._sent = self._landed = 0
         return self.tick()
 
-    def _plans(self) -> list[Timed]:
+    def _plans(self) -> list[TimedSend]:
         """The next plans, as soon after each other as they were recorded."""
-        out: list[Timed] = []
+        out: list[TimedSend] = []
         first = self._answers[self._sent].at if self._sent < len(self._answers) else 0.0
         while self._sent < len(self._answers) and self._sent < self._landed + AHEAD:
             answers = self._answers[self._sent]
             plan = _replaced(answers.plan, epoch=self._epoch)
-            out.append(Timed(answers.at - first, Send("plan", EVERYONE, plan)))
+            out.append(TimedSend(answers.at - first, Send("plan", EVERYONE, plan)))
             self._sent += 1
         return out
 
-    def _answer(self, message: Admitted | Result) -> list[Timed]:
+    def _answer(self, message: Admitted | Result) -> list[TimedSend]:
         kind = type(message).__name__
         if message.number >= self._sent:
             raise Diverged(f"{kind} of plan {message.number}, which was not sent")
         answers = self._answers[message.number]
-        recorded = next((e for e in answers.said if e.kind == kind), None)
+        recorded = next((e for e in answers.outputs if e.kind == kind), None)
         if recorded is None:
             raise Diverged(f"plan {message.number} was not answered with {kind}")
         mismatch = first_mismatch(_replaced(recorded.message, epoch=self._epoch), message)
@@ -199,27 +267,27 @@ class SchedulerRole:
 class SourceRole:
     """A recorded gateway or tokenizer: what it sent to the next stage, whatever comes back."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: LoadedTrace) -> None:
         name = recording.header.name
         channel = {"gateway": "requests", "tokenizer": "work"}[name]
         self._name = name
         begin = recording.begin
         self._sends = [
-            Timed(entry.time - begin, Send(channel, entry.peer, entry.message))
+            TimedSend(entry.time - begin, Send(channel, entry.peer, entry.message))
             for entry in recording.entries
             if entry.direction == "out" and entry.channel == channel
         ]
         self.finished = False
 
-    def take(self, channel: str, message: Message) -> list[Timed]:
+    def take(self, channel: str, message: Message) -> list[TimedSend]:
         return _recovered(channel, message, self._name)
 
-    def tick(self) -> list[Timed]:
+    def tick(self) -> list[TimedSend]:
         sends, self._sends = self._sends, []
         return sends
 
 
-def role_of(recording: Recording, incarnation: int) -> Role:
+def role_of(recording: LoadedTrace, incarnation: int) -> Role:
     """The role of the recorded stage. CannotReplay for a stage that has none."""
     name = recording.header.name
     if name == "engine":
@@ -233,20 +301,22 @@ def role_of(recording: Recording, incarnation: int) -> Role:
     )
 
 
-def _longest_epoch(recording: Recording) -> list[Answers]:
+def _longest_epoch(recording: LoadedTrace) -> list[RecordedAnswers]:
     """The plans of the epoch that has the most, from 0 on, each with what was said of it.
 
     Reads an engine's trace (plans in, answers out) as well as a scheduler's (the other way round).
     """
-    epochs: dict[int, dict[int, Answers]] = {}
+    epochs: dict[int, dict[int, RecordedAnswers]] = {}
     for entry in recording.entries:
         message = entry.message
         if isinstance(message, Plan):
-            epochs.setdefault(message.epoch, {})[message.number] = Answers(message, entry.time)
+            epochs.setdefault(message.epoch, {})[message.number] = RecordedAnswers(
+                message, entry.time
+            )
         elif isinstance(message, (Admitted, Result)):
             answers = epochs.get(message.epoch, {}).get(message.number)
             if answers is not None:
-                answers.said.append(entry)
+                answers.outputs.append(entry)
     whole = [plans for plans in epochs.values() if 0 in plans]
     if not whole:
         raise CannotReplay(USAGE, f"{recording.path} has no epoch from its beginning on")
@@ -254,7 +324,7 @@ def _longest_epoch(recording: Recording) -> list[Answers]:
     return [plans[number] for number in range(len(plans)) if number in plans]
 
 
-def _same(recorded: Plan, live: Plan, recorded_ids: Numbered, live_ids: Numbered) -> None:
+def _same(recorded: Plan, live: Plan, recorded_ids: NumberedIds, live_ids: NumberedIds) -> None:
     """Raises Diverged unless the plans are equal but for the epoch and the requests' names."""
     one = rewritten(_replaced(recorded, epoch=live.epoch), {"request_id": recorded_ids})
     other = rewritten(live, {"request_id": live_ids})
@@ -266,17 +336,17 @@ def _same(recorded: Plan, live: Plan, recorded_ids: Numbered, live_ids: Numbered
         )
 
 
-def _recovered(channel: str, message: Message, name: str) -> list[Timed]:
+def _recovered(channel: str, message: Message, name: str) -> list[TimedSend]:
     """A new neighbour that asks what it should know is told that there is nothing."""
     if not isinstance(message, Recover):
         return []
     return [
-        Timed(0.0, Send(channel, message.stage, Recovered(name, message.incarnation, opening)))
+        TimedSend(0.0, Send(channel, message.stage, Recovered(name, message.incarnation, opening)))
         for opening in (True, False)
     ]
 
 
-def _last(recording: Recording, kind: type[Any]) -> Any:
+def _last(recording: LoadedTrace, kind: type[Any]) -> Any:
     found = [e.message for e in recording.entries if isinstance(e.message, kind)]
     if not found:
         raise CannotReplay(USAGE, f"{recording.path} has no {kind.__name__}: record from the start")

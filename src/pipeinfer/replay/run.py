@@ -1,7 +1,7 @@
-"""`run STAGE FILE`: a fresh stage of today's code gets the recorded inputs; its outputs are
-compared with the recorded ones, and the first difference is shown.
+"""`run STAGE FILE`: a fresh stage gets the recorded inputs, and must give the recorded outputs.
 
-Knows how to choose, build and judge; the playing itself is in playing.py.
+Builds the stage, plays the exchanges, and prints the first difference or what the whole replay
+counted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path
 
 from pipeinfer.core import Core
 from pipeinfer.replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
-from pipeinfer.replay.context import explain
-from pipeinfer.replay.difference import Difference
-from pipeinfer.replay.pacing import Pace
-from pipeinfer.replay.player import Player
-from pipeinfer.replay.playing import DevicePlayback, play_alone
+from pipeinfer.replay.compare import Difference, explain, ignored_fields
+from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace, ReplayTally, play_alone
 from pipeinfer.replay.rebuild import Rebuilt, rebuild
-from pipeinfer.replay.recording import Entry, Exchange, Recording, load_stage, warn_of_tail
-from pipeinfer.replay.tally import Tally
-from pipeinfer.replay.varying import left_out
+from pipeinfer.replay.recording import (
+    LoadedTrace,
+    TraceEntry,
+    TraceExchange,
+    load_stage,
+    warn_of_tail,
+)
 from pipeinfer.topology.topology import NAMES
-from pipeinfer.trace.restore import restore
+from pipeinfer.trace.snapshot import restore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,28 +67,28 @@ def run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
     rebuilt = rebuild(recording, options.model, overrides, options.core_only)
     for warning in rebuilt.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return Run(recording, rebuilt, options, say).run()
+    return ReplayRun(recording, rebuilt, options, say).run()
 
 
-class Run:
+class ReplayRun:
     """One replay, from the first exchange to the verdict. `tally` and `seconds` are its numbers."""
 
     def __init__(
         self,
-        recording: Recording,
+        recording: LoadedTrace,
         rebuilt: Rebuilt,
         options: argparse.Namespace,
         say: Callable[[str], object],
     ) -> None:
         self._recording, self._rebuilt, self._options, self._say = recording, rebuilt, options, say
         driver = rebuilt.stage.driver
-        self.tally, self.seconds = Tally(keep_going=options.all), 0.0
+        self.tally, self.seconds = ReplayTally(keep_going=options.all), 0.0
         self._device = None
         if recording.header.name == "engine" and driver is not None:
             self._device = DevicePlayback(driver, self.tally)
-        self._player = Player(
+        self._player = CorePlayer(
             rebuilt.stage.core,
-            partial(left_out, other_device=rebuilt.other_device),
+            partial(ignored_fields, other_device=rebuilt.other_device),
             self._device.deliver if self._device is not None else None,
             options.until,
             debugger if options.halt else None,
@@ -96,7 +97,7 @@ class Run:
     def run(self) -> int:
         """Plays and prints; the exit code."""
         exchanges = self._exchanges()
-        pace = Pace(self._options.realtime, exchanges[0].input.time if exchanges else 0.0)
+        pace = ReplayPace(self._options.realtime, exchanges[0].input.time if exchanges else 0.0)
         begun = time.perf_counter()
         try:
             if self._device is not None:
@@ -108,7 +109,7 @@ class Run:
         self.seconds = time.perf_counter() - begun
         return self._verdict(exchanges)
 
-    def _exchanges(self) -> list[Exchange]:
+    def _exchanges(self) -> list[TraceExchange]:
         """What to play: all of it, or for a device from where its memory is known to be empty."""
         exchanges, header = list(self._recording.exchanges()), self._recording.header
         if self._device is None and header.snapshot is not None:
@@ -131,7 +132,7 @@ class Run:
         self._say(f"mid-life: begins with the Begin at message {fresh[0].input.seq}")
         return fresh
 
-    def _verdict(self, exchanges: list[Exchange]) -> int:
+    def _verdict(self, exchanges: list[TraceExchange]) -> int:
         player, header, found = self._player, self._recording.header, self.tally.first
         stopped = self._options.until is not None
         if found is None and header.error and not stopped:
@@ -156,7 +157,7 @@ class Run:
             self._say_how_fast(exchanges)
         return EQUAL if found is None else DIFFERENT
 
-    def _say_how_fast(self, exchanges: list[Exchange]) -> None:
+    def _say_how_fast(self, exchanges: list[TraceExchange]) -> None:
         played = exchanges[-1].input.time - exchanges[0].input.time if exchanges else 0.0
         if self._device is not None and self.seconds > 0:
             steps = self._device.steps
@@ -191,14 +192,14 @@ class Run:
         return CRASHED
 
 
-def debugger(core: Core, entry: Entry) -> None:
+def debugger(core: Core, entry: TraceEntry) -> None:
     """Here is `core`, just before `core.handle(message, now)`; the next frame up is the player."""
     message, now = entry.message, entry.time
     print(f"message {entry.seq}: {type(message).__name__} at {now:.6f}, before it is handled")
     breakpoint()
 
 
-def _begins(exchange: Exchange, incarnation: int) -> bool:
+def _begins(exchange: TraceExchange, incarnation: int) -> bool:
     """True for the Begin of an epoch that this engine takes part in."""
     listed = getattr(exchange.input.message, "incarnations", ())
     return exchange.input.kind == "Begin" and incarnation in listed

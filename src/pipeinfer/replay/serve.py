@@ -19,10 +19,11 @@ import zmq
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
+from pipeinfer.messages import GroupStatus, Message
 from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
-from pipeinfer.replay.recording import Recording, load_stage, warn_of_tail
-from pipeinfer.replay.roles import Diverged, Role, Timed, role_of
+from pipeinfer.replay.recording import LoadedTrace, load_stage, warn_of_tail
+from pipeinfer.replay.roles import Diverged, Role, TimedSend, role_of
+from pipeinfer.runtime.stage import heartbeat, rank_status
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
@@ -50,14 +51,19 @@ def run(options: argparse.Namespace) -> int:
         raise CannotReplay(USAGE, str(error)) from None
     incarnation = time.time_ns()
     role = role_of(recording, incarnation)
-    return asyncio.run(Player(recording, role, topology, incarnation, options.realtime).run())
+    return asyncio.run(StagePlayer(recording, role, topology, incarnation, options.realtime).run())
 
 
-class Player:
+class StagePlayer:
     """A role between sockets: on the bus as the recorded stage, until it has said everything."""
 
     def __init__(
-        self, recording: Recording, role: Role, topology: Topology, incarnation: int, realtime: bool
+        self,
+        recording: LoadedTrace,
+        role: Role,
+        topology: Topology,
+        incarnation: int,
+        realtime: bool,
     ) -> None:
         self._identity, self._role, self._realtime = recording.identity, role, realtime
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -103,7 +109,7 @@ class Player:
     def _tick(self) -> None:
         self._send(self._role.tick())
 
-    def _send(self, sends: list[Timed]) -> None:
+    def _send(self, sends: list[TimedSend]) -> None:
         loop = asyncio.get_running_loop()
         for after, send in sends:
             if not self._realtime:
@@ -145,24 +151,11 @@ class Player:
 
     def _beat(self) -> None:
         who = self._identity
-        beat = Heartbeat(
-            stage=who.id,
-            name=who.name,
-            group=who.group,
-            rank=who.rank,
-            index=who.index,
-            pid=os.getpid(),
-            incarnation=self._incarnation,
-            state="ready",
-            reason="a recording is played",
-        )
+        reason = "a recording is played"
+        beat = heartbeat(who, self._incarnation, "ready", reason, pid=os.getpid())
         self._bus.send(Send("telemetry", EVERYONE, beat))
         if who.name == "engine":
-            self._say(
-                RankStatus(
-                    group=who.group, rank=who.rank, incarnation=self._incarnation, state="ready"
-                )
-            )
+            self._say(rank_status(who, self._incarnation, "ready"))
         if who.name == "scheduler":
             self._say(
                 GroupStatus(group=who.group, incarnation=self._incarnation, standing="serves")

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeinfer.replay.codes import EQUAL
-from pipeinfer.replay.describe import arrow, line
-from pipeinfer.replay.recording import Entry, load, warn_of_tail
-from pipeinfer.replay.subjects import Subjects
+from pipeinfer.replay.compare import arrow, line
+from pipeinfer.replay.rebuild import Subjects
+from pipeinfer.replay.recording import TraceEntry, load, warn_of_tail
 
 WIDE = 110
 
@@ -50,8 +50,8 @@ def about(ids: tuple[str, ...]) -> str:
 
 
 def chosen(
-    entries: list[Entry], options: argparse.Namespace
-) -> Iterator[tuple[Entry, tuple[str, ...]]]:
+    entries: list[TraceEntry], options: argparse.Namespace
+) -> Iterator[tuple[TraceEntry, tuple[str, ...]]]:
     """The entries that all filters let through, each with the requests it is about."""
     subjects = Subjects()
     begin = entries[0].time if entries else 0.0

@@ -1,21 +1,159 @@
-"""`stats FILE...`: what is in traces, and how long messages and requests took.
+"""`stats FILE ...`: counts, bytes and latencies of traces, and where the time of each request went.
 
-Counts and bytes for each channel and type, the latency of each hop, and for each request the wait
-for a slot, the first token and the end. Only reads; knows no core.
+Knows entries of traces; opens no socket.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeinfer.core import LOCAL
 from pipeinfer.replay.codes import EQUAL
-from pipeinfer.replay.journeys import Journey, journeys
-from pipeinfer.replay.merging import load_merged
-from pipeinfer.replay.quantiles import milliseconds
-from pipeinfer.replay.recording import Recording, warn_of_tail
+from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load_merged, warn_of_tail
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    rank = max(0, min(len(ordered) - 1, -(-int(share * len(ordered) * 1e9) // 10**9) - 1))
+    return ordered[rank]
+
+
+def milliseconds(values: Sequence[float]) -> str:
+    """`p50 0.21  p99 1.40  max 3.10 ms` of seconds, or a dash."""
+    if not values:
+        return "-"
+    p50, p99, most = (1e3 * v for v in (quantile(values, 0.5), quantile(values, 0.99), max(values)))
+    return f"p50 {p50:.2f}  p99 {p99:.2f}  max {most:.2f} ms"
+
+
+# In the order in which a request comes to them.
+POINTS = ("called", "submitted", "tokenized", "queued", "admitted", "planned",
+          "token", "text", "shown")  # fmt: skip
+OUTPUT = ("shown", "text", "token")  # where output is seen, as far down the pipeline as is known
+
+
+@dataclass
+class RequestTimes:
+    """Times in seconds on the common clock. `first`: of each of POINTS, the first time.
+
+    visits: (time, stage, seq) of every entry that was about the request and marked a point. latest,
+    gaps: of each of POINTS, the last time, and the longest from one time to the next.
+    ended: the latest sign of its end, and `finish` how. admissions: 2 or more after a preemption.
+    """
+
+    request_id: str
+    first: dict[str, float] = field(default_factory=dict)
+    visits: list[tuple[float, str, int]] = field(default_factory=list)
+    latest: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = field(default_factory=dict)
+    ended: float | None = None
+    finish: str = ""
+    admissions: int = 0
+
+    @property
+    def begun(self) -> float | None:
+        return min(self.first.values()) if self.first else None
+
+    def between(self, earlier: str, later: str) -> float | None:
+        """Seconds from one point to another; None if it did not come to both."""
+        if earlier not in self.first or later not in self.first:
+            return None
+        return self.first[later] - self.first[earlier]
+
+    @property
+    def queue(self) -> float | None:
+        """Seconds that it waited in the scheduler for a slot."""
+        return self.between("queued", "admitted")
+
+    @property
+    def to_first_token(self) -> float | None:
+        """Seconds from its first sign to its first output, as far down the pipeline as is known."""
+        shown = next((self.first[p] for p in OUTPUT if p in self.first), None)
+        return None if shown is None or self.begun is None else shown - self.begun
+
+    @property
+    def longest_gap(self) -> float | None:
+        """Seconds between two outputs, where they were furthest apart; None if there was one."""
+        return next((self.gaps[p] for p in OUTPUT if p in self.gaps), None)
+
+    @property
+    def whole(self) -> float | None:
+        """Seconds from its first sign to its end."""
+        return None if self.ended is None or self.begun is None else self.ended - self.begun
+
+
+def request_times(recordings: Iterable[LoadedTrace]) -> dict[str, RequestTimes]:
+    """All requests of the recordings, by id, in the order of their beginning.
+
+    The recordings' times are on one clock already.
+    """
+    found: dict[str, RequestTimes] = {}
+    for recording in recordings:
+        for entry in recording.entries:
+            for request_id, point, finish in _marks(recording.stage.partition("-")[0], entry):
+                journey = found.setdefault(request_id, RequestTimes(request_id))
+                _mark(journey, recording.stage, entry, point, finish)
+    for journey in found.values():
+        journey.visits.sort()
+    return dict(sorted(found.items(), key=lambda item: item[1].begun or float("inf")))
+
+
+def _mark(journey: RequestTimes, stage: str, entry: TraceEntry, point: str, finish: str) -> None:
+    if point == "admitted":
+        journey.admissions += 1
+    if point in journey.latest:
+        gap = entry.time - journey.latest[point]
+        journey.gaps[point] = max(gap, journey.gaps.get(point, 0.0))
+    journey.latest[point] = entry.time
+    known = journey.first.get(point)
+    if known is None or entry.time < known:
+        journey.first[point] = entry.time
+    if known is None or finish or point == "admitted":
+        journey.visits.append((entry.time, stage, entry.seq))
+    if finish and (journey.ended is None or entry.time >= journey.ended):
+        journey.ended, journey.finish = entry.time, finish
+
+
+Marks = list[tuple[str, str, str]]
+
+
+def _marks(stage: str, entry: TraceEntry) -> Marks:
+    """(request id, point, how it ended if it did) for each request that the entry moved on."""
+    key = (stage, entry.direction, entry.kind)
+    message = entry.message
+    if key in _SINGLE:
+        return [(message.request_id, _SINGLE[key], "")]
+    if key == ("scheduler", "out", "Plan"):
+        return [(admit.request_id, "admitted", "") for admit in message.admits]
+    if key == ("engine", "in", "Plan"):
+        return [(admit.request_id, "planned", "") for admit in message.admits]
+    if key in _ROWS:
+        rows = [row for row in message.rows if row.ids or row.finish]
+        return [(row.request_id, _ROWS[key], row.finish or "") for row in rows]
+    if stage == "gateway" and entry.direction == "out" and entry.channel == LOCAL:
+        if entry.kind == "Delta":
+            return [(message.request_id, "shown", message.finish or "")]
+        if entry.kind == "Failed":
+            return [(message.request_id, "shown", f"error {message.status}")]
+    return []
+
+
+_SINGLE = {
+    ("gateway", "in", "Call"): "called",
+    ("gateway", "out", "Submit"): "submitted",
+    ("tokenizer", "out", "Work"): "tokenized",
+    ("scheduler", "in", "Work"): "queued",
+}
+_ROWS = {
+    ("scheduler", "out", "Tokens"): "token",
+    ("detokenizer", "out", "Text"): "text",
+}
+
 
 SLOWEST = 5
 
@@ -33,11 +171,11 @@ def run(options: argparse.Namespace) -> int:
         print_counts(recording)
         warn_of_tail(recording)
     print_hops(recordings)
-    print_requests(list(journeys(recordings).values()), options.slowest)
+    print_requests(list(request_times(recordings).values()), options.slowest)
     return EQUAL
 
 
-def print_counts(recording: Recording) -> None:
+def print_counts(recording: LoadedTrace) -> None:
     """A row for each direction, channel and type."""
     counts: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for entry in recording.entries:
@@ -52,7 +190,7 @@ def print_counts(recording: Recording) -> None:
         )
 
 
-def print_hops(recordings: Sequence[Recording]) -> None:
+def print_hops(recordings: Sequence[LoadedTrace]) -> None:
     """From sending to the moment at which the receiver's core took it, by sender and channel."""
     sent_by = {recording.stage: recording for recording in recordings}
     hops: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -67,7 +205,7 @@ def print_hops(recordings: Sequence[Recording]) -> None:
         print(f"  {sender:<14} -> {receiver:<14} {channel:<10} {milliseconds(delays)}")
 
 
-def print_requests(requests: Sequence[Journey], slowest: int) -> None:
+def print_requests(requests: Sequence[RequestTimes], slowest: int) -> None:
     """Sums, and the slowest of all."""
     if not requests:
         return

@@ -1,27 +1,184 @@
-"""One stage as a child process: its command, its process, and what its heartbeats said.
+"""One stage as a child process, and what ties both ends together.
 
-Knows how to start, signal and kill it, and nothing of why; that is the supervisor's business.
+    supervisor's end              the stage's end
+    Child: command, process       ParentWatch: ends the stage when its parent is gone
+    StatusReader     <- pipe -    StatusWriter: the stage's state, whenever it changes
+    exit code        <---------   ORDERLY, FAILED or MISCONFIGURED
+
+What decides whether a stage that ended had been ready must not get lost, or come after its end, as
+a heartbeat may; what lies in a pipe outlives its writer. Why a process is started, signalled or
+killed is the supervisor's business.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeinfer.messages import Ended, Heartbeat, State
-from pipeinfer.runtime.incarnations import GIVEN, Incarnations
-from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
+from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE, IncarnationNumbers
+from pipeinfer.runtime.stage import heartbeat
 from pipeinfer.topology.topology import Identity
+
+# Exit codes of a stage's process.
+ORDERLY = 0
+FAILED = 1
+MISCONFIGURED = 2  # no further start would mend it
+
+
+PARENT_CHECK = 0.5  # seconds between two looks whether the parent is there
+ORDERLY_END = 10.0  # seconds that an orderly end may take after that
+
+
+class ParentWatch:
+    """Ends this process when the process that started it has gone, also while it still imports
+    modules: on a thread of its own, since imports and builds hold the others.
+
+    sink: the writing end of the status pipe, which the parent reads; -1 without a pipe. A command
+    around this process may have closed the pipe, or forked with it: then only the end of the
+    process right above, which may be that command, counts.
+    """
+
+    def __init__(self, sink: int = -1) -> None:
+        self._sink = sink
+        self._parent = os.getppid()
+        self._end: Callable[[], object] = lambda: os._exit(ORDERLY)
+        threading.Thread(target=self._run, name="parent", daemon=True).start()
+
+    def set_stop(self, end: Callable[[], object]) -> None:
+        """From now on the process ends in good order, by `end()`, called on the watch's thread."""
+        self._end = end
+
+    def _run(self) -> None:
+        poller = select.poll()
+        if self._sink >= 0:
+            poller.register(self._sink, 0)  # POLLERR is always told: nobody can read any more
+        while os.getppid() == self._parent and not poller.poll(1_000 * PARENT_CHECK):
+            pass
+        with suppress(RuntimeError):  # the loop is closed: it ends already
+            self._end()
+        time.sleep(ORDERLY_END)
+        os._exit(FAILED)
+
+
+# In the environment and not among the arguments: a stage of an older version does not mind it.
+REPORT_FD_VARIABLE = "PIPEINFER_REPORT_FD"
+READ_BYTES = 1 << 16
+MAX_REASON_CHARS = 2_000  # a pipe takes a page at once or not at all
+
+
+log = logging.getLogger(__name__)
+
+
+class StatusReport(msgspec.Struct, frozen=True, array_like=True):
+    """A line in the status pipe.
+
+    state, reason, incarnation: as in a heartbeat.
+    pid: of the stage itself, where a command is wrapped around it.
+    newest: the incarnation by which this process was fenced out, else 0.
+    """
+
+    state: State
+    reason: str
+    pid: int
+    incarnation: int
+    newest: int = 0
+
+
+def inherited_status_writer(
+    environ: MutableMapping[str, str], incarnation: int
+) -> StatusWriter | None:
+    """The writer of the status pipe that `environ` names, which is taken out of it; None without a
+    pipe."""
+    sink, _, inode = environ.pop(REPORT_FD_VARIABLE, "").partition(":")
+    try:
+        if sink and os.fstat(int(sink)).st_ino == int(inode):
+            return StatusWriter(int(sink), incarnation)
+    except (OSError, ValueError, OverflowError) as error:
+        log.debug("%s=%s: %s", REPORT_FD_VARIABLE, sink, error)
+    return None  # a command around us has closed it, and may have put its own there: heartbeats do
+
+
+class StatusWriter:
+    """The stage's end of the status pipe, the descriptor `sink`; it never waits."""
+
+    def __init__(self, sink: int, incarnation: int) -> None:
+        self.sink, self._incarnation = sink, incarnation
+        os.set_blocking(sink, False)
+        os.set_inheritable(sink, False)
+
+    def write(self, state: State, reason: str, newest: int = 0) -> None:
+        """Writes a StatusReport; nothing if nobody reads the pipe, or so seldom that it is full."""
+        reason = reason[:MAX_REASON_CHARS].encode("utf-8", "replace").decode()
+        report = StatusReport(state, reason, os.getpid(), self._incarnation, newest)
+        with suppress(OSError):
+            os.write(self.sink, msgspec.json.encode(report) + b"\n")
+
+
+class StatusReader:
+    """The supervisor's end of the status pipe.
+
+    sink: for the stage to inherit; close it here when it has.
+    ended: nobody has the sink open any more.
+    """
+
+    def __init__(self) -> None:
+        self.source, self.sink = os.pipe()
+        os.set_blocking(self.source, False)
+        self.ended = False
+        self._rest = b""
+
+    @property
+    def name(self) -> str:
+        """Of the sink, for DESCRIPTOR: its number, and what it is."""
+        return f"{self.sink}:{os.fstat(self.sink).st_ino}"
+
+    def close_sink(self) -> None:
+        os.close(self.sink)
+
+    def read(self) -> list[StatusReport]:
+        """The reports since the last call, also of a process that has ended."""
+        while not self.ended:
+            try:
+                chunk = os.read(self.source, READ_BYTES)
+            except BlockingIOError:
+                break
+            self.ended = not chunk
+            self._rest += chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        return [report for line in lines if (report := _decoded(line)) is not None]
+
+    def close(self) -> None:
+        os.close(self.source)
+
+
+def _decoded(line: bytes) -> StatusReport | None:
+    """A command around the stage may write into it what it likes."""
+    try:
+        return msgspec.json.decode(line, type=StatusReport)
+    except (ValueError, RecursionError):
+        return None
+
 
 # Stages without a model multiply no matrices: NumPy's threads, one a core, would do nothing in them
 # but end, some time or other, when the process is forked.
-LIGHT = {"OPENBLAS_NUM_THREADS": "1"}
-CHECKED = ("loading", "waiting", "ready")  # states of a stage whose configuration is valid
+LIGHT_STAGE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+VALID_CONFIG_STATES = (
+    "loading",
+    "waiting",
+    "ready",
+)  # states of a stage whose configuration is valid
 
 
 @dataclass(frozen=True)
@@ -37,49 +194,65 @@ class Command:
 
 @dataclass
 class Child:
-    """A stage process, and those before it.
+    """A stage's process, and those before it.
 
-    `said`: the process's state, and what it does or why. `checked`: one of them got past its
-    configuration; `reason`: why it failed; `deaths`: since one was ready; `swapping`: somebody else
-    than its watcher cares for its end. `told`: called when the process has said something through
-    its pipe.
+    identity, command: what runs.
+    numbers: gives incarnations; one for all processes that may meet.
+    process: None before the first start.
+    status: the process's state, and what it does or waits for.
+    config_valid: whether a process of this stage got past its configuration.
+    failure_reason: why the process failed, "" if it did not.
+    deaths: ends of processes since one was ready.
+    swapping: a swap cares for the process's end, and not its watcher.
+    killed_for_group: the process that was killed because its group starts anew.
+    ready: set when this process, or one before it, is ready.
+    has_reported: set by the process's first status.
+    starting: held while a process is started.
+    death: the message that the last process ended, until its successor has reported.
+    on_report: called after reports came through the pipe.
     """
 
     identity: Identity
     command: Command = Command()
-    numbers: Incarnations = field(default_factory=Incarnations)  # one for all that may meet
+    numbers: IncarnationNumbers = field(
+        default_factory=IncarnationNumbers
+    )  # one for all that may meet
     process: asyncio.subprocess.Process | None = None
-    said: tuple[State, str] = ("starting", "")
-    checked: bool = False
-    reason: str = ""
+    status: tuple[State, str] = ("starting", "")
+    config_valid: bool = False
+    failure_reason: str = ""
     deaths: int = 0
     swapping: bool = False
-    condemned: asyncio.subprocess.Process | None = None  # it dies for its group, see `condemn`
-    ready: asyncio.Event = field(default_factory=asyncio.Event)  # this process, now or before
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    killed_for_group: asyncio.subprocess.Process | None = (
+        None  # it dies for its group, see `condemn`
+    )
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    has_reported: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _given: int = 0  # the number that this process was started with
+    _started_as: int = 0  # the number that this process was started with
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest that was heard
-    ended: Ended | None = None  # the process before, while nothing was heard of its successor
-    told: Callable[[], object] = lambda: None
-    _reload_when_heard: bool = False
-    _reports: Reports | None = None
+    death: Ended | None = None
+    on_report: Callable[[], object] = lambda: None
+    _reload_when_reported: bool = False
+    _status_reader: StatusReader | None = None
 
     async def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> asyncio.subprocess.Process:
         """Starts the command. OSError if it cannot be executed."""
         self.ready.clear()
-        self.heard.clear()
-        self.process = None  # so that a late word of the old one is not taken for the new one's
-        self._given = self.numbers.next(self.newest)
+        self.has_reported.clear()
+        self.process = (
+            None  # so that a late heartbeat of the old one is not taken for the new one's
+        )
+        self._started_as = self.numbers.next(self.newest)
         self._pid = 0
-        self.said, self.reason = ("starting", ""), ""
-        self.end_reports()
-        reports = self._reports = Reports()
-        defaults = {} if self.identity.name == "engine" else LIGHT
-        ours = {DESCRIPTOR: reports.name, GIVEN: str(self._given)}
+        self.status, self.failure_reason = ("starting", ""), ""
+        self.close_reports()
+        reports = self._status_reader = StatusReader()
+        defaults = {} if self.identity.name == "engine" else LIGHT_STAGE_ENVIRONMENT
+        ours = {REPORT_FD_VARIABLE: reports.name, INCARNATION_VARIABLE: str(self._started_as)}
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command.words,
@@ -96,75 +269,65 @@ class Child:
         return self.process
 
     def read_reports(self) -> None:
-        """Takes what the process said through its pipe, also if it has ended since."""
-        if self._reports is None:
+        """Takes the process's reports, also if it has ended since."""
+        if self._status_reader is None:
             return
-        reports = self._reports.read()
-        if self._reports.ended:
-            self.end_reports()
+        reports = self._status_reader.read()
+        if self._status_reader.ended:
+            self.close_reports()
         for report in reports:
-            if self._take(report):
+            if self._on_status(report):
                 self._incarnation = max(self._incarnation, report.newest)
         if reports:
-            self.told()
+            self.on_report()
 
-    def end_reports(self) -> None:
-        """Nothing is to be heard of the process that ran."""
-        if self._reports is not None:
-            asyncio.get_running_loop().remove_reader(self._reports.source)
-            self._reports.close()
-            self._reports = None
+    def close_reports(self) -> None:
+        """Closes the status pipe of the process that ran."""
+        if self._status_reader is not None:
+            asyncio.get_running_loop().remove_reader(self._status_reader.source)
+            self._status_reader.close()
+            self._status_reader = None
 
-    def hear(self, beat: Heartbeat) -> None:
-        """Takes a heartbeat; a last word of an earlier process does not count."""
-        if self._take(beat) and beat.state == "ready":
+    def on_heartbeat(self, beat: Heartbeat) -> None:
+        """Takes a heartbeat; a late one of an earlier process does not count."""
+        if self._on_status(beat) and beat.state == "ready":
             self.ready.set()  # other stages hear it now, too: a swap is over
 
-    def _take(self, said: Heartbeat | Report) -> bool:
+    def _on_status(self, status: Heartbeat | StatusReport) -> bool:
         """What a heartbeat and a report have in common; False if it is an earlier process's."""
         if self.process is None:
             return False
-        if said.pid != self.process.pid and said.incarnation < self._given:
+        if status.pid != self.process.pid and status.incarnation < self._started_as:
             return False
-        self._pid = said.pid
-        self._incarnation = said.incarnation
-        self.ended = None
-        self.heard.set()
-        if self._reload_when_heard:
+        self._pid = status.pid
+        self._incarnation = status.incarnation
+        self.death = None
+        self.has_reported.set()
+        if self._reload_when_reported:
             self.reload()
-        self.said = said.state, said.reason
-        self.reason = said.reason if said.state == "failed" else self.reason
-        self.checked = self.checked or said.state in CHECKED
-        self.deaths = 0 if said.state == "ready" else self.deaths
+        self.status = status.state, status.reason
+        self.failure_reason = status.reason if status.state == "failed" else self.failure_reason
+        self.config_valid = self.config_valid or status.state in VALID_CONFIG_STATES
+        self.deaths = 0 if status.state == "ready" else self.deaths
         return True
 
-    def last_word(self, reason: str) -> Heartbeat | None:
-        """What it cannot say itself: that its process ended; None if it was never heard. From now
-        on `ended` says so, too, for those who decide by it.
+    def death_notice(self, reason: str) -> Heartbeat | None:
+        """The heartbeat that says that the process ended, which it cannot say itself; None if it
+        never reported. From now on `death` says the same to those who decide by it.
 
-        Newer than all that is still under way of it, and older than its successor.
+        Its incarnation is newer than all that is still under way of the process, and older than its
+        successor's.
         """
         if not self._incarnation:
             return None
-        who = self.identity
         number, at = self._incarnation, self.numbers.now()
-        self.ended = Ended(stage=who.id, incarnation=number, at=at, reason=reason)
-        return Heartbeat(
-            stage=who.id,
-            name=who.name,
-            group=who.group,
-            rank=who.rank,
-            index=who.index,
-            pid=self.pid,
-            incarnation=self._incarnation + 1,
-            state="starting",
-            reason=reason,
-        )
+        self.death = Ended(stage=self.identity.id, incarnation=number, at=at, reason=reason)
+        return heartbeat(self.identity, number + 1, "starting", reason, pid=self.pid)
 
     @property
     def newest(self) -> int:
         """The greatest number of a process of this stage that is known here, 0 for none."""
-        return max(self._given, self._incarnation)
+        return max(self._started_as, self._incarnation)
 
     @property
     def pid(self) -> int:
@@ -176,7 +339,7 @@ class Child:
         return self.process is not None and self.process.returncode is None
 
     def signal(self, number: signal.Signals) -> None:
-        """To the stage itself if it has been heard, else to its command."""
+        """Signals the stage itself if it has reported, else its command."""
         if self.process is None or not self.running:
             return
         with suppress(ProcessLookupError):
@@ -184,24 +347,24 @@ class Child:
             os.kill(self._pid if own else self.process.pid, number)
 
     def reload(self) -> None:
-        """Passes SIGHUP on; to a process that nothing was heard of, when it speaks.
+        """Passes SIGHUP on; to a process that has not reported yet, when it does.
 
         Before that the signal would end it, since Python has not set its handler yet.
         """
-        self._reload_when_heard = not self.heard.is_set()
-        if not self._reload_when_heard:
+        self._reload_when_reported = not self.has_reported.is_set()
+        if not self._reload_when_reported:
             self.signal(signal.SIGHUP)
 
-    def began_before(self, incarnations: Iterable[int]) -> bool:
+    def started_before(self, incarnations: Iterable[int]) -> bool:
         """Whether its process may be one of these, and does not come after them."""
-        return any(self._given <= incarnation for incarnation in incarnations)
+        return any(self._started_as <= incarnation for incarnation in incarnations)
 
-    def condemn(self) -> None:
+    def kill_for_group(self) -> None:
         """Kills this process because its group starts anew: its end is no reason to kill others.
 
         A rank may take seconds to die, and those that it took with it have begun again by then.
         """
-        self.condemned = self.process
+        self.killed_for_group = self.process
         self.kill()
 
     def kill(self) -> None:
@@ -211,6 +374,6 @@ class Child:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def cause(code: int) -> str:
+def exit_cause(code: int) -> str:
     """An exit code in words."""
     return signal.Signals(-code).name if code < 0 else f"code {code}"

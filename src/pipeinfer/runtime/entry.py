@@ -1,4 +1,11 @@
-"""One stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`.
+"""One stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`; and
+all stages as tasks of one loop, for debuggers.
+
+    main          of a process: settings, identity, logging, the shell, the exit code
+    InProcess     the same shells, cores and drivers over inproc://
+    signals       SIGHUP reads files again, or ends a process whose terminal was closed
+    group faults  end an engine that nobody supervises
+    malloc        keeps large pieces apart from small ones
 
 The supervisor and the scripts in stages/ both come here. Knows every stage by name only.
 """
@@ -7,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -22,38 +30,169 @@ import uvloop
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.curve import keyring
-from pipeinfer.bus.room import make_room
-from pipeinfer.bus.wires import AddressTaken
+from pipeinfer.bus.frames import Header
+from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
-from pipeinfer.runtime.claim import Claim, claim
-from pipeinfer.runtime.deployment import deployed
-from pipeinfer.runtime.door import WAIT, opened
-from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
-from pipeinfer.runtime.fence import FencedOut
-from pipeinfer.runtime.group_fault import end_on_group_fault
-from pipeinfer.runtime.hangup import on_hangup
-from pipeinfer.runtime.heap import keep_large_apart
-from pipeinfer.runtime.incarnations import GIVEN, after, given
-from pipeinfer.runtime.logs import complain, set_up_logging
-from pipeinfer.runtime.parent import ParentWatch
-from pipeinfer.runtime.port_owner import owner
-from pipeinfer.runtime.report import Reporter, reporter
-from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
+from pipeinfer.messages import GroupFault, Message, RankStatus, State
+from pipeinfer.runtime.busy_poll import busy_poll_seconds
+from pipeinfer.runtime.child import (
+    FAILED,
+    MISCONFIGURED,
+    ORDERLY,
+    ParentWatch,
+    StatusWriter,
+    inherited_status_writer,
+)
+from pipeinfer.runtime.election import ElectedInstance, elect_instance
+from pipeinfer.runtime.incarnations import (
+    INCARNATION_VARIABLE,
+    FencedOut,
+    incarnation_after,
+    own_incarnation,
+)
+from pipeinfer.runtime.listening import WAIT_FLAG, port_owner, wait_until_listening
+from pipeinfer.runtime.logs import report_error, set_up_logging
+from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
-from pipeinfer.runtime.status_line import StatusLine, follow
-from pipeinfer.runtime.terminal import open_streams
-from pipeinfer.runtime.wakefulness import patience
+from pipeinfer.runtime.terminal import StatusLine, open_streams, show_until_ready
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology.topology import Identity, Topology, deployed_topology
+
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+LARGE = 128 << 10  # bytes; glibc's own first value
+
+
+def map_large_allocations() -> None:
+    """From now on each piece of LARGE bytes or more is mapped for itself, and unmapped when it is
+    free.
+
+    Left alone, glibc does so only until the first such piece is free, and then puts all that are no
+    larger, up to 32 MiB, among the small ones. The holes that they leave are rarely given back: a
+    process that runs for days grows by them. A piece that is mapped costs its page faults each time
+    it is made; so this is for processes that seldom make one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE)
+
+
+def add_reload_handler(
+    loop: asyncio.AbstractEventLoop, reload: Callable[[], None], end: Callable[[], None]
+) -> None:
+    """From now on SIGHUP calls `reload` on `loop`, or `end` if our terminal was closed."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
+    loop.add_signal_handler(
+        signal.SIGHUP, lambda: reload() if outlives or _has_terminal() else end()
+    )
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal; not any more after that was closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+log = logging.getLogger(__name__)
+
+JOINED = ("waiting", "ready")  # states of a rank that has met the others
+
+
+def end_on_group_fault(
+    topology: Topology,
+    engine: Identity,
+    incarnation: int,
+    context: zmq.Context[zmq.Socket[bytes]],
+    formed: Callable[[], bool],
+    end: Callable[[int], object] = os._exit,
+) -> Listener:
+    """Ends this process at once, with code 1, when the group of `engine` is given up while it is
+    process `incarnation`, or when a rank that it has met is another process now. `formed()`:
+    whether the ranks have met.
+
+    Call it on the running loop, and close the listener at the end.
+    """
+    scheduler = Identity("scheduler", group=engine.group).id
+    met: dict[int, int] = {}  # incarnations of the other ranks since the group was formed
+
+    def give_up(reason: str) -> None:
+        log.error("%s; this process ends to be started again", reason)
+        end(FAILED)  # not in order: the thread of a step that hangs would be waited for
+
+    def on_message(_channel: str, _header: Header, message: Message) -> None:
+        if isinstance(message, GroupFault):
+            if message.group == engine.group and incarnation in message.incarnations:
+                give_up(f"{scheduler}: {message.reason}")
+        elif isinstance(message, RankStatus) and message.group == engine.group:
+            if message.incarnation > met.get(message.rank, message.incarnation):
+                give_up(f"rank {message.rank} was started again")
+            elif formed() and message.state in JOINED:
+                met[message.rank] = message.incarnation
+
+    listener = Listener(topology, context)
+    listener.listen(scheduler, "group")
+    for rank in range(topology.ranks(engine.group)):
+        if rank != engine.rank:
+            listener.listen(Identity("engine", engine.group, rank).id, "group")
+    listener.start(on_message)
+    return listener
+
+
+class InProcess:
+    """Runs `identities` in this process until `stop()`, or until one of them ends by itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        topology: Topology,
+        identities: list[Identity],
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self._shells = [Shell(settings, topology, identity, context) for identity in identities]
+        self._stopping = False
+
+    async def run(self) -> int:
+        """The first exit code that is not 0; nothing is started again."""
+        tasks = [asyncio.create_task(run_shell(shell)) for shell in self._shells]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for shell in self._shells:
+            shell.stop()
+        codes = await asyncio.gather(*tasks)
+        return next((code for code in codes if code != ORDERLY), ORDERLY)
+
+    def states(self) -> dict[str, tuple[State, str]]:
+        """The state of each stage by its id, and what it does or waits for."""
+        return {shell.identity.id: shell.state() for shell in self._shells}
+
+    def reload(self) -> None:
+        """SIGHUP: each stage reads again what it can."""
+        for shell in self._shells:
+            shell.reload()
+
+    def stop(self) -> None:
+        """Drains the gateway, whose end ends the rest; without one, or called again, stops
+        everything."""
+        gateways = [shell for shell in self._shells if shell.identity.name == "gateway"]
+        if self._stopping or not gateways:
+            for shell in self._shells:
+                shell.stop()
+            return
+        self._stopping = True
+        for shell in gateways:
+            shell.drain()
+
 
 # Messages and requests form no cycles. With the default threshold the collector walks all of them
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.
-COLLECTIONS = (100_000, 20, 100)
+GC_THRESHOLDS = (100_000, 20, 100)
 # Nor do connections that end as they should. One that ends in some other way may, of some twenty
 # objects and a few KiB: tens of MiB would lie about.
-OF_CONNECTIONS = (5_000, 20, 100)
+GATEWAY_GC_THRESHOLDS = (5_000, 20, 100)
 
 
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
@@ -63,10 +202,10 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     options, rest = made.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
-        topology = deployed(file, os.environ)
+        topology = deployed_topology(file, os.environ)
         settings = stage_settings(topology, config.parse_flags(rest), os.environ)
-        claimed = _claim(topology, stage or options.stage, options)
-        identity = claimed.identity if claimed is not None else _asked(stage, options)
+        elected = _elect(topology, stage or options.stage, options)
+        identity = elected.identity if elected is not None else _named_identity(stage, options)
         topology.address(identity.id)
         if topology.has_tcp():
             keyring(topology, identity.id)  # a missing key ends it here, with one line
@@ -75,33 +214,37 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
     set_up_logging(settings, identity.id)
-    incarnation = given(os.environ)
-    told = reporter(os.environ, incarnation)
-    watch = ParentWatch(-1 if told is None else told.sink) if options.child else None
+    incarnation = own_incarnation(os.environ)
+    status = inherited_status_writer(os.environ, incarnation)
+    watch = ParentWatch(-1 if status is None else status.sink) if options.child else None
     if identity.name != "engine":  # it makes large arrays all the time
-        keep_large_apart()
+        map_large_allocations()
     if options.wait_fd is not None:
         builder(identity.name)  # its modules are loaded meanwhile
-        if not opened(options.wait_fd):
+        if not wait_until_listening(options.wait_fd):
             return ORDERLY
-    gc.set_threshold(*(OF_CONNECTIONS if identity.name == "gateway" else COLLECTIONS))
-    ties = Ties(incarnation, told, watch)
+    gc.set_threshold(*(GATEWAY_GC_THRESHOLDS if identity.name == "gateway" else GC_THRESHOLDS))
+    ties = ParentTies(incarnation, status, watch)
     try:
         return uvloop.run(_run(settings, topology, identity, options, ties))
     except FencedOut as error:
-        if told is not None:
-            told.say("failed", str(error), error.newest)  # the next process gets a greater number
+        if status is not None:
+            status.write(
+                "failed", str(error), error.newest
+            )  # the next process gets a greater number
             return FAILED
-        return FAILED if error.superseded else _begin_anew(error.newest)
+        return FAILED if error.superseded else _start_again(error.newest)
 
 
-def _asked(stage: str | None, options: argparse.Namespace) -> Identity:
+def _named_identity(stage: str | None, options: argparse.Namespace) -> Identity:
     return Identity(stage or options.stage, options.group, options.rank, options.index)
 
 
-def _claim(topology: Topology, name: str, options: argparse.Namespace) -> Claim | None:
+def _elect(topology: Topology, name: str, options: argparse.Namespace) -> ElectedInstance | None:
     """To be kept as long as the stage runs."""
-    return claim(topology, name, options.on, Path(options.claim)) if options.claim else None
+    return (
+        elect_instance(topology, name, options.on, Path(options.claim)) if options.claim else None
+    )
 
 
 def stage_settings(
@@ -142,7 +285,7 @@ def parser(stage: str | None) -> CommandLine:
         help="a listening socket of the parent process, instead of --host and --port",
     )
     made.add_argument(
-        WAIT,
+        WAIT_FLAG,
         type=int,
         metavar="N",
         help="begin when the parent process writes into this pipe, and end when it closes it",
@@ -151,19 +294,23 @@ def parser(stage: str | None) -> CommandLine:
 
 
 @dataclass(frozen=True)
-class Ties:
-    """To who started this process: the number that it gave or else the clock, who hears reports,
-    and who watches whether it is there."""
+class ParentTies:
+    """What ties this process to the one that started it.
+
+    incarnation: given by it, or else from the clock.
+    status: writes to its status pipe; None without a pipe.
+    watch: ends this process when it has gone; None without --child.
+    """
 
     incarnation: int
-    told: Reporter | None
+    status: StatusWriter | None
     watch: ParentWatch | None
 
 
-def _begin_anew(newest: int) -> NoReturn:
-    """As the process after `newest`: nobody else knows that number, and this stage may be half
-    known to others by the one that it had."""
-    os.environ[GIVEN] = str(after(newest, time.time_ns()))
+def _start_again(newest: int) -> NoReturn:
+    """Runs the command of this process again, with an incarnation after `newest`: the one that it
+    had may be known to some of the other stages."""
+    os.environ[INCARNATION_VARIABLE] = str(incarnation_after(newest, time.time_ns()))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -172,7 +319,7 @@ async def _run(
     topology: Topology,
     identity: Identity,
     options: argparse.Namespace,
-    ties: Ties,
+    ties: ParentTies,
 ) -> int:
     def build(context: StageContext) -> Stage:
         stage = builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
@@ -181,21 +328,21 @@ async def _run(
         return stage
 
     context = zmq.Context.instance()
-    make_room(context, topology)
-    process = Process(
+    raise_socket_limits(context, topology)
+    process = ProcessOptions(
         ties.incarnation,
-        patience(settings, topology, identity),
+        busy_poll_seconds(settings, topology, identity),
         forks=identity.name != "engine",  # which uses a GPU, or holds the weights
     )
     shell = Shell(settings, topology, identity, context, build, process)
-    if ties.told is not None:
-        shell.tell = ties.told.say
+    if ties.status is not None:
+        shell.on_state_change = ties.status.write
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)
-    on_hangup(loop, shell.reload, shell.drain)
+    add_reload_handler(loop, shell.reload, shell.drain)
     if ties.watch is not None:
-        ties.watch.stop_by(lambda: loop.call_soon_threadsafe(shell.stop))
+        ties.watch.set_stop(lambda: loop.call_soon_threadsafe(shell.stop))
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
@@ -203,7 +350,7 @@ async def _run(
     if options.child:  # whoever started it says so for all
         return await run_shell(shell)
     line = StatusLine(settings.log_format == "text")
-    starting = asyncio.create_task(follow(lambda: {identity.id: shell.state()}, line))
+    starting = asyncio.create_task(show_until_ready(lambda: {identity.id: shell.state()}, line))
     try:
         return await run_shell(shell)
     finally:
@@ -221,15 +368,15 @@ async def run_shell(shell: Shell) -> int:
     except FencedOut:
         raise
     except ConfigurationError as error:
-        complain(shell.settings, str(error))
+        report_error(shell.settings, str(error))
         return MISCONFIGURED
     except AddressTaken as error:  # by the process before perhaps, so that this one may come again
-        host, _, port = error.place.removeprefix("tcp://").rpartition(":")
-        whose = owner(host.strip("[]*"), int(port))
-        complain(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
+        host, _, port = error.endpoint.removeprefix("tcp://").rpartition(":")
+        whose = port_owner(host.strip("[]*"), int(port))
+        report_error(shell.settings, f"{shell.identity.id}: {error}{whose and ' '}{whose}")
         return FAILED
     except zmq.ZMQError as error:
-        complain(shell.settings, f"{shell.identity.id}: {error}")
+        report_error(shell.settings, f"{shell.identity.id}: {error}")
         return FAILED
     except Exception:
         logging.getLogger(__name__).exception("%s stopped", shell.identity.id)

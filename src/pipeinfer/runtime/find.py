@@ -25,7 +25,7 @@ from pipeinfer.topology.topology import Topology
 PREFIX, TOPOLOGY, MARK, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServerInfo(msgspec.Struct, frozen=True):
     """What a server that has a gateway on this host says of itself.
 
     url: of its HTTP, for clients on this host ("http://127.0.0.1:8000"). model: as /v1/models names
@@ -43,7 +43,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server of this user on this host: its supervisor's process, and its topology file.
 
     served: None before it has its port, and where its gateway is on another host.
@@ -52,11 +52,11 @@ class Running:
     pid: int
     file: Path
     topology: Topology
-    served: Served | None = None
+    served: ServerInfo | None = None
 
 
 @contextmanager
-def alive(file: Path) -> Iterator[None]:
+def mark_running(file: Path) -> Iterator[None]:
     """Marks the topology `file` as that of a running server, until the end or the process's end."""
     with file.with_name(MARK).open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
@@ -65,7 +65,7 @@ def alive(file: Path) -> Iterator[None]:
         yield
 
 
-def publish(file: Path, served: Served) -> None:
+def publish_served_model(file: Path, served: ServerInfo) -> None:
     """Says what the running server of the topology `file` serves, and where. Whoever looks finds
     all of it or nothing."""
     unfinished = file.with_name(f"{SERVED}.new")
@@ -82,9 +82,9 @@ def url_from_here(host: str, port: int, secure: bool) -> str:
     return f"{'https' if secure else 'http'}://{host}:{port}"
 
 
-def running_servers() -> list[Running]:
+def running_servers() -> list[RunningServer]:
     """All servers of this user whose temporary folder is found, oldest first."""
-    found: list[tuple[float, Running]] = []
+    found: list[tuple[float, RunningServer]] = []
     for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{MARK}"):
         try:
             status = mark.lstat()
@@ -92,7 +92,9 @@ def running_servers() -> list[Running]:
             if owners != {os.getuid()} or not stat.S_ISREG(status.st_mode) or not _locked(mark):
                 continue  # somebody else's, or made to look like ours
             file = mark.with_name(TOPOLOGY)
-            running = Running(int(mark.read_text()), file, topologies.load(file), _served(file))
+            running = RunningServer(
+                int(mark.read_text()), file, topologies.load(file), _served(file)
+            )
         except (OSError, ValueError, RecursionError, ConfigurationError):
             continue  # it begins or ends just now, or is no topology at all
         found.append((status.st_mtime, running))
@@ -115,7 +117,7 @@ def running_topology(path: str | None = None, port: int | None = None) -> Topolo
     return running_server(port).topology
 
 
-def running_server(port: int | None = None) -> Running:
+def running_server(port: int | None = None) -> RunningServer:
     """The server of this user that listens at `port`, or the only one. Raises ConfigurationError,
     which lists the servers that run."""
     servers = running_servers()
@@ -130,16 +132,16 @@ def running_server(port: int | None = None) -> Running:
     raise ConfigurationError("\n".join([f"{why} There are", *map(_line, servers)]))
 
 
-def _line(server: Running) -> str:
+def _line(server: RunningServer) -> str:
     """What it is, after the flag that chooses it."""
     if server.served is None:
         return f"  --topology {server.file}  without HTTP here, process {server.pid}"
     return f"  --port {server.served.port}  {server.served.model}, process {server.pid}"
 
 
-def _served(file: Path) -> Served | None:
+def _served(file: Path) -> ServerInfo | None:
     try:
-        return msgspec.json.decode(file.with_name(SERVED).read_bytes(), type=Served)
+        return msgspec.json.decode(file.with_name(SERVED).read_bytes(), type=ServerInfo)
     except FileNotFoundError:
         return None
 

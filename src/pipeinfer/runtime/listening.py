@@ -1,23 +1,113 @@
-"""The sockets on which a server listens for HTTP: opened, handed to a child process, adopted there.
+"""The sockets on which a server listens for HTTP: opened here, inherited by gateways, adopted
+there; and the process that holds a port which is taken.
 
-Whoever opened them keeps the port while the process that accepts on them is replaced: what connects
-meanwhile waits in the backlog. Knows no HTTP and no stage.
+Whoever opened the sockets keeps the port while the process that accepts on them is replaced: what
+connects meanwhile waits in the backlog. Knows no HTTP, no gateway and no engine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
+import os
 import socket
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from pipeinfer.runtime.port_owner import owner
+from pipeinfer.runtime.find import running_servers
 from pipeinfer.settings import ConfigurationError
 
-NEXT = 100  # ports beyond one that is taken, of which a free one is named
+PROC = Path("/proc")
+LISTEN_STATE = "0A"  # the state of a socket in /proc/net/tcp
+MAX_NAME_CHARS = 60  # characters of a process's name
+UNSEEN = "by a process that this user cannot see"
+
+
+def port_owner(host: str, port: int) -> str:
+    """What a message says of whose an address is: "by process 4711 (nginx)", of a server of
+    pipeinfer also its model. `host`: a number, "" for all of this host's. "" if nobody is found."""
+    inodes = set(_inodes(host, port))
+    pids = sorted(_holders(inodes))
+    # A server that starts has bound its port and does not listen yet: only its own word tells.
+    for server in running_servers():
+        served = server.served
+        if server.pid in pids or (not inodes and served is not None and served.port == port):
+            model = f", model {served.model}" if served is not None else ""
+            return f"by process {server.pid} (pipeinfer serve{model})"
+    if not inodes:
+        return ""
+    return f"by process {pids[0]} ({_name(pids[0])})" if pids else UNSEEN
+
+
+def _inodes(host: str, port: int) -> Iterator[str]:
+    """Of the sockets that listen on `port` at an address that `host` meets."""
+    wanted = ipaddress.ip_address(host.partition("%")[0] or "::")
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # no such family here, or no /proc that may be read
+            for line in (PROC / "net" / table).read_text().splitlines()[1:]:
+                _, local, _, state, *more = line.split()
+                address, _, number = local.partition(":")
+                if state == LISTEN_STATE and int(number, 16) == port and _meets(wanted, address):
+                    yield more[5]
+
+
+def _meets(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address, address: str) -> bool:
+    """`address`: words of 32 bits in hexadecimal, each in the order of this machine's bytes."""
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    other = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
+    if isinstance(other, ipaddress.IPv6Address) and other.ipv4_mapped is not None:
+        other = other.ipv4_mapped
+    return wanted == other or wanted.is_unspecified or other.is_unspecified
+
+
+def _holders(inodes: set[str]) -> Iterator[int]:
+    """The processes of this user that have one of these sockets open."""
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for folder in PROC.glob("[0-9]*/fd") if wanted else ():
+        with suppress(OSError):  # it ended meanwhile, or is somebody else's
+            if any(_link(file) in wanted for file in folder.iterdir()):
+                yield int(folder.parent.name)
+
+
+def _link(file: Path) -> str:
+    try:
+        return os.readlink(file)  # noqa: PTH115 (a Path would lose "socket:[...]"'s form)
+    except OSError:  # closed meanwhile
+        return ""
+
+
+def _name(pid: int) -> str:
+    """The program's name; of Python also which module or script it runs. No further argument is
+    shown: some are secret."""
+    try:
+        name = (PROC / str(pid) / "comm").read_text().strip()
+        words = (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:  # it has ended
+        return "?"
+    if Path(words[0]).name.startswith("python"):
+        what, *rest = _program(words[1:]) or [""]
+        if what == "-m" and rest:
+            more = 2 if rest[0].startswith("pipeinfer") else 1  # its command, or its stage
+            name = " ".join(["python -m", *rest[:more]])
+        elif what and not what.startswith("-"):
+            name = f"python {Path(what).name}"
+    return name[:MAX_NAME_CHARS]
+
+
+def _program(words: list[str]) -> list[str]:
+    """Python's arguments from the script, or from the flag of a module or of code, on."""
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c", "-"):
+        words = words[2 if words[0] in ("-W", "-X") else 1 :]  # these have a value
+    return words
+
+
+PORTS_TRIED = 100  # ports beyond one that is taken, of which a free one is named
 BACKLOG = 1024  # connections that may wait to be accepted
-NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this host does not have
+FAMILY_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this host does not have
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:
@@ -61,7 +151,7 @@ def _opened(host: str, port: int, backlog: int) -> list[socket.socket]:
             try:
                 opened.append(_bound(family, here, backlog))
             except OSError as error:
-                if error.errno not in NOT_HERE:
+                if error.errno not in FAMILY_ABSENT:
                     raise
                 absent = error
         if not opened:
@@ -105,9 +195,11 @@ def _why(host: str, port: int, error: OSError) -> str:
         flag = f"--port {port}" if error.errno == errno.EACCES else f"--host {host}"
         return f"{flag}: cannot listen on {place}: {error.strerror or error}"
     numbers = (address[0] for _, address in _addresses(host, port))
-    whose = next(filter(None, (owner(number, port) for number in numbers)), "")
+    whose = next(filter(None, (port_owner(number, port) for number in numbers)), "")
     text = f"--port {port}: {place} is taken{whose and ' '}{whose}"
-    free = next((other for other in range(port + 1, port + NEXT) if _is_free(host, other)), None)
+    free = next(
+        (other for other in range(port + 1, port + PORTS_TRIED) if _is_free(host, other)), None
+    )
     return text if free is None else f"{text}; --port {free} is free (with make: PORT={free})"
 
 
@@ -137,3 +229,66 @@ def _bound(family: int, address: tuple[Any, ...], backlog: int) -> socket.socket
             opened.listen(backlog)
         undo.pop_all()
     return opened
+
+
+WAIT_FLAG = "--wait-fd"
+
+
+class InheritedSockets:
+    """The HTTP sockets of a supervisor, which its gateways inherit before anybody listens on them.
+
+    A gateway that has come early reads a pipe until `listen` writes to it: so it loads its modules
+    while the engine loads its own, and nobody can connect before. Without sockets before `bind`.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._source = self._sink = -1  # of the pipe, until `listen`
+
+    def bind(self, host: str, port: int) -> None:
+        """Takes the addresses. ConfigurationError if somebody listens there."""
+        self._sockets = bound_sockets(host, port)
+        self._source, self._sink = os.pipe()
+
+    @property
+    def port(self) -> int:
+        """The port that was bound."""
+        return int(self._sockets[0].getsockname()[1])
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that a gateway process inherits."""
+        return [*(one.fileno() for one in self._sockets), *self._pipe_fds]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the command line that name these descriptors."""
+        words = [word for one in self._sockets for word in ("--listen-fd", str(one.fileno()))]
+        return words + [word for one in self._pipe_fds for word in (WAIT_FLAG, str(one))]
+
+    def listen(self) -> None:
+        """Listens, and lets waiting gateways begin. ConfigurationError if somebody else listens."""
+        listen(self._sockets)
+        os.write(self._sink, b".")
+        self._close_pipe()
+
+    def close(self) -> None:
+        """Closes this process's copies; gateways that still wait end."""
+        close_all(self._sockets)
+        self._close_pipe()
+
+    @property
+    def _pipe_fds(self) -> list[int]:
+        return [self._source] if self._source >= 0 else []
+
+    def _close_pipe(self) -> None:
+        if self._source >= 0:
+            os.close(self._source)
+            os.close(self._sink)
+        self._source = self._sink = -1
+
+
+def wait_until_listening(descriptor: int) -> bool:
+    """Waits until the parent process listens; False if it has ended."""
+    with open(descriptor, "rb", buffering=0) as pipe:
+        return pipe.read(1) != b""

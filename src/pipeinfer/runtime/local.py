@@ -20,16 +20,16 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.close_names import did_you_mean
-from pipeinfer.runtime import listening, spans
-from pipeinfer.runtime.deployment import STAGES, deployed
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
+from pipeinfer.observe import opentelemetry
+from pipeinfer.runtime import listening
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, mark_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology.topology import STAGES_VARIABLE, Topology, deployed_topology
 
 if TYPE_CHECKING:
-    from pipeinfer.runtime.inprocess import InProcess
+    from pipeinfer.runtime.entry import InProcess
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class LocalStages:
 
 def prepare(
     given: Mapping[str, object],
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
     check: Callable[[Settings], None] = lambda _settings: None,
 ) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
-    A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
+    A hub id is downloaded here, once, and not by every stage; `progress` is told what takes time.
     `check` sees the settings before that, and raises what should be known at once.
     Raises ConfigurationError.
     """
@@ -56,10 +56,10 @@ def prepare(
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
     check(settings)
-    spans.check(settings)
+    opentelemetry.check_opentelemetry(settings)
     if settings.model in ("", DEMO):
-        say(f"no model given: serving the bundled demo model {DEMO!r}")
-    folder = find_model(settings, say)
+        progress(f"no model given: serving the bundled demo model {DEMO!r}")
+    folder = find_model(settings, progress)
     return msgspec.structs.replace(
         settings,
         served_model_name=settings.model_name,
@@ -111,7 +111,7 @@ def local_stages(
         topology = _topology(settings, "inproc://")
         if topology.keyed:
             raise ConfigurationError("--in-process is one process, each stage's keys are its own")
-        from pipeinfer.runtime.inprocess import InProcess  # all that stages are made of
+        from pipeinfer.runtime.entry import InProcess  # all that stages are made of
 
         identities = [e.identity for e in topology.entries if e.name != without]
         yield LocalStages(InProcess(settings, topology, identities, context), topology)
@@ -127,7 +127,7 @@ def local_stages(
         file.write_text(topology.to_toml())
         service = Supervisor(settings, topology, str(file), identities, context)
         service.on_give_up = on_give_up
-        with alive(file):
+        with mark_running(file):
             yield LocalStages(service, topology)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -143,7 +143,7 @@ def _topology(settings: Settings, prefix: str) -> Topology:
 
 def _given(file: str) -> Topology | None:
     """What `file` and the environment say; None if they leave it to us."""
-    return deployed(file, os.environ) if file or os.environ.get(STAGES) else None
+    return deployed_topology(file, os.environ) if file or os.environ.get(STAGES_VARIABLE) else None
 
 
 def _host(topology: Topology, on: str) -> list[str]:
@@ -152,8 +152,8 @@ def _host(topology: Topology, on: str) -> list[str]:
     if on and on not in hosts:
         there = ", ".join(hosts) or "none"
         meant = did_you_mean(on, hosts)
-        said = f"--on {on}: the topology has no such host; there is {there}{meant}"
-        raise ConfigurationError(said)
+        reason = f"--on {on}: the topology has no such host; there is {there}{meant}"
+        raise ConfigurationError(reason)
     if not on and len(hosts) > 1:
         raise ConfigurationError(f"--on must say which host this is: {', '.join(hosts)}")
     return ["", on or "".join(hosts)]

@@ -12,12 +12,11 @@ import sys
 from datetime import UTC, datetime
 
 from pipeinfer import traceparent
-from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.runtime.terminal import CLEAR_LINE, can_rewrite
 from pipeinfer.settings import Settings
 
 ACCESS = "pipeinfer.access"  # the logger that has a line for each request of a client
 DETAILS = "pipeinfer.details"  # the logger of how a start was done, for who tunes or repairs it
-CLEAR = "\r\x1b[K"  # what a terminal's line shows so far is to be written over
 _OWN = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 
 
@@ -56,7 +55,7 @@ def set_up_logging(settings: Settings, name: str) -> None:
         handler.setFormatter(JsonLines(name))
         logging.captureWarnings(True)
     else:
-        over = CLEAR if rewrites(sys.stderr) else ""  # a line that says how far a start is
+        over = CLEAR_LINE if can_rewrite(sys.stderr) else ""  # a line that says how far a start is
         form = f"{over}%(asctime)s %(levelname).1s {name} %(message)s"
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
@@ -65,7 +64,7 @@ def set_up_logging(settings: Settings, name: str) -> None:
         logging.getLogger(name).setLevel(logging.WARNING if quiet else logging.NOTSET)
 
 
-def about(message: object) -> dict[str, str]:
+def request_fields(message: object) -> dict[str, str]:
     """`extra` of a line about a message: of which request it is, and of which trace."""
     request_id = str(getattr(message, "request_id", ""))
     parent = traceparent.read(str(getattr(message, "trace", "")))
@@ -73,10 +72,10 @@ def about(message: object) -> dict[str, str]:
     return found if parent is None else {**found, "trace_id": parent.trace_id}
 
 
-def complain(settings: Settings, reason: str) -> None:
+def report_error(settings: Settings, reason: str) -> None:
     """Says on stderr why the process ends."""
     if settings.log_format == "json":
         logging.getLogger(__name__).error("%s", reason)
     else:
-        over = CLEAR if rewrites(sys.stderr) else ""
+        over = CLEAR_LINE if can_rewrite(sys.stderr) else ""
         print(f"{over}error: {reason}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The shell of a stage: sockets, clock, timers, signals and heartbeats around a sans-IO core.
 
-Knows no stage's business. Every input of the core passes `handle` here, in one order; that is what
-makes a run repeatable.
+Knows no stage's business. Every input of the core passes `handle` or `_on_message` here, in one
+order; that is what makes a run repeatable.
 """
 
 from __future__ import annotations
@@ -17,25 +17,64 @@ from dataclasses import dataclass
 import zmq
 
 from pipeinfer import control
-from pipeinfer.beats import FORGET, HEARTBEAT, period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.messages import Fenced, GroupFault, Heartbeat, Message, RankStatus, Recover, State
-from pipeinfer.runtime.fence import Fence, FencedOut
-from pipeinfer.runtime.logs import about
-from pipeinfer.runtime.observer import StageObserver
-from pipeinfer.runtime.stage import LEAVE, TAKES, TAKES_NOT, Stage, StageContext, builder
-from pipeinfer.runtime.tap import Tap
-from pipeinfer.runtime.unsent import UnsentMessages
+from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
+from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
+from pipeinfer.observe.observer import StageObserver
+from pipeinfer.runtime.incarnations import FencedOut, IncarnationFilter
+from pipeinfer.runtime.logs import request_fields
+from pipeinfer.runtime.stage import (
+    CORE_CHANNELS,
+    LEAVE_TIMEOUT,
+    NOT_FOR_CORE,
+    Stage,
+    StageContext,
+    builder,
+    heartbeat,
+    rank_status,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.trace.hook import RecorderHook
 
 log = logging.getLogger(__name__)
 
-LEAVE_CHECK = 0.005  # seconds; its successor, and every stream, waits for its end
+REASON_CHARS = 300  # of a logged reason; some of it is a client's
+MAX_LOG_LINES = 100  # each about another kind of message or another receiver
+
+
+class UnsentMessages:
+    """Counts and logs the messages of a stage that could not be sent. `total`: since the start."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._logged: set[tuple[str, str, str]] = set()
+
+    def record(self, send: Send, error: Exception) -> Sequence[Unsent]:
+        """One more message; returns the events for the core, if the message belongs to a request.
+
+        Nothing where the receiver does not exist: a peer made up its name.
+        """
+        self.total += 1
+        reason, message = str(error)[:REASON_CHARS], send.message
+        kind = (type(message).__name__, send.channel, send.to)
+        if kind not in self._logged and len(self._logged) < MAX_LOG_LINES:
+            self._logged.add(kind)
+            to = send.to or "everyone"
+            line = "%s for %s was not sent (said once): %s"
+            log.error(line, kind[0], to, reason, extra=request_fields(message))
+        request_id: object = getattr(message, "request_id", None)
+        attempt: object = getattr(message, "attempt", None)
+        if isinstance(error, NoSuchStage) or not isinstance(attempt, int):
+            return ()
+        return (Unsent(str(request_id), attempt, reason),)
+
+
+LEAVE_POLL = 0.005  # seconds between looks whether the core is idle; the successor waits for it
 
 
 class StoppedWhileBuilding(Exception):
@@ -43,20 +82,24 @@ class StoppedWhileBuilding(Exception):
 
 
 @dataclass(frozen=True)
-class Process:
-    """What a shell is told of the process that it runs in. incarnation: its number, 0: to be taken
-    from the clock. patience: for how many seconds the loop stays awake after a frame, see
-    Reader.start. forks: whether it may be forked, for a copy of the core's state."""
+class ProcessOptions:
+    """What a shell must know of the process that it runs in.
+
+    incarnation: the process's number; 0: taken from the clock.
+    busy_poll: seconds that the loop polls after a frame before it sleeps, see Reader.start.
+    forks: whether the process may be forked, for a copy of the core's state.
+    """
 
     incarnation: int = 0
-    patience: float = 0.0
+    busy_poll: float = 0.0
     forks: bool = False
 
 
 class Shell:
     """Runs one stage on the current event loop until it is told to stop.
 
-    tell: called as `tell(state, reason)` at every change of state, beside the heartbeat.
+    on_state_change: called as `on_state_change(state, reason)` at every change of state, beside the
+        heartbeat.
     """
 
     def __init__(
@@ -66,26 +109,26 @@ class Shell:
         identity: Identity,
         context: zmq.Context[zmq.Socket[bytes]],
         build: Callable[[StageContext], Stage] | None = None,
-        process: Process = Process(),
+        process: ProcessOptions = ProcessOptions(),
     ) -> None:
         self.identity, self.settings = identity, settings
         self.incarnation = process.incarnation or time.time_ns()
-        self._born = _clock()
-        patience = FORGET * settings.host_loss
+        self._started_at = _clock()
+        patience = FORGET_FACTOR * settings.host_loss
         self.bus = Bus(identity, self.incarnation, topology, context, patience=patience)
         self._topology = topology
         self._build = build or builder(identity.name)
-        self._takes = TAKES[identity.name]
+        self._core_channels = CORE_CHANNELS[identity.name]
         self._stages = frozenset(topology.ids())
-        self._period, self._said_at = period(len(self._stages)), float("-inf")
-        self._process = process
-        self.tell: Callable[[State, str], object] = lambda state, reason: None
-        self._fence, self._unsent = Fence(), UnsentMessages()
+        self._period, self._published_at = heartbeat_period(len(self._stages)), float("-inf")
+        self._options = process
+        self.on_state_change: Callable[[State, str], object] = lambda state, reason: None
+        self._incarnations, self._unsent = IncarnationFilter(), UnsentMessages()
         self._stage: Stage | None = None
-        self._tap: Tap | None = None
-        self._observer = StageObserver(settings, identity, self.incarnation, self._observed)
+        self._hook: RecorderHook | None = None
+        self._observer = StageObserver(settings, identity, self.incarnation, self._on_observed)
         self._progress: tuple[State, str] = ("starting", "")
-        self._shown: tuple[State, str] | None = None
+        self._published: tuple[State, str] | None = None
         self._stop = asyncio.Event()
         self._drained_by = float("inf")
         self._leaving: asyncio.Task[None] | None = None
@@ -97,7 +140,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         whose = self.settings, self._topology, self.identity, self.incarnation
-        self._tap = Tap(*whose, self._answer, self.handle, self._process.forks)
+        self._hook = RecorderHook(*whose, self._publish_control, self.handle, self._options.forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             self._observer.begin()
@@ -107,12 +150,12 @@ class Shell:
             self._stage = stage
             if self._reload_when_built:
                 self.reload()
-            self._tap.begin(stage.core, stage.facts)
+            self._hook.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
-            self.bus.start(self._on_message, self._process.patience)
-            if stage.eyes is not None:
-                stage.eyes.open(self._ask)
+            self.bus.start(self._on_message, self._options.busy_poll)
+            if stage.monitor is not None:
+                stage.monitor.open(self._ask)
             self._tick()
             await self._stop.wait()
         except ConfigurationError as error:
@@ -126,9 +169,9 @@ class Shell:
             beat.cancel()
             if self._leaving is not None:
                 self._leaving.cancel()
-            self._close_tap()
-            if self._stage is not None and self._stage.eyes is not None:
-                self._stage.eyes.close()
+            self._close_hook()
+            if self._stage is not None and self._stage.monitor is not None:
+                self._stage.monitor.close()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
@@ -179,9 +222,9 @@ class Shell:
             if stage.before_leave is not None:
                 await stage.before_leave()
             self.handle(Leave())
-            deadline = self._loop.time() + LEAVE
+            deadline = self._loop.time() + LEAVE_TIMEOUT
             while not stage.core.idle() and self._loop.time() < deadline:
-                await asyncio.sleep(LEAVE_CHECK)
+                await asyncio.sleep(LEAVE_POLL)
         except Exception as error:
             log.exception("%s could not leave in good order", self.identity.id)
             self._failure = error
@@ -194,29 +237,29 @@ class Shell:
     def handle(self, event: Message) -> None:
         """One local event through the core; on the shell's loop only."""
         now = time.monotonic()
-        if self._tap is not None and self._tap.active and not self._stop.is_set():
-            self._tap.event(now, event)
-        self._pass(event, now)
+        if self._hook is not None and self._hook.active and not self._stop.is_set():
+            self._hook.event(now, event)
+        self._process_event(event, now)
 
-    def _pass(self, event: Message, now: float) -> None:
+    def _process_event(self, event: Message, now: float) -> None:
         """One event through the core, and its outputs on their way."""
         if self._stop.is_set() or self._stage is None:
             return
         driver, local = self._stage.driver, list[Message]()
-        tap = self._tap if self._tap is not None and self._tap.active else None
+        hook = self._hook if self._hook is not None and self._hook.active else None
         unsent: list[Unsent] = []
         try:
             sends = self._stage.core.handle(event, now)
             for send in sends:  # hot path: in a gateway once for every token of every stream
                 channel, _, message = send
                 if channel != LOCAL:
-                    unsent += self._send(send, tap)
+                    unsent += self._send(send, hook)
                     continue
                 local.append(message)
-                if tap is not None:
-                    tap.delivered(message)
+                if hook is not None:
+                    hook.delivered(message)
             if self._observer.active:
-                self._observer.saw(event, sends, now)
+                self._observer.on_exchange(event, sends, now)
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
@@ -225,7 +268,7 @@ class Shell:
                     self.handle(one)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
             kind = type(event).__name__
-            log.exception("%s failed on %s", self.identity.id, kind, extra=about(event))
+            log.exception("%s failed on %s", self.identity.id, kind, extra=request_fields(event))
             self._failure = error
             self._stop.set()
 
@@ -264,19 +307,19 @@ class Shell:
             raise StoppedWhileBuilding(self.identity.id)
         return built.result()
 
-    def _send(self, send: Send, tap: Tap | None) -> Sequence[Unsent]:
-        """Sends it; what the core must be told because that cannot be done."""
+    def _send(self, send: Send, hook: RecorderHook | None) -> Sequence[Unsent]:
+        """Sends a message; returns the events for the core if that cannot be done."""
         if isinstance(send.message, GroupFault):
-            # A supervisor hears it and acts; without one, this line is what tells a person.
+            # A supervisor acts on the message; without one, this line is what a person sees.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
         try:
             number, sent, body = self.bus.send(send)
         except (Unencodable, NoSuchStage) as error:
-            if tap is not None:
-                tap.unsent(send.channel, send.to, send.message)
-            return self._unsent.note(send, error)
-        if tap is not None:
-            tap.sent(send.channel, send.to, number, sent, body)
+            if hook is not None:
+                hook.unsent(send.channel, send.to, send.message)
+            return self._unsent.record(send, error)
+        if hook is not None:
+            hook.sent(send.channel, send.to, number, sent, body)
         return ()
 
     def _on_message(self, channel: str, header: Header, message: Message) -> None:
@@ -287,93 +330,94 @@ class Shell:
         if channel == "group" and isinstance(message, Fenced):
             self._on_fenced(header.sender, message)
             return
-        if not self._fence.passes(header, now):
-            self._tell_fenced(header, now)
+        if not self._incarnations.accepts(header, now):
+            self._notify_fenced(header, now)
             return
-        if trouble := self._trouble(channel, message):
-            self.bus.reader.bad(f"{self.identity.name} takes no {trouble}, {header.sender} sent it")
+        if kind := self._rejection(channel, message):
+            self.bus.reader.drop(f"{self.identity.name} takes no {kind}, {header.sender} sent it")
             return
-        if self._tap is not None and self._tap.active and not self._stop.is_set():
-            self._tap.frame(now, channel, header, self.bus.reader.body)
-        self._pass(message, now)
-        self._show_state()
+        if self._hook is not None and self._hook.active and not self._stop.is_set():
+            self._hook.frame(now, channel, header, self.bus.reader.body)
+        self._process_event(message, now)
+        self._publish_if_changed()
 
-    def _tell_fenced(self, header: Header, now: float) -> None:
-        """It may not know: a process that another has replaced, or one whose clock was set back."""
+    def _notify_fenced(self, header: Header, now: float) -> None:
+        """Tells a process that its frames are dropped, since it may not know: it was replaced, or
+        its clock was set back."""
         if header.sender in self._stages and not self._stop.is_set():
-            told = self._fence.answer(header, now)
-            if told is not None:
-                self.bus.send(Send("group", header.sender, told))
+            notice = self._incarnations.notice(header, now)
+            if notice is not None:
+                self.bus.send(Send("group", header.sender, notice))
 
-    def _on_fenced(self, by: str, told: Fenced) -> None:
-        """Not if another process of this stage is meant."""
-        if (told.stage, told.incarnation) != (self.identity.id, self.incarnation):
+    def _on_fenced(self, by: str, fenced: Fenced) -> None:
+        """Ends this process, unless another process of this stage is meant."""
+        if (fenced.stage, fenced.incarnation) != (self.identity.id, self.incarnation):
             return
-        if told.newest > self.incarnation and self._failure is None:
-            self._failure = FencedOut(told, by, _clock() - self._born)
+        if fenced.newest > self.incarnation and self._failure is None:
+            self._failure = FencedOut(fenced, by, _clock() - self._started_at)
             log.error("%s", self._failure)
             self._stop.set()
 
     def _control(self, message: Message) -> None:
-        """What people ask of this process, or what others have answered its eyes."""
+        """A request of a person to this process, or an answer to this stage's monitor."""
         stage = self._stage
         if isinstance(message, (Observed, Prefixes)):
-            if stage is not None and stage.eyes is not None:
-                stage.eyes.see(message)
+            if stage is not None and stage.monitor is not None:
+                stage.monitor.see(message)
         elif isinstance(message, ShowPrefixes):
             if stage is not None and stage.prefixes is not None:
                 found = stage.prefixes(message.most, message.ids)
-                self._say(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
-        elif self._tap is not None:
-            self._tap.control(message)
+                self._publish(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
+        elif self._hook is not None:
+            self._hook.control(message)
             self._observer.control(message)
 
     def _ask(self, stage: str, message: Message) -> None:
-        """Puts a question of this stage's eyes."""
+        """Sends a request of this stage's monitor to `stage`."""
         if stage == self.identity.id:
             self._control(message)
         elif not self._stop.is_set():
             self.bus.send(Send(control.CHANNEL, stage, message))
 
-    def _trouble(self, channel: str, message: Message) -> str:
-        """Why the core must not be told of it, whoever made that mistake; "" if it may."""
-        if channel not in self._takes:
+    def _rejection(self, channel: str, message: Message) -> str:
+        """Why the core must not get the message, whoever made that mistake; "" if it may."""
+        if channel not in self._core_channels:
             return channel
         if channel == "recovery":
-            if isinstance(message, TAKES_NOT.get(self.identity.name, ())):
+            if isinstance(message, NOT_FOR_CORE.get(self.identity.name, ())):
                 return type(message).__name__
             if isinstance(message, Recover) and message.stage not in self._stages:
                 return f"Recover of {message.stage!r}"
         return ""
 
-    def _answer(self, message: Message) -> None:
+    def _publish_control(self, message: Message) -> None:
         if not self._stop.is_set():
-            self._say(control.CHANNEL, message)
+            self._publish(control.CHANNEL, message)
 
-    def _observed(self, seen: Observed) -> None:
-        self._answer(seen)
-        if self._stage is not None and self._stage.eyes is not None:
-            self._stage.eyes.see(seen)  # a gateway sees itself without a socket
+    def _on_observed(self, observed: Observed) -> None:
+        self._publish_control(observed)
+        if self._stage is not None and self._stage.monitor is not None:
+            self._stage.monitor.see(observed)  # a gateway sees itself without a socket
 
-    def _say(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
+    def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""
         send = Send(channel, EVERYONE, message)
         try:
             return self.bus.send(send)
         except Unencodable as error:
-            self._unsent.note(send, error)
+            self._unsent.record(send, error)
             return None
 
-    def _close_tap(self) -> None:
-        assert self._tap is not None
+    def _close_hook(self) -> None:
+        assert self._hook is not None
         if self._failure is not None and self._stage is not None:
-            self._tap.crashed(self._failure)
-        self._tap.close()
+            self._hook.crashed(self._failure)
+        self._hook.close()
 
     def _report(self, state: State, reason: str) -> None:
         """From the builder's thread."""
         self._progress = (state, reason)
-        self._loop.call_soon_threadsafe(self._show_state)
+        self._loop.call_soon_threadsafe(self._publish_if_changed)
 
     def state(self) -> tuple[State, str]:
         """The stage's state, and what it does or waits for."""
@@ -385,7 +429,7 @@ class Shell:
         if self._stop.is_set() or self._stage is None:
             return
         self.handle(Tick())
-        self._show_state()
+        self._publish_if_changed()
         if self._drained_by < float("inf"):
             self._check_drained()
         self._loop.call_later(self._stage.tick, self._tick)
@@ -395,33 +439,28 @@ class Shell:
         if self._stage.core.idle() or self._loop.time() >= self._drained_by:
             self._stop.set()
 
-    def _show_state(self) -> None:
-        if self._shown is None or self.state()[0] == self._shown[0]:
+    def _publish_if_changed(self) -> None:
+        if self._published is None or self.state()[0] == self._published[0]:
             return
-        was = self._shown[0]
+        was = self._published[0]
         self._publish_heartbeat()
-        if was == "ready" and self._shown[0] == "waiting":
-            log.warning("not ready any more: %s", self._shown[1])
+        if was == "ready" and self._published[0] == "waiting":
+            log.warning("not ready any more: %s", self._published[1])
 
     def _heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        if self._loop.time() - self._said_at > self._period - HEARTBEAT / 2:
+        if self._loop.time() - self._published_at > self._period - HEARTBEAT_SECONDS / 2:
             self._publish_heartbeat()
         else:
-            self._say_rank()
-        self._loop.call_later(HEARTBEAT, self._heartbeat)
+            self._publish_rank_status()
+        self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
 
-    def _say_rank(self) -> None:
-        """Of an engine, to those who decide by it."""
+    def _publish_rank_status(self) -> None:
+        """Of an engine, for its scheduler and the other ranks."""
         if self.identity.name == "engine":
-            who, (state, _) = self.identity, self.state()
-            self._say(
-                "group",
-                RankStatus(
-                    group=who.group, rank=who.rank, incarnation=self.incarnation, state=state
-                ),
-            )
+            state, _ = self.state()
+            self._publish("group", rank_status(self.identity, self.incarnation, state))
 
     def _stats(self) -> dict[str, float]:
         if self._stage is None:
@@ -430,46 +469,36 @@ class Shell:
         return {
             **self._stage.core.stats(),
             **(driver.stats() if driver is not None else {}),
-            **(self._tap.stats() if self._tap is not None else {}),
+            **(self._hook.stats() if self._hook is not None else {}),
         }
 
     def _dropped(self) -> dict[str, float]:
         return {
             "bad_frames": float(self.bus.reader.bad_frames),
-            "uptime_seconds": _clock() - self._born,
-            "fenced": float(self._fence.dropped),
-            "refused_handshakes_total": float(self.bus.refused),
+            "uptime_seconds": _clock() - self._started_at,
+            "fenced": float(self._incarnations.dropped),
+            "refused_handshakes_total": float(self.bus.refused_handshakes),
             "unsent_total": float(self._unsent.total),
-            "repeated_frames_total": float(self.bus.repeated),
+            "repeated_frames_total": float(self.bus.repeated_frames),
         }
 
     def _publish_heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        was, (state, reason) = self._shown, self.state()
-        self._shown = state, reason
-        self._said_at = self._loop.time()
-        self._say_rank()
+        was, (state, reason) = self._published, self.state()
+        self._published = state, reason
+        self._published_at = self._loop.time()
+        self._publish_rank_status()
         if was is None or was[0] != state:
-            self.tell(state, reason)
-        stats = self._stats()
-        who = self.identity
-        beat = Heartbeat(
-            stage=who.id,
-            name=who.name,
-            group=who.group,
-            rank=who.rank,
-            index=who.index,
-            pid=os.getpid(),
-            incarnation=self.incarnation,
-            state=state,
-            reason=reason,
-            stats={**stats, **self._dropped()},
+            self.on_state_change(state, reason)
+        stats = {**self._stats(), **self._dropped()}
+        beat = heartbeat(
+            self.identity, self.incarnation, state, reason, pid=os.getpid(), stats=stats
         )
-        said = self._say("telemetry", beat)
-        if said is not None and self._tap is not None and self._tap.active:
-            self._tap.heartbeat(*said)
-        if who.name == "gateway":
+        frame = self._publish("telemetry", beat)
+        if frame is not None and self._hook is not None and self._hook.active:
+            self._hook.heartbeat(*frame)
+        if self.identity.name == "gateway":
             self.handle(beat)  # a gateway sees itself without a socket
 
 

@@ -1,4 +1,5 @@
-"""What a stage is made of: a core, perhaps a driver for I/O beside the bus, and a tick.
+"""What a stage is made of: a core, perhaps a driver for I/O beside the bus, and a tick; and the
+heartbeat that says how it is.
 
 Knows no particular stage; builders are found by name and imported only when asked for.
 """
@@ -7,14 +8,23 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeinfer.close_names import none_of
 from pipeinfer.control import Observed, Prefix, Prefixes
 from pipeinfer.core import Core
-from pipeinfer.messages import Delivered, Fenced, HandOver, Message, Recovered, State
+from pipeinfer.messages import (
+    Delivered,
+    Fenced,
+    HandOver,
+    Heartbeat,
+    Message,
+    RankStatus,
+    Recovered,
+    State,
+)
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import SUPERVISOR, Identity, Topology
 
@@ -28,28 +38,33 @@ BUILDERS = {
     "detokenizer": "pipeinfer.detokenizer.stage:build",
 }
 
-TAKES = {
+# Channels whose messages reach the core of each stage.
+CORE_CHANNELS = {
     "gateway": ("text", "telemetry", "recovery"),
     "tokenizer": ("group", "requests", "recovery"),
     "scheduler": ("work", "result", "stops", "recovery", "group"),
     "engine": ("plan",),
     "detokenizer": ("tokens", "recovery"),
-}  # channels whose messages reach the core of each stage
+}
 
-TAKES_NOT: dict[str, tuple[type[Message], ...]] = {
+# Messages of these channels that no core of the stage takes: they are for others.
+NOT_FOR_CORE: dict[str, tuple[type[Message], ...]] = {
     "gateway": (Recovered, Delivered),
     "tokenizer": (HandOver, Fenced),
     "scheduler": (Fenced,),
     "detokenizer": (HandOver, Delivered),
-}  # of these channels, what only others are told
-LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
+}
+
+LEAVE_TIMEOUT = 10.0  # seconds that a stage has to hand on what is in hand
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a builder gets. `report(state, reason)` shows progress before there is a core.
+    """What a builder gets.
 
-    `listen_fds`: sockets for HTTP that the parent process opened; none: open your own.
+    settings, topology, identity, incarnation: of the stage.
+    report: `report(state, reason)` shows progress before there is a core.
+    listen_fds: sockets for HTTP that the parent process opened; none: open your own.
     """
 
     settings: Settings
@@ -59,9 +74,9 @@ class StageContext:
     report: Callable[[State, str], None]
     listen_fds: tuple[int, ...] = ()
 
-    def say(self, text: str) -> None:
-        """Something that takes long before the stage knows whether it can start: a line in the log,
-        and the reason in its heartbeat."""
+    def log_progress(self, text: str) -> None:
+        """Says what takes long before the stage knows whether it can start: as a line of the log,
+        and as the reason in the heartbeat."""
         log.info("%s", text)
         self.report("starting", text)
 
@@ -86,8 +101,8 @@ class Driver(Protocol):
         ...
 
 
-class Eyes(Protocol):
-    """Who looks at what other stages see: a gateway with a page."""
+class PipelineMonitor(Protocol):
+    """A gateway's view of the pipeline, for its page: asks stages, and takes their answers."""
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
         """Begins. `ask(stage id, message)` puts a question of control.py to a stage, on the shell's
@@ -95,7 +110,7 @@ class Eyes(Protocol):
         ...
 
     def see(self, message: Observed | Prefixes) -> None:
-        """Takes what a stage said, asked by this gateway or another."""
+        """Takes an answer of a stage, to this gateway or another."""
         ...
 
     def close(self) -> None:
@@ -105,12 +120,17 @@ class Eyes(Protocol):
 
 @dataclass
 class Stage:
-    """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel, ...).
+    """A built stage.
 
-    `facts`: what the builder found out beyond the settings, for the header of recordings.
-    `before_leave`: what to wait for before the core is told to leave. `reload`: reads again what
-    SIGHUP asks for, on the shell's loop; a stage without one ignores the signal. `eyes`: who looks
-    at the pipeline. `prefixes(most, ids)`: an engine's largest ones, see PrefixCache.largest.
+    core: its logic, without I/O.
+    driver: its I/O beside the bus, if it has any.
+    tick: seconds between Tick events.
+    listens: subscriptions, each (stage id, channel, ...).
+    facts: what the builder found out beyond the settings, for the header of recordings.
+    before_leave: awaited before the core gets Leave.
+    reload: reads files again after SIGHUP, on the shell's loop; None ignores the signal.
+    monitor: a gateway's view of the pipeline.
+    prefixes: `prefixes(most, ids)` of an engine: see PrefixCache.largest.
     """
 
     core: Core
@@ -120,12 +140,12 @@ class Stage:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None
-    eyes: Eyes | None = None
+    monitor: PipelineMonitor | None = None
     prefixes: Callable[[int, int], tuple[Prefix, ...]] | None = None
 
 
-def deaths(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:
-    """What to listen to for the ends of processes: who starts the stages, where somebody does."""
+def death_subscriptions(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:
+    """Subscriptions that tell of the ends of processes: to the supervisor, where there is one."""
     return ((SUPERVISOR, channel),) if topology.supervisor else ()
 
 
@@ -135,3 +155,34 @@ def builder(name: str) -> Callable[[StageContext], Stage]:
         raise ConfigurationError(f"stage: {none_of(name, BUILDERS)}")
     module, _, function = BUILDERS[name].partition(":")
     return getattr(importlib.import_module(module), function)
+
+
+def heartbeat(
+    identity: Identity,
+    incarnation: int,
+    state: State,
+    reason: str = "",
+    *,
+    pid: int,
+    stats: Mapping[str, float] | None = None,
+) -> Heartbeat:
+    """The heartbeat of process `pid`, which is stage `identity`; see Heartbeat for the rest."""
+    return Heartbeat(
+        stage=identity.id,
+        name=identity.name,
+        group=identity.group,
+        rank=identity.rank,
+        index=identity.index,
+        pid=pid,
+        incarnation=incarnation,
+        state=state,
+        reason=reason,
+        stats=dict(stats or {}),
+    )
+
+
+def rank_status(identity: Identity, incarnation: int, state: State) -> RankStatus:
+    """The state of an engine's rank, for its scheduler and the other ranks."""
+    return RankStatus(
+        group=identity.group, rank=identity.rank, incarnation=incarnation, state=state
+    )

@@ -1,7 +1,8 @@
-"""Starts the stages of one host as child processes, and starts again what dies.
+"""Starts the stages of one host as child processes, starts again what dies, and swaps stages.
 
-Knows processes and heartbeats, no request: that none is lost is the stages' own doing. All ranks
-of a group go down together, because a rank that waits inside a collective cannot be talked to.
+Knows processes and when they are ready, no request: that none is lost is the stages' own doing
+(events.Leave, and recovery from their neighbours). All ranks of a group go down together, because a
+rank that tasks inside a collective cannot be talked to.
 """
 
 from __future__ import annotations
@@ -11,28 +12,235 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import zmq
 
+from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
-from pipeinfer.bus.listener import Listener
+from pipeinfer.control import CHANNEL, Swap, SwapState
+from pipeinfer.core import EVERYONE, Send
+from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime import find
-from pipeinfer.runtime.child import Child, cause
-from pipeinfer.runtime.deployment import SECRET
-from pipeinfer.runtime.door import Door
-from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
-from pipeinfer.runtime.incarnations import Incarnations
-from pipeinfer.runtime.swap import Swaps
+from pipeinfer.runtime.child import FAILED, MISCONFIGURED, ORDERLY, Child, Command, exit_cause
+from pipeinfer.runtime.incarnations import IncarnationNumbers
+from pipeinfer.runtime.listening import InheritedSockets
+from pipeinfer.runtime.stage import LEAVE_TIMEOUT, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology.topology import SECRET_VARIABLE, Identity, Topology
 
 log = logging.getLogger(__name__)
 
-RESTARTS = 5  # deaths of a stage with no readiness in between; one more: give up
-GRACE = 10.0  # seconds a stage may take to stop after its own drain
+SUPERVISOR_IDENTITY = Identity("supervisor")  # no stage, but it sends heartbeats as one
+
+LEAVE_MARGIN = 5.0  # seconds beyond LEAVE_TIMEOUT that a leaving stage gets
+STOPPING = "the server is stopping"
+FIRST_REPORT_TIMEOUT = 60.0  # seconds within which a swapped-in command must report a status
+
+
+class SwapController:
+    """The control side of a supervisor: on `Swap` it puts another process in the place of a running
+    stage, and the old command back if that fails; publishes `SwapState` at every change.
+
+    children: by stage id.
+    start: starts a child's command, unless the server has no more use for it, and cares for its
+        process once the swap is over; OSError if the command cannot be executed.
+    restart: the same, and ends everything if it cannot.
+    gateway_seconds: that a gateway may take to finish its streams.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        context: zmq.Context[zmq.Socket[bytes]],
+        children: Mapping[str, Child],
+        start: Callable[[Child], Awaitable[None]],
+        restart: Callable[[Child], Awaitable[None]],
+        gateway_seconds: float,
+    ) -> None:
+        self._incarnation = time.time_ns()
+        self._bus = Bus(SUPERVISOR_IDENTITY, self._incarnation, topology, context)
+        self._children = children
+        self._start = start
+        self._restart = restart
+        self._gateway_seconds = gateway_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._heartbeats: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    def start(self) -> None:
+        """Listens, on the running loop."""
+        self._bus.bind()
+        self._bus.start(self._on_message)
+        self._heartbeats = asyncio.create_task(self._publish_heartbeats())
+
+    def stop(self) -> None:
+        """All stages will end: takes no swap any more, and finishes those under way."""
+        self._stopping = True
+
+    def publish_death(self, child: Child, beat: Heartbeat) -> None:
+        """Publishes that a stage's process ended, which the stage cannot do itself."""
+        self._bus.send(Send("telemetry", EVERYONE, beat))
+        if child.death is not None:
+            self._bus.send(Send("group", EVERYONE, child.death))
+
+    async def close(self) -> None:
+        """When the children are gone: tasks for what is under way, and closes the sockets."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
+        self._bus.close()
+
+    async def _publish_heartbeats(self) -> None:
+        """Heartbeats of the supervisor: who hears them will also hear an answer. Deaths without a
+        successor are published with each."""
+        while True:
+            for child in self._children.values():
+                if child.death is not None:
+                    self._bus.send(Send("group", EVERYONE, child.death))
+            beat = heartbeat(SUPERVISOR_IDENTITY, self._incarnation, "ready", pid=os.getpid())
+            self._bus.send(Send("telemetry", EVERYONE, beat))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _on_message(self, _channel: str, header: Header, message: Message) -> None:
+        if isinstance(message, Swap):
+            task = asyncio.create_task(self._swap(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._bus.reader.drop(f"a {type(message).__name__} of {header.sender}")
+
+    def _publish_state(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
+        log.info("swap of %s: %s", asked.stage, " ".join(filter(None, (state, reason))))
+        swap_state = SwapState(asked.swap, asked.stage, state, reason, **more)
+        self._bus.send(Send(CHANNEL, EVERYONE, swap_state))
+
+    async def _swap(self, asked: Swap) -> None:
+        group = self._group(asked.stage)
+        if not group:
+            self._publish_state(asked, "failed", f"there is no {asked.stage} here")
+            return
+        if self._stopping:
+            self._publish_state(asked, "failed", STOPPING)
+            return
+        if any(child.swapping for child in group):
+            pids = ", ".join(str(child.pid) for child in group)
+            self._publish_state(
+                asked, "failed", f"a swap is under way; to end it, kill process {pids}"
+            )
+            return
+        for child in group:
+            child.swapping = True
+        try:
+            for child in group:
+                async with child.starting:  # a restart that has begun gets its process first
+                    continue
+            await self._replace(asked, group)
+        finally:
+            for child in group:
+                child.swapping = False
+
+    def _group(self, stage: str) -> list[Child]:
+        """The child, or all ranks of its group: they share an epoch and cannot go one by one."""
+        child = self._children.get(stage)
+        if child is None or child.identity.name != "engine":
+            return [] if child is None else [child]
+        same = (c for c in self._children.values() if c.identity.name == "engine")
+        return [c for c in same if c.identity.group == child.identity.group]
+
+    async def _replace(self, asked: Swap, group: list[Child]) -> None:
+        old, before = tuple(c.pid for c in group), [c.command for c in group]
+        began = time.monotonic()
+        self._publish_state(asked, "leaving", old=old)
+        await self._stop_group(group)
+        trouble = await self._start_group(asked, group, old)
+        if not trouble:
+            new, seconds = tuple(c.pid for c in group), time.monotonic() - began
+            self._publish_state(asked, "done", old=old, new=new, seconds=seconds)
+            return
+        for child in group:
+            child.kill()
+        await self._wait_ended(group, None)
+        for child, command in zip(group, before, strict=True):
+            child.command, child.swapping = command, False
+            await self._restart(child)
+        if all(child.running for child in group):
+            trouble += "; the command that ran before is started again"
+        self._publish_state(asked, "failed", trouble, old=old)
+
+    async def _stop_group(self, group: list[Child]) -> None:
+        """Ends the running processes, in good order if they can."""
+        for child in group:
+            child.signal(signal.SIGUSR1)
+        own = self._gateway_seconds if group[0].identity.name == "gateway" else LEAVE_TIMEOUT
+        if not await self._wait_ended(group, own + LEAVE_MARGIN):
+            log.warning("%s did not leave in time and is killed", group[0].identity.id)
+            for child in group:
+                child.kill()
+            await self._wait_ended(group, None)
+
+    @staticmethod
+    async def _wait_ended(group: list[Child], seconds: float | None) -> bool:
+        """Whether all processes ended within that time."""
+        tasks = [asyncio.ensure_future(c.process.wait()) for c in group if c.process is not None]
+        if not tasks:
+            return True
+        _, late = await asyncio.wait(tasks, timeout=seconds)
+        for wait in late:
+            wait.cancel()
+        return not late
+
+    async def _start_group(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
+        """Starts the new processes and tasks until they are ready; else says why they are not."""
+        try:
+            for child in group:
+                if asked.command:
+                    child.command = Command(asked.command, asked.folder)
+                await self._start(child)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its words
+            return f"cannot start {group[0].command}: {getattr(error, 'strerror', '') or error}"
+        if self._stopping and not all(child.running for child in group):
+            return STOPPING
+        self._publish_state(asked, "starting", old=old, new=tuple(c.pid for c in group))
+        return await self._wait_ready(group)
+
+    async def _wait_ready(self, group: list[Child]) -> str:
+        """Returns when all are ready (""), or when one of them never will be."""
+        ends = [asyncio.ensure_future(self._describe_end(child)) for child in group]
+        ready = asyncio.ensure_future(_all_set([child.ready for child in group]))
+        heard = asyncio.ensure_future(_all_set([child.has_reported for child in group]))
+        try:
+            await asyncio.wait(
+                {*ends, heard}, timeout=FIRST_REPORT_TIMEOUT, return_when="FIRST_COMPLETED"
+            )
+            if not any(task.done() for task in (*ends, heard)):
+                return f"its command was no stage that spoke within {FIRST_REPORT_TIMEOUT:g} s"
+            await asyncio.wait({*ends, ready}, return_when="FIRST_COMPLETED")
+            dead = [end for end, child in zip(ends, group, strict=True) if not child.running]
+            return await dead[0] if dead else ""
+        finally:
+            for task in (*ends, ready, heard):
+                task.cancel()
+
+    @staticmethod
+    async def _describe_end(child: Child) -> str:
+        assert child.process is not None
+        code = await child.process.wait()
+        why = f": {child.failure_reason}" if child.failure_reason else ""
+        return f"process {child.process.pid} ended before it was ready ({exit_cause(code)}){why}"
+
+
+async def _all_set(events: list[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+MAX_DEATHS = 5  # of a stage that was not ready in between; at one more the server gives up
+STOP_GRACE = 10.0  # seconds a stage may take to stop after its own drain
 
 
 class Supervisor:
@@ -50,20 +258,22 @@ class Supervisor:
         """`clock`: Unix time in ns, which may be set back."""
         self._settings = settings
         self._topology_file = topology_file
-        numbers = Incarnations(clock)
+        numbers = IncarnationNumbers(clock)
         self._children = {i.id: Child(i, numbers=numbers) for i in identities}
         for child in self._children.values():
-            child.told = self._look
+            child.on_report = self._check_configs
         self._listener = Listener(topology, context)
-        self._swaps: Swaps | None = None
+        self._swaps: SwapController | None = None
         if topology.supervisor:
             hands = (self._start, self._restart, settings.drain_timeout)
-            self._swaps = Swaps(topology, context, self._children, *hands)
-        self._door = Door()  # for HTTP; each gateway process inherits its sockets
+            self._swaps = SwapController(topology, context, self._children, *hands)
+        self._http_sockets = (
+            InheritedSockets()
+        )  # for HTTP; each gateway process inherits its sockets
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
-        self._ending = False  # they have: nothing is started any more
-        self._checked = asyncio.Event()
+        self._ending = False  # the gateways have finished: nothing is started any more
+        self._configs_valid = asyncio.Event()
         self._code = ORDERLY
         self.on_give_up: Callable[[str], None] | None = None
 
@@ -79,18 +289,18 @@ class Supervisor:
             self._listener.listen(stage)
         for stage in sorted(schedulers):
             self._listener.listen(stage, "telemetry", "group")
-        self._listener.start(self._hear)
+        self._listener.start(self._on_message)
         if self._swaps is not None:
             self._swaps.start()
         try:
             if self._gateways():
-                self._door.bind(self._settings.host, self._settings.port)
+                self._http_sockets.bind(self._settings.host, self._settings.port)
                 self._publish()
-            for child in sorted(self._children.values(), key=_place):
+            for child in sorted(self._children.values(), key=_start_order):
                 await self._start(child)
-            await self._first_of(self._checked, self._stopping)
+            await self._first_of(self._configs_valid, self._stopping)
             if self._gateways() and not self._stopping.is_set():
-                self._door.open()
+                self._http_sockets.listen()
             await self._stopping.wait()
             await self._stop_children()
         finally:
@@ -99,20 +309,20 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._swaps is not None:
                 await self._swaps.close()
-            self._door.close()
+            self._http_sockets.close()
             self._listener.close()
         return self._code
 
     def _publish(self) -> None:
         """For commands on this host that look for a server."""
         made = self._settings
-        url = find.url_from_here(made.host, self._door.port, bool(made.tls_cert))
-        served = find.Served(url=url, model=made.model_name, path=made.model)
-        find.publish(Path(self._topology_file), served)
+        url = find.url_from_here(made.host, self._http_sockets.port, bool(made.tls_cert))
+        served = find.ServerInfo(url=url, model=made.model_name, path=made.model)
+        find.publish_served_model(Path(self._topology_file), served)
 
     def states(self) -> dict[str, tuple[State, str]]:
-        """The state of each stage here by its id, and what it does or waits for."""
-        return {stage: child.said for stage, child in self._children.items()}
+        """The state of each stage here by its id, and what it does or tasks for."""
+        return {stage: child.status for stage, child in self._children.items()}
 
     def stop(self, code: int = ORDERLY) -> None:
         """Drains and stops everything; called again, kills."""
@@ -124,7 +334,7 @@ class Supervisor:
         if self._swaps is not None:
             self._swaps.stop()
         # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
-        self._door.close()
+        self._http_sockets.close()
 
     def reload(self) -> None:
         """SIGHUP: the gateways read again what they can."""
@@ -176,8 +386,13 @@ class Supervisor:
         ]  # fmt: skip
         descriptors: list[int] = []
         if who.name == "gateway":
-            descriptors, arguments = self._door.descriptors, arguments + self._door.arguments
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET}
+            descriptors, arguments = (
+                self._http_sockets.descriptors,
+                arguments + self._http_sockets.arguments,
+            )
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET_VARIABLE
+        }
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, descriptors)
         if not self._wanted(child):
@@ -192,56 +407,59 @@ class Supervisor:
     async def _on_end(self, child: Child, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if process is child.process:
-            child.read_reports()  # its last words, before anything is made of its end
+            child.read_reports()  # its last reports, before anything is made of its end
         if child.swapping or not self._wanted(child):
             return
         name = child.identity.id
         if code == MISCONFIGURED:
-            self._give_up(": ".join(filter(None, (f"{name} cannot start", child.reason))), code)
+            self._give_up(
+                ": ".join(filter(None, (f"{name} cannot start", child.failure_reason))), code
+            )
             return
-        if code >= 0 and not child.checked:  # killed by a signal, it is not to blame
-            self._give_up(f"{name} ended while it started ({cause(code)})", FAILED)
+        if code >= 0 and not child.config_valid:  # killed by a signal, it is not to blame
+            self._give_up(f"{name} ended while it started ({exit_cause(code)})", FAILED)
             return
         child.deaths += 1
-        if child.deaths > RESTARTS:
+        if child.deaths > MAX_DEATHS:
             self._give_up(f"{name} died {child.deaths} times and was never ready between", FAILED)
             return
-        log.warning("%s ended (%s), starting it again", name, cause(code))
-        why = f": {child.reason}" if child.reason else ""
-        self._tell(child, f"its process ended ({cause(code)}){why}")
-        if child.identity.name == "engine" and child.condemned is not process:
+        log.warning("%s ended (%s), starting it again", name, exit_cause(code))
+        why = f": {child.failure_reason}" if child.failure_reason else ""
+        self._publish_death(child, f"its process ended ({exit_cause(code)}){why}")
+        if child.identity.name == "engine" and child.killed_for_group is not process:
             for other in self._group(child.identity.group):
                 if other is not child:
-                    other.condemn()  # its own watcher starts it again
+                    other.kill_for_group()  # its own watcher starts it again
         await self._restart(child)
 
-    # --------------------------------------------------------------------------------- what is said
+    # --------------------------------------------------------------------------------- status and
+    # deaths
 
-    def _tell(self, child: Child, reason: str) -> None:
-        """Nobody has to wait until a dead stage's silence or its successor is noticed."""
-        word = child.last_word(reason)
-        if self._swaps is not None and word is not None:
-            self._swaps.ended(child, word)
+    def _publish_death(self, child: Child, reason: str) -> None:
+        """So that nobody tasks until a dead stage's silence or its successor is noticed."""
+        notice = child.death_notice(reason)
+        if self._swaps is not None and notice is not None:
+            self._swaps.publish_death(child, notice)
 
-    def _hear(self, _channel: str, header: Header, message: Message) -> None:
+    def _on_message(self, _channel: str, header: Header, message: Message) -> None:
         if isinstance(message, GroupFault):
             group = self._group(message.group)
-            alive = [child for child in group if child.began_before(message.incarnations)]
-            if any(child.condemned is not child.process for child in alive):
+            alive = [child for child in group if child.started_before(message.incarnations)]
+            if any(child.killed_for_group is not child.process for child in alive):
                 log.error("group %d: %s; restarting its engines", message.group, message.reason)
             for child in alive:
-                child.condemn()
+                child.kill_for_group()
         elif isinstance(message, Heartbeat) and header.sender in self._children:
-            self._children[header.sender].hear(message)
-            self._look()
+            self._children[header.sender].on_heartbeat(message)
+            self._check_configs()
 
-    def _look(self) -> None:
+    def _check_configs(self) -> None:
         """Whether the engines' configurations are known to be valid."""
-        if self._checked.is_set():
+        if self._configs_valid.is_set():
             return
         engines = [c for c in self._children.values() if c.identity.name == "engine"]
-        if all(engine.checked for engine in engines):
-            self._checked.set()
+        if all(engine.config_valid for engine in engines):
+            self._configs_valid.set()
 
     def _give_up(self, reason: str, code: int) -> None:
         log.error("%s; stopping", reason)
@@ -254,17 +472,17 @@ class Supervisor:
 
     async def _stop_children(self) -> None:
         """The gateway first, so that what runs is finished; then the rest."""
-        await self._terminate(self._gateways(), self._settings.drain_timeout + GRACE)
+        await self._terminate(self._gateways(), self._settings.drain_timeout + STOP_GRACE)
         self._ending = True
-        await self._terminate(self._others(), GRACE)
+        await self._terminate(self._others(), STOP_GRACE)
 
     async def _terminate(self, children: list[Child], seconds: float) -> None:
         for child in children:
             child.signal(signal.SIGTERM)
-        waits = [asyncio.ensure_future(c.process.wait()) for c in children if c.process is not None]
-        if not waits:
+        tasks = [asyncio.ensure_future(c.process.wait()) for c in children if c.process is not None]
+        if not tasks:
             return
-        _, late = await asyncio.wait(waits, timeout=seconds)
+        _, late = await asyncio.wait(tasks, timeout=seconds)
         if late:
             for child in children:
                 child.kill()
@@ -272,12 +490,12 @@ class Supervisor:
 
     @staticmethod
     async def _first_of(*events: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
+        tasks = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for wait in tasks:
             wait.cancel()
 
 
-def _place(child: Child) -> int:
+def _start_order(child: Child) -> int:
     """Engines have most to do before they are ready."""
     return {"engine": 0, "gateway": 2}.get(child.identity.name, 1)

@@ -14,12 +14,11 @@ from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from pipeinfer.awake import SuspendAwareClock
-from pipeinfer.beats import FORGET
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.histogram import Histogram
+from pipeinfer.liveness import FORGET_FACTOR, SuspendAwareClock
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -48,7 +47,7 @@ from pipeinfer.messages import (
     TokenRow,
     Work,
 )
-from pipeinfer.recovery import RollCall, answer
+from pipeinfer.recovery import RollCall, bracketed_answer
 from pipeinfer.scheduler.engine_state import (
     BAD_LOGITS,
     EngineState,
@@ -97,7 +96,9 @@ class SchedulerCore:
         self._drain_state: DrainState = "serving"
         neighbours = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
-        self._records = RecoveryRecords(tokenizers, detokenizers, FORGET * options.host_loss, group)
+        self._records = RecoveryRecords(
+            tokenizers, detokenizers, FORGET_FACTOR * options.host_loss, group
+        )
         self._outbox = Outbox(group)
         self._prefill_times = Histogram()
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
@@ -324,10 +325,10 @@ class SchedulerCore:
         for request, last in (*live, *self._records.finished.values()):
             if detokenizer_of(request) == asked.stage:
                 known += self._outbox.all_of(request, last)
-        self._outbox.add(answer(self._roll_call.stage, asked, known))
+        self._outbox.add(bracketed_answer(self._roll_call.stage, asked, known))
 
     def _on_recovered(self, told: Recovered, _now: float) -> None:
-        if self._roll_call.hear(told):
+        if self._roll_call.on_recovered(told):
             self._records.on_recovered(self._now)
 
     # ------------------------------------------------------------------------------ the engine

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from pipeinfer.beats import period
 from pipeinfer.core import EVERYONE, Send
+from pipeinfer.liveness import heartbeat_period
 from pipeinfer.messages import (
     PROTOCOL,
     Begin,
@@ -293,7 +293,7 @@ class GroupAnnouncer:
     `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
 
     def __init__(self, group: int, incarnation: int, options: SchedulerOptions) -> None:
-        self._every = period(options.groups)
+        self._every = heartbeat_period(options.groups)
         self.group = group
         self.incarnation = incarnation
         self.ranks = RankStates(options.host_loss)

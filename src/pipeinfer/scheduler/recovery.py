@@ -26,7 +26,7 @@ from pipeinfer.messages import (
     Tokens,
 )
 from pipeinfer.packing import pack
-from pipeinfer.recent import Recent
+from pipeinfer.recent import RecentTable
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
 MOST_REMEMBERED = 10_000  # ids of requests that are over, at most
@@ -60,7 +60,7 @@ class RecoveryRecords:
         self.finished: dict[str, tuple[Request, FinalMessage]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
         # The last attempt of each.
-        self._ended_attempts = Recent[float](REMEMBERED_SECONDS, MOST_REMEMBERED)
+        self._ended_attempts = RecentTable[float](REMEMBERED_SECONDS, MOST_REMEMBERED)
         self._handed_over: dict[str, str] = {}  # to another group; where its output goes
         self._finished_at_last_sweep: set[str] = set()  # ids that were kept at the last sweep
         self._sweep_at = 0.0

@@ -5,7 +5,7 @@ Knows names of settings; whether they make sense together is the core's business
 
 from __future__ import annotations
 
-from pipeinfer.runtime.stage import Stage, StageContext, deaths
+from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_budget import Targets
 
@@ -38,5 +38,5 @@ def build(context: StageContext) -> Stage:
         for entry in context.topology.entries
         if entry.name == "engine" and entry.group == context.identity.group
     ]
-    listens = (*((engine, "group") for engine in engines), *deaths(context.topology))
+    listens = (*((engine, "group") for engine in engines), *death_subscriptions(context.topology))
     return Stage(core, tick=0.1, listens=listens)

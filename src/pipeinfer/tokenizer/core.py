@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.beats import GIVE_UP
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.fair_queue import FairQueue
+from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -40,7 +40,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import unpack
 from pipeinfer.params import Thoughts, ThoughtState
-from pipeinfer.recovery import REPEAT, RollCall, answer, number
+from pipeinfer.recovery import ASK_AGAIN, RollCall, bracketed_answer, stage_number
 from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
 from pipeinfer.tokenizer.requests import (
     PendingPrompt,
@@ -485,11 +485,14 @@ class TokenizerCore:
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
-        group, gateway = number(event.stage, "scheduler"), number(event.stage, "gateway")
+        group, gateway = (
+            stage_number(event.stage, "scheduler"),
+            stage_number(event.stage, "gateway"),
+        )
         if group is not None:
             works = self._routed.of_group(group)
             known = (Send("work", event.stage, work) for work in works)
-            return answer(self._roll_call.stage, event, known)
+            return bracketed_answer(self._roll_call.stage, event, known)
         out: list[Send] = []
         if gateway is None:
             return out
@@ -500,7 +503,7 @@ class TokenizerCore:
         return out
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
-        self._roll_call.hear(event)
+        self._roll_call.on_recovered(event)
         return []
 
     # ---------------------------------------------------------------------------- to another group
@@ -520,7 +523,7 @@ class TokenizerCore:
         that clients have. Requests that no group takes fail in the end."""
         out: list[Send] = []
         for group, seconds in self._monitor.lost(now):
-            over = seconds > GIVE_UP * self._monitor.host_loss
+            over = seconds > GIVE_UP_FACTOR * self._monitor.host_loss
             if not (over or self._router.up) or not self._is_due(group, now):
                 continue
             for work in self._routed.mark_leaving(group):
@@ -534,7 +537,7 @@ class TokenizerCore:
 
     def _is_due(self, group: int, now: float) -> bool:
         """Whether it is time to ask again for the requests of `group`."""
-        due = now >= self._asked_at.get(group, float("-inf")) + REPEAT
+        due = now >= self._asked_at.get(group, float("-inf")) + ASK_AGAIN
         if due:
             self._asked_at[group] = now
         return due

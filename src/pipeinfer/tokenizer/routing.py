@@ -20,14 +20,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeinfer.awake import SuspendAwareClock
-from pipeinfer.beats import silence
 from pipeinfer.close_names import none_of
+from pipeinfer.liveness import SuspendAwareClock, silence_limit
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.settings import ConfigurationError
 
 BLOCK_TOKENS = 64  # that should be cached, or not, together
-# Seconds without a status after which a scheduler counts as lost, or more (beats.py).
+# Seconds without a status after which a scheduler counts as lost, or more (liveness.py).
 MAX_SILENCE_SECONDS = 3.0
 NO_INCARNATION = -1  # of a group without a status
 # A token of a prompt counts as so many tokens of load: a prefix that is computed a second time, in
@@ -384,8 +383,8 @@ class GroupMonitor:
 
     def __init__(self, groups: int = 1, host_loss: float = inf) -> None:
         self.groups = tuple(range(groups))
-        self.host_loss = max(host_loss, silence(groups, 0.0))
-        self._max_silence = min(silence(groups, MAX_SILENCE_SECONDS), self.host_loss)
+        self.host_loss = max(host_loss, silence_limit(groups, 0.0))
+        self._max_silence = min(silence_limit(groups, MAX_SILENCE_SECONDS), self.host_loss)
         self._not_started = set(self.groups)
         self._awake = SuspendAwareClock()
         self._groups: dict[int, _GroupState] = {}

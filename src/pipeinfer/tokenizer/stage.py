@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeinfer.checkpoint.source import find_model
-from pipeinfer.runtime.stage import Stage, StageContext, deaths
+from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import EncoderParts, load_encoder
@@ -20,12 +20,15 @@ from pipeinfer.tokenizer.workers import EncodingQueues, GrammarValidation, Token
 def build(context: StageContext) -> Stage:
     """The stage; raises ConfigurationError for a model or a setting that cannot be used."""
     settings = context.settings
-    folder = find_model(settings, context.say)
+    folder = find_model(settings, context.log_progress)
     topology = context.topology
     gateways = topology.ids("gateway")
     built = load_encoder(folder, settings)
     core = _core(built, settings, context.identity.id, context.incarnation, gateways)
-    listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
+    listens = (
+        *((stage, "group") for stage in topology.ids("scheduler")),
+        *death_subscriptions(topology),
+    )
     encoding = EncodingQueues(folder, settings, core.submit_to_encode)
     validation = GrammarValidation(
         built.grammar_setup, core.submit_to_validate, built.no_grammars_because

@@ -1,12 +1,15 @@
-"""Which stages there are and where they listen; read from and written to pipeinfer.toml.
+"""Topology: which stages there are, where each runs, and under which address others reach it.
 
-Knows no sockets: it maps a stage's id to its one address. See docs/topology.md for the format.
+Read from a file, made for one host, or said by environment variables, as containers get it from an
+orchestrator. Maps a stage's id to its one address (addresses.py). Opens no sockets, reads no key;
+docs/topology.md has the format.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -263,3 +266,65 @@ def fitting(settings: Settings, topology: Topology) -> Settings:
     if settings.dp != topology.groups():
         raise ConfigurationError(f"--dp {settings.dp}: the topology has {topology.groups()} groups")
     return settings
+
+
+# Environment variables that are no settings.
+STAGES_VARIABLE = "PIPEINFER_STAGES"
+KEYS_VARIABLE = "PIPEINFER_KEYS"
+SECRET_VARIABLE = "PIPEINFER_CURVE_KEY"  # the only one that no file can say
+BIND_VARIABLE = "PIPEINFER_BIND"
+VARIABLES = (STAGES_VARIABLE, KEYS_VARIABLE, SECRET_VARIABLE, BIND_VARIABLE)
+STAGE_FIELDS = ("host", "device", "key", "bind")  # of a stage, beside its name and address
+
+
+def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
+    """The topology of file `path`, changed by `environ`. Without a file the variables say it all.
+
+    Raises ConfigurationError.
+    """
+    stages, keys, secret, bind = (environ.get(name, "") for name in VARIABLES)
+    if not path and not stages:
+        raise ConfigurationError(f"no topology: name its file, or its stages in {STAGES_VARIABLE}")
+    # A file whose stages, or missing keys, are replaced need not hold for itself.
+    found = read(path) if path else Topology(())
+    entries = parse_stages(stages) if stages else found.entries
+    if bind:
+        entries = tuple(msgspec.structs.replace(e, bind=e.bind or bind) for e in entries)
+    changed = replace(
+        found, entries=entries, keys=keys or found.keys, secret=secret or found.secret
+    )
+    try:
+        return checked(changed)
+    except ConfigurationError as error:
+        source = STAGES_VARIABLE if stages or not path else f"topology {path}"
+        raise ConfigurationError(f"{source}: {error}") from None
+
+
+def parse_stages(text: str) -> tuple[Entry, ...]:
+    """The stages of PIPEINFER_STAGES: `ID=ADDRESS[,FIELD=VALUE...]`, separated by white space.
+
+    Raises ConfigurationError, which quotes the word that is wrong.
+    """
+    return tuple(_stage(word) for word in text.split())
+
+
+def _stage(word: str) -> Entry:
+    stage, _, rest = word.partition("=")
+    address, *more = rest.split(",")
+    fields = {name: value for name, _, value in (pair.partition("=") for pair in more)}
+    name, *numbers = stage.split("-")
+    wrong = next((field for field in fields if field not in STAGE_FIELDS), None)
+    if wrong is not None:
+        raise ConfigurationError(f"{STAGES_VARIABLE}: {word}: {none_of(wrong, STAGE_FIELDS)}")
+    counts = [int(number) for number in numbers if number.isdigit()]
+    wanted = 2 if name == "engine" else 1
+    if name not in NAMES or not address or len(counts) != len(numbers) or len(counts) != wanted:
+        raise ConfigurationError(
+            f"{STAGES_VARIABLE}: {word}: must be ID=ADDRESS, as gateway-0=tcp://front:7000 or "
+            "engine-0-1=ipc:///run/pipeinfer/engine-0-1"
+        )
+    if name in ("engine", "scheduler"):
+        entry = Entry(name, address, counts[0], counts[-1] if name == "engine" else 0)
+    else:
+        entry = Entry(name, address, index=counts[0])
+    return msgspec.structs.replace(entry, **fields)

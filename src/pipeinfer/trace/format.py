@@ -16,16 +16,16 @@ from typing import Any, Literal
 import msgspec
 import zstandard
 
-from pipeinfer.bus.frames import UNREADABLE
+from pipeinfer.bus.frames import DECODE_ERRORS
 
 MAGIC = b"PITRACE1"
 PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
-LARGEST = 1 << 30  # bytes of a block, packed or not; more is no block
+MAX_BLOCK_BYTES = 1 << 30  # bytes of a block, packed or not; more is no block
 # Bytes that a block may expand to, for each that it has, and in any case. Recordings of sessions
 # have 4 to 30; so a small file stays small in memory, whoever made it. Behind what would expand to
 # more (a text of one letter, a million times) there is padding.
 RATIO, FLOOR = 200, 16 << 10
-DEPTH = 32  # of the settings and facts in a header, which are tables of plain values
+MAX_HEADER_DEPTH = 32  # of the settings and facts in a header, which are tables of plain values
 LARGE_STATE = 1 << 20  # bytes
 _MARK = b"here the state of the core begins"
 LEVEL = -1  # of zstd: a quarter less time than 1 takes, for a twentieth more bytes
@@ -91,7 +91,7 @@ class Record(msgspec.Struct, array_like=True):
     time: monotonic seconds; of an input exactly the `now` that its core was told. channel: of the
     bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
     number, sent: the frame's Header.seq and Header.sent, 0 for local ones. body: the message as
-    MessagePack (trace/bodies.py decodes it). seq: its place in the file, set by the reader.
+    MessagePack (trace/reader.py decodes it). seq: its place in the file, set by the reader.
     """
 
     time: float
@@ -169,7 +169,7 @@ def unpack_records(payload: bytes) -> list[Record]:
     """The records of a block's payload. Raises UnreadableTrace."""
     try:
         return _records(_decompressed(payload))
-    except (*UNREADABLE, zstandard.ZstdError) as error:
+    except (*DECODE_ERRORS, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the records cannot be decoded: {error}") from None
 
 
@@ -179,14 +179,14 @@ def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
         raw = _decompressed(payload)
         found = _version(raw).protocol
         header = _header(raw) if protocol in (None, found) else None
-    except (*UNREADABLE, zstandard.ZstdError) as error:
+    except (*DECODE_ERRORS, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the header cannot be decoded: {error}") from None
     if header is None:
         raise OtherProtocol(
             f"it was recorded with protocol {found}, this pipeinfer speaks {protocol}"
         )
     if not _is_shallow([header.settings, header.facts]):
-        raise UnreadableTrace(f"its header is nested more than {DEPTH} deep")
+        raise UnreadableTrace(f"its header is nested more than {MAX_HEADER_DEPTH} deep")
     return header
 
 
@@ -212,7 +212,7 @@ def _decompressed(payload: bytes) -> bytes:
 
 
 def _allowed(packed: int) -> int:
-    return min(RATIO * packed + FLOOR, LARGEST)
+    return min(RATIO * packed + FLOOR, MAX_BLOCK_BYTES)
 
 
 def _readable(packed: bytes, *raw: bytes) -> bytes:
@@ -226,7 +226,7 @@ def _readable(packed: bytes, *raw: bytes) -> bytes:
 def _is_shallow(value: Any) -> bool:
     """Whether containers lie in one another at most DEPTH deep."""
     level: list[Any] = [value]
-    for _ in range(DEPTH):
+    for _ in range(MAX_HEADER_DEPTH):
         inner: list[Any] = []
         for one in level:
             if isinstance(one, dict):

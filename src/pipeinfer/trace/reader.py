@@ -1,18 +1,99 @@
-"""Reads a trace file: its header at once, its records one after the other.
+"""Reads a trace file: its header at once, its records one after the other, and their messages.
 
-Knows the format and no stage. A file that a killed process left is read up to its last whole block.
+A file that a killed process left is read up to its last whole block. Bus messages are those of
+channels.py; local events of a stage are named here, and imported when a trace of that stage is
+read.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Union
 
-from pipeinfer.messages import PROTOCOL, Message
+import msgspec
+
+from pipeinfer import events
+from pipeinfer.bus.frames import DECODE_ERRORS
+from pipeinfer.channels import CHANNELS
+from pipeinfer.core import LOCAL
+from pipeinfer.messages import PROTOCOL, Heartbeat, Message
 from pipeinfer.trace import format as form
-from pipeinfer.trace.bodies import Bodies
 from pipeinfer.trace.format import OtherProtocol, Record, TraceHeader, UnreadableTrace
+from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
+
+COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
+LOCAL_IN = {
+    "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
+    "tokenizer": (
+        "pipeinfer.tokenizer.events:Encoded",
+        "pipeinfer.tokenizer.events:EncodeNext",
+        "pipeinfer.tokenizer.events:Tried",
+    ),
+    "engine": (
+        "pipeinfer.events:StepDone",
+        "pipeinfer.events:Compiled",
+        "pipeinfer.events:NewEpoch",
+        "pipeinfer.events:GraphDue",
+        "pipeinfer.engine.core:StepFailed",
+    ),
+}
+LOCAL_OUT = {
+    "gateway": tuple(
+        f"pipeinfer.gateway.events:{name}"
+        for name in ("Started", "Delta", "Failed", "StatusChanged")
+    ),
+    "tokenizer": (
+        "pipeinfer.tokenizer.events:Encode",
+        "pipeinfer.tokenizer.events:EncodeNext",
+        "pipeinfer.tokenizer.events:Try",
+    ),
+    "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
+}
+
+
+class BodyDecoder:
+    """Decodes the bodies of one stage's records; `stage` is its name ("engine")."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._decoders: dict[tuple[str, str], msgspec.msgpack.Decoder[Any]] = {}
+
+    def decode(self, record: Record) -> Message:
+        """The typed message. Raises UnreadableTrace."""
+        key = (record.direction, record.channel)
+        decoder = self._decoders.get(key)
+        if decoder is None:
+            decoder = self._decoders[key] = msgspec.msgpack.Decoder(self._types(*key))
+        try:
+            return decoder.decode(record.body)
+        except DECODE_ERRORS as error:
+            raise UnreadableTrace(
+                f"record {record.seq} ({record.direction} {record.channel}): {error}"
+            ) from None
+
+    def _types(self, direction: str, channel: str) -> Any:
+        if direction == "note":
+            return Union[StepNote, Unencoded, Crash, End, Heartbeat]
+        if channel != LOCAL:
+            if channel not in CHANNELS:
+                raise UnreadableTrace(f"there is no channel {channel!r}")
+            return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
+        if direction == "in":
+            common = [getattr(events, name) for name in COMMON]
+            own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
+            # A gateway hears itself without a socket.
+            return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
+        names = LOCAL_OUT.get(self._stage)
+        if not names:
+            raise UnreadableTrace(f"a {self._stage} has no local outputs")
+        return Union[(Unencoded, *(_named(name) for name in names))]
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 class Trace:
@@ -37,7 +118,7 @@ class Trace:
             except UnreadableTrace as error:
                 raise type(error)(f"{self.path}: {error}") from None
             self._begin = file.tell()
-        self._bodies = Bodies(self.header.name)
+        self._bodies = BodyDecoder(self.header.name)
 
     def __iter__(self) -> Iterator[Record]:
         """The records in order. Raises UnreadableTrace at a block that is damaged."""
@@ -90,7 +171,7 @@ def _payload(file: IO[bytes]) -> bytes | None:
     if len(prefix) < form.PREFIX.size:
         return None
     length, crc = form.PREFIX.unpack(prefix)
-    if not 0 < length <= form.LARGEST:
+    if not 0 < length <= form.MAX_BLOCK_BYTES:
         raise UnreadableTrace(f"a block of {length} bytes")
     payload = file.read(length)
     return form.checked(payload, crc) if len(payload) == length else None

@@ -1,7 +1,8 @@
-"""Collects what a stage takes and gives, and has a thread pack it into recordings and the ring.
+"""Collects what a stage takes and gives, and has a thread pack it into recordings and the flight
+ring.
 
-The stage's loop only appends rows to a list. Knows no stage: whoever owns it says when a piece of
-the list is whole, what header a file gets and what the core's state is.
+The stage's loop only appends rows to a list. The owner says when a piece of the list is whole,
+which header a file gets and what the core's state is. Knows no stage.
 """
 
 from __future__ import annotations
@@ -11,27 +12,141 @@ import itertools
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pipeinfer.trace import format as form
-from pipeinfer.trace.file import FLIGHT, TraceFile, prune
 from pipeinfer.trace.format import ModelIdentity, Row, TraceHeader
-from pipeinfer.trace.recording import Recording
-from pipeinfer.trace.ring import Ring
+from pipeinfer.trace.recording import FLIGHT_PREFIX, Recording, TraceFile, prune_flight_recordings
 from pipeinfer.trace.snapshot import Unsnapshottable
-from pipeinfer.trace.state_copy import Copied, StateLost
+from pipeinfer.trace.state_copy import StateCopy, StateLost
+
+MINUTE = 60.0  # seconds that must be there, if they fit
+SEGMENT = 30.0  # seconds after which a new segment begins
+PARTS = 8  # of the budget: the largest share of a segment
+KEPT = 0.75  # of the budget, of a segment that lost its beginning
+
+
+@dataclass
+class _Segment:
+    """`header`: of the file that would begin here, without its snapshot, which lies packed. broken:
+    its beginning did not fit, and with it the state."""
+
+    header: TraceHeader
+    snapshot: bytes | None
+    begun: float
+    blocks: deque[bytes] = field(default_factory=deque[bytes])
+    bytes: int = 0
+    broken: bool = False
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Without its snapshot."""
+        return self.bytes - len(self.snapshot or b"")
+
+
+class FlightRing:
+    """At most `budget` bytes; of those, segments that are needed for the last minute.
+
+    keep_all: older ones stay too while they fit. An engine's memory can be computed again only from
+    the beginning of its epoch, and no state is taken of it while it is busy: what does not fit is
+    then missing at the beginning, and what is left cannot be replayed.
+    """
+
+    def __init__(self, budget: int, keep_all: bool = False) -> None:
+        self._budget = budget
+        self._keep_all = keep_all
+        self._segments: deque[_Segment] = deque()
+        self.bytes = 0
+
+    def begin(self, header: TraceHeader, now: float, packed: bytes | None = None) -> None:
+        """A new segment: from a state, `packed` by zstd, or without one from a fresh core."""
+        size = len(packed or b"")
+        while self._segments and self._segments[0].broken:
+            self.bytes -= self._segments.popleft().bytes
+        self._segments.append(_Segment(header, packed, now, bytes=size))
+        self.bytes += size
+        self._shrink(now)
+
+    def add(self, block: bytes, now: float) -> None:
+        """A block of records of the current segment."""
+        if not self._segments:
+            return
+        segment = self._segments[-1]
+        segment.blocks.append(block)
+        segment.bytes += len(block)
+        self.bytes += len(block)
+        self._shrink(now)
+
+    def latest_header(self) -> TraceHeader | None:
+        """The current segment's, without a snapshot; None if there is no segment."""
+        return self._segments[-1].header if self._segments else None
+
+    def clear(self) -> None:
+        """Forgets everything; what is added before the next `begin` is left out."""
+        self._segments.clear()
+        self.bytes = 0
+
+    def wants_segment(self, now: float, undisturbed: bool = False) -> bool:
+        """Whether a new segment should begin: the current one is long, or there is none.
+
+        One that is old and has less in it than a state takes goes on: of a stage that does nothing
+        no state is taken, again and again. undisturbed: taking one holds up nobody; where all is
+        kept, that is waited for.
+        """
+        try:
+            current = self._segments[-1]
+        except IndexError:
+            return True
+        if self._keep_all:
+            return undisturbed and (current.broken or current.bytes >= self._budget // PARTS)
+        aged = now - current.begun >= SEGMENT and current.blocks_bytes >= current.bytes / 2
+        return aged or current.bytes >= self._budget // PARTS
+
+    def file(self, error: str) -> list[bytes]:
+        """The parts of a trace file with all that is kept; empty if there is nothing."""
+        if not self._segments:
+            return []
+        first = self._segments[0]
+        snapshot = None
+        if first.snapshot is not None:
+            snapshot = form.unpack_state(first.snapshot)
+        header = msgspec.structs.replace(
+            first.header, snapshot=snapshot, error=error, broken=first.broken
+        )
+        blocks = [block for segment in self._segments for block in segment.blocks]
+        return [form.pack_header(header), *blocks]
+
+    def _shrink(self, now: float) -> None:
+        while len(self._segments) > 1:
+            old = not self._keep_all and now - self._segments[1].begun >= MINUTE
+            if not old and self.bytes <= self._budget:
+                return
+            self.bytes -= self._segments.popleft().bytes
+        if self._keep_all and self.bytes > self._budget:
+            self._break(self._segments[0])
+
+    def _break(self, only: _Segment) -> None:
+        """Leaves out the beginning of the segment, as little as makes room for a while."""
+        only.broken, only.snapshot = True, None
+        only.bytes = sum(map(len, only.blocks))
+        while only.blocks and only.bytes > KEPT * self._budget:
+            only.bytes -= len(only.blocks.popleft())
+        self.bytes = only.bytes
+
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 64 << 20  # bytes that may wait for the thread before recording gives up
-ROW_BYTES = 150  # of a row beside its body, about
-AGAIN = 10.0  # seconds after which a state that could not be taken is asked for again
-JOIN = 10.0  # seconds that the thread has to write what is left
-BEGIN = b"\xa5Begin"  # as an encoded message begins, behind the array's first byte
+MAX_WAITING_BYTES = 64 << 20  # bytes that may wait for the thread before recording gives up
+ROW_OVERHEAD_BYTES = 150  # of a row beside its body, about
+STATE_RETRY_SECONDS = 10.0  # seconds after which a state that could not be taken is asked for again
+CLOSE_TIMEOUT = 10.0  # seconds that the thread has to write what is left
+BEGIN_PREFIX = b"\xa5Begin"  # as an encoded message begins, behind the array's first byte
 
 
 class Recorder:
@@ -46,7 +161,7 @@ class Recorder:
         self,
         stem: str,
         identify: Callable[[], ModelIdentity],
-        ring: Ring | None = None,
+        ring: FlightRing | None = None,
         restarts: bool = False,
     ) -> None:
         self._stem = stem
@@ -86,8 +201,8 @@ class Recorder:
             return
         chunk = self._rows.copy()
         self._rows.clear()
-        size = sum([len(row[6]) for row in chunk]) + ROW_BYTES * len(chunk)
-        if self._given + size - self._done > MOST_WAITING:
+        size = sum([len(row[6]) for row in chunk]) + ROW_OVERHEAD_BYTES * len(chunk)
+        if self._given + size - self._done > MAX_WAITING_BYTES:
             self._drop(len(chunk))
             return
         if self._behind:
@@ -113,14 +228,18 @@ class Recorder:
     def postpone_segment(self, now: float, reason: str) -> None:
         """There is no state to begin with: the ring's current segment goes on."""
         log.warning("the flight recorder goes on with an older state: %s", reason)
-        self._not_before = now + AGAIN
+        self._not_before = now + STATE_RETRY_SECONDS
 
-    def begin_segment(self, header: TraceHeader, now: float, state: Copied | None = None) -> None:
+    def begin_segment(
+        self, header: TraceHeader, now: float, state: StateCopy | None = None
+    ) -> None:
         """The ring's next segment begins here, with `state`, taken just now, or a fresh core."""
         self._asked = True
         self._work.put(partial(self._begin_segment, header, now, state))
 
-    def start(self, recording: Recording, header: TraceHeader, state: Copied | None = None) -> None:
+    def start(
+        self, recording: Recording, header: TraceHeader, state: StateCopy | None = None
+    ) -> None:
         """`recording` gets what is added from now on; flush before. `state`: as above."""
         self._work.put(partial(self._start, recording, header, state))
 
@@ -137,15 +256,15 @@ class Recorder:
         self._closing.set()  # a state that is still on its way is of no use any more
         self._work.put(partial(self._end_all, reason))
         self._work.put(None)
-        self._thread.join(JOIN)
+        self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            log.error("recordings were not written to their end within %g s", JOIN)
+            log.error("recordings were not written to their end within %g s", CLOSE_TIMEOUT)
 
     def _drop(self, rows: int) -> None:
         self.lost += rows
         if not self._behind:
             self._behind = True
-            log.error("recording stops: %d MiB wait to be written", MOST_WAITING >> 20)
+            log.error("recording stops: %d MiB wait to be written", MAX_WAITING_BYTES >> 20)
         self._work.put(partial(self._break_off, "the disk did not keep up", self.lost))
 
     # ----------------------------------------------------------------------------- in the thread
@@ -185,7 +304,7 @@ class Recorder:
             wall = header.wall + now - header.monotonic
             self.ring.begin(msgspec.structs.replace(header, wall=wall, monotonic=now), now)
 
-    def _begin_segment(self, header: TraceHeader, now: float, state: Copied | None) -> None:
+    def _begin_segment(self, header: TraceHeader, now: float, state: StateCopy | None) -> None:
         try:
             packed = None if state is None else state.packed(self._closing.is_set)
             if self.ring is not None:
@@ -199,7 +318,7 @@ class Recorder:
         finally:
             self._asked = False
 
-    def _start(self, recording: Recording, header: TraceHeader, state: Copied | None) -> None:
+    def _start(self, recording: Recording, header: TraceHeader, state: StateCopy | None) -> None:
         try:
             if state is not None:
                 snapshot = form.unpack_state(state.packed(self._closing.is_set))
@@ -237,7 +356,7 @@ class Recorder:
         parts = self.ring.file(error) if self.ring is not None else []
         for folder in folders if parts else ():
             try:
-                file = TraceFile(folder, FLIGHT + self._stem)
+                file = TraceFile(folder, FLIGHT_PREFIX + self._stem)
                 for part in parts:
                     file.write(part)
                 file.close()
@@ -246,7 +365,7 @@ class Recorder:
                 continue
             log.error("the flight recording is in %s", file.path)
             with contextlib.suppress(OSError):  # another stage may prune there as well
-                prune(folder)
+                prune_flight_recordings(folder)
             return
 
     def _named(self, header: TraceHeader) -> TraceHeader:
@@ -256,4 +375,4 @@ class Recorder:
 
 
 def _restarts(row: Row) -> bool:
-    return row[1] == "in" and row[2] == "plan" and row[6].startswith(BEGIN, 1)
+    return row[1] == "in" and row[2] == "plan" and row[6].startswith(BEGIN_PREFIX, 1)

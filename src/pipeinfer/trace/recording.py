@@ -1,23 +1,116 @@
-"""One recording: a file that takes blocks of records until it is told to end or reaches a limit.
+"""One recording: a trace file that takes blocks of records until it is told to end or reaches a
+limit; its name and folder, and the identity of the checkpoint that the stage had.
 
-Used by the recorder's thread alone. Knows no loop and no stage.
+Used by the recorder's thread alone. Files are for their owner alone (0600), because prompts stand
+in them. Knows no loop and no stage.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
 from pipeinfer.core import LOCAL
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.trace import format as form
-from pipeinfer.trace.file import TraceFile
-from pipeinfer.trace.format import Row, TraceHeader
+from pipeinfer.trace.format import ModelIdentity, Row, TraceHeader
 from pipeinfer.trace.notes import End
+
+SUFFIX = ".pitrace"
+FLIGHT_PREFIX = "flight-"
+MAX_FLIGHT_RECORDINGS = (
+    32  # flight recordings in a folder; a stage that dies again and again must not fill the disk
+)
+
+
+class TraceFile:
+    """A new file `DIR/STEM.pitrace`, or `STEM-2`, `STEM-3` ... where there is one already."""
+
+    def __init__(self, folder: str | Path, stem: str) -> None:
+        """Creates the folder and the file. Raises OSError."""
+        folder = Path(folder)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.bytes = 0
+        number = 1
+        while True:
+            self.path = folder / (stem + (f"-{number}" if number > 1 else "") + SUFFIX)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._descriptor = os.open(self.path, flags, 0o600)
+                return
+            except FileExistsError:
+                number += 1
+
+    def write(self, block: bytes) -> None:
+        """Hands the block to the kernel, where it survives this process. Raises OSError."""
+        left = memoryview(block)
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+        self.bytes += len(block)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def default_folder() -> Path:
+    """Where flight recordings go if nobody says otherwise: XDG's folder for state."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "pipeinfer"
+
+
+def prune_flight_recordings(folder: Path) -> None:
+    """Removes the oldest flight recordings of `folder` beyond KEPT. Raises OSError."""
+    found = sorted(folder.glob(f"{FLIGHT_PREFIX}*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    for path in found[:-MAX_FLIGHT_RECORDINGS]:
+        path.unlink(missing_ok=True)
+
+
+MAX_SAFETENSORS_HEADER = 100 << 20  # bytes; what safetensors itself allows
+MAX_GGUF_HEADER = 16 << 20  # bytes; with it a large vocabulary
+
+
+def identify_model(name: str, folder: str) -> ModelIdentity:
+    """The identity of the checkpoint in `folder`; digest "" if it has no readable config.json.
+
+    `folder` may be a GGUF file."""
+    try:
+        return ModelIdentity(name, folder, _digest(Path(folder)))
+    except OSError:
+        return ModelIdentity(name, folder)  # the stages that need the files say what is wrong
+
+
+def _digest(folder: Path) -> str:
+    if is_gguf(folder):
+        return _header_digest(folder)
+    total = sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        total.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            size = (
+                min(struct.unpack("<Q", prefix)[0], MAX_SAFETENSORS_HEADER)
+                if len(prefix) == 8
+                else 0
+            )
+            total.update(file.read(size))
+    return total.hexdigest()
+
+
+def _header_digest(file: Path) -> str:
+    """Of size and first bytes: there are key-values, vocabulary and a list of tensors."""
+    total = sha256(f"{file.stat().st_size}\0".encode())
+    with file.open("rb") as stream:
+        total.update(stream.read(MAX_GGUF_HEADER))
+    return total.hexdigest()
+
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +127,7 @@ class Rewriter(Protocol):
 
 @dataclass(frozen=True)
 class Quota:
-    """After so much a recording ends by itself; 0 is without limit."""
+    """The limits after which a recording ends by itself; 0 is without limit."""
 
     messages: int = 0
     bytes: int = 0
@@ -42,7 +135,11 @@ class Quota:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a recording stands. `reason`: why it ended or failed, "" while it goes on."""
+    """The state of a recording.
+
+    name: of the recording. path: of its file. records, bytes: written so far.
+    reason: why it ended or failed, "" while it goes on.
+    """
 
     name: str
     state: Literal["recording", "done", "failed"]

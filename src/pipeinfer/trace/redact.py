@@ -1,26 +1,158 @@
-"""Rewrites what a trace says so that it has no text and no token ids, and the scheduler replays.
+"""Rewrites a trace so that it has no text and no token ids, and a scheduler's still replays.
 
 Every field that could carry either is named here; a message that is not named is left out of the
-trace. Knows messages and a renaming of ids; no file and no stage's state (trace/redact_state.py).
+trace. Token ids are renamed by a keyed bijection with fixed points: a substitution, which hides
+what a text says, not how often an id occurs. Knows messages and a scheduler's state; no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from pipeinfer.params import SamplingParams
-from pipeinfer.trace.bodies import Bodies
 from pipeinfer.trace.format import Record, Row, TraceHeader
 from pipeinfer.trace.notes import Unencoded
-from pipeinfer.trace.permutation import Permutation
-from pipeinfer.trace.redact_state import redact_state
+from pipeinfer.trace.reader import BodyDecoder
+from pipeinfer.trace.snapshot import known_class
 
-FIELDS: dict[str, dict[str, str]] = {
+RANKS = 8  # 64-bit ranks out of one hash
+
+
+class TokenPermutation:
+    """A bijection on 0 .. vocabulary-1; ids in `fixed` stay, and so do those beyond the vocabulary.
+
+    The others are sorted by a keyed hash, so that the same key and model give the same renaming on
+    any machine. key: at most 64 bytes.
+    """
+
+    def __init__(self, key: bytes, vocabulary: int, fixed: Iterable[int]) -> None:
+        kept = np.zeros(vocabulary, dtype=bool)
+        kept[[token for token in fixed if 0 <= token < vocabulary]] = True
+        free = np.flatnonzero(~kept)
+        blocks = range(-(-vocabulary // RANKS))
+        hashes = [blake2b(n.to_bytes(8, "little"), key=key, digest_size=64) for n in blocks]
+        ranks = np.frombuffer(b"".join(one.digest() for one in hashes), dtype="<u8")
+        self._table = np.arange(vocabulary, dtype=np.int32)
+        self._table[free] = free[np.argsort(ranks[free], kind="stable")]
+
+    def ids(self, raw: bytes) -> bytes:
+        """Little-endian int32 bytes, renamed."""
+        return self.array(np.frombuffer(raw, dtype="<i4")).tobytes()
+
+    def array(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [n], renamed."""
+        table = self._table
+        inside = (ids >= 0) & (ids < len(table))
+        return np.where(inside, table[np.where(inside, ids, 0)], ids).astype("<i4")
+
+    def one(self, token: int) -> int:
+        """One id, renamed."""
+        return int(self._table[token]) if 0 <= token < len(self._table) else token
+
+
+Attribute = tuple[str, str]  # a class and an attribute of it
+Rewrite = Callable[[msgspec.Struct], msgspec.Struct]
+
+_REQUEST = "pipeinfer.scheduler.request:Request"
+IDS: frozenset[Attribute] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
+ZEROED: frozenset[Attribute] = frozenset(
+    (_REQUEST, name) for name in ("logprobs", "prompt_logprobs")
+)
+NUMBERS: frozenset[Attribute] = frozenset(
+    (
+        (_REQUEST, "counts_in_flight"),
+        ("pipeinfer.scheduler.engine_state:StepInFlight", "slots"),
+        ("pipeinfer.scheduler.engine_state:Slots", "_free"),
+        ("pipeinfer.scheduler.engine_state:PageCredits", "_planned"),
+        ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
+        ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
+        ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
+        ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
+        ("pipeinfer.scheduler.queue:PendingGrammar", "answered"),
+        ("pipeinfer.scheduler.queue:SharedPrefixes", "_blocks_led"),
+        ("pipeinfer.fair_queue:_Flows", "_last"),
+        ("pipeinfer.histogram:Histogram", "counts"),
+        ("pipeinfer.scheduler.engine_state:_Rank", "first"),
+        ("pipeinfer.scheduler.engine_state:_Rank", "own"),
+    )
+)
+_SEQUENCES = ("list", "tuple", "set", "frozenset", "deque")
+_MAPPINGS = ("dict", "ordered", "counter")
+
+
+def redact_state(state: bytes, message: Rewrite, names: TokenPermutation) -> bytes:
+    """The snapshot with `message` applied to every message and the ids renamed by `names`.
+
+    Raises ValueError for a part of the state that may hold ids and is not known to.
+    """
+    try:
+        version, nodes = msgspec.msgpack.decode(state, type=tuple[int, list[list[Any]]])
+        attributes = _attributes(nodes)
+        rewritten = [_node(n, attributes[i], message, names) for i, n in enumerate(nodes)]
+        return _encode([version, rewritten])
+    except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"the state is none: {type(error).__name__}: {error}") from None
+
+
+def _attributes(nodes: list[list[Any]]) -> list[Attribute]:
+    """For each node the attribute that it hangs from; what is inside a container hangs with it."""
+    attributes: list[Attribute | None] = [None] * len(nodes)
+    attributes[0] = ("", "")
+    waiting = [0]
+    while waiting:
+        number = waiting.pop()
+        node, attribute = nodes[number], attributes[number]
+        for inner, value in _inner(node, attribute or ("", "")):
+            if type(value) is list and attributes[value[0]] is None:
+                attributes[value[0]] = inner
+                waiting.append(value[0])
+    return [attribute or ("", "") for attribute in attributes]
+
+
+def _inner(node: list[Any], attribute: Attribute) -> list[tuple[Attribute, Any]]:
+    if node[0] == "object":
+        flat = node[2]
+        return [((node[1], name), raw) for name, raw in zip(flat[::2], flat[1::2], strict=True)]
+    if node[0] in (*_SEQUENCES, *_MAPPINGS):
+        return [(attribute, raw) for raw in node[1]]
+    return [(attribute, raw) for raw in node[2]] if node[0] == "named" else []
+
+
+def _node(
+    node: list[Any],
+    attribute: Attribute,
+    message: Rewrite,
+    names: TokenPermutation,
+) -> list[Any]:
+    kind = node[0]
+    if kind == "struct":
+        decoded = msgspec.msgpack.decode(node[2], type=known_class(node[1]))
+        return [kind, node[1], _encode(message(decoded))]
+    if attribute in ZEROED and kind == "bytearray":
+        return [kind, bytes(len(node[1]))]
+    if attribute in IDS and kind == "ints":
+        return [kind, names.ids(node[1])]
+    if attribute in IDS:
+        if kind not in _SEQUENCES or not all(type(token) is int for token in node[1]):
+            raise ValueError(f"{'.'.join(attribute)} was expected to hold token ids")
+        ids = names.array(np.array(node[1], dtype="<i4")).tolist()
+        return [kind, ids, *node[2:]]
+    for inner, raw in _inner(node, attribute):
+        if type(raw) is bytes:
+            raise ValueError(f"{'.'.join(inner)} may hold token ids: it cannot be redacted")
+    numbers = kind in (*_SEQUENCES, *_MAPPINGS) and node[1] and all(type(v) is int for v in node[1])
+    if (numbers or kind in ("array", "bytearray", "ints")) and attribute not in NUMBERS:
+        raise ValueError(f"{'.'.join(attribute)} may hold token ids: it cannot be redacted")
+    return node
+
+
+REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "Submit": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
                "template_arguments": "dict", "cache_salt": "salt", "otherwise": "struct"},
     "Call": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
@@ -59,7 +191,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "Unsent": {"reason": "text"},
 }  # fmt: skip
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
-AS_THEY_ARE = {
+UNCHANGED_MESSAGES = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
@@ -76,10 +208,10 @@ _encode = msgspec.msgpack.Encoder().encode
 class Redactor:
     """Rewrites rows of a stage called `stage` ("scheduler")."""
 
-    def __init__(self, stage: str, key: bytes, names: Permutation) -> None:
-        self._bodies = Bodies(stage)
+    def __init__(self, stage: str, key: bytes, names: TokenPermutation) -> None:
+        self._bodies = BodyDecoder(stage)
         self._key = key
-        self.names = names
+        self.permutation = names
         self._how: dict[str, Callable[[Any], Any]] = {
             "ids": names.ids,
             "one": lambda value: names.one(value) if isinstance(value, int) else "",
@@ -108,7 +240,7 @@ class Redactor:
         time, direction, channel, peer, number, sent, _ = row
         message = self._bodies.decode(Record(*row))
         name = type(message).__name__
-        if name not in FIELDS and name not in AS_THEY_ARE:
+        if name not in REDACTED_FIELDS and name not in UNCHANGED_MESSAGES:
             message, direction = Unencoded(name), "note"
         elif name == "Refused" and channel == "text":
             # A tokenizer quotes what it refuses; the scheduler's own words are numbers alone.
@@ -122,12 +254,12 @@ class Redactor:
         replayed without their texts. Raises ValueError for a state with unknown parts."""
         state = header.snapshot if header.name == "scheduler" else None
         if state is not None:
-            state = redact_state(state, self.message, self.names)
+            state = redact_state(state, self.message, self.permutation)
         return msgspec.structs.replace(header, redacted=True, snapshot=state)
 
     def message(self, message: M) -> M:
         """The same message without text, its ids renamed."""
-        fields = FIELDS.get(type(message).__name__, {})
+        fields = REDACTED_FIELDS.get(type(message).__name__, {})
         changed = {}
         for name, how in fields.items():
             value = getattr(message, name)
@@ -140,11 +272,13 @@ class Redactor:
         return msgspec.structs.replace(
             params,
             stop=tuple(f"[{number}]" for number in range(len(params.stop))),
-            stop_token_ids=tuple(self.names.one(token) for token in params.stop_token_ids),
+            stop_token_ids=tuple(self.permutation.one(token) for token in params.stop_token_ids),
             structured_outputs=None if spec is None else self.message(spec),
-            logit_bias={self.names.one(token): bias for token, bias in params.logit_bias.items()},
+            logit_bias={
+                self.permutation.one(token): bias for token, bias in params.logit_bias.items()
+            },
             allowed_token_ids=params.allowed_token_ids
-            and tuple(self.names.one(token) for token in params.allowed_token_ids),
+            and tuple(self.permutation.one(token) for token in params.allowed_token_ids),
             bad_words=tuple(f"[{number}]" for number in range(len(params.bad_words))),
         )
 
@@ -172,4 +306,4 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     if tokenizer is not None:
         added = tokenizer.get_added_tokens_decoder()
         fixed |= {token for token, how in added.items() if how.special}
-    return Redactor(stage, secret, Permutation(secret, read_outline(path).vocab_size, fixed))
+    return Redactor(stage, secret, TokenPermutation(secret, read_outline(path).vocab_size, fixed))

@@ -24,14 +24,14 @@ from pipeinfer.trace.format import pack_state
 from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, snapshot
 
 # What is walked on the loop: so many values take a fraction of a millisecond, less than a fork.
-FEW = 1_000
-SHORT = 0.001  # seconds; a walk that took longer is a fork's business the next time
-PATIENCE = 30.0  # seconds that a copy may take; then it is killed, and its state lost
-LOOK = 0.1  # seconds between looks whether its state is still wanted
+MAX_WALKED_VALUES = 1_000
+SHORT_WALK_SECONDS = 0.001  # seconds; a walk that took longer is a fork's business the next time
+COPY_TIMEOUT = 30.0  # seconds that a copy may take; then it is killed, and its state lost
+POLL_SECONDS = 0.1  # seconds between looks whether its state is still wanted
 CPU_SECONDS = 60  # after which the kernel kills a copy whose parent is gone
 NICENESS = 10
 CHUNK = 1 << 20
-FDS = 1 << 20  # more than any process has
+MAX_DESCRIPTORS = 1 << 20  # more than any process has
 WALKED, UNFIT = b"S", b"U"
 _LEADING = struct.Struct("<cdQ")  # what follows, the seconds that it took, and its bytes
 
@@ -40,7 +40,7 @@ class StateLost(RuntimeError):
     """There is no state this time; the text says why. It may be asked for again later."""
 
 
-class Copied(Protocol):
+class StateCopy(Protocol):
     """A state that was taken, and may still be on its way."""
 
     def packed(self, given_up: Callable[[], bool]) -> bytes:
@@ -52,7 +52,7 @@ class Copied(Protocol):
         ...
 
 
-class Copier:
+class StateCopier:
     """Takes states of one core again and again. `forks`: whether this process may be forked.
 
     A process must not be forked that uses a GPU (its driver shares memory with the device), nor one
@@ -63,7 +63,7 @@ class Copier:
         self._forks = forks
         self.small = True  # as far as is known, the state is walked in no time
 
-    def take(self, core: object, still: Callable[[], bool] | None = None) -> Copied:
+    def take(self, core: object, still: Callable[[], bool] | None = None) -> StateCopy:
         """The state of `core` as it is now, between two events.
 
         still: whether the state is the one of now still, and goes on to be it unless the core takes
@@ -74,11 +74,11 @@ class Copier:
         if self.small or at_once:
             begun = time.perf_counter()
             try:
-                state = snapshot(core, 0 if at_once else FEW)
+                state = snapshot(core, 0 if at_once else MAX_WALKED_VALUES)
             except TooLarge:
                 self.small = False
             else:
-                self.small = time.perf_counter() - begun < SHORT
+                self.small = time.perf_counter() - begun < SHORT_WALK_SECONDS
                 return _Here(state)
         if self._forks:
             return self._fork(core)
@@ -87,7 +87,7 @@ class Copier:
             raise StateLost("it is too large to be taken while the stage is busy")
         return _Meanwhile(core, still, self._learn)
 
-    def _fork(self, core: object) -> Copied:
+    def _fork(self, core: object) -> StateCopy:
         """A signal that reached the copy would be told to our own loop: it takes none at all."""
         source, sink = os.pipe()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -108,7 +108,7 @@ class Copier:
 
     def _learn(self, seconds: float) -> None:
         """From the thread that waits."""
-        self.small = seconds < SHORT
+        self.small = seconds < SHORT_WALK_SECONDS
 
 
 def _walk(core: object, sink: int) -> NoReturn:
@@ -118,7 +118,7 @@ def _walk(core: object, sink: int) -> NoReturn:
         # Sockets and locks are ours as long as we hold them: a successor of a stage that is killed
         # now finds its ports free, and clients see their connections end.
         os.closerange(0, sink)
-        os.closerange(sink + 1, FDS)
+        os.closerange(sink + 1, MAX_DESCRIPTORS)
         _humble()
         begun = time.perf_counter()
         try:
@@ -188,16 +188,16 @@ class _Elsewhere:
 
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         try:
-            said = self._read(given_up)
+            received = self._read(given_up)
         finally:
             os.close(self._source)
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)  # it has ended, or nobody wants it
             with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
-        whole = len(said) >= _LEADING.size
-        kind, seconds, size = _LEADING.unpack_from(said) if whole else (b"", 0.0, 1)
-        body = said[_LEADING.size :]
+        whole = len(received) >= _LEADING.size
+        kind, seconds, size = _LEADING.unpack_from(received) if whole else (b"", 0.0, 1)
+        body = received[_LEADING.size :]
         if len(body) != size:
             raise StateLost("the process that copied it was killed")
         if kind == UNFIT:
@@ -208,9 +208,9 @@ class _Elsewhere:
     def _read(self, given_up: Callable[[], bool]) -> bytes:
         poll, chunks = select.poll(), list[bytes]()  # `select` takes no descriptor above 1023
         poll.register(self._source, select.POLLIN)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + COPY_TIMEOUT
         while True:
-            if poll.poll(LOOK * 1_000):
+            if poll.poll(POLL_SECONDS * 1_000):
                 chunk = os.read(self._source, CHUNK)
                 if not chunk:
                     return b"".join(chunks)
@@ -218,4 +218,4 @@ class _Elsewhere:
             elif given_up():
                 raise StateLost("nobody wants it any more")
             elif time.monotonic() > deadline:
-                raise StateLost(f"its copy took more than {PATIENCE:g} s")
+                raise StateLost(f"its copy took more than {COPY_TIMEOUT:g} s")

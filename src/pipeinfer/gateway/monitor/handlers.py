@@ -31,7 +31,7 @@ from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.streams import HEADERS
 from pipeinfer.gateway.tokenizing import Encoded, detokenize_call
 from pipeinfer.packing import unpack
-from pipeinfer.recent import Recent
+from pipeinfer.recent import RecentTable
 from pipeinfer.version import __version__
 
 EVERY = 0.25  # seconds between two events
@@ -52,7 +52,7 @@ class MonitorHandlers:
         self._figures: Figures | None = None
         self._made = 0.0  # when
         self._feeds = 0
-        self._texts: Recent[str] = Recent(TEXTS_KEPT, MOST_TEXTS)
+        self._texts: RecentTable[str] = RecentTable(TEXTS_KEPT, MOST_TEXTS)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Says which path is whose."""

@@ -13,7 +13,7 @@ import msgspec
 
 from pipeinfer.gateway.health import Health, Row
 from pipeinfer.gateway.lately import QUANTILES
-from pipeinfer.passages.durations import MINUTE
+from pipeinfer.observe.spans import MINUTE
 
 SMOOTH = 5.0  # seconds over which rates are taken, at all places
 

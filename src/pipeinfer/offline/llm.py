@@ -1,0 +1,292 @@
+"""LLM: a model for scripts, which blocks; the loop of AsyncLLM runs on a thread of its own.
+
+Knows AsyncLLM, prompts and outputs, and the progress bar; no pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from tqdm import tqdm
+
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.offline import calls
+from pipeinfer.offline.async_llm import AsyncLLM
+from pipeinfer.offline.calls import ChatOptions, Message, Prompt
+from pipeinfer.offline.keywords import EngineArgs
+from pipeinfer.offline.loop_thread import LoopThread
+from pipeinfer.offline.outputs import OfflineRequest, Progress, RequestOutput
+from pipeinfer.offline.sampling import AnyParams, SamplingParams
+
+
+class ProgressBar:
+    """Shows a batch's progress until its context ends.
+
+    use_tqdm: True shows it, False does not, None does where stderr is a terminal. Or what makes the
+    bar, called as tqdm is; `show` then works with anything that has update() and set_postfix_str().
+    """
+
+    def __init__(self, progress: Progress, use_tqdm: bool | Callable[..., object] | None) -> None:
+        make = cast("Callable[..., Any]", use_tqdm) if callable(use_tqdm) else tqdm
+        quiet = {None: None, True: False, False: True}
+        bar_options = {} if callable(use_tqdm) else {"disable": quiet[use_tqdm]}
+        self._progress = progress
+        self._bar = make(
+            total=progress.total, desc="requests", unit="", dynamic_ncols=True, **bar_options
+        )
+        self._shown = 0
+        self._began = time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show()
+        self._bar.close()
+
+    def show(self) -> None:
+        """What is known now: the rates are those of the whole batch so far."""
+        if getattr(self._bar, "disable", False):
+            return
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        prompts, outputs = (count / seconds for count in self._progress.tokens())
+        rates = f"tokens/s: {prompts:,.0f} of prompts, {outputs:,.0f} of outputs"
+        self._bar.set_postfix_str(rates, refresh=False)
+        ended, self._shown = self._progress.ended - self._shown, self._progress.ended
+        self._bar.update(ended)
+        self._bar.refresh()
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Params = AnyParams | Sequence[AnyParams] | None
+NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
+# Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
+FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
+
+GENERATES = "models generate texts; LLM.generate and LLM.chat do so"
+FROM_OUTSIDE = "the model is in processes of its own; LLM.stats() says what they do"
+AT_ONCE = "give all prompts to LLM.generate at once, or use AsyncLLM"
+NO_SLEEP = "close() gives the memory back, and LLM(...) loads the model again"
+# What vLLM's LLM has and this one has not, and what to use instead.
+MISSING = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), GENERATES),
+    "beam_search": "there is no beam search: ask for n outputs, choose by cumulative_logprob",
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), AT_ONCE),
+    **dict.fromkeys(("sleep", "wake_up", "release_kv_cache_memory"), NO_SLEEP),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use the settings profile and profile_dir"),
+    **dict.fromkeys(
+        ("llm_engine", "model_config", "collective_rpc", "apply_model", "get_world_size"),
+        FROM_OUTSIDE,
+    ),
+    "get_metrics": "LLM.stats() has the statistics of each stage",
+    "reset_mm_cache": "models take and give texts only",
+    **dict.fromkeys(
+        ("init_weight_transfer_engine", "update_weights", "start_weight_update"),
+        "LLM(...) loads a changed checkpoint",
+    ),
+}
+
+
+def batch_defaults(settings: Mapping[str, object]) -> dict[str, object]:
+    """`settings` over the defaults of a batch. Who gives a target for steps wants a policy that
+    heeds it."""
+    targets = any(settings.get(name) for name in NO_TARGETS)
+    return FOR_BATCHES | ({"policy": "mixed"} if targets else {}) | dict(settings)
+
+
+class SyncModel:
+    """A model, loaded when the constructor returns; an AsyncLLM on a thread of its own.
+
+    `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the flags of
+    `pipeinfer serve` with underscores; its defaults are no targets of steps, no late graphs, and
+    the policy `throughput`. Keywords of vLLM's LLM and SGLang's Engine are taken as AsyncLLM does.
+    `skip_tokenizer_init`: outputs have no texts. `chat_template`: a file, or a template as text.
+    Raises ConfigurationError if it cannot be loaded. The processes behind it end with close(), with
+    the `with` block, when nobody holds it any more, or with the interpreter.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "",
+        *,
+        skip_tokenizer_init: bool = False,
+        chat_template: str | os.PathLike[str] | None = None,
+        **settings: object,
+    ) -> None:
+        self._detokenize = not skip_tokenizer_init
+        given = os.fspath(chat_template or "")
+        self._template = given if "{%" in given or "{{" in given else None
+        if given and self._template is None:
+            settings["chat_template"] = given
+        self._llm = AsyncLLM(model, **batch_defaults(settings))
+        self._thread = LoopThread()
+        # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
+        self._end = weakref.finalize(self, _end, self._llm, self._thread, os.getpid())
+        try:
+            self._thread.run(self._llm.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends all processes. May be called again."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without params gets: vLLM's defaults under the checkpoint's own. A copy,
+        which the caller may change."""
+        return self._llm.get_default_sampling_params()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer as transformers has it."""
+        return self._llm.get_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes; whether all groups have done so."""
+        self._check_open()
+        return self._thread.run(self._llm.reset_prefix_cache())
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """The statistics of each stage, as of its latest heartbeat (twice a second)."""
+        return self._llm.stats()
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise RuntimeError("this model is closed")
+
+
+class LLM(SyncModel):
+    """Batches of prompts or chats in, whole outputs out, in the form of vLLM's LLM."""
+
+    if not TYPE_CHECKING:  # it would hide what is misspelled
+
+        def __getattr__(self, name: str) -> object:
+            reason = MISSING.get(name)
+            hint = f": {reason}" if reason else ""
+            raise AttributeError(f"LLM has no {name!r}{hint}")
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """An LLM of the keywords in EngineArgs."""
+        return cls(**vars(args))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., object] | None = None,
+        *,
+        params: Params = None,
+        lora_request: object = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes one prompt or many, each a text, token ids, or a dict with one of them (see
+        TextPrompt, TokensPrompt); results in the prompts' order.
+
+        sampling_params: for all prompts, or a list with one for each; None is
+        get_default_sampling_params(). `params` is another name of it. use_tqdm: whether a bar shows
+        requests and tokens a second; None: where stderr is a terminal; or what makes one, as tqdm
+        does. priority: a lower one goes first; or one for each prompt. tokenization_kwargs:
+        {"add_special_tokens": False} leaves them out of texts.
+
+        Raises ValueError if lengths differ, RequestError for a prompt that is refused (all others
+        are aborted then), PipelineStopped if the stages are gone. What fails later ends with
+        finish_reason "error".
+        """
+        listed = calls.as_list(prompts)
+        count = len(listed)
+        given = self._params(sampling_params, params, count)
+        options = calls.with_options(
+            count, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
+        )
+        batch = [
+            calls.completion(self._llm.name(), prompt, one, **call_options)
+            for prompt, one, call_options in zip(listed, given, options, strict=True)
+        ]
+        return self._run(batch, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., object] | None = None,
+        *,
+        params: Params = None,
+        lora_request: object = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[JsonObject] | None = None,
+        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one chat (a list of dicts with "role" and "content") or a list of chats.
+
+        tools: what the template shows as such, in OpenAI's form; calls come as text.
+        continue_final_message: the last message goes on; needs add_generation_prompt=False, which
+        leaves the assistant's turn unopened. chat_template: another template, as text;
+        chat_template_kwargs: further variables of it. The rest is as for generate().
+        """
+        calls.check_content_format(chat_template_content_format)
+        chats = calls.as_chats(messages)
+        count = len(chats)
+        given = self._params(sampling_params, params, count)
+        options = calls.with_options(
+            count, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
+        )
+        chat_options = ChatOptions(
+            chat_template=chat_template or self._template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        variables, _ = calls.template_arguments(chat_template_kwargs, chat_options)
+        batch = [
+            calls.chat(self._llm.name(), chat, one, variables, **rest)
+            for chat, one, rest in zip(chats, given, options, strict=True)
+        ]
+        return self._run(batch, use_tqdm)
+
+    def _params(self, first: Params, second: Params, count: int) -> list[AnyParams]:
+        """One for each of `count` prompts."""
+        chosen = next((one for one in (first, second) if one is not None), None)
+        given = self.get_default_sampling_params() if chosen is None else chosen
+        listed = calls.each_params(given, count)
+        return listed if self._detokenize else [calls.without_texts(one) for one in listed]
+
+    def _run(
+        self, batch: list[OfflineRequest], use_tqdm: bool | Callable[..., object] | None
+    ) -> list[RequestOutput]:
+        self._check_open()
+        progress = Progress(sum(asked.call.params.n for asked in batch))
+        with ProgressBar(progress, use_tqdm) as bar:
+            return self._thread.run(self._llm.collect(batch, progress), bar.show)
+
+
+def _end(llm: AsyncLLM, thread: LoopThread, pid: int) -> None:
+    if os.getpid() != pid:  # a fork has neither the thread nor the right to end the processes
+        return
+    if thread.is_current():  # collected as garbage there: it cannot wait for itself
+        thread.start(llm.close())
+        return
+    try:
+        thread.run(llm.close())
+    finally:
+        thread.close()
