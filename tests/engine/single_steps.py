@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipeinfer.engine.device import HostDevice
-from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.step import LAST_TOKEN, Sampled, Step
 from step_pages import all_pages
@@ -32,9 +31,10 @@ class HostRunner:
     def __init__(self, run: Callable[[Step], Sampled]) -> None:
         self.device, self.run = HostDevice(), run
 
-    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> HostFlight:
+    def launch(self, step: Step, before: Callable[[Step], None] | None = None) -> HostFlight:
         def run() -> Sampled:
-            before(step)
+            if before is not None:
+                before(step)
             return self.run(step)
 
         return HostFlight(self.device, run)

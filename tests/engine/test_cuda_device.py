@@ -153,13 +153,13 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         assert buffers.parity == step.number % PARITIES
 
     runner = Runner.__new__(Runner)
-    runner.phases, runner._launched = Phases(), 0
+    runner.phases, runner._launched, runner._latest = Phases(), 0, [None] * PARITIES
     runner._buffers = [StepBuffers(parity, HostDevice(), 1, 1, 1) for parity in range(PARITIES)]
     runner.device, runner._graphs = Device(), Graphs(None)  # type: ignore
     runner._pack = pack  # type: ignore
     for number in range(4):
         runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
-        runner._buffers[number % PARITIES].latest = LaunchedStep(number)  # type: ignore
+        runner._latest[number % PARITIES] = LaunchedStep(number)  # type: ignore
     assert happened == [
         ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
         ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),

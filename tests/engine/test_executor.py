@@ -35,10 +35,11 @@ class Runner:
         self.watched: list[int] = []
         self.grounded: set[int] = set()
 
-    def launch(self, step: Step, before: Callable[[Step], None]) -> LaunchedStep:
+    def launch(self, step: Step, before: Callable[[Step], None] | None) -> LaunchedStep:
         if step.number in self.grounded:
             raise ValueError(f"launch of {step.number}")
-        before(step)
+        if before is not None:
+            before(step)
         self.launched.append(LaunchedStep(step.number))
         return self.launched[-1]
 

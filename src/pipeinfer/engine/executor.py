@@ -2,7 +2,6 @@
 
     DeviceDriver         takes Compute, Compile and Capture from the core, gives back StepDone
     Executor             launches steps, finishes those with masked rows, reports ends
-    LaunchedStep         a step on its way through the device
     BackgroundCapture    CUDA graphs that are captured while there is no step
 
 Knows a runner that launches, and an event loop; no plan, no model, no torch and no kind of device.
@@ -17,12 +16,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.device import Failed, StepEvent
@@ -35,25 +31,12 @@ from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.step import Sampled, Step
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
-    import torch
-
     from pipeinfer.engine.masks import Masks
-    from pipeinfer.engine.runner import PackedStep, Runner
-    from pipeinfer.engine.sampling import StepScores
-    from pipeinfer.engine.step_buffers import StepBuffers
+    from pipeinfer.engine.runner import LaunchedStep, Runner
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
 MOST_UNFINISHED = 4
-
-
-# Writes the masks of a step's masked rows, int32 [N, W]; returns the rows that must not sample
-# anything, with the reason.
-Fill = Callable[[np.ndarray], dict[int, str]]
-
-
-def unwatched(step: Step) -> None:
-    """Nobody looks on."""
 
 
 class Watch(Protocol):
@@ -66,40 +49,6 @@ class Watch(Protocol):
     def close(self) -> None:
         """No step follows."""
         ...
-
-
-@dataclass
-class LaunchedStep:
-    """`step` on its way through the device, in `buffers` of its parity.
-
-    event: its end, which is not ready before a step with masked rows was finished.
-    packed: what is left to be computed: from its launch on, and of a step with masked rows until it
-    was finished. refused: those of its rows that must not sample, with the reason.
-
-    Written by the device's work, read when the step has ended:
-    drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
-    that belong to rows that sample, in their order. scores: where log-probs are asked for.
-    logits: [S, vocab], if they are kept.
-    """
-
-    step: Step
-    buffers: StepBuffers
-    event: StepEvent = field(init=False)
-    packed: PackedStep | None = None
-    refused: dict[int, str] = field(default_factory=dict[int, str])
-    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
-    scores: StepScores | None = None
-    logits: torch.Tensor | None = None
-    _sampled: Sampled | None = None
-
-    def take(self) -> Sampled:
-        """What it gave, waited for if need be; raises what the step raised."""
-        if self._sampled is None:
-            self.event.wait()
-            sampled = Sampled.of(self.drawn[self.rows], self.refused)
-            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
-        return self._sampled
 
 
 class Executor:
@@ -126,7 +75,7 @@ class Executor:
         self._on_error = on_error
         self._loop = loop or asyncio.get_running_loop()
         self._watch = watch
-        self._before = unwatched if watch is None else watch.before
+        self._before = None if watch is None else watch.before
         self._masks = masks
         # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
         self._launched: deque[tuple[Step, StepEvent, LaunchedStep | None]] = deque()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -23,7 +23,6 @@ from pipeinfer.attention.interface import Attention, Plan
 from pipeinfer.engine import calibrate
 from pipeinfer.engine.calibrate import empty_step
 from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
-from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
 from pipeinfer.engine.graph_shapes import (
     LargestStep,
     decode_only,
@@ -35,7 +34,7 @@ from pipeinfer.engine.graphs import Captured, Graphs
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.profiling import usual_marks
-from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, truncated
+from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels.interface import Kernels
@@ -79,6 +78,47 @@ class PackedStep:
         return slice(count) if self.sample_rows is None else self.sample_rows
 
 
+# Writes the masks of a step's masked rows, int32 [N, W]; returns the rows that must not sample
+# anything, with the reason.
+Fill = Callable[[np.ndarray], dict[int, str]]
+Before = Callable[[Step], None]  # called with a step that is about to be launched
+
+
+@dataclass
+class LaunchedStep:
+    """`step` on its way through the device, in `buffers` of its parity.
+
+    event: its end, which is not ready before a step with masked rows was finished: `two_phase`.
+    packed: what is left to be computed: from its launch on, and of a step with masked rows until it
+    was finished. refused: those of its rows that must not sample, with the reason.
+
+    Written by the device's work, read when the step has ended:
+    drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
+    that belong to rows that sample, in their order. scores: where log-probs are asked for.
+    logits: [S, vocab], if they are kept.
+    """
+
+    step: Step
+    buffers: StepBuffers
+    event: StepEvent = field(init=False)
+    two_phase: TwoPhaseEvent | None = None
+    packed: PackedStep | None = None
+    refused: dict[int, str] = field(default_factory=dict[int, str])
+    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    scores: StepScores | None = None
+    logits: torch.Tensor | None = None
+    _sampled: Sampled | None = None
+
+    def take(self) -> Sampled:
+        """What it gave, waited for if need be; raises what the step raised."""
+        if self._sampled is None:
+            self.event.wait()
+            sampled = Sampled.of(self.drawn[self.rows], self.refused)
+            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
+        return self._sampled
+
+
 class Runner:
     """One rank. `phases` has the host's time of each part of a launch."""
 
@@ -117,6 +157,7 @@ class Runner:
             for parity in range(PARITIES)
         ]
         self._launched = 0
+        self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
         # Of the rows that were packed last: their sampling fields, and what follows from these for
         # all steps of the same rows: `truncated` and `biased` of PackedStep.
@@ -152,29 +193,31 @@ class Runner:
         """Launches the step and waits for it."""
         return self.launch(step).take()
 
-    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> LaunchedStep:
+    def launch(self, step: Step, before: Before | None = None) -> LaunchedStep:
         """Queues the step behind those that were launched before. Does not wait for the device,
         except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
 
         `before` is called with it right before its kernels are launched, on the thread that
         launches them. A step with masked rows is computed up to their logits; see `finish`.
         """
-        buffers = self._buffers[self._launched % PARITIES]
+        parity = self._launched % PARITIES
         self._launched += 1
-        launched = LaunchedStep(step, buffers)
-        prepare = partial(self._prepare, launched, buffers.latest, before)
+        launched = LaunchedStep(step, self._buffers[parity])
+        prepare = partial(self._prepare, launched, self._latest[parity], before)
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
-            first = self.device.submit(partial(self._compute, launched), prepare)
-        launched.event = first if step.masked is None else TwoPhaseEvent(first)
-        buffers.latest = launched
+            launched.event = self.device.submit(partial(self._compute, launched), prepare)
+        if step.masked is not None:
+            launched.event = launched.two_phase = TwoPhaseEvent(launched.event)
+        self._latest[parity] = launched
         return launched
 
     def _prepare(
-        self, launched: LaunchedStep, last: LaunchedStep | None, before: Callable[[Step], None]
+        self, launched: LaunchedStep, last: LaunchedStep | None, before: Before | None
     ) -> None:
         """On the host, before the device begins."""
         step, buffers = launched.step, launched.buffers
-        before(step)
+        if before is not None:
+            before(step)
         with self.phases.range("wait for buffers"):
             if last is not None:  # what it reads is free then, and what it gave taken
                 last.take()
@@ -202,8 +245,8 @@ class Runner:
     def finish(self, launched: LaunchedStep, fill: Fill) -> None:
         """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
         masks."""
-        masked, event = launched.step.masked, launched.event
-        assert masked is not None and isinstance(event, TwoPhaseEvent)
+        masked, event = launched.step.masked, launched.two_phase
+        assert masked is not None and event is not None
         many, width = len(masked.rows), -(-self._sampler.vocab // 32)
         words = launched.buffers.masks.take(many * width).view(many, width)
         with self.phases.span("masks", launched.step.number):

@@ -15,7 +15,7 @@ nothing loops over rows: this is the hot path of the engine's host. Knows no mod
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -312,9 +312,6 @@ def _indptr(sizes: np.ndarray) -> np.ndarray:
     return found
 
 
-if TYPE_CHECKING:
-    from pipeinfer.engine.executor import LaunchedStep
-
 PARITIES = 2
 MOST_PIECES = 1024
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
@@ -349,15 +346,16 @@ class Download:
 
 
 class StepBuffers:
-    """One parity. latest: the last step that was launched in them. plan: what attention made of it,
-    whose memory is nobody else's until the step has ended.
+    """One parity.
+
+    plan: what attention made of the last step that was launched in them; its memory is in use until
+    that step has ended.
     """
 
     def __init__(
         self, parity: int, device: Device, words: int, most_rows: int, padding_slot: int
     ) -> None:
         self.parity = parity
-        self.latest: LaunchedStep | None = None
         self._pinned = device.pinned((words,), torch.int32)
         self.packer = Packer(self._pinned.numpy(), padding_slot)
         self.plan: Plan = None
