@@ -42,8 +42,8 @@ START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 t
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MAX_ADDRESS_SPACE = 2 * 1024**3
 WALK_TOKENS = 24  # tokens of the walk that finds the cost of masks, drawn from those allowed
-# Units (compiling.py) that a token of the walk may cost on average: 4 ms of each step in which a
-# row has the grammar. Honest grammars take up to 700, with a vocabulary of 262,000 up to 2,200.
+# Units (compiling.py) that a token of the walk may cost on average: 4 ms of each step with such a
+# row. Honest grammars take up to 700, with a vocabulary of 262,000 up to 2,200.
 MAX_UNITS_A_TOKEN = 4_000
 # The same in fuel of the lexer, of which so much is half a MB. Honest grammars take up to 7,000.
 MAX_FUEL_A_TOKEN = 16_000
