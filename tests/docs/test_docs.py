@@ -23,7 +23,7 @@ from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.error_codes import CODES
 from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.lately import Latencies
+from pipeinfer.gateway.lately import RollingLatencies
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS
 from pipeinfer.gateway.unsupported_fields import HARMLESS, INSTEAD, REFUSED
@@ -196,7 +196,7 @@ def test_every_statistic_of_a_running_pipeline_is_documented_and_none_besides():
         while not all(llm.stats().values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         heard = {stage.split("-")[0]: set(stats) for stage, stats in llm.stats().items()}
-    heard["gateway"] |= set(Latencies(Metrics(Health([]))).stats(0.0))  # which serves HTTP
+    heard["gateway"] |= set(RollingLatencies(Metrics(Health([]))).stats(0.0))  # which serves HTTP
     of_each = set(STATISTICS[EACH])
     assert of_each <= set.union(*heard.values())
     told = {stage: set(names) for stage, names in STATISTICS.items() if stage != EACH}

@@ -16,8 +16,10 @@ from pipeinfer.gateway import keys
 def run(arguments: Sequence[str]) -> int:
     """0; ConfigurationError for a name that cannot be. The line alone goes to stdout."""
     options = parser().parse_args(arguments)
-    text, line = keys.fresh(options.name)
-    limits = [f"{name}={n}" for name in keys.LIMITS if (n := getattr(options, name)) is not None]
+    text, line = keys.new_key(options.name)
+    limits = [
+        f"{name}={n}" for name in keys.LIMIT_NAMES if (n := getattr(options, name)) is not None
+    ]
     print(f"the key, shown only now: {text}", file=sys.stderr)
     print("the line for the file of --api-key-file:", file=sys.stderr, flush=True)
     print(" ".join([line, *([keys.ADMIN] if options.admin else []), *limits]))
@@ -46,6 +48,6 @@ def parser() -> CommandLine:
 
 
 def _count(text: str) -> int:
-    if keys.COUNT.fullmatch(text) is None:
+    if keys.LIMIT_VALUE.fullmatch(text) is None:
         raise argparse.ArgumentTypeError("a whole number, 0 or more")
     return int(text)

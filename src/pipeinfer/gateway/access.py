@@ -16,31 +16,31 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer import traceparent
-from pipeinfer.gateway.admission import VISIT, guarded
+from pipeinfer.gateway.admission import CLIENT_REQUEST, is_protected
 from pipeinfer.gateway.responses import GONE, Handler
-from pipeinfer.gateway.tracing import Traces, carried
+from pipeinfer.gateway.tracing import RequestTraces, client_traceparent
 from pipeinfer.runtime.logs import ACCESS
 
 log = logging.getLogger(ACCESS)
 
 REQUEST_ID = "x-request-id"
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-NAME = web.RequestKey("name", str)
+_X_REQUEST_ID = web.RequestKey("name", str)
 
 
-def name_of(request: web.Request) -> str:
+def x_request_id(request: web.Request) -> str:
     """What the answer calls the request in `x-request-id`: as its client does, if that is sane."""
-    name = request.get(NAME, "")
+    name = request.get(_X_REQUEST_ID, "")
     if not name:
         given = request.headers.get(REQUEST_ID, "")
-        name = request[NAME] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        name = request[_X_REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
     return name
 
 
-class Access:
+class AccessLog:
     """`traces`: what the pipeline is told of traces."""
 
-    def __init__(self, traces: Traces, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, traces: RequestTraces, clock: Callable[[], float] = time.monotonic) -> None:
         self._traces = traces
         self._clock = clock
 
@@ -49,7 +49,7 @@ class Access:
 
         @web.middleware
         async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
-            wanted = request.method == "POST" and guarded(request.path)
+            wanted = request.method == "POST" and is_protected(request.path)
             if not wanted or not log.isEnabledFor(logging.INFO):
                 return await handler(request)
             began, status = self._clock(), GONE
@@ -58,17 +58,17 @@ class Access:
                 status = response.status
                 return response
             finally:
-                self._say(request, status, self._clock() - began)
+                self._log_request(request, status, self._clock() - began)
 
         return access
 
-    def _say(self, request: web.Request, status: int, seconds: float) -> None:
-        visit = request.get(VISIT)
-        given = carried(request.headers)
+    def _log_request(self, request: web.Request, status: int, seconds: float) -> None:
+        visit = request.get(CLIENT_REQUEST)
+        given = client_traceparent(request.headers)
         fields: dict[str, object] = {
             "method": request.method,
             "path": request.path,
-            "x_request_id": name_of(request),
+            "x_request_id": x_request_id(request),
             "status": status,
             "seconds": round(seconds, 6),
             "outcome": "abort" if status == GONE else "refused",
@@ -77,7 +77,7 @@ class Access:
         if visit is not None:
             usage = visit.usage
             prompt, output = usage.prompt_tokens, usage.output_tokens
-            given = self._traces.of(usage.request_id, given) if usage.request_id else given
+            given = self._traces.traceparent(usage.request_id, given) if usage.request_id else given
             fields |= {
                 "request_id": usage.request_id,
                 "key": visit.client.name,

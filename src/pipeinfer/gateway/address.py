@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipeinfer.settings import Settings
 
 
-def url(settings: Settings, port: int) -> str:
+def server_url(settings: Settings, port: int) -> str:
     """The URL of a server that listens on `port`: of its public address where one is set."""
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

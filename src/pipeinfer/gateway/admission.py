@@ -15,19 +15,19 @@ from typing import NamedTuple
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway.client_names import ClientNames
+from pipeinfer.gateway.client_names import ClientHashes
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
-from pipeinfer.gateway.keys import Keys
-from pipeinfer.gateway.limits import Account, Excess, Limits
+from pipeinfer.gateway.keys import ApiKeys
+from pipeinfer.gateway.limits import KeyLimits, KeyUsage, LimitExceeded
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import Sink
+from pipeinfer.gateway.port import ResponseSink
 from pipeinfer.gateway.responses import GONE, Handler
-from pipeinfer.gateway.tallies import Tally
+from pipeinfer.gateway.tallies import Counter
 from pipeinfer.topology.addresses import is_loopback
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
-GUARDED = (
+PROTECTED_PATHS = (
     "/v1",
     "/tokenize",
     "/tokenizer_info",
@@ -36,9 +36,9 @@ GUARDED = (
     "/monitor",
 )  # and all that is below
 # What proxies add. They may be on this host, and those who ask them elsewhere.
-FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
+PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
 SLASHES = re.compile("/+")  # routes take several for one
-PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
+RATE_LIMIT_HEADERS = "x-ratelimit-"  # as OpenAI's servers call them
 
 
 class Client:
@@ -46,27 +46,27 @@ class Client:
 
     __slots__ = ("account", "admin", "name", "output", "prompt")
 
-    def __init__(self, name: str, account: Account, metrics: Metrics) -> None:
+    def __init__(self, name: str, account: KeyUsage, metrics: Metrics) -> None:
         self.name = name
         self.account = account
         self.admin = False
         self.prompt, self.output = metrics.key_counters(name)
 
-    def use(self, counter: Tally, tokens: int, clock: Callable[[], float]) -> None:
+    def use_tokens(self, counter: Counter, tokens: int, clock: Callable[[], float]) -> None:
         """Counts tokens, and takes them from its minute's."""
         counter.count += tokens
         if self.account.limits.tokens:
-            self.account.use(tokens, clock())
+            self.account.use_tokens(tokens, clock())
 
 
-class Right(NamedTuple):
+class Identity(NamedTuple):
     """Who asks. An `operator` may see what is others'."""
 
     name: str
     operator: bool
 
 
-class Usage:
+class RequestUsage:
     """What one HTTP request had of the pipeline. `request_id`: the first one's; `finish`: how the
     last of its choices ended."""
 
@@ -78,21 +78,21 @@ class Usage:
         self.finish = ""
 
 
-class Visit:
+class ClientRequest:
     """One HTTP request of a client. `entered`: how many answers are made for it. `outcome`: as
     metrics have it."""
 
-    __slots__ = ("client", "entered", "limited", "outcome", "usage")
+    __slots__ = ("choices", "client", "limited", "outcome", "usage")
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.entered = 0
+        self.choices = 0
         self.limited = False
         self.outcome = "abort"  # its client went away
-        self.usage = Usage()
+        self.usage = RequestUsage()
 
 
-VISIT = web.RequestKey("visit", Visit)
+CLIENT_REQUEST = web.RequestKey("visit", ClientRequest)
 
 
 class Admission:
@@ -101,8 +101,8 @@ class Admission:
 
     def __init__(
         self,
-        keys: Keys,
-        anonymous: Limits,
+        keys: ApiKeys,
+        anonymous: KeyLimits,
         metrics: Metrics,
         loopback: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -110,28 +110,28 @@ class Admission:
         self._metrics = metrics
         self._loopback = loopback
         self._clock = clock
-        self._keys = Keys()
+        self._keys = ApiKeys()
         self._clients: dict[str, Client] = {}
-        self._names = ClientNames()
+        self._names = ClientHashes()
         if keys:
-            self.replace(keys)
+            self.replace_keys(keys)
         else:
-            account = Account(anonymous, clock())
+            account = KeyUsage(anonymous, clock())
             self._clients[ANONYMOUS] = Client(ANONYMOUS, account, metrics)
 
     @property
-    def keyed(self) -> bool:
+    def needs_key(self) -> bool:
         """Whether a key is needed."""
         return bool(self._keys)
 
-    def right(self, request: web.Request) -> Right:
+    def identity(self, request: web.Request) -> Identity:
         """As the keys are now: whatever is answered for long asks again and again. ApiError 401
         where the request's key is none, or none any more."""
-        client = self._client(request)
+        client = self._authenticate(request)
         keyless = not self._keys and self._loopback and _on_this_host(request)
-        return Right(client.name, client.admin or keyless)
+        return Identity(client.name, client.admin or keyless)
 
-    def replace(self, keys: Keys) -> None:
+    def replace_keys(self, keys: ApiKeys) -> None:
         """Other keys from now on. A name that stays keeps what it has used; requests of a key
         that is gone go on."""
         now, before = self._clock(), self._clients
@@ -140,8 +140,8 @@ class Admission:
         for key in keys:
             client = before.get(key.name)
             if client is None:
-                client = Client(key.name, Account(key.limits, now), self._metrics)
-            client.account.limit(key.limits, now)
+                client = Client(key.name, KeyUsage(key.limits, now), self._metrics)
+            client.account.set_limits(key.limits, now)
             client.admin = key.admin
             self._clients[key.name] = client
 
@@ -150,15 +150,15 @@ class Admission:
 
         @web.middleware
         async def admission(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not guarded(request.path):
+            if not is_protected(request.path):
                 return await handler(request)
-            client = self._client(request)
+            client = self._authenticate(request)
             if request.method != "POST":
                 return await handler(request)
-            visit = request[VISIT] = Visit(client)
+            visit = request[CLIENT_REQUEST] = ClientRequest(client)
             try:
-                self._check(visit, client.account.enter(self._clock()))
-                visit.entered = 1
+                self._raise_if_limited(visit, client.account.admit(self._clock()))
+                visit.choices = 1
                 response = await handler(request)
                 visit.outcome = _outcome(visit, response.status)
                 return response
@@ -174,36 +174,36 @@ class Admission:
                 visit.outcome = "error"
                 raise
             finally:
-                client.account.leave(visit.entered)
-                self._metrics.key_ended(client.name, visit.outcome)
+                client.account.release(visit.choices)
+                self._metrics.count_key_request(client.name, visit.outcome)
 
         return admission
 
-    def widen(self, request: web.Request, prompts: int, choices: int) -> None:
+    def count_choices(self, request: web.Request, prompts: int, choices: int) -> None:
         """Counts a request as one for each prompt, and as running for each of all its choices,
         before any of them is sent on.
 
         Raises ApiError 429 if that is more than the client may have.
         """
-        visit = request[VISIT]
-        if choices > visit.entered:
+        visit = request[CLIENT_REQUEST]
+        if choices > visit.choices:
             account = visit.client.account
-            self._check(visit, account.enter_more(prompts, choices, self._clock()))
-            visit.entered = choices
+            self._raise_if_limited(visit, account.admit_choices(prompts, choices, self._clock()))
+            visit.choices = choices
 
-    def metered(self, request: web.Request, sink: Sink) -> Sink:
+    def metered(self, request: web.Request, sink: ResponseSink) -> ResponseSink:
         """`sink`, with its tokens taken from the client's as they become known."""
-        return _Metered(sink, request[VISIT], self._clock)
+        return _MeteredSink(sink, request[CLIENT_REQUEST], self._clock)
 
-    def client(self, request: web.Request) -> str:
+    def client_hash(self, request: web.Request) -> str:
         """Whom the pipeline takes its sender for; see ClientNames."""
-        if self.keyed:
-            return self._names.of_key(request[VISIT].client.name)
+        if self.needs_key:
+            return self._names.of_key(request[CLIENT_REQUEST].client.name)
         return self._names.of_connection(request)
 
-    async def say_limits(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def add_limit_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Puts the client's limits, where it has any, into the headers of a response."""
-        visit = request.get(VISIT)
+        visit = request.get(CLIENT_REQUEST)
         if visit is None:
             return
         account = visit.client.account
@@ -211,10 +211,10 @@ class Admission:
         limits = account.limits.requests, account.limits.tokens
         for name, limit, remaining in zip(("requests", "tokens"), limits, left, strict=True):
             if limit:
-                response.headers[f"{PREFIX}limit-{name}"] = str(limit)
-                response.headers[f"{PREFIX}remaining-{name}"] = str(remaining)
+                response.headers[f"{RATE_LIMIT_HEADERS}limit-{name}"] = str(limit)
+                response.headers[f"{RATE_LIMIT_HEADERS}remaining-{name}"] = str(remaining)
 
-    def _client(self, request: web.Request) -> Client:
+    def _authenticate(self, request: web.Request) -> Client:
         if not self._keys:
             return self._clients[ANONYMOUS]
         token = _token(request)
@@ -224,7 +224,7 @@ class Admission:
         return self._clients[key.name]
 
     @staticmethod
-    def _check(visit: Visit, excess: Excess | None) -> None:
+    def _raise_if_limited(visit: ClientRequest, excess: LimitExceeded | None) -> None:
         if excess is not None:
             visit.limited = True
             raise ApiError(
@@ -232,14 +232,14 @@ class Admission:
             )
 
 
-def guarded(path: str) -> bool:
+def is_protected(path: str) -> bool:
     """Whether a key is needed for it, where there are keys."""
-    return SLASHES.sub("/", path).startswith(GUARDED)
+    return SLASHES.sub("/", path).startswith(PROTECTED_PATHS)
 
 
 def _on_this_host(request: web.Request) -> bool:
     """Whether its client is, as far as it can be known."""
-    forwarded = any(name in request.headers for name in FORWARDED)
+    forwarded = any(name in request.headers for name in PROXY_HEADERS)
     return not forwarded and is_loopback(request.remote or "")
 
 
@@ -251,7 +251,7 @@ def _token(request: web.Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _outcome(visit: Visit, status: int) -> str:
+def _outcome(visit: ClientRequest, status: int) -> str:
     if visit.limited:
         return "limited"
     if status == GONE:
@@ -261,12 +261,14 @@ def _outcome(visit: Visit, status: int) -> str:
     return "error" if status >= 500 and status != 503 else "refused"
 
 
-class _Metered:
+class _MeteredSink:
     """A sink in front of another."""
 
     __slots__ = ("_client", "_clock", "_sink", "_usage")
 
-    def __init__(self, sink: Sink, visit: Visit, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sink: ResponseSink, visit: ClientRequest, clock: Callable[[], float]
+    ) -> None:
         self._sink = sink
         self._client = visit.client
         self._usage = visit.usage
@@ -274,7 +276,7 @@ class _Metered:
 
     def started(self, index: int, started: Started) -> None:
         client = self._client
-        client.use(client.prompt, started.prompt_tokens, self._clock)
+        client.use_tokens(client.prompt, started.prompt_tokens, self._clock)
         self._usage.request_id = self._usage.request_id or started.request_id
         self._usage.prompt_tokens += started.prompt_tokens
         self._sink.started(index, started)
@@ -282,7 +284,7 @@ class _Metered:
     def delta(self, index: int, delta: Delta) -> None:
         if delta.ids:  # hot path: once for every token of every stream
             client, tokens = self._client, len(delta.ids) // 4
-            client.use(client.output, tokens, self._clock)
+            client.use_tokens(client.output, tokens, self._clock)
             self._usage.output_tokens += tokens
         if delta.finish is not None:
             self._usage.finish = delta.finish

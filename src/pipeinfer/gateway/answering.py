@@ -13,45 +13,47 @@ from urllib.parse import quote
 from aiohttp import web
 from msgspec.structs import replace
 
-from pipeinfer.gateway.access import name_of
-from pipeinfer.gateway.admission import VISIT
-from pipeinfer.gateway.bodies import Bodies
+from pipeinfer.gateway.access import x_request_id
+from pipeinfer.gateway.admission import CLIENT_REQUEST
+from pipeinfer.gateway.bodies import BodyReader
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
-from pipeinfer.gateway.intake import Intake
+from pipeinfer.gateway.intake import BodyDecoder
 from pipeinfer.gateway.outlets import Outlet
-from pipeinfer.gateway.port import Sink
+from pipeinfer.gateway.port import ResponseSink
 from pipeinfer.gateway.requests import Job
 from pipeinfer.gateway.schema import Request
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.shapes import Answer
-from pipeinfer.gateway.streams import EventStream, Turn, WholeAnswer, api_error
-from pipeinfer.gateway.tokenizing import Encoded
-from pipeinfer.gateway.tracing import carried
+from pipeinfer.gateway.streams import EventStream, WholeAnswer, WriteBatch, api_error
+from pipeinfer.gateway.tokenizing import EncodedPrompt
+from pipeinfer.gateway.tracing import client_traceparent
 
-LEFT_OUT = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
-MOST_LEFT_OUT = 1_000  # letters
-LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # that a header has as they are
+IGNORED_SCHEMA = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
+MOST_IGNORED_SCHEMA = 1_000  # letters
+HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # that a header has as they are
 
 log = logging.getLogger(__name__)
 
 
-class Answering:
+class Serving:
     """Of one server."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
-        self._turn = Turn()
+        self._bodies = BodyDecoder(
+            BodyReader(service.max_body_bytes), service.metrics.count_unknown_fields
+        )
+        self._write_batch = WriteBatch()
 
-    async def body(self, request: web.Request, kind: type[Request]) -> Request:
+    async def read_body(self, request: web.Request, kind: type[Request]) -> Request:
         """The checked body, read only if its request could be taken now."""
-        self.check_room(1)
-        body = await self._intake.take(request, kind)
+        self.check_capacity(1)
+        body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
 
-    def said(self, name: str, job: Job, chat: bool) -> Answer:
+    def new_answer(self, name: str, job: Job, chat: bool) -> Answer:
         """What the answer called `name` says of itself."""
         return Answer(
             chat=chat,
@@ -66,39 +68,39 @@ class Answering:
 
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""
-        self.check_room(job.choices)
+        self.check_capacity(job.choices)
         asked = job.asked
         if asked.left_out:
-            _leave_out(request, asked.left_out)
-        sink = EventStream(outlet, self._turn) if job.stream else WholeAnswer(outlet)
-        told = _Refusals(sink, request, asked.loses) if asked.otherwise is not None else sink
+            _note_ignored_schema(request, asked.left_out)
+        sink = EventStream(outlet, self._write_batch) if job.stream else WholeAnswer(outlet)
+        told = _GrammarRefusals(sink, request, asked.loses) if asked.otherwise is not None else sink
         admission = self.service.admission
-        admission.widen(request, job.prompts, job.choices)
+        admission.count_choices(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
-        calls = self._owned(request, job.calls)
+        calls = self._with_client(request, job.calls)
         try:
-            async with self.service.port.opened(calls, admission.metered(request, told)):
+            async with self.service.sessions.open(calls, admission.metered(request, told)):
                 return await sink.respond(request)
         except ApiError as error:
             # Nobody behind the gateway knows which field has asked for the form.
             names = {"structured_outputs": asked.field} if asked.field else {}
             raise renamed(error, names) from None
 
-    async def encoded(self, request: web.Request, call: Call) -> Started:
+    async def encode_prompt(self, request: web.Request, call: Call) -> Started:
         """What the tokenizer says of a prompt that is only to be encoded."""
-        sink = Encoded()
+        sink = EncodedPrompt()
         admission = self.service.admission
-        calls = self._owned(request, [call])
-        async with self.service.port.opened(calls, admission.metered(request, sink)):
+        calls = self._with_client(request, [call])
+        async with self.service.sessions.open(calls, admission.metered(request, sink)):
             return await sink.prompt()
 
-    def _owned(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
+    def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
         """The calls, each with its client, which is also noted for those that look."""
-        sight, client = self.service.sight, self.service.admission.client(request)
+        sight, client = self.service.monitor, self.service.admission.client_hash(request)
         for call in calls:
             if sight is not None:
-                sight.own(call.request_id, request[VISIT].client.name)
+                sight.set_owner(call.request_id, request[CLIENT_REQUEST].client.name)
             yield replace(call, client=client)
 
     def check_model(self, model: str | None) -> None:
@@ -109,28 +111,28 @@ class Answering:
             )
             raise ApiError(404, message, "model", "model_not_found")
 
-    def check_room(self, requests: int) -> None:
+    def check_capacity(self, requests: int) -> None:
         """ApiError where so many more requests would not be taken now."""
         refusal = self.service.core.refusal(requests=requests)
         if refusal is not None:
-            self.service.metrics.ended("refused")
+            self.service.metrics.count_ended("refused")
             raise api_error(refusal)
 
 
-class _Refusals:
+class _GrammarRefusals:
     """A sink in front of another, of a request that is served although its grammar is refused: says
     so before the answer's headers leave. `loses`: what the answer is not held to then."""
 
     __slots__ = ("_loses", "_request", "_sink")
 
-    def __init__(self, sink: Sink, request: web.Request, loses: str) -> None:
+    def __init__(self, sink: ResponseSink, request: web.Request, loses: str) -> None:
         self._sink = sink
         self._request = request
         self._loses = loses
 
     def started(self, index: int, started: Started) -> None:
         if started.refusal:
-            _leave_out(self._request, (f"{self._loses}: {started.refusal}",))
+            _note_ignored_schema(self._request, (f"{self._loses}: {started.refusal}",))
         self._sink.started(index, started)
 
     def delta(self, index: int, delta: Delta) -> None:
@@ -140,14 +142,14 @@ class _Refusals:
         self._sink.failed(index, failed)
 
 
-def _leave_out(request: web.Request, places: Sequence[str]) -> None:
+def _note_ignored_schema(request: web.Request, places: Sequence[str]) -> None:
     """Says in a header, and in the log, what the answer is not held to."""
     # Names of properties are the client's: no log has them, a header takes ASCII only.
-    request[LEFT_OUT] = quote("; ".join(places), LETTERS)[:MOST_LEFT_OUT]
+    request[IGNORED_SCHEMA] = quote("; ".join(places), HEADER_LETTERS)[:MOST_IGNORED_SCHEMA]
     keywords = sorted({each.partition(" ")[0] for each in places})
-    log.info("%s: its answer is not held to %s", name_of(request), ", ".join(keywords))
+    log.info("%s: its answer is not held to %s", x_request_id(request), ", ".join(keywords))
 
 
-def trace(request: web.Request) -> str:
+def client_trace(request: web.Request) -> str:
     """The client's W3C traceparent, or none."""
-    return carried(request.headers)
+    return client_traceparent(request.headers)

@@ -14,21 +14,21 @@ from pipeinfer.params import SamplingParams
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 # Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
 # for at most may be any number.
-MOST_OUTPUTS = 4096
+MOST_SCORED_OUTPUTS = 4096
 TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
 VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
 
 
-def occupied(params: SamplingParams, prompt_tokens: int) -> int:
+def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
     """As how many prompt tokens a request counts: with log-probs, what these will occupy, too."""
-    outputs = min(params.max_tokens or MOST_OUTPUTS, MOST_OUTPUTS)
+    outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
     scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
     return prompt_tokens + scores // BYTES_PER_TOKEN
 
 
-def size_of(call: Call) -> int:
+def call_tokens(call: Call) -> int:
     """Prompt tokens as which a call counts, as far as can be told before it is tokenized."""
-    return occupied(call.params, _tokens(call))
+    return occupied_tokens(call.params, _tokens(call))
 
 
 def _tokens(call: Call) -> int:
@@ -79,7 +79,7 @@ class Backlog:
         self.requests -= 1
         self.tokens -= tokens
 
-    def no_room(self, requests: int, tokens: int) -> str:
+    def refusal_reason(self, requests: int, tokens: int) -> str:
         """Why so many more cannot wait; "" if they can.
 
         One that alone has more tokens than may wait has room where no other waits.

@@ -10,17 +10,19 @@ import contextlib
 import uuid
 from collections.abc import Callable, Iterable
 
-from pipeinfer.gateway.health import Row
+from pipeinfer.gateway.health import StageStatus
 from pipeinfer.messages import CacheReset, Message, ResetCache
 
-RESET = 10.0  # seconds; a group that is started again takes longer, and then has nothing cached
+RESET_TIMEOUT = (
+    10.0  # seconds; a group that is started again takes longer, and then has nothing cached
+)
 
 
 class _Reset:
-    __slots__ = ("done", "missing")
+    __slots__ = ("done", "pending")
 
     def __init__(self, missing: set[int]) -> None:
-        self.missing = missing
+        self.pending = missing
         self.done = asyncio.Event()
 
 
@@ -30,7 +32,9 @@ class CacheResets:
     def __init__(self) -> None:
         self._waiting: dict[str, _Reset] = {}
 
-    async def ask(self, feed: Callable[[Message], None], stages: Iterable[Row]) -> set[int]:
+    async def reset(
+        self, feed: Callable[[Message], None], stages: Iterable[StageStatus]
+    ) -> set[int]:
         """Asks all groups of `stages` to forget cached prefixes that no request uses; returns those
         that have not said so in time."""
         name = f"reset-{uuid.uuid4().hex}"
@@ -39,15 +43,15 @@ class CacheResets:
         try:
             feed(ResetCache(name))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(reset.done.wait(), RESET)
+                await asyncio.wait_for(reset.done.wait(), RESET_TIMEOUT)
         finally:
             del self._waiting[name]
-        return reset.missing
+        return reset.pending
 
     def on_answer(self, answer: CacheReset) -> None:
         """A group's answer; one to an unknown question is fine."""
         reset = self._waiting.get(answer.name)
         if reset is not None:
-            reset.missing.discard(answer.group)
-            if not reset.missing:
+            reset.pending.discard(answer.group)
+            if not reset.pending:
                 reset.done.set()

@@ -13,10 +13,10 @@ from ipaddress import ip_address
 
 from aiohttp import web
 
-PREFIX = 8  # bytes of an IPv6 address that its host has
+IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
 
 
-class ClientNames:
+class ClientHashes:
     """Hashes: neither an address nor a key's name leaves the gateway."""
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class ClientNames:
 
     def of_peer(self, address: str, peer: object) -> str:
         """As above; `peer`: by which connections of `address` differ."""
-        return f"{self._hash(host_of(address))}/{self._hash(repr(peer).encode())}"
+        return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:
         return blake2b(name, key=self._secret, digest_size=8).hexdigest()
 
 
-def host_of(address: str) -> bytes:
+def host_bytes(address: str) -> bytes:
     """What all addresses of its host have in common."""
     try:
         known = ip_address(address.partition("%")[0])
     except ValueError:
         return address.encode()
-    return known.packed if known.version == 4 else _of_six(known.packed)
+    return known.packed if known.version == 4 else _ipv6_host(known.packed)
 
 
-def _of_six(packed: bytes) -> bytes:
+def _ipv6_host(packed: bytes) -> bytes:
     mapped = packed[:12] == bytes(10) + b"\xff\xff"
-    return packed[12:] if mapped else packed[:PREFIX]
+    return packed[12:] if mapped else packed[:IPV6_HOST_BYTES]

@@ -17,20 +17,26 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.half_closed import watch
+from pipeinfer.gateway.half_closed import abort_when_gone
 from pipeinfer.gateway.handshakes import Handshake
 from pipeinfer.gateway.responses import Unroutable, error_response, of_http
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = 620.0  # seconds without a request; load balancers keep connections for up to 600
-HEAD = 30.0  # seconds from the first byte of a request's head to its end
-UNREAD = 300.0  # seconds for which a client may leave what was sent unread, its window closed
-LINGER = 10.0  # seconds for which the rest of a refused body is taken in, so that it reads why
-SWEEP = 5.0  # seconds between looks at connections that wait
-OTHER_FILES = 256  # open files of a gateway beside connections
-MOST = 65_536  # connections, however many files may be open: some 30 KiB each
-FEWEST = 16
+KEEP_ALIVE_TIMEOUT = (
+    620.0  # seconds without a request; load balancers keep connections for up to 600
+)
+HEAD_TIMEOUT = 30.0  # seconds from the first byte of a request's head to its end
+UNREAD_TIMEOUT = (
+    300.0  # seconds for which a client may leave what was sent unread, its window closed
+)
+LINGER_TIMEOUT = (
+    10.0  # seconds for which the rest of a refused body is taken in, so that it reads why
+)
+SWEEP_INTERVAL = 5.0  # seconds between looks at connections that wait
+RESERVED_FILES = 256  # open files of a gateway beside connections
+MOST_CONNECTIONS = 65_536  # connections, however many files may be open: some 30 KiB each
+LEAST_CONNECTIONS = 16
 # Of a request whose headers are out: what sends something that a client must ignore.
 PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client ignores one that it did not ask for
@@ -40,10 +46,14 @@ TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", re
 def most_connections() -> int:
     """So many that files for everything else can still be opened."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft == resource.RLIM_INFINITY else max(FEWEST, min(soft - OTHER_FILES, MOST))
+    return (
+        MOST_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else max(LEAST_CONNECTIONS, min(soft - RESERVED_FILES, MOST_CONNECTIONS))
+    )
 
 
-class Counted(Protocol):
+class CountedConnection(Protocol):
     """What counts as a connection. `head_since`: when the first byte of an unfinished head came."""
 
     head_since: float | None
@@ -70,78 +80,82 @@ class Connections:
         refused: Callable[[], None],
     ) -> None:
         self.server = server
-        self.bad = bad
-        self._most = most
-        self._refused = refused
-        self._all: set[Counted] = set()
-        self._fresh: dict[Counted, float] = {}  # since when they wait, oldest first
-        self._kept: dict[Counted, float] = {}
-        self._shaking: set[asyncio.Task[None]] = set()
+        self.on_bad_request = bad
+        self._most_open = most
+        self._on_refused = refused
+        self._all: set[CountedConnection] = set()
+        self._unused: dict[CountedConnection, float] = {}  # since when they wait, oldest first
+        self._keep_alive: dict[CountedConnection, float] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._sweeper = self._loop.call_later(SWEEP, self._sweep)
+        self._sweeper = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
     def __call__(self) -> Connection:
         return Connection(self, self._loop)
 
-    def accepted(self, one: socket.socket, context: ssl.SSLContext) -> None:
+    def accept_tls(self, one: socket.socket, context: ssl.SSLContext) -> None:
         """Makes a connection of it that speaks TLS, if its handshake goes well."""
         handshake = Handshake(one)
-        if not self.opened(handshake):
+        if not self.register(handshake):
             one.close()  # nothing can be said before the handshake
             return
 
         def make() -> Connection:
             return Connection(self, self._loop, handshake)
 
-        shaking = self._loop.create_task(handshake.shake(context, make))
-        self._shaking.add(shaking)
-        shaking.add_done_callback(self._shaking.discard)
-        shaking.add_done_callback(lambda _: self.closed(handshake))
+        shaking = self._loop.create_task(handshake.run(context, make))
+        self._handshakes.add(shaking)
+        shaking.add_done_callback(self._handshakes.discard)
+        shaking.add_done_callback(lambda _: self.unregister(handshake))
 
-    def opened(self, connection: Counted, before: Counted | None = None) -> bool:
+    def register(
+        self, connection: CountedConnection, before: CountedConnection | None = None
+    ) -> bool:
         """Whether it may stay. It counts instead of `before`, which it was until now."""
         if before is not None:
-            self.closed(before)
-        if len(self._all) >= self._most:
-            waiting = next(iter(self._fresh or self._kept), None)
-            self._refused()
+            self.unregister(before)
+        if len(self._all) >= self._most_open:
+            waiting = next(iter(self._unused or self._keep_alive), None)
+            self._on_refused()
             if waiting is None:
                 return False
             waiting.evict()
-            self.closed(waiting)
+            self.unregister(waiting)
         self._all.add(connection)
-        self._fresh[connection] = self._loop.time()
+        self._unused[connection] = self._loop.time()
         return True
 
-    def closed(self, connection: Counted) -> None:
+    def unregister(self, connection: CountedConnection) -> None:
         """It counts no more."""
         self._all.discard(connection)
-        self.busy(connection)
+        self.mark_busy(connection)
 
-    def busy(self, connection: Counted) -> None:
+    def mark_busy(self, connection: CountedConnection) -> None:
         """It has a request."""
-        self._fresh.pop(connection, None)
-        self._kept.pop(connection, None)
+        self._unused.pop(connection, None)
+        self._keep_alive.pop(connection, None)
 
-    def idle(self, connection: Counted) -> None:
+    def mark_idle(self, connection: CountedConnection) -> None:
         """It waits for its next request."""
         if connection in self._all:
-            self._kept[connection] = self._loop.time()
+            self._keep_alive[connection] = self._loop.time()
 
     def stop(self) -> None:
         """No more looking, and who had no request gets none; others are the server's to close."""
         self._sweeper.cancel()
-        for connection in list(self._fresh):
+        for connection in list(self._unused):
             connection.evict()
 
     def _sweep(self) -> None:
         now = self._loop.time()
-        for waiting in (self._fresh, self._kept):
+        for waiting in (self._unused, self._keep_alive):
             for connection, since in list(waiting.items()):
                 begun = connection.head_since
-                if now - since > KEEP_ALIVE or (begun is not None and now - begun > HEAD):
+                if now - since > KEEP_ALIVE_TIMEOUT or (
+                    begun is not None and now - begun > HEAD_TIMEOUT
+                ):
                     connection.evict()
-        self._sweeper = self._loop.call_later(SWEEP, self._sweep)
+        self._sweeper = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
 
 class Connection(web.RequestHandler):
@@ -151,62 +165,64 @@ class Connection(web.RequestHandler):
         self,
         connections: Connections,
         loop: asyncio.AbstractEventLoop,
-        before: Counted | None = None,
+        before: CountedConnection | None = None,
     ) -> None:
         super().__init__(
             connections.server,
             loop=loop,
-            keepalive_timeout=KEEP_ALIVE,
-            lingering_time=LINGER,
+            keepalive_timeout=KEEP_ALIVE_TIMEOUT,
+            lingering_time=LINGER_TIMEOUT,
             auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
         )
         self._connections = connections
-        self._before = before
+        self._handshake = before
         self.head_since: float | None = None
         self._busy = False  # requests have come that are not answered
         self._answering = False  # the last bytes of an answer are on their way
         self._half_closed = False
-        self._accepted: asyncio.Transport | None = None  # also while it closes
-        self._last: tuple[Any, Any] | None = None  # the latest message and its body
+        self._raw_transport: asyncio.Transport | None = None  # also while it closes
+        self._last_message: tuple[Any, Any] | None = None  # the latest message and its body
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        self._accepted = self.transport
-        before, self._before = self._before, None
-        if not self._connections.opened(self, before):
-            self.transport.write(_raw(TOO_MANY))
+        self._raw_transport = self.transport
+        before, self._handshake = self._handshake, None
+        if not self._connections.register(self, before):
+            self.transport.write(_raw_response(TOO_MANY))
             self.force_close()
             return
         raw = transport.get_extra_info("socket")
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD * 1000))
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT * 1000))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.closed(self)
+        self._connections.unregister(self)
         super().connection_lost(exc)
-        self._accepted = None
-        self._last = None  # its body knows this connection, which shall end without a collector
+        self._raw_transport = None
+        self._last_message = (
+            None  # its body knows this connection, which shall end without a collector
+        )
 
     def evict(self) -> None:
         """Closes at once: TLS would wait for the client's part in its end, and every transport for
         a client to read what is left."""
         self.force_close()
-        if self._accepted is not None:
-            self._accepted.abort()
+        if self._raw_transport is not None:
+            self._raw_transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
             newest = self._messages[-1]  # perhaps not looked at since its last bytes came
-            if self._last not in (None, newest) and not self._last[1].is_eof():
+            if self._last_message not in (None, newest) and not self._last_message[1].is_eof():
                 # The parser gave up in the middle of a body, which nobody else is told.
-                self._last[1].set_exception(web.RequestPayloadError("malformed"))
-            self._last = newest
+                self._last_message[1].set_exception(web.RequestPayloadError("malformed"))
+            self._last_message = newest
             self._busy = True
             self.head_since = None
-            self._connections.busy(self)
+            self._connections.mark_busy(self)
         elif data and not self._busy and self.head_since is None:
             self.head_since = self._loop.time()
 
@@ -218,7 +234,7 @@ class Connection(web.RequestHandler):
         if not self._answerable() or transport is None:
             return False
         self._half_closed = True
-        watch(transport, lambda: self._busy, self._probe)
+        abort_when_gone(transport, lambda: self._busy, self._probe)
         return True
 
     def _answerable(self) -> bool:
@@ -227,9 +243,9 @@ class Connection(web.RequestHandler):
         Over TLS there is no half-closing, and HTTP/1.0 knows nothing that could be sent before an
         answer: there the end of what is sent is the end of the client.
         """
-        if not self._busy or self._last is None or self.ssl_context is not None:
+        if not self._busy or self._last_message is None or self.ssl_context is not None:
             return False
-        message, body = self._last
+        message, body = self._last_message
         unreadable = not hasattr(message, "version")
         return body.is_eof() and (unreadable or message.version >= HttpVersion11)
 
@@ -257,7 +273,7 @@ class Connection(web.RequestHandler):
             self._answering = False
             if not self._messages:
                 self._busy = False
-                self._connections.idle(self)
+                self._connections.mark_idle(self)
 
     def handle_error(
         self,
@@ -270,33 +286,35 @@ class Connection(web.RequestHandler):
         if status >= 500:
             super().handle_error(request, status, exc, message)  # the log gets the traceback
             return Unroutable.of(ApiError(status, "internal error"))
-        self._note(exc)
+        self._report_bad_request(exc)
         if exc is not None:
             exc.__traceback__ = None  # its frames know `exc`, and with it this connection
-        return Unroutable.of(ApiError(status, f"no HTTP request: {_what(exc)}", code="bad_request"))
+        return Unroutable.of(
+            ApiError(status, f"no HTTP request: {_parser_error(exc)}", code="bad_request")
+        )
 
     def log_exception(self, *args: object, **kw: object) -> None:
         exc = kw.get("exc_info")
         if isinstance(exc, web.RequestPayloadError):  # in a body that nobody wanted any more
-            self._note(exc)
+            self._report_bad_request(exc)
         else:
             super().log_exception(*args, **kw)
 
-    def _note(self, exc: BaseException | None) -> None:
-        self._connections.bad()
+    def _report_bad_request(self, exc: BaseException | None) -> None:
+        self._connections.on_bad_request()
         peer = self.peername
         host = peer[0] if isinstance(peer, tuple) else peer
-        log.info("bad request from %s: %s", host, _what(exc))
+        log.info("bad request from %s: %s", host, _parser_error(exc))
 
 
-def _what(exc: BaseException | None) -> str:
+def _parser_error(exc: BaseException | None) -> str:
     """The parser's words, but nothing of what it quotes: that may be a key."""
     words = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(":")
     quotes = not words or "'" in words or '"' in words or len(words) > 80
     return type(exc).__name__ if quotes else words
 
 
-def _raw(error: ApiError) -> bytes:
+def _raw_response(error: ApiError) -> bytes:
     """A whole response, where there is no request to answer."""
     body = error.body()
     head = (

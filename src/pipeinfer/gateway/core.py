@@ -16,14 +16,14 @@ from pipeinfer.beats import GIVE_UP, silence
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.gateway.backlog import Backlog, occupied, size_of
-from pipeinfer.gateway.deadlines import Deadlines
+from pipeinfer.gateway.backlog import Backlog, call_tokens, occupied_tokens
+from pipeinfer.gateway.deadlines import RequestDeadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
-from pipeinfer.gateway.health import Expected, Health, Row
-from pipeinfer.gateway.ledger import End, Endings, Hole, Record, offsets
-from pipeinfer.gateway.standing import Standing
-from pipeinfer.gateway.submission import Submissions, again
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
+from pipeinfer.gateway.ledger import EndedRequest, EndedRequests, Hole, Record, offsets
+from pipeinfer.gateway.standing import Readiness
+from pipeinfer.gateway.submission import SubmitBuilder, resubmissions
+from pipeinfer.gateway.tracing import RequestTraces
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -43,7 +43,7 @@ from pipeinfer.messages import (
 from pipeinfer.recovery import answer
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
-LATE = 2.0  # seconds for which rows of an ended request are no surprise
+LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise
 
 
 def local(message: Message) -> Send:
@@ -65,26 +65,26 @@ class GatewayCore:
 
     def __init__(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedStage],
         *,
         index: int = 0,
         seed: int = 0,
         backlog: Backlog | None = None,
         incarnation: int = 0,
-        traces: Traces | None = None,
+        traces: RequestTraces | None = None,
         host_loss: float = inf,
     ) -> None:
         self.health = Health(expected, silence(len(expected)), GIVE_UP * host_loss)
-        self._standing = Standing(self.health)
+        self._readiness = Readiness(self.health)
         self._index = index
-        self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
-        self._submissions = Submissions(index, seed, traces or Traces())
+        self._recover_request: Recover | None = Recover(f"gateway-{index}", incarnation)
+        self._submissions = SubmitBuilder(index, seed, traces or RequestTraces())
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
         self._records: dict[str, Record] = {}
         self._backlog = backlog or Backlog()
-        self._endings = Endings()
-        self._deadlines = Deadlines(self._records)
+        self._ended = EndedRequests()
+        self._deadlines = RequestDeadlines(self._records)
         self._counts = {"requests_total": 0, "late_rows": 0, "stray_rows": 0, "resubmitted": 0}
 
     # ------------------------------------------------------------------------------- a stage's core
@@ -92,20 +92,20 @@ class GatewayCore:
     def handle(self, event: Message, now: float) -> list[Send]:
         """Takes one event at `now` (monotonic seconds). KeyError for one that no gateway gets."""
         out = self._handlers[type(event)](self, event, now)
-        if self._endings.untold:
-            out += [Send("requests", to, done) for to, done in self._endings.tell()]
+        if self._ended.unreported:
+            out += [Send("requests", to, done) for to, done in self._ended.take_unreported()]
         return out
 
     @property
     def status(self) -> Status:
         """What clients are told of the pipeline."""
-        return self._standing.status
+        return self._readiness.status
 
     def state(self) -> tuple[State, str]:
         """(state, reason) for the heartbeat."""
-        if self._standing.draining:
+        if self._readiness.draining:
             return "draining", f"{len(self._records)} requests are running"
-        if self.answering():
+        if self.can_serve():
             return "ready", ""
         return "waiting", self.health.reason()
 
@@ -123,21 +123,21 @@ class GatewayCore:
         """True when no request is live."""
         return not self._records
 
-    def answering(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether a request that came now would be answered without a pause."""
-        return self._standing.answering
+        return self._readiness.can_serve
 
     # -------------------------------------------------------------------------------- from a client
 
     def _call(self, call: Call, now: float) -> list[Send]:
         if call.request_id in self._records:
             raise ValueError(f"request id {call.request_id!r} is in use")
-        size, many = size_of(call), call.params.n  # of each choice
+        size, many = call_tokens(call), call.params.n  # of each choice
         refusal = self.refusal(requests=many, tokens=size * many)
         if refusal is not None:
             names = choice_ids(call.request_id, range(many))
             return [local(msgspec.structs.replace(refusal, request_id=name)) for name in names]
-        submit = self._submissions.first(call)
+        submit = self._submissions.build(call)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
         self._counts["requests_total"] += len(submit.choices)
@@ -153,13 +153,13 @@ class GatewayCore:
 
         To be asked before a request is read, so that those who come to a full server cost little.
         """
-        if self._standing.draining:
+        if self._readiness.draining:
             message = "the server is shutting down"
             return Failed(name, 503, message, code="draining", retry_after=RETRY_LATER)
-        if not self._standing.was_ready:
+        if not self._readiness.was_ready:
             message = f"the server is starting: {self.health.reason()}"
             return Failed(name, 503, message, code="starting", retry_after=RETRY_SOON)
-        reason = self._backlog.no_room(requests, tokens)
+        reason = self._backlog.refusal_reason(requests, tokens)
         if reason:
             return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
         return None
@@ -194,7 +194,7 @@ class GatewayCore:
     def _start(self, record: Record, accepted: Accepted, out: list[Send], now: float) -> None:
         if record.prompt_tokens < 0:
             record.prompt_tokens = accepted.prompt_tokens
-            self._found_larger(record)
+            self._update_size(record)
             out.append(local(_started(accepted, record)))
             if record.submit.only_encode:
                 self._complete(record, now)
@@ -310,16 +310,16 @@ class GatewayCore:
 
     def _unknown(self, row: TextRow, out: list[Send], now: float) -> None:
         """A row of a request that is not live: late, of a dead gateway, or its end got lost."""
-        end = self._endings.get(row.request_id)
+        end = self._ended.get(row.request_id)
         if end is None:
             self._counts["stray_rows"] += 1
-            end = End("", row.attempt, "unknown to its gateway", now)
+            end = EndedRequest("", row.attempt, "unknown to its gateway", now)
         else:
             self._counts["late_rows"] += 1
-            if now - end.at < LATE:
+            if now - end.at < LATE_ROW_SECONDS:
                 return
             end = end._replace(reason=end.reason or "it has ended", at=now)
-        self._endings.add(row.request_id, end)
+        self._ended.add(row.request_id, end)
         abort = Abort(row.request_id, end.attempt, end.reason)
         tokenizers = [end.tokenizer] if end.tokenizer else self._tokenizers
         out.extend(Send("requests", tokenizer, abort) for tokenizer in tokenizers)
@@ -328,16 +328,18 @@ class GatewayCore:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
         mine = [record for record in self._records.values() if record.tokenizer == asked.stage]
         self._counts["resubmitted"] += len(mine)
-        ended = self._endings.lately(asked.stage, now)
-        sends = (Send("requests", asked.stage, message) for message in (*again(mine), *ended))
+        ended = self._ended.recent(asked.stage, now)
+        sends = (
+            Send("requests", asked.stage, message) for message in (*resubmissions(mine), *ended)
+        )
         return answer(f"gateway-{self._index}", asked, sends)
 
     # ------------------------------------------------------------------------------ time and health
 
     def _heartbeat(self, beat: Heartbeat, now: float) -> list[Send]:
         out: list[Send] = []
-        self.health.beat(beat, now)
-        self._tell(out)
+        self.health.on_heartbeat(beat, now)
+        self._publish_status(out)
         return out
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
@@ -345,18 +347,18 @@ class GatewayCore:
 
     def _tick(self, _tick: Tick, now: float) -> list[Send]:
         out: list[Send] = []
-        if self._introduction is not None:  # the first tick, before any request
-            out += [Send("recovery", to, self._introduction) for to in self._tokenizers]
-            self._introduction = None
-        self.health.check(now)
-        for row in self.health.given_up(now):
-            self._fail_without(row, out, now)
-        for record in self._deadlines.over(now):
+        if self._recover_request is not None:  # the first tick, before any request
+            out += [Send("recovery", to, self._recover_request) for to in self._tokenizers]
+            self._recover_request = None
+        self.health.mark_lost(now)
+        for row in self.health.lost_for_good(now):
+            self._fail_requests_of(row, out, now)
+        for record in self._deadlines.expired(now):
             self._expire(record, out, now)
-        self._tell(out)
+        self._publish_status(out)
         return out
 
-    def _fail_without(self, row: Row, out: list[Send], now: float) -> None:
+    def _fail_requests_of(self, row: StageStatus, out: list[Send], now: float) -> None:
         """A stage that nobody can stand in for is lost: what needs it fails."""
         message = f"{row.stage} is lost: {row.reason}"
         for record in list(self._records.values()):
@@ -384,14 +386,14 @@ class GatewayCore:
         out.append(local(delta))
 
     def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
-        self._standing.draining = True
+        self._readiness.draining = True
         out: list[Send] = []
-        self._tell(out)
+        self._publish_status(out)
         return out
 
-    def _tell(self, out: list[Send]) -> None:
+    def _publish_status(self, out: list[Send]) -> None:
         """Tells the driver the status whenever it differs from what it was told."""
-        news = self._standing.news()
+        news = self._readiness.status_change()
         if news is not None:
             out.append(local(news))
 
@@ -401,9 +403,9 @@ class GatewayCore:
         record.started = True
         self._backlog.remove(record.size)
 
-    def _found_larger(self, record: Record) -> None:
+    def _update_size(self, record: Record) -> None:
         """Its tokens are known: they count if they are more than what it occupies."""
-        more = occupied(record.submit.params, record.prompt_tokens) - record.size
+        more = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
         if more > 0 and not record.started:
             record.size += more
             self._backlog.grow(more)
@@ -421,8 +423,8 @@ class GatewayCore:
         del self._records[record.request_id]
         if not record.started:
             self._backlog.remove(record.size)
-        end = End(record.tokenizer, record.attempt, reason, now)
-        self._endings.add(record.request_id, end)
+        end = EndedRequest(record.tokenizer, record.attempt, reason, now)
+        self._ended.add(record.request_id, end)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Text: _text,

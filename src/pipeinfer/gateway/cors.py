@@ -15,13 +15,13 @@ from pipeinfer.gateway.responses import Handler
 from pipeinfer.settings import ConfigurationError
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@\[\]:]+)(:[0-9]{1,5})?")
-NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers; more than any client sends
+HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers; more than any client sends
 METHODS = "GET, POST"
-EXPOSED = (
+EXPOSED_HEADERS = (
     "x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
     "x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-schema-left-out"
 )
-KEEP = "600"  # seconds for which a browser need not ask again
+MAX_AGE = "600"  # seconds for which a browser need not ask again
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,31 @@ class Cors:
         @web.middleware
         async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
             asked = "Access-Control-Request-Method" in request.headers
-            if request.method != "OPTIONS" or not asked or not self.allowed(request):
+            if request.method != "OPTIONS" or not asked or not self.allow_origin(request):
                 return await handler(request)
             headers = {
                 "Access-Control-Allow-Methods": METHODS,
-                "Access-Control-Max-Age": KEEP,
+                "Access-Control-Max-Age": MAX_AGE,
             }
             wanted = request.headers.get("Access-Control-Request-Headers", "")
-            if NAMES.fullmatch(wanted):
+            if HEADER_NAMES.fullmatch(wanted):
                 headers["Access-Control-Allow-Headers"] = wanted
             return web.Response(status=204, headers=headers)
 
         return preflight
 
-    async def say_allowed(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def add_cors_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Adds the headers that let an allowed page read the response, errors included."""
         if not self.origins:
             return
         if "*" not in self.origins:
             response.headers.add("Vary", "Origin")  # caches must not mix up pages
-        allowed = self.allowed(request)
+        allowed = self.allow_origin(request)
         if allowed:
             response.headers["Access-Control-Allow-Origin"] = allowed
-            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
-    def allowed(self, request: web.Request) -> str:
+    def allow_origin(self, request: web.Request) -> str:
         """What to answer under Allow-Origin; "" for nothing."""
         origin = request.headers.get("Origin", "")
         if not origin:
@@ -70,7 +70,7 @@ class Cors:
         return origin if origin in self.origins else ""
 
 
-def read_origins(text: str) -> Cors:
+def parse_origins(text: str) -> Cors:
     """From the setting: origins with commas between them, or *. Raises ConfigurationError."""
     origins = [word.strip().lower() for word in text.split(",") if word.strip()]
     for origin in origins:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from pipeinfer.gateway.ledger import Record
 
-STALE = 64  # entries of requests that have ended, beside as many as there are live ones
+MOST_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
 
 
-class Deadlines:
+class RequestDeadlines:
     """A heap of (deadline, id) over the live `records`, which it shares. An entry of one that ended
     goes when it comes up, or with many."""
 
@@ -30,14 +30,14 @@ class Deadlines:
         if record.timeout > 0:
             heapq.heappush(self._heap, (record.deadline, record.request_id))
 
-    def over(self, now: float) -> Iterator[Record]:
+    def expired(self, now: float) -> Iterator[Record]:
         """Live requests whose deadline has come, each once."""
         while self._heap and self._heap[0][0] <= now:
             deadline, request_id = heapq.heappop(self._heap)
             record = self._records.get(request_id)
             if record is not None and record.deadline == deadline:
                 yield record
-        if len(self._heap) > 2 * len(self._records) + STALE:  # mostly of ended requests
+        if len(self._heap) > 2 * len(self._records) + MOST_STALE:  # mostly of ended requests
             timed = (record for record in self._records.values() if record.timeout > 0)
             self._heap = [(record.deadline, record.request_id) for record in timed]
             heapq.heapify(self._heap)

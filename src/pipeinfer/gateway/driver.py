@@ -21,7 +21,7 @@ from pipeinfer.gateway.app import build_app
 from pipeinfer.gateway.connections import Connections, most_connections
 from pipeinfer.gateway.events import StatusChanged
 from pipeinfer.gateway.handshakes import Acceptor
-from pipeinfer.gateway.lately import Latencies
+from pipeinfer.gateway.lately import RollingLatencies
 from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
@@ -33,10 +33,10 @@ from pipeinfer.runtime.terminal import rewrites
 
 log = logging.getLogger(__name__)
 
-LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
-QUIET = 2.0  # seconds without a request after which idle connections may be closed
-LEAVE_CHECK = 0.01  # seconds
-FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
+SHUTDOWN_TIMEOUT = 5.0  # seconds that handlers have to finish when the server stops
+QUIET_SECONDS = 2.0  # seconds without a request after which idle connections may be closed
+LEAVE_POLL = 0.01  # seconds
+FIRST_HEARTBEATS = 1.0  # seconds within which the stages that are there have been heard
 
 
 class HttpDriver:
@@ -63,8 +63,8 @@ class HttpDriver:
         self._ready = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
         self._open = self._announced = self._leaving = False
-        self._latencies = Latencies(service.metrics)
-        self._answering = 0  # requests whose handlers run
+        self._latencies = RollingLatencies(service.metrics)
+        self._in_flight = 0  # requests whose handlers run
         self.url = ""
 
     async def start(self, feed: Callable[[Message], None]) -> None:
@@ -73,9 +73,11 @@ class HttpDriver:
         Connections are accepted when the pipeline is ready, or when there was time to hear that it
         is not: the clients of a gateway that is started again need not be told "starting".
         """
-        self._service.port.bind(feed)
+        self._service.sessions.bind(feed)
         self._sockets = self._listen()
-        runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=LAST_BYTES)
+        runner = web.AppRunner(
+            self._app(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT
+        )
         await runner.setup()
         assert runner.server is not None
         self._runner = runner
@@ -96,7 +98,7 @@ class HttpDriver:
                 self._ready.set()
             self._announce()
         else:
-            self._service.port.deliver(message)  # type: ignore[arg-type]
+            self._service.sessions.deliver(message)  # type: ignore[arg-type]
 
     async def leave(self, seconds: float) -> None:
         """Leaves new connections to whoever else holds the sockets, and ends the others.
@@ -108,22 +110,22 @@ class HttpDriver:
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds
         self._leaving = True
-        self._end_feeds()
+        self._end_monitor_feeds()
         await self._end_accepting()
         self._close_servers()
         quiet_since = clock()
-        while clock() < min(quiet_since + QUIET, deadline):
-            await asyncio.sleep(LEAVE_CHECK)
-            if self._answering:
+        while clock() < min(quiet_since + QUIET_SECONDS, deadline):
+            await asyncio.sleep(LEAVE_POLL)
+            if self._in_flight:
                 quiet_since = clock()
-        self._service.port.fail_all(503, "the server is shutting down")
+        self._service.sessions.fail_all(503, "the server is shutting down")
         self._runner.server.pre_shutdown()  # wakes those that wait for a request
-        await self._runner.server.shutdown(LAST_BYTES)
+        await self._runner.server.shutdown(SHUTDOWN_TIMEOUT)
 
     async def stop(self) -> None:
         """Ends running streams with an error, sends what is left, closes all connections."""
-        self._end_feeds()
-        self._service.port.fail_all(503, "the server is shutting down")
+        self._end_monitor_feeds()
+        self._service.sessions.fail_all(503, "the server is shutting down")
         await self._end_accepting()
         self._close_servers()
         if self._connections is not None:
@@ -138,11 +140,11 @@ class HttpDriver:
     def _app(self) -> web.Application:
         @web.middleware
         async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._answering += 1
+            self._in_flight += 1
             try:
                 return await handler(request)
             finally:
-                self._answering -= 1
+                self._in_flight -= 1
 
         async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
             if self._leaving:
@@ -157,21 +159,21 @@ class HttpDriver:
 
     async def _accept(self, connections: Connections) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ready.wait(), FIRST_BEATS)
+            await asyncio.wait_for(self._ready.wait(), FIRST_HEARTBEATS)
         loop, certificate = asyncio.get_running_loop(), self._certificate
         for one in self._sockets:
             if certificate is None:
                 server = await loop.create_server(connections, sock=one, backlog=BACKLOG)
             else:
-                server = Acceptor(one, partial(connections.accepted, context=certificate.context))
+                server = Acceptor(one, partial(connections.accept_tls, context=certificate.context))
             self._servers.append(server)
         self._open = True
         self._announce()
 
-    def _end_feeds(self) -> None:
+    def _end_monitor_feeds(self) -> None:
         """Those of the page never end by themselves, and an end would wait for them."""
-        if self._service.sight is not None:
-            self._service.sight.leaving = True
+        if self._service.monitor is not None:
+            self._service.monitor.leaving = True
 
     def _close_servers(self) -> None:
         """Takes no connection any more; those that are there stay."""
@@ -189,7 +191,7 @@ class HttpDriver:
     def _announce(self) -> None:
         if self._open and not self._announced and self._service.core.status == "ready":
             self._announced = True
-            page = f"chat in a browser at {self.url}, " if self._service.sight is not None else ""
+            page = f"chat in a browser at {self.url}, " if self._service.monitor is not None else ""
             log.info("%ssend requests to %s/v1, stop with Ctrl-C", page, self.url)
             over = CLEAR if rewrites(sys.stdout) else ""
             try:

@@ -20,7 +20,7 @@ from pipeinfer.version import __version__
 
 # Settings by which no answer changes: who may ask and how much, where processes run and what they
 # write down, what waits, and what is computed when. All others count.
-OF_NO_ANSWER = frozenset(
+WITHOUT_EFFECT = frozenset(
     (
         "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
         "drain_timeout", "flight_dir", "flight_recorder_mib", "grammar_cache_mib", "host",
@@ -34,8 +34,8 @@ OF_NO_ANSWER = frozenset(
     )
 )  # fmt: skip
 # Settings that name files, which count by what is in them.
-OF_FILES = frozenset(("chat_template", "model", "revision"))
-WHOLE = 32 * 2**20  # bytes up to which a file is read as a whole
+FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
+MOST_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
 SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights differ everywhere
 
 
@@ -43,7 +43,7 @@ def fingerprint(settings: Settings, model: Path) -> str:
     """For the checkpoint's folder, or its GGUF file."""
     digest = blake2b(digest_size=8)
     values = msgspec.to_builtins(settings)
-    counted = values.keys() - OF_NO_ANSWER - OF_FILES
+    counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
     digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
     files = [model] if model.is_file() else sorted({p for w in WANTED for p in model.glob(w)})
     for path in files:
@@ -61,7 +61,7 @@ def _add(digest: blake2b, path: Path) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))
-            if size <= WHOLE:
+            if size <= MOST_WHOLE_FILE:
                 digest.update(file.read())
                 return
             for part in range(SAMPLES):

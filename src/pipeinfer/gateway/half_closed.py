@@ -12,21 +12,21 @@ from collections.abc import Callable
 
 # Seconds after a probe at which the answer to it is looked for; after the last the next probe is
 # sent. The first is long enough for a client on this host, the second for one far away.
-LOOKS = (0.01, 0.05, 0.2, 1.0)
+CHECK_DELAYS = (0.01, 0.05, 0.2, 1.0)
 CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending and nothing else
 
 
-def watch(
+def abort_when_gone(
     transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
 ) -> None:
     """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
 
     `probe()` sends something that the peer must ignore, where it can.
     """
-    _Watch(transport, wanted, probe).ask()
+    _PeerProbe(transport, wanted, probe).send_probe()
 
 
-class _Watch:
+class _PeerProbe:
     """Of one transport. Only the loop's next call knows it, so it ends with the last look."""
 
     def __init__(
@@ -37,21 +37,23 @@ class _Watch:
         self._wanted = wanted
         self._probe = probe
 
-    def ask(self) -> None:
+    def send_probe(self) -> None:
         """Sends a probe, and looks for the answer to it from then on."""
         if self._needed():
             self._probe()
-            self._loop.call_later(LOOKS[0], self._look, 0)
+            self._loop.call_later(CHECK_DELAYS[0], self._check, 0)
 
-    def _look(self, number: int) -> None:
+    def _check(self, number: int) -> None:
         if not self._needed():
             return
         if not only_half_closed(self._transport):
             self._transport.abort()
-        elif number + 1 < len(LOOKS):
-            self._loop.call_later(LOOKS[number + 1] - LOOKS[number], self._look, number + 1)
+        elif number + 1 < len(CHECK_DELAYS):
+            self._loop.call_later(
+                CHECK_DELAYS[number + 1] - CHECK_DELAYS[number], self._check, number + 1
+            )
         else:
-            self.ask()
+            self.send_probe()
 
     def _needed(self) -> bool:
         return self._wanted() and not self._transport.is_closing()

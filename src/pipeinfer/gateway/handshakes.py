@@ -18,10 +18,10 @@ from pipeinfer.runtime.listening import BACKLOG
 
 log = logging.getLogger(__name__)
 
-LIMIT = 10.0  # seconds for a handshake
-GOODBYE = 5.0  # seconds for the client's part in the end of TLS
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-RETRY = 1.0  # seconds until one more is tried where there was no room for it
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
+TLS_CLOSE_TIMEOUT = 5.0  # seconds for the client's part in the end of TLS
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPT_RETRY = 1.0  # seconds until one more is tried where there was no room for it
 
 
 class Acceptor:
@@ -51,11 +51,11 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in OUT_OF_FILES:
                     raise
                 log.error("cannot accept a connection: %s", error.strerror)
                 self._loop.remove_reader(self._listener)  # else it would be told again at once
-                self._loop.call_later(RETRY, self._listen)
+                self._loop.call_later(ACCEPT_RETRY, self._listen)
                 return
             accepted.setblocking(False)
             self._accepted(accepted)
@@ -68,7 +68,7 @@ class Handshake:
         self.head_since: float | None = None
         self._accepted = accepted
 
-    async def shake(self, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]) -> None:
+    async def run(self, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]) -> None:
         """Ends with the handshake. What `make()` gives is connected then, if it went well; if not,
         that is a stranger's noise, and the socket is closed."""
         with contextlib.suppress(OSError):
@@ -76,8 +76,8 @@ class Handshake:
                 make,
                 self._accepted,
                 ssl=context,
-                ssl_handshake_timeout=LIMIT,
-                ssl_shutdown_timeout=GOODBYE,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT,
+                ssl_shutdown_timeout=TLS_CLOSE_TIMEOUT,
             )
 
     def evict(self) -> None:

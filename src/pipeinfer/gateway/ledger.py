@@ -12,12 +12,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from pipeinfer.choices import choice_id
-from pipeinfer.gateway.token_scores import behind
+from pipeinfer.gateway.token_scores import without_first
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
 from pipeinfer.recent import Recent
 
-REMEMBERED = 10_000  # ended requests, at most
-LATELY = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
+MOST_ENDED = 10_000  # ended requests, at most
+ENDED_LIFETIME = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
 
 
 class Hole(ValueError):
@@ -100,7 +100,7 @@ class Record:
         text, ids = row.text, row.ids
         seen, known = self.bytes - row.byte_offset, self.tokens - row.token_offset
         if seen or known:  # never on the undisturbed path
-            text, ids = self._rest_of_text(row, seen), self._rest_of_ids(row, known)
+            text, ids = self._new_text(row, seen), self._new_ids(row, known)
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
         self.ids += ids
@@ -111,7 +111,7 @@ class Record:
         if row.logprobs is None or not ids:
             return None
         known = (len(row.ids) - len(ids)) // 4
-        return behind(row.logprobs, known) if known else row.logprobs
+        return without_first(row.logprobs, known) if known else row.logprobs
 
     def prompt(self, row: TextRow) -> LogprobTexts | None:
         """Log-probs of prompt tokens in `row` that were not delivered yet; counts them as
@@ -125,9 +125,9 @@ class Record:
                 "delivered"
             )
         self.scored = max(self.scored, row.prompt_offset + many)
-        return behind(row.prompt, known) if known < many else None
+        return without_first(row.prompt, known) if known < many else None
 
-    def _rest_of_text(self, row: TextRow, seen: int) -> str:
+    def _new_text(self, row: TextRow, seen: int) -> str:
         if seen < 0:
             raise Hole(f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered")
         try:
@@ -138,7 +138,7 @@ class Record:
                 f"text that was sent again from byte {row.byte_offset}"
             ) from None
 
-    def _rest_of_ids(self, row: TextRow, known: int) -> bytes:
+    def _new_ids(self, row: TextRow, known: int) -> bytes:
         if known < 0:
             raise Hole(f"tokens continue at {row.token_offset}, but {self.tokens} were delivered")
         return row.ids[known * 4 :]
@@ -149,7 +149,7 @@ def offsets(row: TextRow, ids: bytes) -> bytes:
     return row.offsets[len(row.ids) - len(ids) :]
 
 
-class End(NamedTuple):
+class EndedRequest(NamedTuple):
     """How a request ended. `tokenizer`: "" if it was another gateway's. `reason`: of the Abort that
     was sent, "" if Done was. `at`: seconds, when the pipeline was told last."""
 
@@ -159,36 +159,36 @@ class End(NamedTuple):
     at: float
 
 
-class Endings:
+class EndedRequests:
     """The requests that ended in the last minute. untold: those that end with Done, of which their
     tokenizers have not heard; by tokenizer."""
 
     def __init__(self) -> None:
-        self._ends = Recent[End](LATELY, REMEMBERED)
-        self.untold: dict[str, list[str]] = {}
+        self._ends = Recent[EndedRequest](ENDED_LIFETIME, MOST_ENDED)
+        self.unreported: dict[str, list[str]] = {}
 
-    def tell(self) -> list[tuple[str, Done]]:
+    def take_unreported(self) -> list[tuple[str, Done]]:
         """What to tell which tokenizer of those that were untold."""
-        told = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.untold.items()]
-        self.untold.clear()
+        told = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.unreported.items()]
+        self.unreported.clear()
         return told
 
-    def add(self, request_id: str, end: End) -> None:
+    def add(self, request_id: str, end: EndedRequest) -> None:
         """Records an end, or that the pipeline was told again."""
         if not end.reason:
-            self.untold.setdefault(end.tokenizer, []).append(request_id)
+            self.unreported.setdefault(end.tokenizer, []).append(request_id)
         self._ends.put(request_id, end, end.at)
 
-    def get(self, request_id: str) -> End | None:
+    def get(self, request_id: str) -> EndedRequest | None:
         """How the request ended; None if it never did, as far as is remembered."""
         return self._ends.get(request_id)
 
-    def lately(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
+    def recent(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
         """What `tokenizer` was told in the last minute; it may have died before it read it."""
         mine = [
             (name, end)
             for name, end in self._ends.items()
-            if end.tokenizer in (tokenizer, "") and now - end.at < LATELY
+            if end.tokenizer in (tokenizer, "") and now - end.at < ENDED_LIFETIME
         ]
         done = tuple(name for name, end in mine if not end.reason)
         if done:

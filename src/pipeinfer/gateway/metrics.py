@@ -21,16 +21,19 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health, kv_usage
-from pipeinfer.gateway.tallies import Tallies, Tally, Times, add_histogram
+from pipeinfer.gateway.tallies import Counter, CounterFamily, SecondsHistogram, add_histogram
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.histogram import OF_REQUESTS, read
 from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
 
-FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-LONGEST_NAME, LOGGED_NAMES = 64, 100  # letters of a field that nobody knows; how many are logged
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+MOST_NAME_LETTERS, MOST_LOGGED_NAMES = (
+    64,
+    100,
+)  # letters of a field that nobody knows; how many are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
@@ -51,27 +54,29 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.vllm = vllm
-        tallies = self._tallies
+        tallies = self._counter_family
         self._requests = tallies(
             "requests",
             "Ended requests. Outcomes: stop, length, abort (its client left, or its time was up), "
             "error, refused (it never ran).",
             "outcome",
         )
-        self.prompt_tokens = tallies("prompt_tokens", "Tokens of accepted prompts.").of()
+        self.prompt_tokens = tallies("prompt_tokens", "Tokens of accepted prompts.").labels()
         self.generated_tokens = tallies(
             "generated_tokens", "Output tokens delivered; a stop token is not."
-        ).of()
-        self.bad_requests = tallies("bad_requests", "Requests that could not be read as HTTP.").of()
+        ).labels()
+        self.bad_requests = tallies(
+            "bad_requests", "Requests that could not be read as HTTP."
+        ).labels()
         self.refused_connections = tallies(
             "refused_connections",
             "Connections beyond the bound: the new one, or an idle one, was closed.",
-        ).of()
+        ).labels()
         self._unknown_fields = tallies(
             "unknown_fields",
             "Fields of bodies that were ignored because nobody knows them. The log names each "
             "once.",
-        ).of()
+        ).labels()
         self._seen_fields: set[str] = set()
         self._key_requests = tallies(
             "key_requests",
@@ -87,61 +92,66 @@ class Metrics:
             "key",
             "kind",
         )
-        self.first_token = Times(
+        self.time_to_first_token = SecondsHistogram(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
-            FIRST,
+            TTFT_BUCKETS,
         )
-        self.between_tokens = Times(
-            "pipeinfer_inter_token_seconds", "Between two outputs of a request.", BETWEEN
+        self.inter_token = SecondsHistogram(
+            "pipeinfer_inter_token_seconds", "Between two outputs of a request.", ITL_BUCKETS
         )
-        self.each_token = Times(
+        self.time_per_output_token = SecondsHistogram(
             "pipeinfer_time_per_output_token_seconds",
             "From a request's first output to its last, by the tokens after the first; of requests "
             "that ended by stop or length.",
-            BETWEEN,
+            ITL_BUCKETS,
         )
-        self.request = Times(
+        self.request_seconds = SecondsHistogram(
             "pipeinfer_request_seconds",
             "From a request's arrival to its end, of those that ended by stop or length.",
             OF_REQUESTS,
         )
-        for times in (self.first_token, self.between_tokens, self.each_token, self.request):
+        for times in (
+            self.time_to_first_token,
+            self.inter_token,
+            self.time_per_output_token,
+            self.request_seconds,
+        ):
             self.registry.register(times)
         if vllm is not None:
             self.registry.register(vllm)
-        self.registry.register(_Stages(health))
-        self.registry.register(_Gateway(ready, targets))
+        self.registry.register(_StageCollector(health))
+        self.registry.register(_GatewayCollector(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
-            self._requests.of(outcome)  # so that rates have a zero to start from
+            self._requests.labels(outcome)  # so that rates have a zero to start from
 
-    def _tallies(self, name: str, text: str, *labels: str) -> Tallies:
-        tallies = Tallies(f"pipeinfer_{name}", text, labels)
+    def _counter_family(self, name: str, text: str, *labels: str) -> CounterFamily:
+        tallies = CounterFamily(f"pipeinfer_{name}", text, labels)
         self.registry.register(tallies)
         return tallies
 
-    def ended(self, outcome: str) -> None:
+    def count_ended(self, outcome: str) -> None:
         """Counts one request that is over."""
-        self._requests.of(outcome).inc()
+        self._requests.labels(outcome).inc()
 
-    def unknown_fields(self, names: Sequence[str]) -> None:
+    def count_unknown_fields(self, names: Sequence[str]) -> None:
         """Counts fields that were ignored, and logs each when it is the first of its name."""
         self._unknown_fields.inc(len(names))
-        for name in islice(names, LOGGED_NAMES):
-            name = name[:LONGEST_NAME]
-            if name not in self._seen_fields and len(self._seen_fields) < LOGGED_NAMES:
+        for name in islice(names, MOST_LOGGED_NAMES):
+            name = name[:MOST_NAME_LETTERS]
+            if name not in self._seen_fields and len(self._seen_fields) < MOST_LOGGED_NAMES:
                 self._seen_fields.add(name)
                 log.warning("requests have a field %r, which nobody knows; it is ignored", name)
 
-    def key_counters(self, key: str) -> tuple[Tally, Tally]:
+    def key_counters(self, key: str) -> tuple[Counter, Counter]:
         """The counters of prompt and of output tokens of the key called `key`."""
         for outcome in KEY_OUTCOMES:
-            self._key_requests.of(key, outcome)
-        return self._key_tokens.of(key, "prompt"), self._key_tokens.of(key, "output")
+            self._key_requests.labels(key, outcome)
+        return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
 
-    def key_ended(self, key: str, outcome: str) -> None:
+    def count_key_request(self, key: str, outcome: str) -> None:
         """Counts one HTTP request of a key that is over."""
-        self._key_requests.of(key, outcome).inc()
+        self._key_requests.labels(key, outcome).inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,
@@ -150,7 +160,7 @@ class Metrics:
         return encode(self.registry), kind
 
 
-class _Gateway(Collector):
+class _GatewayCollector(Collector):
     """What does not come from heartbeats and is not counted either."""
 
     def __init__(self, ready: Callable[[], bool], targets: Targets) -> None:
@@ -179,7 +189,7 @@ class _Gateway(Collector):
         yield target
 
 
-class _Stages(Collector):
+class _StageCollector(Collector):
     """What the latest heartbeats say, made at scrape time."""
 
     def __init__(self, health: Health) -> None:
@@ -240,7 +250,7 @@ class _Stages(Collector):
             "be evicted are not used.",
             labels=["group"],
         )
-        for row in self._health.groups("engine"):
+        for row in self._health.one_per_group("engine"):
             usage.add_metric([str(row.group)], kv_usage(row))
         yield usage
         for name, text in (
@@ -248,7 +258,7 @@ class _Stages(Collector):
             ("prefill", "From a request's first slot to its first output."),
         ):
             family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
-            for row in self._health.groups("scheduler"):
+            for row in self._health.one_per_group("scheduler"):
                 said = read(row.stats, name)
                 if said is not None:
                     add_histogram(family, [str(row.group)], *said)
@@ -266,7 +276,7 @@ class _Stages(Collector):
             "A process that dies before it speaks is not counted, nor are a gateway's own.",
             labels=["stage"],
         )
-        for row in self._health.rows.values():
+        for row in self._health.stages.values():
             up.add_metric([row.stage], float(row.state == "ready"))
             restarts.add_metric([row.stage], row.restarts)
         yield up

@@ -348,7 +348,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _seen(
         "/monitor/requests/{id}",
         "A request's way.",
-        told.RequestTold,
+        told.RequestSpans,
         "When it came to each stage, and what happened there. Not with `--no-page`.",
         401,
         403,
@@ -357,7 +357,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _seen(
         "/monitor/prefixes",
         "The largest cached prefixes.",
-        told.PrefixesTold,
+        told.CachedPrefixes,
         "Of each group. Not with `--no-page`.",
         401,
         403,

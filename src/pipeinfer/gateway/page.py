@@ -14,9 +14,9 @@ from aiohttp import ETag, web
 
 from pipeinfer.gateway import docs_page
 
-FOLDER = Path(__file__).with_name("page")
+PAGE_FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
-KINDS = {
+CONTENT_TYPES = {
     ".html": "text/html",
     ".css": "text/css",
     ".js": "text/javascript",
@@ -24,7 +24,7 @@ KINDS = {
     ".woff2": "font/woff2",
     ".txt": "text/plain",
 }
-HEADERS = {
+PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
         "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -35,17 +35,17 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # the names stay the same in the next version: ask, and get 304
 }
-VENDOR = "vendor"  # libraries by others; tools/page builds them
+VENDOR_FOLDER = "vendor"  # libraries by others; tools/page builds them
 # The name of each has a hash of its content: what a browser has, it need not ask for again.
-VENDOR_HEADERS = HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
+VENDOR_HEADERS = PAGE_HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
 
 
 @dataclass(frozen=True)
-class File:
+class PageFile:
     """One of the page. `etag`: of its content, without quotes."""
 
     body: bytes
-    kind: str
+    content_type: str
     etag: str
     headers: dict[str, str]
 
@@ -54,14 +54,14 @@ class Page:
     """The handlers of the page and its files. Nobody is asked for a key here: nothing is secret."""
 
     def __init__(self) -> None:
-        self._files = _files(FOLDER, HEADERS)
-        vendored = _files(FOLDER / VENDOR, VENDOR_HEADERS)
-        self._files |= {f"{VENDOR}/{name}": file for name, file in vendored.items()}
+        self._files = _files(PAGE_FOLDER, PAGE_HEADERS)
+        vendored = _files(PAGE_FOLDER / VENDOR_FOLDER, VENDOR_HEADERS)
+        self._files |= {f"{VENDOR_FOLDER}/{name}": file for name, file in vendored.items()}
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Says which path is whose."""
         router.add_get("/", self.index)
-        router.add_get("/{_:/+}", self.plain)
+        router.add_get("/{_:/+}", self.redirect_slashes)
         router.add_get("/page/{name:(vendor/)?[^/]+}", self.file)
 
     def route_docs(self, router: web.UrlDispatcher) -> None:
@@ -72,7 +72,7 @@ class Page:
     async def index(self, request: web.Request) -> web.StreamResponse:
         return self._answer(request, INDEX)
 
-    async def plain(self, request: web.Request) -> web.StreamResponse:
+    async def redirect_slashes(self, request: web.Request) -> web.StreamResponse:
         """Several slashes are the page, too, but what it loads is found from one alone."""
         return web.Response(status=308, headers={"Location": "/"})
 
@@ -88,19 +88,24 @@ class Page:
         if any(tag.value in (file.etag, "*") for tag in known):
             response = web.Response(status=304, headers=file.headers)
         else:
-            charset = None if file.kind.startswith("font/") else "utf-8"
+            charset = None if file.content_type.startswith("font/") else "utf-8"
             response = web.Response(
-                body=file.body, content_type=file.kind, charset=charset, headers=file.headers
+                body=file.body,
+                content_type=file.content_type,
+                charset=charset,
+                headers=file.headers,
             )
         response.etag = ETag(value=file.etag)
         return response
 
 
-def _files(folder: Path, headers: dict[str, str]) -> dict[str, File]:
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in KINDS]
+def _files(folder: Path, headers: dict[str, str]) -> dict[str, PageFile]:
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in CONTENT_TYPES]
     return {path.name: _read(path, headers) for path in paths}
 
 
-def _read(path: Path, headers: dict[str, str]) -> File:
+def _read(path: Path, headers: dict[str, str]) -> PageFile:
     body = path.read_bytes()
-    return File(body, KINDS[path.suffix], hashlib.sha256(body).hexdigest()[:32], headers)
+    return PageFile(
+        body, CONTENT_TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32], headers
+    )

@@ -14,13 +14,13 @@ from typing import Protocol
 from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
-from pipeinfer.gateway.health import Row
+from pipeinfer.gateway.health import StageStatus
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.vllm_metrics import Group
+from pipeinfer.gateway.vllm_metrics import GroupMetrics
 from pipeinfer.messages import CacheReset, Message
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Takes what one HTTP request gets; `index` is the choice. Must not raise."""
 
     def started(self, index: int, started: Started) -> None: ...
@@ -30,47 +30,57 @@ class Sink(Protocol):
     def failed(self, index: int, failed: Failed) -> None: ...
 
 
-SLICE = 16  # requests, about, between two iterations of the loop: a body may bring a thousand
+CALLS_AT_ONCE = (
+    16  # requests, about, between two iterations of the loop: a body may bring a thousand
+)
 
 
-class _Batch:
+class _Session:
     """The calls of one HTTP request: `live` has the ids of those that run, in order."""
 
     __slots__ = ("failed", "live", "sink")
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: ResponseSink) -> None:
         self.sink = sink
         self.live: dict[str, None] = {}
         self.failed = False
 
 
-class _Route:
+class _ChoiceRoute:
     """Of one choice. began, first, last: when it came, and its first and latest output, in seconds;
     tokens: of its outputs. ran: whether a group has it; prompt_tokens: of it, 0 where another
     choice has counted them; group: by vLLM's names, if they are wanted."""
 
     __slots__ = (
-        "batch", "began", "first", "group", "index", "last", "prompt_tokens", "ran", "sink",
+        "admitted",
+        "arrived",
+        "first_output",
+        "group",
+        "index",
+        "last_output",
+        "prompt_tokens",
+        "session",
+        "sink",
         "tokens",
     )  # fmt: skip
 
-    def __init__(self, batch: _Batch, index: int, now: float) -> None:
-        self.batch = batch
+    def __init__(self, batch: _Session, index: int, now: float) -> None:
+        self.session = batch
         self.sink = batch.sink
         self.index = index
-        self.began = self.first = self.last = now
+        self.arrived = self.first_output = self.last_output = now
         self.tokens = self.prompt_tokens = 0
-        self.ran = False
-        self.group: Group | None = None
+        self.admitted = False
+        self.group: GroupMetrics | None = None
 
 
-class Port:
+class RequestSessions:
     """Routes of the live requests. `bind` it to the core's feed before the first call."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, _ChoiceRoute] = {}
         self._feed: Callable[[Message], None] | None = None
         self._resets = CacheResets()
 
@@ -78,19 +88,19 @@ class Port:
         self._feed = feed
 
     @contextlib.asynccontextmanager
-    async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncGenerator[None]:
+    async def open(self, calls: Iterable[Call], sink: ResponseSink) -> AsyncGenerator[None]:
         """Sends the calls, a few in each iteration of the loop; their choices deliver to `sink`
         numbered through, all of the first call's before those of the second.
 
         No more are sent, or even built, once one has failed. At the end of the context, also of one
         that is cancelled while calls are sent, those that still run are hung up.
         """
-        batch, index, sliced = _Batch(sink), 0, 0
+        batch, index, sliced = _Session(sink), 0, 0
         try:
             for call in calls:
                 self._open(call, batch, index)
                 index += call.params.n
-                if index - sliced >= SLICE:
+                if index - sliced >= CALLS_AT_ONCE:
                     sliced = index
                     await asyncio.sleep(0)
                 if batch.failed:
@@ -99,20 +109,20 @@ class Port:
         finally:
             self._hang_up(batch)
 
-    async def reset_caches(self, stages: Iterable[Row]) -> set[int]:
+    async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """Groups of `stages` that were asked to forget what is cached, and have not said so."""
         assert self._feed is not None
-        return await self._resets.ask(self._feed, stages)
+        return await self._resets.reset(self._feed, stages)
 
-    def _open(self, call: Call, batch: _Batch, index: int) -> None:
+    def _open(self, call: Call, batch: _Session, index: int) -> None:
         assert self._feed is not None
         now = self._clock()
         for number, name in enumerate(choice_ids(call.request_id, range(call.params.n))):
-            self._routes[name] = _Route(batch, index + number, now)
+            self._routes[name] = _ChoiceRoute(batch, index + number, now)
             batch.live[name] = None
         self._feed(call)  # may deliver a refusal before it returns
 
-    def _hang_up(self, batch: _Batch) -> None:
+    def _hang_up(self, batch: _Session) -> None:
         assert self._feed is not None
         for request_id in list(batch.live):
             self._close(request_id, "abort")
@@ -120,9 +130,9 @@ class Port:
 
     def _close(self, request_id: str, outcome: str) -> None:
         route = self._routes.pop(request_id)
-        del route.batch.live[request_id]
-        self._metrics.ended(outcome)
-        if route.ran:
+        del route.session.live[request_id]
+        self._metrics.count_ended(outcome)
+        if route.admitted:
             self._measure_end(route, outcome)
 
     def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
@@ -132,25 +142,25 @@ class Port:
             if route is None:
                 return
             if message.ids:
-                self._measure(route, message)
+                self._measure_output(route, message)
             if message.finish is not None:
                 self._close(message.request_id, message.finish)
             route.sink.delta(route.index, message)
         elif isinstance(message, CacheReset):
             self._resets.on_answer(message)
         else:
-            self._begin_or_end(message)
+            self._deliver_start_or_failure(message)
 
-    def _begin_or_end(self, message: Started | Failed) -> None:
+    def _deliver_start_or_failure(self, message: Started | Failed) -> None:
         route = self._routes.get(message.request_id)
         if route is None:
             return
         if isinstance(message, Started):
             self._metrics.prompt_tokens.inc(message.prompt_tokens)
-            self._begins(route, message)
+            self._count_started(route, message)
             route.sink.started(route.index, message)
         else:
-            route.batch.failed = True
+            route.session.failed = True
             self._close(message.request_id, message.outcome)
             route.sink.failed(route.index, message)
 
@@ -159,39 +169,39 @@ class Port:
         for request_id in list(self._routes):
             self.deliver(Failed(request_id, status, message, code="shutting_down"))
 
-    def _begins(self, route: _Route, started: Started) -> None:
-        route.ran = started.group >= 0  # else it is only to be encoded
+    def _count_started(self, route: _ChoiceRoute, started: Started) -> None:
+        route.admitted = started.group >= 0  # else it is only to be encoded
         route.prompt_tokens = started.prompt_tokens
-        if route.ran and self._metrics.vllm is not None:
-            route.group = self._metrics.vllm.of(started.group)
+        if route.admitted and self._metrics.vllm is not None:
+            route.group = self._metrics.vllm.group(started.group)
             route.group.prompt_tokens += started.prompt_tokens
 
-    def _measure(self, route: _Route, delta: Delta) -> None:
+    def _measure_output(self, route: _ChoiceRoute, delta: Delta) -> None:
         now, tokens, group = self._clock(), len(delta.ids) // 4, route.group
-        seconds = now - route.last
+        seconds = now - route.last_output
         if route.tokens:
-            self._metrics.between_tokens.observe(seconds)
+            self._metrics.inter_token.observe(seconds)
             if group is not None:
-                group.between.observe(seconds)
+                group.inter_token.observe(seconds)
         else:
-            route.first = now
-            self._metrics.first_token.observe(seconds)
+            route.first_output = now
+            self._metrics.time_to_first_token.observe(seconds)
             if group is not None:
-                group.first.observe(seconds)
-        route.last = now
+                group.time_to_first_token.observe(seconds)
+        route.last_output = now
         route.tokens += tokens
         self._metrics.generated_tokens.inc(tokens)
         if group is not None:
             group.output_tokens += tokens
 
-    def _measure_end(self, route: _Route, outcome: str) -> None:
-        if route.group is not None and outcome in route.group.ends:
-            route.group.ends[outcome] += 1
+    def _measure_end(self, route: _ChoiceRoute, outcome: str) -> None:
+        if route.group is not None and outcome in route.group.finished:
+            route.group.finished[outcome] += 1
         if outcome not in ("stop", "length"):
             return
-        whole, decode = self._clock() - route.began, route.last - route.first
-        self._metrics.request.observe(whole)
+        whole, decode = self._clock() - route.arrived, route.last_output - route.first_output
+        self._metrics.request_seconds.observe(whole)
         if route.tokens > 1:
-            self._metrics.each_token.observe(decode / (route.tokens - 1))
+            self._metrics.time_per_output_token.observe(decode / (route.tokens - 1))
         if route.group is not None:
-            route.group.ended(whole, decode, route.prompt_tokens, route.tokens)
+            route.group.count_finished(whole, decode, route.prompt_tokens, route.tokens)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pipeinfer.gateway.access import Access
+from pipeinfer.gateway.access import AccessLog
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.port import RequestSessions
 from pipeinfer.gateway.requests import Terms
-from pipeinfer.gateway.sight import Sight
-from pipeinfer.gateway.tracing import Traces
-from pipeinfer.gateway.web_pages import WebPages
+from pipeinfer.gateway.sight import PipelineMonitor
+from pipeinfer.gateway.tracing import RequestTraces
+from pipeinfer.gateway.web_pages import BrowserGuard
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Service:
     `fingerprint`: of what makes the answers. `tokenizer_info`: JSON."""
 
     core: GatewayCore
-    port: Port
+    sessions: RequestSessions
     metrics: Metrics
     model: str
     terms: Terms
     admission: Admission
-    pages: WebPages
+    browsers: BrowserGuard
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     fingerprint: str = ""
     tokenizer_info: bytes = b"{}"
-    sight: Sight | None = None  # None: there is no page
-    access: Access = field(default_factory=lambda: Access(Traces()))
+    monitor: PipelineMonitor | None = None  # None: there is no page
+    access_log: AccessLog = field(default_factory=lambda: AccessLog(RequestTraces()))
     created: int = field(default_factory=lambda: int(time.time()))

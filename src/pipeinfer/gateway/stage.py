@@ -14,27 +14,27 @@ from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import address, keys, tls
-from pipeinfer.gateway.access import Access
-from pipeinfer.gateway.admission import Admission, guarded
+from pipeinfer.gateway.access import AccessLog
+from pipeinfer.gateway.admission import Admission, is_protected
 from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cors import read_origins
+from pipeinfer.gateway.cors import parse_origins
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.gateway.fingerprint import fingerprint
 from pipeinfer.gateway.health import Health, expected_stages
-from pipeinfer.gateway.keys import Keys
-from pipeinfer.gateway.limits import Limits
+from pipeinfer.gateway.keys import ApiKeys
+from pipeinfer.gateway.limits import KeyLimits
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.port import RequestSessions
 from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.sight import Sight
+from pipeinfer.gateway.sight import PipelineMonitor
 from pipeinfer.gateway.tls import Certificate
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.tracing import RequestTraces
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
+from pipeinfer.gateway.web_pages import BrowserGuard, host_name, parse_hosts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
@@ -47,7 +47,7 @@ from pipeinfer.topology.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
-NO_CACHE = "naive"  # of --cache
+NAIVE_CACHE = "naive"  # of --cache
 MOST_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
@@ -56,7 +56,7 @@ def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
     folder = find_model(settings, context.say)
-    traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
+    traces = RequestTraces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
         index=context.identity.index,
@@ -69,14 +69,14 @@ def build(context: StageContext) -> Stage:
     targets = Targets(settings.itl_target, settings.ttft_target)
     context_length = _context_length(settings, folder)
     metrics = Metrics(
-        core.health, core.answering, targets, _vllm(settings, core.health, context_length)
+        core.health, core.can_serve, targets, _vllm(settings, core.health, context_length)
     )
-    certificate = tls.certificate(settings)
+    certificate = tls.load_certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
     files = _files(settings, folder)
     service = Service(
         core,
-        Port(metrics),
+        RequestSessions(metrics),
         metrics,
         settings.model_name,
         terms(settings, folder, files),
@@ -86,12 +86,12 @@ def build(context: StageContext) -> Stage:
         context_length,
         fingerprint=fingerprint(settings, folder),
         tokenizer_info=tokenizer_info(*files, context_length),
-        sight=None if settings.no_page else Sight(context.topology.ids()),
-        access=Access(traces),
+        monitor=None if settings.no_page else PipelineMonitor(context.topology.ids()),
+        access_log=AccessLog(traces),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        service, partial(address.url, settings), lambda: _listen(context), certificate
+        service, partial(address.server_url, settings), lambda: _listen(context), certificate
     )
     return Stage(
         core,
@@ -103,7 +103,7 @@ def build(context: StageContext) -> Stage:
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload(settings, admission, certificate),
-        eyes=service.sight,
+        eyes=service.monitor,
     )
 
 
@@ -111,18 +111,20 @@ def _vllm(settings: Settings, health: Health, context_length: int) -> VllmMetric
     if not settings.vllm_metrics:
         return None
     most = context_length or MOST_TOKENS
-    return VllmMetrics(health, settings.model_name, most, settings.cache != NO_CACHE)
+    return VllmMetrics(health, settings.model_name, most, settings.cache != NAIVE_CACHE)
 
 
-Files = tuple[JsonObject, dict[str, str]]  # the tokenizer's configuration, and chat templates
+TokenizerFiles = tuple[
+    JsonObject, dict[str, str]
+]  # the tokenizer's configuration, and chat templates
 
 
-def _files(settings: Settings, folder: Path) -> Files:
+def _files(settings: Settings, folder: Path) -> TokenizerFiles:
     config = read_tokenizer_config(folder)
     return config, template_sources(folder, config, settings.chat_template)
 
 
-def terms(settings: Settings, folder: Path, files: Files | None = None) -> Terms:
+def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> Terms:
     """What the server grants with the checkpoint in `folder`, of which `files` were read perhaps.
     Raises ConfigurationError."""
     # More prompts than may wait could never be taken together.
@@ -140,30 +142,30 @@ def terms(settings: Settings, folder: Path, files: Files | None = None) -> Terms
     return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 
 
-def _limits(settings: Settings) -> Limits:
+def _limits(settings: Settings) -> KeyLimits:
     """Of each key that has none of its own."""
-    return Limits(
+    return KeyLimits(
         settings.key_concurrent, settings.key_requests_per_minute, settings.key_tokens_per_minute
     )
 
 
-def _keys(settings: Settings) -> Keys:
+def _keys(settings: Settings) -> ApiKeys:
     """The setting's key, else those of the file where one is named; none lets everybody in."""
     if settings.api_key:
-        return keys.plain(settings.api_key, _limits(settings))
+        return keys.single_key(settings.api_key, _limits(settings))
     if settings.api_key_file:
-        return keys.read(settings.api_key_file, _limits(settings))
-    return Keys()
+        return keys.read_key_file(settings.api_key_file, _limits(settings))
+    return ApiKeys()
 
 
-def _web_pages(settings: Settings, admission: Admission) -> WebPages:
+def _web_pages(settings: Settings, admission: Admission) -> BrowserGuard:
     """The name to listen on, where it is one, is the server's without being named again."""
-    hosts = read_hosts(settings.allowed_hosts)
-    if not admission.keyed and not hosts and not is_loopback(settings.host):
+    hosts = parse_hosts(settings.allowed_hosts)
+    if not admission.needs_key and not hosts and not is_loopback(settings.host):
         log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
     named = hosts | {host_name(settings.host)}
-    origins = read_origins(settings.allowed_origins)
-    return WebPages(named, bool(hosts), origins, lambda: not admission.keyed, guarded)
+    origins = parse_origins(settings.allowed_origins)
+    return BrowserGuard(named, bool(hosts), origins, lambda: not admission.needs_key, is_protected)
 
 
 def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:
@@ -171,10 +173,10 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
     if settings.api_key_file and not settings.api_key:
         try:
             found = _keys(settings)
-            if not found and admission.keyed:
+            if not found and admission.needs_key:
                 raise ConfigurationError(f"--api-key-file {settings.api_key_file}: it is empty")
             if found:
-                admission.replace(found)
+                admission.replace_keys(found)
             log.info("read %d API keys again", len(found))
         except ConfigurationError as error:
             log.error("the API keys stay as they were: %s", error)

@@ -9,7 +9,7 @@ from pipeinfer.gateway.events import Status, StatusChanged
 from pipeinfer.gateway.health import Health
 
 
-class Standing:
+class Readiness:
     """Of one gateway. was_ready: the pipeline has been ready at some time."""
 
     def __init__(self, health: Health) -> None:
@@ -17,16 +17,16 @@ class Standing:
         self.draining = False
         self.was_ready = False
         self._health = health
-        self._told: StatusChanged | None = None
+        self._published: StatusChanged | None = None
 
     @property
-    def answering(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether a request that came now would be answered without a pause."""
-        return self.was_ready and not self.draining and self._health.answering()
+        return self.was_ready and not self.draining and self._health.can_serve()
 
-    def news(self) -> StatusChanged | None:
+    def status_change(self) -> StatusChanged | None:
         """The status, whenever it differs from what was told last."""
-        complete = self._health.complete()
+        complete = self._health.all_ready()
         self.was_ready = self.was_ready or complete
         if self.draining:
             self.status = "draining"
@@ -34,8 +34,8 @@ class Standing:
             self.status = "ready"
         else:
             self.status = "degraded" if self.was_ready else "starting"
-        told = StatusChanged(self.status, self.answering, self._health.reason())
-        if told == self._told:
+        told = StatusChanged(self.status, self.can_serve, self._health.reason())
+        if told == self._published:
             return None
-        self._told = told
+        self._published = told
         return told

@@ -19,8 +19,8 @@ from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.outlets import Outlet
 from pipeinfer.gateway.responses import GONE
 
-BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
-HEADERS = {
+MOST_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
+EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -68,7 +68,7 @@ class _Streamed(web.StreamResponse):
     _send_headers_immediately = False
 
 
-class Turn:
+class WriteBatch:
     """The streams that have something to send in this turn of the loop.
 
     A write costs more than all else that is done for a token. Where the gateway falls behind, the
@@ -81,10 +81,10 @@ class Turn:
     def add(self, stream: EventStream) -> None:
         """It is flushed when all that has come was read."""
         if not self._streams:
-            asyncio.get_running_loop().call_soon(self._end)
+            asyncio.get_running_loop().call_soon(self._flush)
         self._streams.append(stream)
 
-    def _end(self) -> None:
+    def _flush(self) -> None:
         streams, self._streams = self._streams, []
         for stream in streams:
             stream.flush()
@@ -94,14 +94,14 @@ class EventStream:
     """Sends chunks as they come, in each `turn` those that it has. Nothing is sent before the first
     one, so a refusal is an error."""
 
-    def __init__(self, outlet: Outlet, turn: Turn) -> None:
+    def __init__(self, outlet: Outlet, turn: WriteBatch) -> None:
         self._outlet = outlet
-        self._turn = turn
-        self._held: list[bytes] = []  # chunks of this turn, or from before the headers
+        self._batch = turn
+        self._buffered: list[bytes] = []  # chunks of this turn, or from before the headers
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
         loop = asyncio.get_running_loop()
-        self._begun: asyncio.Future[Failed | None] = loop.create_future()  # as WholeAnswer's
+        self._first_chunk: asyncio.Future[Failed | None] = loop.create_future()  # as WholeAnswer's
         self._ended: asyncio.Future[None] = loop.create_future()
 
     def started(self, index: int, started: Started) -> None:
@@ -119,47 +119,49 @@ class EventStream:
     def failed(self, index: int, failed: Failed) -> None:
         if self._ended.done():
             return
-        if not self._begun.done():
-            self._begun.set_result(failed)
+        if not self._first_chunk.done():
+            self._first_chunk.set_result(failed)
             return
         self._write(self._outlet.error(api_error(failed)))
         self._ended.set_result(None)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Streams until the end; raises ApiError if the request fails before its first chunk."""
-        failed = await self._begun
+        failed = await self._first_chunk
         if failed is not None:
             raise api_error(failed)
-        response = _Streamed(headers=HEADERS)
+        response = _Streamed(headers=EVENT_STREAM_HEADERS)
         try:
             await response.prepare(request)
             self._chunked = request.version >= HttpVersion11
             self._transport = request.transport  # what comes from now on goes there by itself
-            request[PROBE] = self._comment
-            await response.write(self._taken())  # at once; then perhaps it waits for the client
+            request[PROBE] = self._write_comment
+            await response.write(
+                self._take_buffered()
+            )  # at once; then perhaps it waits for the client
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
             return web.StreamResponse(status=GONE)
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
-            await response.write_eof(self._taken())
+            await response.write_eof(self._take_buffered())
         return response
 
-    def _comment(self) -> None:
+    def _write_comment(self) -> None:
         """A line that says nothing: whoever is gone answers it with a reset."""
         if not self._ended.done():
             self._write(b":\n\n")
 
     def _write(self, data: bytes) -> None:
-        if not self._held:
+        if not self._buffered:
             if self._transport is not None:
-                self._turn.add(self)
-            elif not self._begun.done():
-                self._begun.set_result(None)
-        self._held.append(data)
+                self._batch.add(self)
+            elif not self._first_chunk.done():
+                self._first_chunk.set_result(None)
+        self._buffered.append(data)
 
-    def _taken(self) -> bytes:
+    def _take_buffered(self) -> bytes:
         """What was held, and is no more."""
-        held = self._held
+        held = self._buffered
         data = held[0] if len(held) == 1 else b"".join(held)
         held.clear()
         return data
@@ -167,10 +169,10 @@ class EventStream:
     def flush(self) -> None:
         """Hands what is held to the connection."""
         transport = self._transport
-        if not self._held or transport is None:
+        if not self._buffered or transport is None:
             return
-        data = self._taken()
-        if transport.get_write_buffer_size() > BACKLOG:
+        data = self._take_buffered()
+        if transport.get_write_buffer_size() > MOST_UNREAD:
             transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)

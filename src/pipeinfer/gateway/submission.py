@@ -13,23 +13,23 @@ from msgspec.structs import replace
 from pipeinfer.choices import SEED_MASK
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.ledger import Record
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.tracing import RequestTraces
 from pipeinfer.messages import Submit
 
 
-class Submissions:
+class SubmitBuilder:
     """First attempts of calls, from the gateway of that index; `seed`: of those that have none."""
 
-    def __init__(self, gateway: int, seed: int, traces: Traces) -> None:
+    def __init__(self, gateway: int, seed: int, traces: RequestTraces) -> None:
         self._gateway = gateway
         self._random = random.Random(seed + gateway)
         self._traces = traces
 
-    def first(self, call: Call) -> Submit:
+    def build(self, call: Call) -> Submit:
         """That of `call`. Of several choices each is a request that has one."""
         drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
         seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
-        trace = self._traces.of(call.request_id, call.trace)
+        trace = self._traces.traceparent(call.request_id, call.trace)
         return _submit(call, self._gateway, seed, trace)
 
 
@@ -60,7 +60,7 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
     )
 
 
-def again(records: Iterable[Record]) -> Iterator[Submit]:
+def resubmissions(records: Iterable[Record]) -> Iterator[Submit]:
     """What a tokenizer that was started again must know: of choices that belong together those
     that are live, in one for each group that has some."""
     together: dict[tuple[str, int, int], list[Record]] = {}

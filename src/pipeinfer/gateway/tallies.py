@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from pipeinfer.histogram import Histogram
 
 
-class Tally:
+class Counter:
     """A count that only grows."""
 
     __slots__ = ("count", "created")
@@ -30,29 +30,29 @@ class Tally:
         self.count += amount
 
 
-class Tallies(Collector):
+class CounterFamily(Collector):
     """A family of counters, one for each tuple of values of its `labels`."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
         self._about = name, text, tuple(labels)
-        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._counters: dict[tuple[str, ...], Counter] = {}
 
-    def of(self, *values: str) -> Tally:
+    def labels(self, *values: str) -> Counter:
         """The counter with these values; there from now on."""
-        tally = self._tallies.get(values)
+        tally = self._counters.get(values)
         if tally is None:
-            tally = self._tallies[values] = Tally()
+            tally = self._counters[values] = Counter()
         return tally
 
     def collect(self) -> Iterator[Metric]:
         name, text, labels = self._about
         family = CounterMetricFamily(name, text, labels=labels)
-        for values, tally in self._tallies.items():
+        for values, tally in self._counters.items():
             family.add_metric(values, float(tally.count), tally.created)
         yield family
 
 
-class Times(Collector):
+class SecondsHistogram(Collector):
     """A histogram of seconds. `bounds`: upper ends of its buckets, but for the last, infinite."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:

@@ -24,7 +24,7 @@ class Certificate:
         """Connections from now on get what the files hold now. ConfigurationError as above; then
         nothing changes."""
         self._read()  # a half-loaded pair must not get into the context that is in use
-        self.context.load_cert_chain(self._chain, self._key, password=_no_password)
+        self.context.load_cert_chain(self._chain, self._key, password=_refuse_password)
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -37,7 +37,7 @@ class Certificate:
             except OSError as error:
                 raise ConfigurationError(f"{flag} {path}: {error.strerror or error}") from None
         try:
-            context.load_cert_chain(self._chain, self._key, password=_no_password)
+            context.load_cert_chain(self._chain, self._key, password=_refuse_password)
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or "one of them is no PEM file of its kind"
             pair = f"--tls-cert {self._chain} --tls-key {self._key}"
@@ -45,12 +45,12 @@ class Certificate:
         return context
 
 
-def _no_password() -> str:
+def _refuse_password() -> str:
     """Instead of OpenSSL's own question on the terminal."""
     raise ValueError("a key with a password")
 
 
-def certificate(settings: Settings) -> Certificate | None:
+def load_certificate(settings: Settings) -> Certificate | None:
     """What the settings name, None for plain HTTP. Raises ConfigurationError."""
     if not settings.tls_cert and not settings.tls_key:
         return None

@@ -36,7 +36,7 @@ class TokenScore(NamedTuple):
     others: list[Likely]
 
 
-def behind(texts: LogprobTexts, tokens: int) -> LogprobTexts:
+def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
     """Without the first `tokens` tokens."""
     many = max(len(texts.offsets) // OFFSET_BYTES, 1)
     return msgspec.structs.replace(
@@ -48,7 +48,7 @@ def behind(texts: LogprobTexts, tokens: int) -> LogprobTexts:
     )
 
 
-def alternatives(texts: LogprobTexts, tokens: int) -> int:
+def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
     """How many others each of so many tokens has."""
     return (len(texts.scores) // (WORD * tokens) - OWN_WORDS) // 2 if tokens else 0
 
@@ -65,7 +65,7 @@ def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
 
 def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
     ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
-    most = alternatives(texts, len(ids))
+    most = num_alternatives(texts, len(ids))
     found = scores(texts.scores, most)
     for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
         at = n * (1 + most)

@@ -22,9 +22,11 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 
 # Fields that the body of /tokenize shares with a chat's: all that a chat's prompt depends on.
-OF_CHATS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__)
+CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
+    ChatRequest.__struct_fields__
+)
 # Without an answer a prompt may be longer than the context.
-ALONE = SamplingParams(max_tokens=0, skip_special_tokens=False)
+NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
 def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
@@ -32,7 +34,7 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
     if request.prompt is None:
-        chat = ChatRequest(**{field: getattr(request, field) for field in OF_CHATS})
+        chat = ChatRequest(**{field: getattr(request, field) for field in CHAT_FIELDS})
         return replace(
             prompt_call(chat, name, terms),
             return_prompt_ids=True,
@@ -40,7 +42,7 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
         )
     return Call(
         request_id=name,
-        params=ALONE,
+        params=NO_OUTPUT,
         timeout=terms.timeout,
         text=request.prompt,
         add_special_tokens=request.add_special_tokens is not False,
@@ -60,7 +62,7 @@ def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
         raise (error if with_tools is None else renamed(error, OLD_NAMES)) from None
     return Call(
         request_id=name,
-        params=ALONE,
+        params=NO_OUTPUT,
         timeout=terms.timeout,
         chat=prompt.chat,
         template_arguments=prompt.arguments,
@@ -73,7 +75,7 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
     """What asks for the text."""
     return Call(
         request_id=name,
-        params=replace(ALONE, skip_special_tokens=bool(request.skip_special_tokens)),
+        params=replace(NO_OUTPUT, skip_special_tokens=bool(request.skip_special_tokens)),
         timeout=terms.timeout,
         prompt_ids=pack(request.tokens),
         return_prompt_text=True,
@@ -81,32 +83,32 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
     )
 
 
-class Encoded:
+class EncodedPrompt:
     """A sink of the port that waits for what the tokenizer says of the one prompt."""
 
     def __init__(self) -> None:
-        self._said: asyncio.Future[Started | Failed] = asyncio.get_running_loop().create_future()
+        self._result: asyncio.Future[Started | Failed] = asyncio.get_running_loop().create_future()
 
     def started(self, index: int, started: Started) -> None:
-        if not self._said.done():
-            self._said.set_result(started)
+        if not self._result.done():
+            self._result.set_result(started)
 
     def delta(self, index: int, delta: Delta) -> None:
         """Only says that this was all."""
 
     def failed(self, index: int, failed: Failed) -> None:
-        if not self._said.done():
-            self._said.set_result(failed)
+        if not self._result.done():
+            self._result.set_result(failed)
 
     async def prompt(self) -> Started:
         """What was said. Raises ApiError for a refusal."""
-        said = await self._said
+        said = await self._result
         if isinstance(said, Failed):
             raise api_error(said)
         return said
 
 
-def tokens_shown(started: Started, context_length: int) -> JsonObject:
+def tokenize_response(started: Started, context_length: int) -> JsonObject:
     """The answer of /tokenize, as vLLM's."""
     ids = unpack(started.prompt_ids).tolist()
     return {

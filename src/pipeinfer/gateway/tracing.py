@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from pipeinfer import traceparent
 from pipeinfer.traceparent import Traceparent
 
-HEADER = "traceparent"
-TRACE, SPAN = 32, 16  # hexadecimal digits
+TRACEPARENT = "traceparent"
+TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
 
 
-def carried(headers: Mapping[str, str]) -> str:
+def client_traceparent(headers: Mapping[str, str]) -> str:
     """The client's W3C traceparent, or none."""
-    given = headers.get(HEADER, "")
+    given = headers.get(TRACEPARENT, "")
     return given if traceparent.read(given) is not None else ""
 
 
-class Traces:
+class RequestTraces:
     """`salt`: this process alone has it. `on`: whether spans are exported; else clients' traces are
     carried as they are."""
 
@@ -30,7 +30,7 @@ class Traces:
         self._salt = salt
         self._on = on
 
-    def of(self, request_id: str, given: str) -> str:
+    def traceparent(self, request_id: str, given: str) -> str:
         """The traceparent that the other stages get of a request whose client gave `given`. It
         names the gateway's span, in the client's trace or in a new one; of a trace that its client
         does not sample nothing is exported, and it is carried as it is."""
@@ -38,5 +38,5 @@ class Traces:
         if not self._on or (client is not None and not client.sampled):
             return given
         digest = hashlib.sha256(f"{self._salt}/{request_id}".encode()).hexdigest()
-        trace_id = digest[:TRACE] if client is None else client.trace_id
-        return Traceparent(trace_id, digest[TRACE : TRACE + SPAN], True).text
+        trace_id = digest[:TRACE_DIGITS] if client is None else client.trace_id
+        return Traceparent(trace_id, digest[TRACE_DIGITS : TRACE_DIGITS + SPAN_DIGITS], True).text

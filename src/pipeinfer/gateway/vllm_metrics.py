@@ -19,51 +19,53 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from pipeinfer.gateway.health import Health, Row, kv_usage
+from pipeinfer.gateway.health import Health, StageStatus, kv_usage
 from pipeinfer.gateway.tallies import add_histogram
 from pipeinfer.histogram import OF_REQUESTS, Histogram, read
 
-FIRST = (
+VLLM_TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-BETWEEN = (
+VLLM_ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-SHORTEST = 0.3  # of the buckets of whole requests, and of what they go through
-WHOLE = tuple(bound for bound in OF_REQUESTS if bound >= SHORTEST)
-REASONS = ("stop", "length", "abort", "error")
+SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
+REQUEST_BUCKETS = tuple(bound for bound in OF_REQUESTS if bound >= SHORTEST_REQUEST)
+FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
 
 
 @dataclass
-class Group:
+class GroupMetrics:
     """What one gateway saw of one group's requests. ends: by reason. Times are in seconds; prompts
     and outputs in tokens."""
 
     most_tokens: int
     prompt_tokens: int = 0
     output_tokens: int = 0
-    ends: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))
-    first: Histogram = field(default_factory=lambda: Histogram(FIRST))
-    between: Histogram = field(default_factory=lambda: Histogram(BETWEEN))
-    each: Histogram = field(default_factory=lambda: Histogram(BETWEEN))
-    whole: Histogram = field(default_factory=lambda: Histogram(WHOLE))
-    decode: Histogram = field(default_factory=lambda: Histogram(WHOLE))
+    finished: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(FINISH_REASONS, 0))
+    )
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(VLLM_TTFT_BUCKETS))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(VLLM_ITL_BUCKETS))
+    time_per_output_token: Histogram = field(default_factory=lambda: Histogram(VLLM_ITL_BUCKETS))
+    request_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+    decode_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
     def __post_init__(self) -> None:
         self.prompts = Histogram(token_bounds(self.most_tokens))
         self.outputs = Histogram(token_bounds(self.most_tokens))
 
-    def ended(self, whole: float, decode: float, prompt: int, output: int) -> None:
+    def count_finished(self, whole: float, decode: float, prompt: int, output: int) -> None:
         """Counts one request that ended by stop or length. `prompt`: 0 where the tokens of its
         prompt were counted with another choice of it."""
-        self.whole.observe(whole)
+        self.request_seconds.observe(whole)
         if output:
-            self.decode.observe(decode)
+            self.decode_seconds.observe(decode)
         if output > 1:
-            self.each.observe(decode / (output - 1))
+            self.time_per_output_token.observe(decode / (output - 1))
         if prompt:
             self.prompts.observe(prompt)
         self.outputs.observe(output)
@@ -76,31 +78,31 @@ def token_bounds(most: int) -> list[float]:
 
 
 # Of groups: name, help, and where it is counted.
-HISTOGRAMS: tuple[tuple[str, str, Callable[[Group], Histogram]], ...] = (
+HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
     (
         "time_to_first_token_seconds",
         "From a request's arrival to its first output.",
-        lambda group: group.first,
+        lambda group: group.time_to_first_token,
     ),
     (
         "inter_token_latency_seconds",
         "Between two outputs of a request.",
-        lambda group: group.between,
+        lambda group: group.inter_token,
     ),
     (
         "request_time_per_output_token_seconds",
         "From the first output of a request to its last, by tokens after the first.",
-        lambda group: group.each,
+        lambda group: group.time_per_output_token,
     ),
     (
         "e2e_request_latency_seconds",
         "From a request's arrival to its end, by stop or length.",
-        lambda group: group.whole,
+        lambda group: group.request_seconds,
     ),
     (
         "request_decode_time_seconds",
         "From the first output of a request to its last.",
-        lambda group: group.decode,
+        lambda group: group.decode_seconds,
     ),
     (
         "request_prompt_tokens",
@@ -122,24 +124,24 @@ class VllmMetrics(Collector):
     def __init__(self, health: Health, model: str, most_tokens: int, caches: bool) -> None:
         self._health, self._model = health, model
         self._most_tokens, self._caches = most_tokens, caches
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, GroupMetrics] = {}
 
-    def of(self, group: int) -> Group:
+    def group(self, group: int) -> GroupMetrics:
         """What is counted of `group`; there from now on."""
         if group not in self._groups:
-            self._groups[group] = Group(self._most_tokens)
+            self._groups[group] = GroupMetrics(self._most_tokens)
         return self._groups[group]
 
     def collect(self) -> Iterator[Metric]:
-        for row in self._rows("scheduler"):
-            self.of(row.group)  # so that rates have a zero to start from
+        for row in self._groups_of("scheduler"):
+            self.group(row.group)  # so that rates have a zero to start from
         yield from self._of_schedulers()
         yield from self._of_engines()
         yield from self._counted()
         yield from self._timed()
 
-    def _rows(self, name: str) -> list[Row]:
-        return self._health.groups(name)
+    def _groups_of(self, name: str) -> list[StageStatus]:
+        return self._health.one_per_group(name)
 
     def _labels(self, group: int, *more: str) -> list[str]:
         return [self._model, str(group), *more]
@@ -147,16 +149,16 @@ class VllmMetrics(Collector):
     # --------------------------------------------------------------------- what heartbeats say
 
     def _gauge(
-        self, name: str, text: str, stage: str, value: Callable[[Row], float]
+        self, name: str, text: str, stage: str, value: Callable[[StageStatus], float]
     ) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             family.add_metric(self._labels(row.group), value(row))
         return family
 
     def _counter(self, name: str, text: str, stage: str, statistic: str) -> CounterMetricFamily:
         family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             family.add_metric(self._labels(row.group), row.stats.get(statistic, 0.0))
         return family
 
@@ -180,7 +182,7 @@ class VllmMetrics(Collector):
             "prompt (deferred).",
             labels=(*LABELS, "reason"),
         )
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             deferred = row.stats.get("held", 0.0) + row.stats.get("preparing", 0.0)
             capacity = max(row.stats.get("waiting", 0.0) - deferred, 0.0)
             waiting.add_metric(self._labels(row.group, "capacity"), capacity)
@@ -197,10 +199,12 @@ class VllmMetrics(Collector):
             ("request_prefill_time", "prefill", "From a request's slot to its first output."),
         ):
             family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
-            for row in self._rows(stage):
+            for row in self._groups_of(stage):
                 said = read(row.stats, statistic)
                 if said is not None:
-                    longer = [(bound, count) for bound, count in said[0] if bound >= SHORTEST]
+                    longer = [
+                        (bound, count) for bound, count in said[0] if bound >= SHORTEST_REQUEST
+                    ]
                     add_histogram(family, self._labels(row.group), longer, said[1])
             yield family
 
@@ -226,7 +230,7 @@ class VllmMetrics(Collector):
         )
         about = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")
         info = GaugeMetricFamily("vllm:cache_config_info", "Always 1; labels say it.", labels=about)
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             told = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
             dtype = "fp8_e4m3" if row.stats.get("kv_fp8", 0.0) else "auto"
             info.add_metric([*told, dtype, str(self._caches), str(row.group)], 1.0)
@@ -249,7 +253,7 @@ class VllmMetrics(Collector):
         for number, group in sorted(self._groups.items()):
             prompts.add_metric(self._labels(number), group.prompt_tokens)
             outputs.add_metric(self._labels(number), group.output_tokens)
-            for reason, count in group.ends.items():
+            for reason, count in group.finished.items():
                 ends.add_metric(self._labels(number, reason), count)
         yield from (prompts, outputs, ends)
 

@@ -20,35 +20,35 @@ from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.responses import Handler
 from pipeinfer.settings import ConfigurationError
 
-PLAIN = re.compile(r"[a-z0-9_-]*")  # without a dot: no page of the web has such a name
-NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
-JSON = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
+PRIVATE_NAME = re.compile(r"[a-z0-9_-]*")  # without a dot: no page of the web has such a name
+HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 # Asked by load balancers and Prometheus by any name. Nothing that they tell is of a client.
-OF_ANY_HOST = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
-SHOWN = 253  # letters of a name, of which DNS has no more
+ANY_HOST_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
+MOST_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
 
 
 @dataclass(frozen=True)
-class WebPages:
+class BrowserGuard:
     """`hosts`: names with a dot that are the server's, {"*"} is all. `trusting()`: whether no key
     is needed; then, and where there are `hosts`, others are refused. `guarded(path)`: whether the
     path is one that a key would guard."""
 
     hosts: frozenset[str]
-    named: bool
+    hosts_named: bool
     cors: Cors
-    trusting: Callable[[], bool]
-    guarded: Callable[[str], bool]
+    keyless: Callable[[], bool]
+    is_protected: Callable[[str], bool]
 
     def middleware(self) -> Middleware:
         """To stand behind CORS, whose preflights are answered there, and before keys and bodies."""
 
         @web.middleware
         async def pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-            trusting = self.trusting()
-            if (trusting or self.named) and request.path not in OF_ANY_HOST:
+            trusting = self.keyless()
+            if (trusting or self.hosts_named) and request.path not in ANY_HOST_PATHS:
                 self._check_host(request)
-            if trusting and request.method != "OPTIONS" and self.guarded(request.path):
+            if trusting and request.method != "OPTIONS" and self.is_protected(request.path):
                 self._check_origin(request)
                 if request.method == "POST":
                     _check_json(request)
@@ -60,10 +60,11 @@ class WebPages:
         """A request without Host is no browser's: those speak HTTP/1.1 and say it."""
         host = request.host if "Host" in request.headers else ""
         name = host_name(host)
-        if not own(name) and name not in self.hosts and "*" not in self.hosts:
+        if not is_private_name(name) and name not in self.hosts and "*" not in self.hosts:
+            shown = name[:MOST_NAME_LETTERS]
             message = (
-                f"this server is asked by the name {name[:SHOWN]!r}, which it does not know: set "
-                f"--allowed-hosts {name[:SHOWN]}, or ask by an IP address"
+                f"this server is asked by the name {shown!r}, which it does not know: set "
+                f"--allowed-hosts {shown}, or ask by an IP address"
             )
             raise ApiError(403, message, code="host_not_allowed")
 
@@ -77,8 +78,8 @@ class WebPages:
         else:
             host = request.headers.get("Host", "")
             foreign = bool(origin) and origin.partition("://")[2].lower() != host.lower()
-        if foreign and not self.cors.allowed(request):
-            page = repr(origin[:SHOWN]) if origin else "another site"
+        if foreign and not self.cors.allow_origin(request):
+            page = repr(origin[:MOST_NAME_LETTERS]) if origin else "another site"
             message = f"a web page of {page} may not ask: --allowed-origins names those that may"
             raise ApiError(403, message, code="origin_not_allowed")
 
@@ -90,9 +91,9 @@ def _check_json(request: web.Request) -> None:
     if given is None:
         bad = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
     else:
-        bad = JSON.fullmatch(given.partition(";")[0].strip().lower()) is None
+        bad = JSON_TYPE.fullmatch(given.partition(";")[0].strip().lower()) is None
     if bad:
-        had = f"not {given[:SHOWN]!r}" if given else "which is missing"
+        had = f"not {given[:MOST_NAME_LETTERS]!r}" if given else "which is missing"
         message = f"the body must be JSON: send the header `Content-Type: application/json`, {had}"
         raise ApiError(415, message, code="unsupported_media_type")
 
@@ -106,10 +107,10 @@ def host_name(host: str) -> str:
     return name.lower().removesuffix(".")
 
 
-def own(name: str) -> bool:
+def is_private_name(name: str) -> bool:
     """Whether no page of the web can have the name: an IP address, one without a dot, or below
     localhost."""
-    if PLAIN.fullmatch(name) or name.endswith(".localhost"):
+    if PRIVATE_NAME.fullmatch(name) or name.endswith(".localhost"):
         return True
     try:
         ipaddress.ip_address(name)
@@ -118,11 +119,11 @@ def own(name: str) -> bool:
     return True
 
 
-def read_hosts(text: str) -> frozenset[str]:
+def parse_hosts(text: str) -> frozenset[str]:
     """From the setting: names with commas between them, or *. Raises ConfigurationError."""
     names = [word.strip().lower().removesuffix(".") for word in text.split(",") if word.strip()]
     for name in names:
-        if name != "*" and NAME.fullmatch(name) is None and not own(name):
+        if name != "*" and HOST_NAME.fullmatch(name) is None and not is_private_name(name):
             message = "must be a name like gateway.example.org, without scheme, port and path"
             raise ConfigurationError(f"--allowed-hosts: {name!r} {message}")
     return frozenset(names)

@@ -12,7 +12,7 @@ from typing import Protocol
 from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
-from pipeinfer.gateway.health import Row
+from pipeinfer.gateway.health import StageStatus
 from pipeinfer.messages import CacheReset, Message
 
 
@@ -51,10 +51,10 @@ class OfflineDriver:
         if self._sinks.pop(request_id, None) is not None and self._feed is not None:
             self._feed(Hangup(request_id))
 
-    async def reset_caches(self, stages: Iterable[Row]) -> set[int]:
+    async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """Groups of `stages` that were asked to forget what is cached, and have not said so."""
         assert self._feed is not None
-        return await self._resets.ask(self._feed, stages)
+        return await self._resets.reset(self._feed, stages)
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs; what nobody waits for is dropped."""

@@ -18,7 +18,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.stage import TICK
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.tracing import RequestTraces
 from pipeinfer.messages import State
 from pipeinfer.offline.driver import OfflineDriver, Sink
 from pipeinfer.runtime import wakefulness
@@ -81,11 +81,11 @@ class Pipeline:
         """Forgets cached prefixes that no request uses; whether all groups have done so."""
         if self._core is None or self._cause or self._stopped is not None:
             raise PipelineStopped(self._cause or "it was closed")
-        return not await self._driver.reset_caches(self._core.health.rows.values())
+        return not await self._driver.reset_caches(self._core.health.stages.values())
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics in each stage's latest heartbeat, by stage id."""
-        rows = {} if self._core is None else self._core.health.rows
+        rows = {} if self._core is None else self._core.health.stages
         return {stage: dict(row.stats) for stage, row in rows.items()}
 
     def states(self) -> dict[str, tuple[State, str]]:
@@ -117,7 +117,7 @@ class Pipeline:
             expected_stages(stages.topology),
             seed=self._settings.seed,
             incarnation=self._shell.incarnation,
-            traces=Traces(str(self._shell.incarnation), bool(self._settings.otlp_endpoint)),
+            traces=RequestTraces(str(self._shell.incarnation), bool(self._settings.otlp_endpoint)),
         )
         for work in (self._shell.run(), self._service.run()):
             task = self._loop.create_task(work)

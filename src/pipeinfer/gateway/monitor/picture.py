@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.gateway.health import Health, Row
+from pipeinfer.gateway.health import Health, StageStatus
 from pipeinfer.gateway.lately import QUANTILES
 from pipeinfer.passages.durations import MINUTE
 
-SMOOTH = 5.0  # seconds over which rates are taken, at all places
+RATE_WINDOW = 5.0  # seconds over which rates are taken, at all places
 
 
-class StageShown(msgspec.Struct, frozen=True):
+class StageSnapshot(msgspec.Struct, frozen=True):
     """One process. `up`, `heard`: seconds since it began, and since it was heard. `rate`: what it
     did a second, in `unit`. `latency_ms`: see docs/page.md."""
 
@@ -40,7 +40,7 @@ class StageShown(msgspec.Struct, frozen=True):
     latency_ms: float | None = None
 
 
-class Edge(msgspec.Struct, frozen=True):
+class EdgeSnapshot(msgspec.Struct, frozen=True):
     """What goes from one kind of stage to another, a second."""
 
     source: str = msgspec.field(name="from")
@@ -49,7 +49,7 @@ class Edge(msgspec.Struct, frozen=True):
     unit: str
 
 
-class PagesShown(msgspec.Struct, frozen=True):
+class KvPagesSnapshot(msgspec.Struct, frozen=True):
     """KV pages of a group: `cached` ones may be evicted, `used` ones not."""
 
     group: int
@@ -60,7 +60,7 @@ class PagesShown(msgspec.Struct, frozen=True):
     page_tokens: int
 
 
-class Latency(msgspec.Struct, frozen=True):
+class LatencyQuantiles(msgspec.Struct, frozen=True):
     """Milliseconds, over the last minute; None where there was nothing."""
 
     p50: float | None = None
@@ -69,36 +69,36 @@ class Latency(msgspec.Struct, frozen=True):
     count: int = 0
 
 
-class Figures(msgspec.Struct, frozen=True):
+class PipelineSnapshot(msgspec.Struct, frozen=True):
     """All that is shown but steps and requests."""
 
     status: str
     reason: str
-    stages: tuple[StageShown, ...]
-    edges: tuple[Edge, ...]
-    pages: tuple[PagesShown, ...]
-    latency: dict[str, Latency]
+    stages: tuple[StageSnapshot, ...]
+    edges: tuple[EdgeSnapshot, ...]
+    pages: tuple[KvPagesSnapshot, ...]
+    latency: dict[str, LatencyQuantiles]
     tokens_per_s: float
     requests_running: int
     requests_waiting: int
 
 
-class Did(NamedTuple):
+class StageStatistics(NamedTuple):
     """How a kind of stage is read: what it did a second (a statistic that only grows), in which
     unit, and which statistics are its queue and what it has in hand."""
 
-    grown: str
+    counter: str
     unit: str
     waiting: str = ""
     running: str = ""
 
 
-DID = {
-    "gateway": Did("requests_total", "requests/s", "waiting", "running"),
-    "tokenizer": Did("accepted_total", "requests/s", "encoding"),
-    "scheduler": Did("plans_total", "steps/s", "waiting", "running"),
-    "engine": Did("sampled_tokens_total", "tokens/s", "", "slots_used"),
-    "detokenizer": Did("tokens_total", "tokens/s", "", "running"),
+STAGE_STATISTICS = {
+    "gateway": StageStatistics("requests_total", "requests/s", "waiting", "running"),
+    "tokenizer": StageStatistics("accepted_total", "requests/s", "encoding"),
+    "scheduler": StageStatistics("plans_total", "steps/s", "waiting", "running"),
+    "engine": StageStatistics("sampled_tokens_total", "tokens/s", "", "slots_used"),
+    "detokenizer": StageStatistics("tokens_total", "tokens/s", "", "running"),
 }
 EDGES = (
     ("gateway", "tokenizer", "gateway", "requests_total", "requests/s"),
@@ -109,65 +109,68 @@ EDGES = (
 )
 
 
-class _Grown:
+class _RateWindow:
     """The heartbeats of a stage between which its rates are taken: the last one, and the last that
     is at least SMOOTH older, or the first there is."""
 
-    __slots__ = ("beats", "incarnation", "step")
+    __slots__ = ("beats", "incarnation", "step_time")
 
     def __init__(self) -> None:
         self.beats: deque[tuple[float, Mapping[str, float]]] = deque()
         self.incarnation = 0
-        self.step: tuple[float, float] | None = None  # an engine's, and when that was seen
+        self.step_time: tuple[float, float] | None = None  # an engine's, and when that was seen
 
-    def look(self, row: Row) -> None:
-        if row.seen is None or (self.beats and row.seen == self.beats[-1][0]):
+    def add(self, row: StageStatus) -> None:
+        if row.last_seen is None or (self.beats and row.last_seen == self.beats[-1][0]):
             return
         if row.incarnation != self.incarnation:
             self.beats.clear()
         self.incarnation = row.incarnation
-        self.beats.append((row.seen, row.stats))
-        while len(self.beats) > 1 and self.beats[1][0] <= row.seen - SMOOTH:
+        self.beats.append((row.last_seen, row.stats))
+        while len(self.beats) > 1 and self.beats[1][0] <= row.last_seen - RATE_WINDOW:
             self.beats.popleft()
         before = self.beats[-2][1] if len(self.beats) > 1 else row.stats
         if row.stats.get("steps_total", 0.0) > before.get("steps_total", 0.0):
-            self.step = self.by("busy_seconds") / self.by("steps_total"), row.seen
+            self.step_time = (
+                self.increase("busy_seconds") / self.increase("steps_total"),
+                row.last_seen,
+            )
 
-    def by(self, name: str) -> float:
+    def increase(self, name: str) -> float:
         if not self.beats:
             return 0.0
         return self.beats[-1][1].get(name, 0.0) - self.beats[0][1].get(name, 0.0)
 
     def rate(self, name: str) -> float:
         seconds = self.beats[-1][0] - self.beats[0][0] if self.beats else 0.0
-        return self.by(name) / seconds if seconds > 0 else 0.0
+        return self.increase(name) / seconds if seconds > 0 else 0.0
 
 
-class Pictures:
+class PipelineRates:
     """Figures of one pipeline, from its health table. `look` before, as often as is wanted: rates
     are those of the last SMOOTH seconds in which heartbeats were seen."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
-        self._grown = {stage: _Grown() for stage in health.rows}
+        self._windows = {stage: _RateWindow() for stage in health.stages}
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Notes the heartbeats that have come."""
-        for stage, row in self._health.rows.items():
-            self._grown[stage].look(row)
+        for stage, row in self._health.stages.items():
+            self._windows[stage].add(row)
 
-    def figures(
+    def snapshot(
         self, status: str, now: float, unix: float, latency: Callable[[str], float | None]
-    ) -> Figures:
+    ) -> PipelineSnapshot:
         """Now, as `unix` says it to people. `latency(stage id)`: seconds, where it is known."""
-        rows = self._health.rows.values()
+        rows = self._health.stages.values()
         total = self._health.total
-        return Figures(
+        return PipelineSnapshot(
             status=status,
             reason=self._health.reason(),
             stages=tuple(self._stage(row, now, unix, latency(row.stage)) for row in rows),
             edges=tuple(
-                Edge(source=source, target=target, rate=self._rate(kind, stat), unit=unit)
+                EdgeSnapshot(source=source, target=target, rate=self._rate(kind, stat), unit=unit)
                 for source, target, kind, stat, unit in EDGES
             ),
             pages=tuple(
@@ -181,22 +184,28 @@ class Pictures:
             requests_waiting=int(total("scheduler", "waiting")),
         )
 
-    def grown(self, stage: str, name: str) -> float:
+    def increase(self, stage: str, name: str) -> float:
         """By how much a statistic of a stage grew in the last SMOOTH seconds."""
-        return self._grown[stage].by(name)
+        return self._windows[stage].increase(name)
 
     def rate(self, stage: str, name: str) -> float:
         """The same, a second."""
-        return self._grown[stage].rate(name)
+        return self._windows[stage].rate(name)
 
-    def _stage(self, row: Row, now: float, unix: float, seconds: float | None) -> StageShown:
-        did, grown = DID[row.name], self._grown[row.stage]
-        if row.name == "engine" and grown.step is not None and now - grown.step[1] <= MINUTE:
-            seconds = grown.step[0]
+    def _stage(
+        self, row: StageStatus, now: float, unix: float, seconds: float | None
+    ) -> StageSnapshot:
+        did, grown = STAGE_STATISTICS[row.name], self._windows[row.stage]
+        if (
+            row.name == "engine"
+            and grown.step_time is not None
+            and now - grown.step_time[1] <= MINUTE
+        ):
+            seconds = grown.step_time[0]
         elif row.name == "gateway" and row.stats.get("ttft_count"):
             seconds = row.stats["ttft_ms_p50"] / 1e3
-        since = None if row.restarted is None else now - row.restarted
-        return StageShown(
+        since = None if row.restarted_at is None else now - row.restarted_at
+        return StageSnapshot(
             stage=row.stage,
             name=row.name,
             group=row.group,
@@ -207,38 +216,40 @@ class Pictures:
             up=row.stats.get("uptime_seconds"),
             restarts=row.restarts,
             last_restart=None if since is None else unix - since,
-            heard=None if row.seen is None else now - row.seen,
+            heard=None if row.last_seen is None else now - row.last_seen,
             waiting=int(row.stats.get(did.waiting, 0)) if did.waiting else None,
             running=int(row.stats.get(did.running, 0)) if did.running else None,
-            rate=grown.rate(did.grown),
+            rate=grown.rate(did.counter),
             unit=did.unit,
             latency_ms=None if seconds is None else seconds * 1e3,
         )
 
     def _rate(self, kind: str, stat: str) -> float:
         """Of all groups; ranks of one group all say the same, and rank 0 counts."""
-        rows = self._health.rows.values()
+        rows = self._health.stages.values()
         return sum(
-            self._grown[row.stage].rate(stat) for row in rows if row.name == kind and row.rank == 0
+            self._windows[row.stage].rate(stat)
+            for row in rows
+            if row.name == kind and row.rank == 0
         )
 
-    def _latency(self, name: str) -> Latency:
+    def _latency(self, name: str) -> LatencyQuantiles:
         """Of the gateway that has measured most: quantiles of several cannot be added."""
-        gateways = [row.stats for row in self._health.rows.values() if row.name == "gateway"]
+        gateways = [row.stats for row in self._health.stages.values() if row.name == "gateway"]
         kind = name.removesuffix("_ms")
         best = max(gateways, key=lambda stats: stats.get(f"{kind}_count", 0.0))
         count = int(best.get(f"{kind}_count", 0))
         if not count:
-            return Latency()
+            return LatencyQuantiles()
         p50, p90, p99 = (best[f"{kind}_ms_p{share}"] for share in QUANTILES)
-        return Latency(p50, p90, p99, count)
+        return LatencyQuantiles(p50, p90, p99, count)
 
 
-def _pages(row: Row) -> PagesShown:
+def _pages(row: StageStatus) -> KvPagesSnapshot:
     total, free, cached = (
         int(row.stats.get(name, 0)) for name in ("pages_total", "pages_free", "pages_evictable")
     )
-    return PagesShown(
+    return KvPagesSnapshot(
         group=row.group,
         total=total,
         free=free,

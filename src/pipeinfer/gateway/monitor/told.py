@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class MomentTold(msgspec.Struct, frozen=True):
+class SpanEvent(msgspec.Struct, frozen=True):
     """Something that happened to a request. `at`: Unix seconds."""
 
     at: float
@@ -16,24 +16,24 @@ class MomentTold(msgspec.Struct, frozen=True):
     values: dict[str, float]
 
 
-class PassageTold(msgspec.Struct, frozen=True):
+class StageSpan(msgspec.Struct, frozen=True):
     """A request's way through one stage; `ended`: null while it is there."""
 
     stage: str
     began: float
     ended: float | None
     outcome: str
-    moments: list[MomentTold]
+    moments: list[SpanEvent]
 
 
-class RequestTold(msgspec.Struct, frozen=True):
+class RequestSpans(msgspec.Struct, frozen=True):
     """A request's way through the stages, by when it came to each."""
 
     id: str
-    passages: list[PassageTold]
+    passages: list[StageSpan]
 
 
-class PrefixTold(msgspec.Struct, frozen=True, omit_defaults=True):
+class CachedPrefix(msgspec.Struct, frozen=True, omit_defaults=True):
     """A cached prefix of so many `tokens`. `ends`: cached sequences that begin with it; `held`:
     requests that use it now. `ids` (the first) and their `text`: for an operator, if not salted."""
 
@@ -44,14 +44,14 @@ class PrefixTold(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str | None = None
 
 
-class GroupTold(msgspec.Struct, frozen=True):
+class GroupPrefixes(msgspec.Struct, frozen=True):
     """The largest prefixes of one group's cache."""
 
     group: int
-    prefixes: list[PrefixTold]
+    prefixes: list[CachedPrefix]
 
 
-class PrefixesTold(msgspec.Struct, frozen=True):
+class CachedPrefixes(msgspec.Struct, frozen=True):
     """Those of all groups."""
 
-    groups: list[GroupTold]
+    groups: list[GroupPrefixes]
