@@ -106,7 +106,7 @@ class Whole:
     """Bodies that are there; a request is its body."""
 
     @asynccontextmanager
-    async def reading(self, request: bytearray) -> AsyncIterator[bytearray]:
+    async def read(self, request: bytearray) -> AsyncIterator[bytearray]:
         yield request
 
 

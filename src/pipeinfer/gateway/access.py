@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer import traceparent
-from pipeinfer.gateway.admission import CLIENT_REQUEST, is_protected
+from pipeinfer.gateway.admission import CLIENT_REQUEST, ClientRequest, is_protected
 from pipeinfer.gateway.responses import GONE, Handler
 from pipeinfer.gateway.tracing import RequestTraces, client_traceparent
 from pipeinfer.runtime.logs import ACCESS
@@ -63,7 +63,7 @@ class AccessLog:
         return access
 
     def _log_request(self, request: web.Request, status: int, seconds: float) -> None:
-        visit = request.get(CLIENT_REQUEST)
+        client_request: ClientRequest | None = request.get(CLIENT_REQUEST)
         given = client_traceparent(request.headers)
         fields: dict[str, object] = {
             "method": request.method,
@@ -74,14 +74,14 @@ class AccessLog:
             "outcome": "abort" if status == GONE else "refused",
         }
         prompt = output = 0
-        if visit is not None:
-            usage = visit.usage
+        if client_request is not None:
+            usage = client_request.usage
             prompt, output = usage.prompt_tokens, usage.output_tokens
             given = self._traces.traceparent(usage.request_id, given) if usage.request_id else given
             fields |= {
                 "request_id": usage.request_id,
-                "key": visit.client.name,
-                "outcome": visit.outcome,
+                "key": client_request.client.name,
+                "outcome": client_request.outcome,
                 "finish": usage.finish,
                 "prompt_tokens": prompt,
                 "output_tokens": output,

@@ -92,7 +92,7 @@ class ClientRequest:
         self.usage = RequestUsage()
 
 
-CLIENT_REQUEST = web.RequestKey("visit", ClientRequest)
+CLIENT_REQUEST = web.RequestKey("client_request", ClientRequest)
 
 
 class Admission:
@@ -155,27 +155,27 @@ class Admission:
             client = self._authenticate(request)
             if request.method != "POST":
                 return await handler(request)
-            visit = request[CLIENT_REQUEST] = ClientRequest(client)
+            client_request = request[CLIENT_REQUEST] = ClientRequest(client)
             try:
-                self._raise_if_limited(visit, client.account.admit(self._clock()))
-                visit.choices = 1
+                self._raise_if_limited(client_request, client.account.admit(self._clock()))
+                client_request.choices = 1
                 response = await handler(request)
-                visit.outcome = _outcome(visit, response.status)
+                client_request.outcome = _outcome(client_request, response.status)
                 return response
             except ApiError as error:
-                visit.outcome = _outcome(visit, error.status)
+                client_request.outcome = _outcome(client_request, error.status)
                 raise
             except web.HTTPException as error:
-                visit.outcome = _outcome(visit, error.status)
+                client_request.outcome = _outcome(client_request, error.status)
                 raise
             except asyncio.CancelledError:
                 raise
             except Exception:
-                visit.outcome = "error"
+                client_request.outcome = "error"
                 raise
             finally:
-                client.account.release(visit.choices)
-                self._metrics.count_key_request(client.name, visit.outcome)
+                client.account.release(client_request.choices)
+                self._metrics.count_key_request(client.name, client_request.outcome)
 
         return admission
 
@@ -185,11 +185,13 @@ class Admission:
 
         Raises ApiError 429 if that is more than the client may have.
         """
-        visit = request[CLIENT_REQUEST]
-        if choices > visit.choices:
-            account = visit.client.account
-            self._raise_if_limited(visit, account.admit_choices(prompts, choices, self._clock()))
-            visit.choices = choices
+        client_request = request[CLIENT_REQUEST]
+        if choices > client_request.choices:
+            account = client_request.client.account
+            self._raise_if_limited(
+                client_request, account.admit_choices(prompts, choices, self._clock())
+            )
+            client_request.choices = choices
 
     def metered(self, request: web.Request, sink: ResponseSink) -> ResponseSink:
         """`sink`, with its tokens taken from the client's as they become known."""
@@ -203,11 +205,11 @@ class Admission:
 
     async def add_limit_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Puts the client's limits, where it has any, into the headers of a response."""
-        visit = request.get(CLIENT_REQUEST)
-        if visit is None:
+        client_request: ClientRequest | None = request.get(CLIENT_REQUEST)
+        if client_request is None:
             return
-        account = visit.client.account
-        left = account.left(self._clock())
+        account = client_request.client.account
+        left = account.remaining(self._clock())
         limits = account.limits.requests, account.limits.tokens
         for name, limit, remaining in zip(("requests", "tokens"), limits, left, strict=True):
             if limit:
@@ -224,9 +226,9 @@ class Admission:
         return self._clients[key.name]
 
     @staticmethod
-    def _raise_if_limited(visit: ClientRequest, excess: LimitExceeded | None) -> None:
+    def _raise_if_limited(client_request: ClientRequest, excess: LimitExceeded | None) -> None:
         if excess is not None:
-            visit.limited = True
+            client_request.limited = True
             raise ApiError(
                 429, excess.reason, code="rate_limit_exceeded", retry_after=math.ceil(excess.wait)
             )
@@ -251,8 +253,8 @@ def _token(request: web.Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _outcome(visit: ClientRequest, status: int) -> str:
-    if visit.limited:
+def _outcome(client_request: ClientRequest, status: int) -> str:
+    if client_request.limited:
         return "limited"
     if status == GONE:
         return "abort"
@@ -267,11 +269,11 @@ class _MeteredSink:
     __slots__ = ("_client", "_clock", "_sink", "_usage")
 
     def __init__(
-        self, sink: ResponseSink, visit: ClientRequest, clock: Callable[[], float]
+        self, sink: ResponseSink, client_request: ClientRequest, clock: Callable[[], float]
     ) -> None:
         self._sink = sink
-        self._client = visit.client
-        self._usage = visit.usage
+        self._client = client_request.client
+        self._usage = client_request.usage
         self._clock = clock
 
     def started(self, index: int, started: Started) -> None:
