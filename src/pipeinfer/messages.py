@@ -89,11 +89,15 @@ class Submit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Forget the request everywhere; travels on its path, so that it cannot overtake it."""
+    """Forget the request everywhere; travels on its path, so that it cannot overtake it.
+
+    group: the data-parallel group whose scheduler alone forgets the request, because nobody gave
+    the scheduler its Work; -1: everywhere."""
 
     request_id: str
     attempt: int
     reason: str = "client"
+    group: int = -1
 
 
 class Done(Message, frozen=True):
@@ -145,8 +149,10 @@ class Work(Message, frozen=True):
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
     and answers with Delivered. On the path of the Work, so that it cannot overtake it. If the
-    group is lost, the gateway answers `stage` with Delivered of the next attempt, which has the ids
-    that its client has: from then on nothing of an earlier attempt reaches the client."""
+    group is lost, the gateway answers `stage` (a tokenizer) with Delivered of the next attempt,
+    which has the ids that its client has: from then on nothing of an earlier attempt reaches the
+    client. A detokenizer asks the gateway the same, with "" as `stage`, if the tokens of the groups
+    that run a request differ; the request's own tokenizer is told then."""
 
     request_id: str
     attempt: int

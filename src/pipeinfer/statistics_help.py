@@ -94,6 +94,8 @@ STATISTICS: dict[str, dict[str, str]] = {
         "late_rows": "rows of text for requests that had ended",
         "stray_rows": "rows of text for requests that this gateway never had",
         "resubmitted": "live requests told to a tokenizer that was restarted",
+        "diverged": "requests whose tokens were computed again and came out different; they go on "
+        "with those that their clients have",
     },
     "tokenizer": {
         "accepted_total": "requests passed on",
@@ -189,5 +191,7 @@ STATISTICS: dict[str, dict[str, str]] = {
         "late_rows_total": "rows for requests that are over, and of schedulers that have not "
         "answered a new detokenizer yet",
         "failed_total": "requests whose output could not be decoded",
+        "diverged_total": "requests that two groups ran with different tokens; they go on with "
+        "those that their clients have",
     },
 }

@@ -21,6 +21,7 @@ from pipeinfer.messages import (
     Accepted,
     Delivered,
     Done,
+    HandOver,
     Message,
     Open,
     Recover,
@@ -390,6 +391,95 @@ def test_a_request_that_another_group_took_over_is_that_groups(bench: Bench) -> 
     assert bench.delivered(0) == [] and bench.delivered(2) == [Delivered("r", 1, pack(ids[:1]))]
     bench.row(ids[1:], 1)
     assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
+
+
+def run_by_both(bench: Bench, ids: list[int]) -> None:
+    """Group 0 has said one token; group 1 opened the request since."""
+    bench.open(group=0, stop=("brown",))
+    bench.row(ids[:1], group=0)
+    bench.open(group=1, stop=("brown",))
+
+
+def test_of_two_groups_that_run_a_request_the_one_that_says_more_goes_on_with_it(
+    bench: Bench,
+) -> None:
+    ids = bench.ids("the quick brown fox")
+    run_by_both(bench, ids)
+    bench.row(ids[1:2], 1, group=0)
+    bench.row(ids[:1], 0, group=1)  # group 0 has said more
+    bench.row(ids[1:3], 1, group=1)
+    assert bench.text == "the quick " and bench.token_ids == ids[:3]
+    assert bench.hits == [("scheduler-1", StopHit("r", 1, 3))]
+    assert bench.core.stats()["late_rows_total"] == 1
+
+
+def test_a_group_that_says_the_end_of_a_request_ends_it_whoever_opened_it_last(
+    bench: Bench,
+) -> None:
+    ids = bench.ids("the quick")
+    run_by_both(bench, ids)
+    bench.row(ids[1:], 1, group=0, finish="length")
+    assert (bench.text, bench.last.finish) == ("the quick", "length")
+    bench.row(ids, 0, group=1, finish="length")
+    assert len(bench.rows) == 2 and bench.core.stats()["kept"] == 1
+    bench.say(Abort("r", 1, "nobody asked for it", 1))
+    assert bench.core.stats()["kept"] == 1, "group 0 has it"
+    bench.say(Abort("r", 1, "nobody asked for it", 0))
+    assert bench.core.stats()["kept"] == 0
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_of_groups_with_different_tokens_none_is_right_but_what_the_client_has(
+    bench: Bench, behind: bool
+) -> None:
+    ids = bench.ids("the quick brown fox")
+    other = [ids[0], ids[3], ids[2]]
+    run_by_both(bench, ids)
+    bench.row(ids[1:2], 1, group=0)
+    if behind:
+        bench.row(other[:1], 0, group=1)
+    (asked,) = bench.say(Tokens((TokenRow("r", int(behind), pack(other[behind:])),), 1))
+    assert asked == HandOver("r", 1) and bench.token_ids == ids[:2]
+    bench.row(ids[2:], 2, group=0, finish="length")
+    assert bench.token_ids == ids[:2] and bench.delivered(0) == bench.delivered(1) == []
+    bench.open(attempt=2, group=1)
+    bench.row([*ids[:2], ids[0]], group=1, finish="length")
+    assert bench.last.attempt == 2 and bench.last.text == "the quickthe"
+    assert bench.core.stats()["diverged_total"] == 1
+
+
+def test_a_scheduler_that_says_other_tokens_than_the_one_before_goes_on_with_neither(
+    bench: Bench,
+) -> None:
+    ids = bench.ids("the quick brown fox")
+    bench.open()
+    bench.row(ids[:2], group=0)
+    bench.open()
+    bench.row(ids[:1], group=0)
+    assert bench.say(Tokens((TokenRow("r", 1, pack(ids[2:3])),), 0)) == [HandOver("r", 1)]
+
+
+def test_a_group_that_gives_a_request_up_leaves_it_to_the_other(bench: Bench) -> None:
+    ids = bench.ids("the quick brown fox")
+    run_by_both(bench, ids)
+    bench.row(ids[:3], 0, group=1, name="stranger")
+    bench.say(Abort("r", 1, "nobody asked for it", 1))
+    assert len(bench.delivered(0)) == 1 and bench.delivered(1) == []
+    bench.row(ids[1:2], 1, group=0)
+    bench.row(ids[1:2], 1, group=1)  # it has left
+    assert bench.token_ids == ids[:2]
+    bench.say(Abort("r", 1, "nobody asked for it", 0))
+    assert bench.core.idle()
+
+
+def test_a_group_whose_rows_were_lost_does_not_go_on_with_what_another_runs(bench: Bench) -> None:
+    ids = bench.ids("the quick brown fox")
+    run_by_both(bench, ids)
+    bench.row(ids[:2], 0, group=1)
+    bench.row(ids[2:], 2, group=0, finish="length")  # its second token never came
+    assert bench.token_ids == ids[:2] and bench.last.finish is None
+    bench.row(ids[2:3], 2, group=1)
+    assert bench.hits == [("scheduler-1", StopHit("r", 1, 3))]
 
 
 def test_what_a_lost_group_says_when_another_goes_on_changes_nothing(bench: Bench) -> None:

@@ -657,6 +657,32 @@ def test_a_request_of_a_lost_group_goes_on_after_what_its_client_has() -> None:
     assert handed_over(harness, 2) == [], "it has ended"
 
 
+def test_a_request_that_was_computed_anew_with_other_tokens_goes_on_after_what_its_client_has() -> (
+    None
+):
+    harness = Harness()
+    harness.running("r")
+    harness.do(Text((row("a", 0, 0),)))
+    harness.do(Text((row("b", 1, 1),)))
+    told = Send("recovery", "tokenizer-0", Delivered("r", 2, pack([0, 1])))
+    assert harness.do(Text((TextRow("r", 1, "xyz", 0, 0, pack([7, 8, 9])),))) == [told]
+    assert harness.local(Text((row("c", 2, 2),))) == [], "of the attempt before"
+    whole = TextRow("r", 2, "abz", 0, 0, pack([0, 1, 9]), "length", output_tokens=3)
+    [delta] = harness.local(Text((whole,)))
+    assert (delta.text, delta.ids, delta.finish) == ("z", pack([9]), "length")
+    assert harness.core.stats()["diverged"] == 1
+
+
+def test_a_request_whose_groups_differ_goes_on_after_what_its_client_has() -> None:
+    """Its detokenizer asks, and does not know which tokenizer the request belongs to."""
+    harness = Harness()
+    harness.running("r")
+    harness.do(Text((row("a", 0, 0),)))
+    told = Send("recovery", "tokenizer-0", Delivered("r", 2, pack([0])))
+    assert harness.do(HandOver("r", 1)) == [told] and harness.do(HandOver("r", 1)) == []
+    assert harness.core.stats()["diverged"] == 1
+
+
 def test_what_came_before_it_was_known_where_a_request_runs_is_void_if_that_group_is_lost() -> None:
     harness = Harness()
     harness.do(Call("r", PARAMS, text="x"))

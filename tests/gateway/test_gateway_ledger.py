@@ -8,6 +8,7 @@ from msgspec import structs
 from pipeinfer.gateway.ledger import (
     ENDED_LIFETIME,
     MOST_ENDED,
+    Diverged,
     EndedRequest,
     EndedRequests,
     Hole,
@@ -82,6 +83,16 @@ def test_what_does_not_continue_is_a_hole_and_nothing_of_it_is_delivered(again, 
     with pytest.raises(Hole, match=message):
         new.advance(again)
     assert (new.bytes, new.tokens) == (3, 2)
+
+
+def test_ids_that_are_repeated_must_be_those_that_were_delivered():
+    new = record()
+    new.advance(TextRow("r", 1, "abc", 0, 0, pack([5, 6, 7])))
+    for offset, ids in ((0, [5, 6, 8, 9]), (1, [7]), (2, [6, 9])):
+        with pytest.raises(Diverged):
+            new.advance(TextRow("r", 1, "x", offset, offset, pack(ids)))
+    assert (new.bytes, new.tokens, bytes(new.ids)) == (3, 3, pack([5, 6, 7]))
+    assert new.advance(TextRow("r", 1, "cd", 2, 2, pack([7, 8]))) == ("d", pack([8]))
 
 
 def test_the_ends_of_the_last_minute_are_said_again():

@@ -23,7 +23,7 @@ MODULES = sorted(
 )
 NAMES = [str(path.relative_to(ROOT)) for path in MODULES]
 
-FEW_FIELDS = 3
+FEW_FIELDS = 4
 OWN_KINDS = {
     "PartialSum": "what a product hands on is a tensor, which has no methods of ours, or this",
     "SamplingParams": "a caller of LLM gives one, or a list of them",

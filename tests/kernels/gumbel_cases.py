@@ -256,9 +256,9 @@ def test_top_k_counts_right_where_every_block_has_one_candidate(monkeypatch):
 
 def test_min_p_of_one_leaves_the_maximum():
     logits = randn(8, 6, 300, dtype=torch.bfloat16)
-    assert torch.equal(
-        sample(logits, *parameters(6, temperature=3, min_p=1)), logits.float().argmax(-1)
-    )
+    drawn = sample(logits, *parameters(6, temperature=3, min_p=1))
+    # Any of those that are equal to it: bfloat16 has few values there.
+    assert torch.equal(logits.gather(1, drawn[:, None])[:, 0], logits.amax(-1))
 
 
 def test_a_top_p_too_small_for_float32_leaves_the_maximum(monkeypatch):

@@ -43,7 +43,8 @@ def test_gate_and_up_are_one_skinny_product(tile, rows, dtype):
     x, weight = randn(0, rows, DEPTH, dtype=dtype), weights(dtype, 2 * WIDTH)
     got = skinny.gated_product(x, weight, tile)
     assert got.shape == (rows, WIDTH)
-    assert relative_error(got, skinny.gated_product_reference(x, weight)) < 2 * TOLERANCE[dtype]
+    # The reference is not rounded, and a few large values may all be rounded far: by 2^-8 at most.
+    assert relative_error(got, skinny.gated_product_reference(x, weight)) < 4 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -112,8 +113,9 @@ def test_skinny_products_of_both_sides_in_fp8(tile, rows, dtype, blocks):
     scales, bias = skinny.Scales(x_scale, scale), randn(2, 256, dtype=dtype)
     exact = x.float() * x_scale.repeat_interleave(part or DEPTH, 1)
     expected = skinny.product_reference(exact, plain, bias)
-    # Tensor cores add up products of FP8 with fewer bits than float32.
-    bound = 2 * TOLERANCE[dtype] if INTERPRETED else max(2 * TOLERANCE[dtype], 2e-3)
+    # Tensor cores add up products of FP8 with fewer bits than float32, and the reference is not
+    # rounded.
+    bound = 4 * TOLERANCE[dtype] if INTERPRETED else max(4 * TOLERANCE[dtype], 2e-3)
     got = skinny.product(x, weight, tile, bias, scales, dtype)
     assert got.dtype == dtype and relative_error(got, expected) < bound
     got = skinny.split_product(x, weight, replace(tile, splits=2), bias, scales)

@@ -125,15 +125,19 @@ TestKillsInAnyOrder = Machine.TestCase
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_was_sent_stays_where_no_two_engines_agree(seed):
-    """Text and tokens of one request fit together, although logits are not repeatable."""
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_what_was_sent_stays_where_no_two_engines_agree(seed, groups, deaths):
+    """Text and tokens of one request fit together, although logits are not repeatable; also where
+    all who knew its tokens die together, and where two groups run it."""
     random = Random(seed)
-    s = Simulation(random, moody=True)
+    s = Simulation(random, groups=groups, moody=True)
     for n in range(5):
         s.submit([n, n + 1], max_tokens=25, ignore_eos=True)
     for _ in range(20):
-        s.kill(random.choice(s.stages[1:]))
-        s.run_until_recovered()
+        s.kill(*random.sample(s.stages[1:], deaths))
+        if deaths == 1 or random.random() < 0.5:
+            s.run_until_recovered()
         for _ in range(random.randint(1, 60)):
             s.deliver()
     s.run()
@@ -141,6 +145,26 @@ def test_what_was_sent_stays_where_no_two_engines_agree(seed):
         outputs = unpack(client.ids).tolist()
         assert client.failed is None and len(outputs) == 25
         assert (client.text, client.ids, "length") == client.shown(outputs, client.params)
+
+
+def test_a_request_that_two_groups_run_outlives_the_group_that_opened_it_last():
+    """Two tokenizers in turn chose them; then the scheduler of one group leaves, and its successor
+    has never heard of the request."""
+    for seed in range(60):
+        random = Random(seed)
+        s = Simulation(random, groups=2)
+        s.kill("detokenizer-0", "tokenizer-0", "scheduler-1", "engine-0-0")
+        for n in range(3):
+            s.submit([n, n + 1], max_tokens=6)
+        for _ in range(random.randint(5, 50)):
+            s.deliver()
+        s.leave("scheduler-1")
+        s.leave("tokenizer-0")
+        s.run()
+        s.check()
+        s.tick(61.0)
+        s.run()
+        s.check_ledgers()
 
 
 @pytest.mark.parametrize("groups", [1, 2])

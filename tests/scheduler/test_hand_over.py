@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from msgspec import structs
 from test_scheduler_recovery import DETOKENIZER, TOKENIZER, Bench, outputs, recovered, work
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Delivered, Done, Ended, HandOver, Plan
+from pipeinfer.messages import Abort, Delivered, Done, Ended, HandOver, Open, Plan
 from pipeinfer.packing import pack, unpack
 
 ENDED = Ended("engine-0-0", 1, 10, "its process ended (SIGKILL)")
@@ -64,6 +65,21 @@ def test_a_request_that_comes_back_goes_on_where_it_was():
     bench.run()
     made = {row.offset + i: t for row in bench.rows() for i, t in enumerate(unpack(row.ids))}
     assert [made[i] for i in range(20)] == outputs()
+
+
+def test_the_next_attempt_of_a_request_that_runs_here_goes_on_after_what_its_client_has():
+    for abort_first in (False, True):
+        bench = running(12)
+        other = (outputs()[0] + 1) % 40
+        told = [Delivered("r", 2, pack([other])), Abort("r", 1, "another group goes on with it")]
+        for message in reversed(told) if abort_first else told:
+            bench.feed(message)
+        bench.feed(structs.replace(work("r"), attempt=2))
+        bench.run()
+        opened, *tokens = bench.resent()
+        assert isinstance(opened, Open) and opened.attempt == 2
+        [row] = tokens[0].rows
+        assert unpack(row.ids).tolist()[0] == other and row.finish == "length"
 
 
 def test_who_runs_does_not_wait_for_the_prompts_of_suspects():

@@ -208,7 +208,7 @@ def test_output_of_a_request_that_nobody_asks_for_is_dropped_after_a_minute() ->
     assert bench.told == []
     bench.now = ORPHANED_SECONDS + 1
     bench.feed(Tick())
-    assert bench.told == [Abort("r", 1, "nobody asked for it")]
+    assert bench.told == [Abort("r", 1, "nobody asked for it", group=0)]
     bench.feed(work("r"))
     bench.run()
     assert [row.offset for row in bench.rows()] == list(range(20)), "later, it starts over"

@@ -29,6 +29,7 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     FinishReason,
+    HandOver,
     LogprobTexts,
     Message,
     Open,
@@ -50,7 +51,20 @@ from pipeinfer.recovery import RollCall, answer, number
 log = logging.getLogger(__name__)
 
 
-STATISTICS = ("opened", "finished", "aborted", "tokens", "stop_hits", "late_rows", "failed")
+STATISTICS = (
+    "opened",
+    "finished",
+    "aborted",
+    "tokens",
+    "stop_hits",
+    "late_rows",
+    "failed",
+    "diverged",
+)
+
+
+class Diverged(Exception):
+    """The tokens of a group that runs a request are not those that were read of the request."""
 
 
 class DetokenizerCore:
@@ -60,6 +74,11 @@ class DetokenizerCore:
     no-op; one of a higher attempt starts the request's output over. A request's decoder is dropped
     with its last row, its ids with Done or Abort; rows that come later (the scheduler has not heard
     of a stop string yet) are counted and dropped.
+
+    Two groups run one request if two tokenizers in turn chose them, or if one group took the
+    request over and the other has not heard of that. The group whose rows come first goes on with
+    the request, while its tokens are those that were read before. Where they differ, the gateway is
+    asked for a next attempt, which begins with the tokens that the client has.
 
     `schedulers` are asked at the start for all output of the requests that run. What one says
     before its answer does not count.
@@ -120,7 +139,7 @@ class DetokenizerCore:
             offsets = TokenOffsets(self._decoders.texts) if event.token_offsets else None
             self._streams[event.request_id] = RequestStream(event, decoder, scores, offsets)
         elif over is None and event.attempt == known.attempt:
-            self._streams[event.request_id].group = event.group  # another one took it over
+            self._streams[event.request_id].move_to(event.group)
         return []
 
     def _on_tokens(self, event: Tokens, _now: float) -> list[Send]:
@@ -131,10 +150,19 @@ class DetokenizerCore:
         hits: list[Send] = []
         for row in event.rows:
             stream = self._streams.get(row.request_id)
-            if stream is None or stream.group != event.group >= 0:
+            if stream is None:
                 self._counts["late_rows"] += 1
                 continue
             before = stream.num_tokens
+            if row.offset != before or stream.group != event.group >= 0:
+                # Never on the undisturbed path.
+                try:
+                    if not stream.takes(row, event.group):
+                        self._counts["late_rows"] += 1
+                        continue
+                except Diverged:
+                    hits.append(self._next_attempt(stream))
+                    continue
             text = self._process_row(stream, row)
             if text is None:
                 continue
@@ -151,7 +179,7 @@ class DetokenizerCore:
         stream = self._streams.get(event.request_id)
         if stream is None or stream.attempt != event.attempt or not self._counts_from(event.group):
             return []
-        if stream.group != event.group >= 0:
+        if not stream.is_run_by(event.group):
             return []
         try:
             text = stream.process_prompt_logprobs(event)
@@ -174,12 +202,17 @@ class DetokenizerCore:
         self._ended[stream.request_id] = stream.group, stream.delivered(row)
         return self._stop_hits(stream, text, row)
 
-    def _counts_from(self, group: int) -> bool:
-        """Whether what the scheduler of `group` says counts: see RollCall.begun.
+    def _next_attempt(self, stream: RequestStream) -> Send:
+        """Nobody knows which tokens are right but the client's: its gateway begins the next attempt
+        with them. Rows of this attempt are late from now on."""
+        del self._streams[stream.request_id]
+        self._counts["diverged"] += 1
+        asked = HandOver(stream.request_id, stream.attempt)
+        return Send("recovery", f"gateway-{stream.gateway}", asked)
 
-        Two groups run one request if two tokenizers in turn chose them, so it is not enough that
-        the request is open here.
-        """
+    def _counts_from(self, group: int) -> bool:
+        """Whether what the scheduler of `group` says counts: see RollCall.begun. That the request
+        is open here is not enough, since another group may run it, too."""
         return self._roll_call.begun(f"scheduler-{group}")
 
     def _process_row(self, stream: RequestStream, row: TokenRow) -> TextRow | None:
@@ -209,6 +242,12 @@ class DetokenizerCore:
         return [Send("text", f"gateway-{event.gateway}", event)]
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
+        stream = self._streams.get(event.request_id)
+        over = self._ended.get(event.request_id)
+        if stream is not None and stream.is_left_by(event.group):
+            return []  # other groups go on with it
+        if over is not None and over[0] != event.group >= 0:
+            return []
         self._remove(event.request_id, event.attempt)
         return []
 
@@ -287,15 +326,16 @@ class RequestStream:
     has ended and its stream must be dropped.
 
     num_tokens: output tokens read so far. stop_len: the number of output tokens up to and including
-    the one that completed a stop string, None while there was none. gateway, group: numbers of
-    those that the request belongs to. All ids read are kept: a restarted scheduler goes on from
-    them.
+    the one that completed a stop string, None while there was none. gateway: the number of the
+    gateway that sent the request. group: the data-parallel group whose row was the last, or that
+    opened the request since. All ids read are kept: a restarted scheduler goes on from them.
     """
 
     __slots__ = (
         "_decoder",
         "_ids",
         "_offsets",
+        "_others",
         "_params",
         "_scores",
         "_sent_bytes",
@@ -323,6 +363,9 @@ class RequestStream:
         self.attempt = opened.attempt
         self.gateway = opened.gateway
         self.group = opened.group
+        self._others: dict[
+            int, int
+        ] = {}  # groups that run it, too: tokens of theirs that were read
         self.num_tokens = 0
         self.stop_len: int | None = None
         self._ids = bytearray()
@@ -332,6 +375,45 @@ class RequestStream:
         )
         self._sent_bytes = 0
         self._offsets = offsets
+
+    def is_run_by(self, group: int) -> bool:
+        """Whether that group has opened this attempt of the request; -1: any group."""
+        return group in (-1, self.group) or group in self._others
+
+    def move_to(self, group: int) -> None:
+        """`group` has opened the request, or has said more of it than the others."""
+        if group != self.group:
+            self._others[self.group] = self.num_tokens
+            self._others.pop(group, None)
+            self.group = group
+
+    def is_left_by(self, group: int) -> bool:
+        """Whether others go on with the request, now that `group` does no more; -1: all groups."""
+        if group != self.group:
+            self._others.pop(group, None)
+            return group >= 0
+        if self._others:
+            self.group, _ = self._others.popitem()  # its next row repeats some tokens, or none
+            return True
+        return False
+
+    def takes(self, row: TokenRow, group: int) -> bool:
+        """Whether `row`, which `group` sent (-1: this stream's group), says more than was read; if
+        it does, the stream is that group's. Raises Diverged if its tokens are other ones."""
+        own = group in (-1, self.group)
+        if not own and row.offset > self._others.get(group, -1):
+            self._others.pop(group, None)  # rows of that group were lost
+            return False
+        begin = 4 * row.offset
+        common = max(min(len(row.ids), len(self._ids) - begin), 0)
+        if common and not self._ids.startswith(row.ids[:common], begin):
+            raise Diverged
+        end = row.offset + len(row.ids) // 4
+        if own or end > self.num_tokens or row.finish is not None:
+            self.move_to(self.group if own else group)
+            return True
+        self._others[group] = end
+        return False
 
     def process_row(self, row: TokenRow) -> TextRow | None:
         """The text row for `row`; None if all of it was seen before.

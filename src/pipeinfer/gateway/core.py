@@ -20,7 +20,7 @@ from pipeinfer.gateway.backlog import Backlog, call_tokens, occupied_tokens
 from pipeinfer.gateway.deadlines import RequestDeadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
-from pipeinfer.gateway.ledger import EndedRequest, EndedRequests, Hole, Record, offsets
+from pipeinfer.gateway.ledger import Diverged, EndedRequest, EndedRequests, Hole, Record, offsets
 from pipeinfer.gateway.standing import Readiness
 from pipeinfer.gateway.submission import SubmitBuilder, resubmissions
 from pipeinfer.gateway.tracing import RequestTraces
@@ -85,7 +85,8 @@ class GatewayCore:
         self._backlog = backlog or Backlog()
         self._ended = EndedRequests()
         self._deadlines = RequestDeadlines(self._records)
-        self._counts = {"requests_total": 0, "late_rows": 0, "stray_rows": 0, "resubmitted": 0}
+        counts = ("requests_total", "late_rows", "stray_rows", "resubmitted", "diverged")
+        self._counts = dict.fromkeys(counts, 0)
 
     # ------------------------------------------------------------------------------- a stage's core
 
@@ -111,7 +112,8 @@ class GatewayCore:
 
     def stats(self) -> dict[str, float]:
         """running, waiting: requests with and without output; waiting_tokens: of the latter's
-        prompts, as far as is known; requests sent on; rows dropped; requests repeated."""
+        prompts, as far as is known; requests sent on; rows dropped; requests repeated;
+        requests whose tokens came out different when they were computed again."""
         return {
             "running": float(len(self._records) - self._backlog.requests),
             "waiting": float(self._backlog.requests),
@@ -210,10 +212,14 @@ class GatewayCore:
         record = self._records.get(asked.request_id)
         if record is None or record.attempt > asked.attempt:
             return []  # it has ended, or that was answered
-        attempt = asked.attempt + 1
+        self._counts["diverged"] += not asked.stage
+        return [self._next_attempt(record, asked.stage or record.tokenizer, asked.attempt + 1)]
+
+    def _next_attempt(self, record: Record, tokenizer: str, attempt: int) -> Send:
+        """A group goes on after what was delivered, as `attempt`."""
         record.hears(attempt)
-        told = Delivered(request_id=asked.request_id, attempt=attempt, ids=bytes(record.ids))
-        return [Send("recovery", asked.stage, told)]
+        told = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
+        return Send("recovery", tokenizer, told)
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
@@ -259,6 +265,12 @@ class GatewayCore:
         try:
             text, ids = record.advance(row)
             prompt = None if row.prompt is None else record.prompt(row)
+        except Diverged:
+            # Who knew what was delivered died, and it was computed anew. Engines need not compute
+            # the same twice: the text would be a mixture of two.
+            self._counts["diverged"] += 1
+            out.append(self._next_attempt(record, record.tokenizer, record.attempt + 1))
+            return
         except Hole as hole:
             out.append(self._abort(record, "stream_broken", now))
             out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))

@@ -24,6 +24,10 @@ class Hole(ValueError):
     """A row does not continue what was delivered; the text says which offsets do not meet."""
 
 
+class Diverged(ValueError):
+    """A row that repeats ids has other ids than those that were delivered."""
+
+
 class Record:
     """One live request: a choice of what `submit` asks for.
 
@@ -95,12 +99,13 @@ class Record:
     def advance(self, row: TextRow) -> tuple[str, bytes]:
         """(text, ids) of `row` that were not delivered yet; counts them as delivered.
 
-        Raises Hole, and then delivers nothing of the row.
+        Raises Hole or Diverged, and then delivers nothing of the row.
         """
         text, ids = row.text, row.ids
         seen, known = self.bytes - row.byte_offset, self.tokens - row.token_offset
         if seen or known:  # never on the undisturbed path
-            text, ids = self._new_text(row, seen), self._new_ids(row, known)
+            ids = self._new_ids(row, known)
+            text = self._new_text(row, seen)
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
         self.ids += ids
@@ -141,6 +146,10 @@ class Record:
     def _new_ids(self, row: TextRow, known: int) -> bytes:
         if known < 0:
             raise Hole(f"tokens continue at {row.token_offset}, but {self.tokens} were delivered")
+        begin = 4 * row.token_offset
+        many = min(len(row.ids), 4 * known)
+        if not self.ids.startswith(row.ids[:many], begin):
+            raise Diverged
         return row.ids[known * 4 :]
 
 

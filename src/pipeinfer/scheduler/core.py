@@ -97,7 +97,7 @@ class SchedulerCore:
         self._drain_state: DrainState = "serving"
         neighbours = (*tokenizers, *detokenizers)
         self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
-        self._records = RecoveryRecords(tokenizers, detokenizers, FORGET * options.host_loss)
+        self._records = RecoveryRecords(tokenizers, detokenizers, FORGET * options.host_loss, group)
         self._outbox = Outbox(group)
         self._prefill_times = Histogram()
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(FINISH_KINDS, 0))
@@ -296,7 +296,7 @@ class SchedulerCore:
 
     def _on_delivered(self, delivered: Delivered, _now: float) -> None:
         request = self._live.get(delivered.request_id)
-        if request is not None:
+        if request is not None and request.work.attempt >= delivered.attempt:
             self._resume(request, delivered)
             return
         abort = self._records.add_delivered(delivered, self._now)

@@ -44,14 +44,16 @@ class RecoveryRecords:
 
     finished: (request, the message that ended it), by id.
     patience: seconds, at least, that a finished request waits for its Done; at most
-    MOST_KEPT_SECONDS count."""
+    MOST_KEPT_SECONDS count. group: the scheduler's data-parallel group."""
 
     def __init__(
         self,
         tokenizers: Sequence[str],
         detokenizers: Sequence[str],
         patience: float = MOST_KEPT_SECONDS,
+        group: int = 0,
     ) -> None:
+        self._group = group
         self._patience = min(patience, MOST_KEPT_SECONDS)
         self.tokenizers = tuple(tokenizers)
         self.detokenizers = tuple(detokenizers)
@@ -125,7 +127,9 @@ class RecoveryRecords:
         """The request is over for good, up to this `attempt`; returns the detokenizers that may
         know it."""
         self._ended_attempts.put(request_id, attempt, now)
-        if self._delivered.pop(request_id, None) is not None:
+        waiting = self._delivered.get(request_id)
+        if waiting is not None and waiting[0].attempt <= attempt:
+            del self._delivered[request_id]
             return self.detokenizers
         request, _ = self.finished.pop(request_id, (None, None))
         moved = self._handed_over.pop(request_id, None)
@@ -146,7 +150,8 @@ class RecoveryRecords:
         late = [d for d, since in self._delivered.values() if now - since > ORPHANED_SECONDS]
         for delivered in late:
             del self._delivered[delivered.request_id]
-            abort = Abort(delivered.request_id, delivered.attempt, "nobody asked for it")
+            why = "nobody asked for it"
+            abort = Abort(delivered.request_id, delivered.attempt, why, self._group)
             yield from ((to, abort) for to in self.detokenizers)
 
     def take_unclaimed(self, now: float) -> list[Delivered]:

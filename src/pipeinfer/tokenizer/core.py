@@ -474,7 +474,8 @@ class TokenizerCore:
         work, left = entry.work, list[Send]()
         if event.attempt > work.attempt:
             gone = Abort(work.request_id, work.attempt, "another group goes on with it")
-            left.append(Send("work", f"scheduler-{entry.group}", gone))
+            groups = (entry.group,) if entry.alone else self._watch.groups
+            left += [Send("work", f"scheduler-{group}", gone) for group in groups]
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
         beside = self._ledger.beside(entry)
         self._router.ended(event.request_id)
