@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.backlog import Backlog, call_tokens
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Backlog, call_tokens
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 

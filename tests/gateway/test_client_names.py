@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.client_names import ClientHashes, host_bytes
+from pipeinfer.gateway.auth import ClientHashes, host_bytes
 
 
 async def names(gateway: Gateway, *keys: str) -> list[str]:

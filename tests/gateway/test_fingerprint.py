@@ -13,8 +13,8 @@ from gateway_pipeline import Gateway, StartGateway
 from test_harmony_http import events, post
 
 from pipeinfer.demo import demo_path
-from pipeinfer.gateway import fingerprint as module
-from pipeinfer.gateway.fingerprint import FILE_SETTINGS, WITHOUT_EFFECT, fingerprint
+from pipeinfer.gateway import stage as module
+from pipeinfer.gateway.stage import FILE_SETTINGS, WITHOUT_EFFECT, fingerprint
 from pipeinfer.settings import Settings
 
 # Another value of each setting that is counted.

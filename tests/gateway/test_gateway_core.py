@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from pipeinfer.beats import GIVE_UP
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
-from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.deadlines import MOST_STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage
+from pipeinfer.gateway.ledger import MOST_STALE, Backlog
 from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,

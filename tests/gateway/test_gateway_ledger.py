@@ -13,8 +13,8 @@ from pipeinfer.gateway.ledger import (
     EndedRequests,
     Hole,
     Record,
+    resubmissions,
 )
-from pipeinfer.gateway.submission import resubmissions
 from pipeinfer.messages import Abort, Done, Submit, TextRow
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from pipeinfer.gateway import bodies
+from pipeinfer.gateway.bodies import DECODED_AT_ONCE, BodyDecoder
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.intake import DECODED_AT_ONCE, BodyDecoder
 from pipeinfer.gateway.schema import CompletionRequest
 
 LARGEST = 8 * DECODED_AT_ONCE

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.lately import WINDOW, RollingHistogram
+from pipeinfer.gateway.metrics import WINDOW, RollingHistogram
 
 BOUNDS = (0.01, 0.1, 1.0, 10.0)
 INF = float("inf")

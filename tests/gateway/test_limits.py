@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.limits import KeyLimits, KeyUsage, TokenBucket
+from pipeinfer.gateway.api_keys import KeyLimits, KeyUsage, TokenBucket
 
 steps = st.lists(
     st.tuples(st.integers(0, 40_000), st.integers(1, 12)), max_size=60

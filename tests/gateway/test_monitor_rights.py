@@ -13,7 +13,7 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes
-from pipeinfer.gateway.sight import PipelineMonitor
+from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeinfer.gateway.health import ExpectedStage, Health
-from pipeinfer.gateway.monitor.picture import PipelineRates
+from pipeinfer.gateway.monitor import PipelineRates
 from pipeinfer.messages import Heartbeat
 
 STAGES = [ExpectedStage("gateway-0", "gateway"), ExpectedStage("engine-0-0", "engine")]

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import CALLS_AT_ONCE, RequestSessions
+from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack

@@ -14,8 +14,8 @@ from pipeinfer.control import (
     StepMade,
     Watch,
 )
-from pipeinfer.gateway import sight as sights
-from pipeinfer.gateway.sight import MOST_REQUESTS, PipelineMonitor
+from pipeinfer.gateway import monitor as sights
+from pipeinfer.gateway.monitor import MOST_REQUESTS, PipelineMonitor
 from pipeinfer.messages import Message
 
 NOW = 1_000.0

@@ -18,7 +18,7 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import PROMPTING, ChatRequest, TokenizeRequest, decode
-from pipeinfer.gateway.tokenizing import CHAT_FIELDS, prompt_call, tokenize_call
+from pipeinfer.gateway.serving import CHAT_FIELDS, prompt_call, tokenize_call
 from pipeinfer.params import SamplingParams
 
 CALLING = Terms(SamplingParams(), reading=Reading(tools="hermes", takes_tools=True))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from collector import Collector
 from pipeinfer import traceparent
 from pipeinfer.control import Moment, Passage
-from pipeinfer.gateway.tracing import RequestTraces
+from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.runtime import spans
 from pipeinfer.runtime.spans import FLUSH, Spans
 from pipeinfer.settings import ConfigurationError, Settings

@@ -22,7 +22,7 @@ from typing import Any
 from chaos.cases import CASES, Case
 from chaos.serving import Serving
 from chaos.streams import TOOL, Calm, Streams
-from pipeinfer.gateway.keys import new_key
+from pipeinfer.gateway.api_keys import new_key
 
 BEYOND = 0.5  # seconds
 STARTING = 60.0  # seconds for a case's requests to be built

@@ -124,15 +124,12 @@ AREAS = {
         tuple(
             f"gateway/{name}.py"
             for name in (
+                "api_keys",
                 "core",
-                "backlog",
-                "deadlines",
                 "events",
                 "health",
-                "limits",
-                "port",
-                "standing",
-                "submission",
+                "ledger",
+                "sessions",
             )
         ),
         (

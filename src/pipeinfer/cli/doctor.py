@@ -220,16 +220,16 @@ def _sockets(settings: Settings) -> Finding:
 
 def _front(settings: Settings) -> Iterator[Finding]:
     """Whether the gateway could read what the settings name for it."""
-    from pipeinfer.gateway import cors, keys, tls, web_pages
-    from pipeinfer.gateway.limits import KeyLimits
+    from pipeinfer.gateway import api_keys, cross_origin, http_server
+    from pipeinfer.gateway.api_keys import KeyLimits
 
     try:
-        cors.parse_origins(settings.allowed_origins)
-        web_pages.parse_hosts(settings.allowed_hosts)
-        if tls.load_certificate(settings) is not None:
+        cross_origin.parse_origins(settings.allowed_origins)
+        cross_origin.parse_hosts(settings.allowed_hosts)
+        if http_server.load_certificate(settings) is not None:
             yield "ok", "TLS", settings.tls_cert
         if settings.api_key_file and not settings.api_key:
-            found = len(keys.read_key_file(settings.api_key_file, KeyLimits()))
+            found = len(api_keys.read_key_file(settings.api_key_file, KeyLimits()))
             mark: Mark = "ok" if found else "note"
             yield mark, "API keys", f"{found} in {settings.api_key_file}"
     except ConfigurationError as error:

@@ -21,7 +21,7 @@ from pipeinfer.cli.running import add_server, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, StageStatus, expected_stages
-from pipeinfer.gateway.monitor.picture import (
+from pipeinfer.gateway.monitor import (
     LatencyQuantiles,
     PipelineRates,
     PipelineSnapshot,

@@ -16,25 +16,29 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway import docs_page, openapi
-from pipeinfer.gateway.access import REQUEST_ID, x_request_id
-from pipeinfer.gateway.answering import IGNORED_SCHEMA, Serving, client_trace
+from pipeinfer.gateway.auth import REQUEST_ID, x_request_id
 from pipeinfer.gateway.best_of import Best
-from pipeinfer.gateway.cache_resets import RESET_TIMEOUT
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
-from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.monitor.handlers import MonitorHandlers
+from pipeinfer.gateway.errors import ApiError, Handler, json_response, of_http, renamed
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
-from pipeinfer.gateway.page import PAGE_HEADERS, Page
+from pipeinfer.gateway.page import PAGE_HEADERS, MonitorHandlers, Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
-from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.tokenizing import detokenize_call, tokenize_call, tokenize_response
+from pipeinfer.gateway.serving import (
+    IGNORED_SCHEMA,
+    Service,
+    Serving,
+    client_trace,
+    detokenize_call,
+    tokenize_call,
+    tokenize_response,
+)
+from pipeinfer.gateway.sessions import RESET_TIMEOUT
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 

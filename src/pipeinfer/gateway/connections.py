@@ -1,11 +1,14 @@
-"""The connections of HTTP clients: how many, how long they may wait, and what their ends mean.
+"""Tells a client that has only stopped sending from one that is gone.
 
-Extends aiohttp's protocol where it would let one client harm others. Knows no endpoint.
+Both look the same at first: the end of what they send. But whoever is gone answers whatever is sent
+to it with a reset, which then shows in the socket's state. Knows sockets, and no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import resource
 import socket
@@ -16,12 +19,136 @@ from typing import Any, Protocol
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.half_closed import abort_when_gone
-from pipeinfer.gateway.handshakes import Handshake
-from pipeinfer.gateway.responses import Unroutable, error_response, of_http
+from pipeinfer.gateway.errors import ApiError, Unroutable, error_response, of_http
+from pipeinfer.runtime.listening import BACKLOG
+
+# Seconds after a probe at which the answer to it is looked for; after the last the next probe is
+# sent. The first is long enough for a client on this host, the second for one far away.
+CHECK_DELAYS = (0.01, 0.05, 0.2, 1.0)
+CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending and nothing else
+
+
+def abort_when_gone(
+    transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+) -> None:
+    """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
+
+    `probe()` sends something that the peer must ignore, where it can.
+    """
+    _PeerProbe(transport, wanted, probe).send_probe()
+
+
+class _PeerProbe:
+    """Of one transport. Only the loop's next call knows it, so it ends with the last look."""
+
+    def __init__(
+        self, transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._wanted = wanted
+        self._probe = probe
+
+    def send_probe(self) -> None:
+        """Sends a probe, and looks for the answer to it from then on."""
+        if self._needed():
+            self._probe()
+            self._loop.call_later(CHECK_DELAYS[0], self._check, 0)
+
+    def _check(self, number: int) -> None:
+        if not self._needed():
+            return
+        if not only_half_closed(self._transport):
+            self._transport.abort()
+        elif number + 1 < len(CHECK_DELAYS):
+            self._loop.call_later(
+                CHECK_DELAYS[number + 1] - CHECK_DELAYS[number], self._check, number + 1
+            )
+        else:
+            self.send_probe()
+
+    def _needed(self) -> bool:
+        return self._wanted() and not self._transport.is_closing()
+
+
+def only_half_closed(transport: asyncio.Transport) -> bool:
+    """Whether the peer, which has stopped sending, may still receive. Where the system does not
+    tell, it is believed to, until a write fails."""
+    raw = transport.get_extra_info("socket")
+    if raw is None or not hasattr(socket, "TCP_INFO"):
+        return True
+    return raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSE_WAIT
+
 
 log = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
+TLS_CLOSE_TIMEOUT = 5.0  # seconds for the client's part in the end of TLS
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPT_RETRY = 1.0  # seconds until one more is tried where there was no room for it
+
+
+class Acceptor:
+    """Hands each connection that comes to `listener` to `accepted`, until it is closed."""
+
+    def __init__(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+        self._listener = listener
+        self._accepted = accepted
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        self._listen()
+
+    def close(self) -> None:
+        """What waits to be accepted is for others who have the socket."""
+        self._open = False
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(BACKLOG):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in OUT_OF_FILES:
+                    raise
+                log.error("cannot accept a connection: %s", error.strerror)
+                self._loop.remove_reader(self._listener)  # else it would be told again at once
+                self._loop.call_later(ACCEPT_RETRY, self._listen)
+                return
+            accepted.setblocking(False)
+            self._accepted(accepted)
+
+
+class Handshake:
+    """Of one accepted socket. `head_since`: see connections.Counted."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.head_since: float | None = None
+        self._accepted = accepted
+
+    async def run(self, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]) -> None:
+        """Ends with the handshake. What `make()` gives is connected then, if it went well; if not,
+        that is a stranger's noise, and the socket is closed."""
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make,
+                self._accepted,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT,
+                ssl_shutdown_timeout=TLS_CLOSE_TIMEOUT,
+            )
+
+    def evict(self) -> None:
+        """The transport, which owns the socket, finds its end and closes it."""
+        with contextlib.suppress(OSError):
+            self._accepted.shutdown(socket.SHUT_RDWR)
+
 
 KEEP_ALIVE_TIMEOUT = (
     620.0  # seconds without a request; load balancers keep connections for up to 600

@@ -16,14 +16,23 @@ from pipeinfer.beats import GIVE_UP, silence
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.gateway.backlog import Backlog, call_tokens, occupied_tokens
-from pipeinfer.gateway.deadlines import RequestDeadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
-from pipeinfer.gateway.health import ExpectedStage, Health, StageStatus
-from pipeinfer.gateway.ledger import Diverged, EndedRequest, EndedRequests, Hole, Record, offsets
-from pipeinfer.gateway.standing import Readiness
-from pipeinfer.gateway.submission import SubmitBuilder, resubmissions
-from pipeinfer.gateway.tracing import RequestTraces
+from pipeinfer.gateway.health import ExpectedStage, Health, Readiness, StageStatus
+from pipeinfer.gateway.ledger import (
+    Backlog,
+    Diverged,
+    EndedRequest,
+    EndedRequests,
+    Hole,
+    Record,
+    RequestDeadlines,
+    RequestTraces,
+    SubmitBuilder,
+    call_tokens,
+    occupied_tokens,
+    offsets,
+    resubmissions,
+)
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from pipeinfer.gateway.events import Status, StatusChanged
 from pipeinfer.messages import Heartbeat
 from pipeinfer.topology.topology import Topology
 
@@ -174,3 +175,35 @@ def kv_usage(engine: StageStatus) -> float:
         engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
     )
     return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
+
+
+class Readiness:
+    """Of one gateway. was_ready: the pipeline has been ready at some time."""
+
+    def __init__(self, health: Health) -> None:
+        self.status: Status = "starting"
+        self.draining = False
+        self.was_ready = False
+        self._health = health
+        self._published: StatusChanged | None = None
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request that came now would be answered without a pause."""
+        return self.was_ready and not self.draining and self._health.can_serve()
+
+    def status_change(self) -> StatusChanged | None:
+        """The status, whenever it differs from what was told last."""
+        complete = self._health.all_ready()
+        self.was_ready = self.was_ready or complete
+        if self.draining:
+            self.status = "draining"
+        elif complete:
+            self.status = "ready"
+        else:
+            self.status = "degraded" if self.was_ready else "starting"
+        told = StatusChanged(self.status, self.can_serve, self._health.reason())
+        if told == self._published:
+            return None
+        self._published = told
+        return told

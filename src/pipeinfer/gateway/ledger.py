@@ -1,20 +1,141 @@
-"""The root ledger's entries: live requests with what was delivered of them, and ended ones.
+"""Which trace a request belongs to, and the gateway's own span in it: what stages are told.
 
-Knows no client and no socket; it decides what of a row is new, and which ends a tokenizer that was
-started again may have missed.
+Draws no entropy, so that a replay names the same: ids are digests of the request's id, which is
+unique, and of the process. Knows no HTTP beyond a header, and not who exports spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import heapq
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from pipeinfer.choices import choice_id
-from pipeinfer.gateway.token_scores import without_first
+from pipeinfer import traceparent
+from pipeinfer.choices import SEED_MASK, choice_id
+from pipeinfer.gateway.events import Call, without_first
+from pipeinfer.json_values import JsonValue
+from pipeinfer.logprobs import size
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
+from pipeinfer.params import SamplingParams
 from pipeinfer.recent import Recent
+from pipeinfer.traceparent import Traceparent
+
+TRACEPARENT = "traceparent"
+TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
+
+
+def client_traceparent(headers: Mapping[str, str]) -> str:
+    """The client's W3C traceparent, or none."""
+    given = headers.get(TRACEPARENT, "")
+    return given if traceparent.read(given) is not None else ""
+
+
+class RequestTraces:
+    """`salt`: this process alone has it. `on`: whether spans are exported; else clients' traces are
+    carried as they are."""
+
+    def __init__(self, salt: str = "", on: bool = False) -> None:
+        self._salt = salt
+        self._on = on
+
+    def traceparent(self, request_id: str, given: str) -> str:
+        """The traceparent that the other stages get of a request whose client gave `given`. It
+        names the gateway's span, in the client's trace or in a new one; of a trace that its client
+        does not sample nothing is exported, and it is carried as it is."""
+        client = traceparent.read(given)
+        if not self._on or (client is not None and not client.sampled):
+            return given
+        digest = hashlib.sha256(f"{self._salt}/{request_id}".encode()).hexdigest()
+        trace_id = digest[:TRACE_DIGITS] if client is None else client.trace_id
+        return Traceparent(trace_id, digest[TRACE_DIGITS : TRACE_DIGITS + SPAN_DIGITS], True).text
+
+
+BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
+# Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
+# for at most may be any number.
+MOST_SCORED_OUTPUTS = 4096
+TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
+VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
+
+
+def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
+    """As how many prompt tokens a request counts: with log-probs, what these will occupy, too."""
+    outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
+    scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
+    return prompt_tokens + scores // BYTES_PER_TOKEN
+
+
+def call_tokens(call: Call) -> int:
+    """Prompt tokens as which a call counts, as far as can be told before it is tokenized."""
+    return occupied_tokens(call.params, _tokens(call))
+
+
+def _tokens(call: Call) -> int:
+    """Prompt tokens of a call, as far as can be told before it is tokenized.
+
+    The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
+    each letter of a text that is not all ASCII. It takes no time that grows with a text's length.
+    """
+    if call.prompt_ids is not None:
+        return len(call.prompt_ids) // BYTES_PER_TOKEN
+    found = 0
+    rest: list[JsonValue] = (
+        [call.text] if call.chat is None else [*call.chat, call.template_arguments]
+    )
+    while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
+        value = rest.pop()
+        if isinstance(value, str):
+            found += len(value) if value.isascii() else 4 * len(value) + TEXT_BYTES
+            continue
+        found += VALUE_BYTES
+        if isinstance(value, dict):
+            rest += value.keys()
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+    return found // BYTES_PER_TOKEN + 1
+
+
+class Backlog:
+    """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
+
+    def __init__(self, most_requests: int | None = None, most_tokens: int = 0) -> None:
+        self._most_requests = most_requests
+        self._most_tokens = most_tokens
+        self.requests = self.tokens = 0
+
+    def add(self, tokens: int) -> None:
+        """A request begins to wait."""
+        self.requests += 1
+        self.tokens += tokens
+
+    def grow(self, tokens: int) -> None:
+        """One that waits turned out to be larger by so many."""
+        self.tokens += tokens
+
+    def remove(self, tokens: int) -> None:
+        """A request waits no more."""
+        self.requests -= 1
+        self.tokens -= tokens
+
+    def refusal_reason(self, requests: int, tokens: int) -> str:
+        """Why so many more cannot wait; "" if they can.
+
+        One that alone has more tokens than may wait has room where no other waits.
+        """
+        most = self._most_requests
+        if most is not None and self.requests + requests > most:
+            return f"{self.requests} requests are waiting already"
+        if not self._most_tokens or not self.requests:
+            return ""
+        if self.tokens >= self._most_tokens or self.tokens + tokens > self._most_tokens:
+            return f"requests with {self.tokens} prompt tokens are waiting already"
+        return ""
+
 
 MOST_ENDED = 10_000  # ended requests, at most
 ENDED_LIFETIME = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
@@ -205,3 +326,91 @@ class EndedRequests:
         for name, end in mine:
             if end.reason:
                 yield Abort(name, end.attempt, end.reason)
+
+
+MOST_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
+
+
+class RequestDeadlines:
+    """A heap of (deadline, id) over the live `records`, which it shares. An entry of one that ended
+    goes when it comes up, or with many."""
+
+    def __init__(self, records: dict[str, Record]) -> None:
+        self._records = records
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        """Entries, with those of requests that ended."""
+        return len(self._heap)
+
+    def add(self, record: Record) -> None:
+        """Requests without a timeout are not kept."""
+        if record.timeout > 0:
+            heapq.heappush(self._heap, (record.deadline, record.request_id))
+
+    def expired(self, now: float) -> Iterator[Record]:
+        """Live requests whose deadline has come, each once."""
+        while self._heap and self._heap[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._heap)
+            record = self._records.get(request_id)
+            if record is not None and record.deadline == deadline:
+                yield record
+        if len(self._heap) > 2 * len(self._records) + MOST_STALE:  # mostly of ended requests
+            timed = (record for record in self._records.values() if record.timeout > 0)
+            self._heap = [(record.deadline, record.request_id) for record in timed]
+            heapq.heapify(self._heap)
+
+
+class SubmitBuilder:
+    """First attempts of calls, from the gateway of that index; `seed`: of those that have none."""
+
+    def __init__(self, gateway: int, seed: int, traces: RequestTraces) -> None:
+        self._gateway = gateway
+        self._random = random.Random(seed + gateway)
+        self._traces = traces
+
+    def build(self, call: Call) -> Submit:
+        """That of `call`. Of several choices each is a request that has one."""
+        drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
+        seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
+        trace = self._traces.traceparent(call.request_id, call.trace)
+        return _submit(call, self._gateway, seed, trace)
+
+
+def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
+    return Submit(
+        request_id=call.request_id,
+        attempt=1,
+        gateway=gateway,
+        params=replace(call.params, n=1) if call.params.n > 1 else call.params,
+        seed=seed,
+        text=call.text,
+        prompt_ids=call.prompt_ids,
+        chat=call.chat,
+        template_arguments=call.template_arguments,
+        add_special_tokens=call.add_special_tokens,
+        priority=call.priority,
+        timeout=call.timeout,
+        cache_salt=call.cache_salt,
+        trace=trace,
+        return_prompt_ids=call.return_prompt_ids,
+        return_prompt_text=call.return_prompt_text,
+        only_encode=call.only_encode,
+        choices=tuple(range(call.params.n)),
+        client=call.client,
+        otherwise=call.otherwise,
+        token_offsets=call.token_offsets,
+        return_token_strs=call.return_token_strs,
+    )
+
+
+def resubmissions(records: Iterable[Record]) -> Iterator[Submit]:
+    """What a tokenizer that was started again must know: of choices that belong together those
+    that are live, in one for each group that has some."""
+    together: dict[tuple[str, int, int], list[Record]] = {}
+    for record in records:
+        key = record.submit.request_id, record.group, record.attempt
+        together.setdefault(key, []).append(record)
+    for (_, group, _), live in together.items():
+        choices = tuple(record.choice for record in live)
+        yield replace(live[0].submit, group=group, choices=choices)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipeinfer.gateway.token_scores import Likely, TokenScore
+from pipeinfer.gateway.events import Likely, TokenScore
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.logprobs import finite
 

@@ -5,36 +5,36 @@ Reads the settings and two small files of the checkpoint's folder; loads no mode
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
 from pipeinfer.checkpoint.fields import read_json
+from pipeinfer.checkpoint.hub import WANTED
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.control import CHANNEL
-from pipeinfer.gateway import address, keys, tls
-from pipeinfer.gateway.access import AccessLog
-from pipeinfer.gateway.admission import Admission, is_protected
-from pipeinfer.gateway.backlog import Backlog
+from pipeinfer.gateway import api_keys, http_server
+from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
+from pipeinfer.gateway.auth import AccessLog, Admission, is_protected
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cors import parse_origins
+from pipeinfer.gateway.cross_origin import BrowserGuard, host_name, parse_hosts, parse_origins
 from pipeinfer.gateway.defaults import sampling_defaults
-from pipeinfer.gateway.driver import HttpDriver
-from pipeinfer.gateway.fingerprint import fingerprint
 from pipeinfer.gateway.health import Health, expected_stages
-from pipeinfer.gateway.keys import ApiKeys
-from pipeinfer.gateway.limits import KeyLimits
+from pipeinfer.gateway.http_server import Certificate, HttpDriver
+from pipeinfer.gateway.ledger import Backlog, RequestTraces
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import RequestSessions
+from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
-from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.sight import PipelineMonitor
-from pipeinfer.gateway.tls import Certificate
-from pipeinfer.gateway.tracing import RequestTraces
+from pipeinfer.gateway.serving import Service
+from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.gateway.web_pages import BrowserGuard, host_name, parse_hosts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
@@ -44,6 +44,7 @@ from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 from pipeinfer.text.tokenizer_info import tokenizer_info
 from pipeinfer.topology.addresses import is_loopback
+from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def build(context: StageContext) -> Stage:
     metrics = Metrics(
         core.health, core.can_serve, targets, _vllm(settings, core.health, context_length)
     )
-    certificate = tls.load_certificate(settings)
+    certificate = http_server.load_certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
     files = _files(settings, folder)
     service = Service(
@@ -91,7 +92,7 @@ def build(context: StageContext) -> Stage:
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        service, partial(address.server_url, settings), lambda: _listen(context), certificate
+        service, partial(http_server.server_url, settings), lambda: _listen(context), certificate
     )
     return Stage(
         core,
@@ -152,9 +153,9 @@ def _limits(settings: Settings) -> KeyLimits:
 def _keys(settings: Settings) -> ApiKeys:
     """The setting's key, else those of the file where one is named; none lets everybody in."""
     if settings.api_key:
-        return keys.single_key(settings.api_key, _limits(settings))
+        return api_keys.single_key(settings.api_key, _limits(settings))
     if settings.api_key_file:
-        return keys.read_key_file(settings.api_key_file, _limits(settings))
+        return api_keys.read_key_file(settings.api_key_file, _limits(settings))
     return ApiKeys()
 
 
@@ -203,3 +204,56 @@ def _context_length(settings: Settings, folder: Path) -> int:
         return read_json(folder, "config.json").integer("max_position_embeddings", 0, least=0)
     except ConfigurationError:
         return 0  # not shown then; the stages that need the file say what is wrong with it
+
+
+# Settings by which no answer changes: who may ask and how much, where processes run and what they
+# write down, what waits, and what is computed when. All others count.
+WITHOUT_EFFECT = frozenset(
+    (
+        "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
+        "drain_timeout", "flight_dir", "flight_recorder_mib", "grammar_cache_mib", "host",
+        "host_loss", "in_process", "itl_target", "key_concurrent", "key_requests_per_minute",
+        "key_tokens_per_minute", "kv_pages", "log_format", "log_level", "max_body_mib",
+        "max_prompts", "max_queue", "max_queue_tokens", "memory_fraction", "no_page",
+        "otlp_endpoint", "overlap_depth", "policy", "port", "profile", "profile_dir",
+        "public_address", "record", "record_max_bytes", "request_timeout", "routing", "seed",
+        "served_model_name", "stay_awake", "tls_cert", "tls_key", "topology", "ttft_target",
+        "vllm_metrics", "watchdog",
+    )
+)  # fmt: skip
+# Settings that name files, which count by what is in them.
+FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
+MOST_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
+SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights differ everywhere
+
+
+def fingerprint(settings: Settings, model: Path) -> str:
+    """For the checkpoint's folder, or its GGUF file."""
+    digest = blake2b(digest_size=8)
+    values = msgspec.to_builtins(settings)
+    counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
+    digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
+    files = [model] if model.is_file() else sorted({p for w in WANTED for p in model.glob(w)})
+    for path in files:
+        _add(digest, path)
+    if settings.chat_template:
+        _add(digest, Path(settings.chat_template))
+    return f"fp_{digest.hexdigest()}"
+
+
+def _add(digest: blake2b, path: Path) -> None:
+    """A file's name, size and content. One that cannot be read counts by its name: whoever needs it
+    says what is wrong with it."""
+    digest.update(path.name.encode("utf-8", "surrogateescape"))
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            if size <= MOST_WHOLE_FILE:
+                digest.update(file.read())
+                return
+            for part in range(SAMPLES):
+                file.seek((size - SAMPLE) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+    except OSError:
+        return

@@ -14,10 +14,9 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.connections import PROBE
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import GONE, ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.outlets import Outlet
-from pipeinfer.gateway.responses import GONE
 
 MOST_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
 EVENT_STREAM_HEADERS = {

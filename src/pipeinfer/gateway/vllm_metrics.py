@@ -19,8 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from pipeinfer.gateway.counters import add_histogram
 from pipeinfer.gateway.health import Health, StageStatus, kv_usage
-from pipeinfer.gateway.tallies import add_histogram
 from pipeinfer.histogram import OF_REQUESTS, Histogram, read
 
 VLLM_TTFT_BUCKETS = (

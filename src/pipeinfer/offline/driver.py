@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from pipeinfer.choices import choice_ids
-from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import StageStatus
+from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.messages import CacheReset, Message
 
 

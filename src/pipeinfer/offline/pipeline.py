@@ -17,8 +17,8 @@ from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import expected_stages
+from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.gateway.stage import TICK
-from pipeinfer.gateway.tracing import RequestTraces
 from pipeinfer.messages import State
 from pipeinfer.offline.driver import OfflineDriver, Sink
 from pipeinfer.runtime import wakefulness

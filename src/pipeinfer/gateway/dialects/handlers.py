@@ -14,8 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from pipeinfer.gateway.access import x_request_id
-from pipeinfer.gateway.answering import Serving, client_trace
+from pipeinfer.gateway.auth import x_request_id
 from pipeinfer.gateway.dialects import messages_body, messages_events, responses_body
 from pipeinfer.gateway.dialects.dialect import SpeechOutlet, dialect_job
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
@@ -27,10 +26,9 @@ from pipeinfer.gateway.dialects.responses_body import (
     ResponsesRequest,
 )
 from pipeinfer.gateway.dialects.responses_events import ResponseSpeech
-from pipeinfer.gateway.errors import ApiError, renamed
+from pipeinfer.gateway.errors import ApiError, Handler, error_response, json_response, renamed
 from pipeinfer.gateway.requests import Job
-from pipeinfer.gateway.responses import Handler, error_response, json_response
-from pipeinfer.gateway.tokenizing import prompt_call
+from pipeinfer.gateway.serving import Serving, client_trace, prompt_call
 
 # Also what is not there, below it. Routes take several slashes for one.
 MESSAGES = re.compile("/+v1/+messages(/.*)?", re.DOTALL)

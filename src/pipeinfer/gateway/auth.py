@@ -6,24 +6,29 @@ Knows keys, limits and requests as HTTP sees them; what is asked is not its busi
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import os
 import re
 import time
+import uuid
 from collections.abc import Callable
+from hashlib import blake2b
+from ipaddress import ip_address
 from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway.client_names import ClientHashes
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer import traceparent
+from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits, KeyUsage, LimitExceeded
+from pipeinfer.gateway.counters import Counter
+from pipeinfer.gateway.errors import GONE, ApiError, Handler
 from pipeinfer.gateway.events import Delta, Failed, Started
-from pipeinfer.gateway.keys import ApiKeys
-from pipeinfer.gateway.limits import KeyLimits, KeyUsage, LimitExceeded
+from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import ResponseSink
-from pipeinfer.gateway.responses import GONE, Handler
-from pipeinfer.gateway.tallies import Counter
+from pipeinfer.gateway.sessions import ResponseSink
+from pipeinfer.runtime.logs import ACCESS
 from pipeinfer.topology.addresses import is_loopback
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
@@ -295,3 +300,126 @@ class _MeteredSink:
     def failed(self, index: int, failed: Failed) -> None:
         self._usage.request_id = self._usage.request_id or failed.request_id
         self._sink.failed(index, failed)
+
+
+log = logging.getLogger(ACCESS)
+
+REQUEST_ID = "x-request-id"
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_X_REQUEST_ID = web.RequestKey("name", str)
+
+
+def x_request_id(request: web.Request) -> str:
+    """What the answer calls the request in `x-request-id`: as its client does, if that is sane."""
+    name = request.get(_X_REQUEST_ID, "")
+    if not name:
+        given = request.headers.get(REQUEST_ID, "")
+        name = request[_X_REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return name
+
+
+class AccessLog:
+    """`traces`: what the pipeline is told of traces."""
+
+    def __init__(self, traces: RequestTraces, clock: Callable[[], float] = time.monotonic) -> None:
+        self._traces = traces
+        self._clock = clock
+
+    def middleware(self) -> Middleware:
+        """To stand before all others."""
+
+        @web.middleware
+        async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
+            wanted = request.method == "POST" and is_protected(request.path)
+            if not wanted or not log.isEnabledFor(logging.INFO):
+                return await handler(request)
+            began, status = self._clock(), GONE
+            try:
+                response = await handler(request)
+                status = response.status
+                return response
+            finally:
+                self._log_request(request, status, self._clock() - began)
+
+        return access
+
+    def _log_request(self, request: web.Request, status: int, seconds: float) -> None:
+        client_request: ClientRequest | None = request.get(CLIENT_REQUEST)
+        given = client_traceparent(request.headers)
+        fields: dict[str, object] = {
+            "method": request.method,
+            "path": request.path,
+            "x_request_id": x_request_id(request),
+            "status": status,
+            "seconds": round(seconds, 6),
+            "outcome": "abort" if status == GONE else "refused",
+        }
+        prompt = output = 0
+        if client_request is not None:
+            usage = client_request.usage
+            prompt, output = usage.prompt_tokens, usage.output_tokens
+            given = self._traces.traceparent(usage.request_id, given) if usage.request_id else given
+            fields |= {
+                "request_id": usage.request_id,
+                "key": client_request.client.name,
+                "outcome": client_request.outcome,
+                "finish": usage.finish,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+            }
+        parent = traceparent.read(given)
+        if parent is not None:
+            fields["trace_id"] = parent.trace_id
+        log.info(
+            "%s %s %d %s in %.3f s, %d prompt and %d output tokens, %s",
+            request.method,
+            request.path,
+            status,
+            fields["outcome"],
+            seconds,
+            prompt,
+            output,
+            fields.get("request_id") or "no request",
+            extra=fields,
+        )
+
+
+IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
+
+
+class ClientHashes:
+    """Hashes: neither an address nor a key's name leaves the gateway."""
+
+    def __init__(self) -> None:
+        self._secret = os.urandom(16)  # an address is soon found by its plain hash
+
+    def of_key(self, name: str) -> str:
+        """The same in every gateway."""
+        return blake2b(name.encode(), digest_size=8).hexdigest()
+
+    def of_connection(self, request: web.Request) -> str:
+        """The host, and behind a slash its connection."""
+        transport = request.transport
+        peer = None if transport is None else transport.get_extra_info("peername")
+        return self.of_peer(request.remote or "", peer)
+
+    def of_peer(self, address: str, peer: object) -> str:
+        """As above; `peer`: by which connections of `address` differ."""
+        return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
+
+    def _hash(self, name: bytes) -> str:
+        return blake2b(name, key=self._secret, digest_size=8).hexdigest()
+
+
+def host_bytes(address: str) -> bytes:
+    """What all addresses of its host have in common."""
+    try:
+        known = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address.encode()
+    return known.packed if known.version == 4 else _ipv6_host(known.packed)
+
+
+def _ipv6_host(packed: bytes) -> bytes:
+    mapped = packed[:12] == bytes(10) + b"\xff\xff"
+    return packed[12:] if mapped else packed[:IPV6_HOST_BYTES]

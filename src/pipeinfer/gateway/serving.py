@@ -1,33 +1,160 @@
-"""The way of every request that the pipeline answers: its body in, its calls out, its answer back.
+"""What the handlers of HTTP requests need, put together by the driver.
 
-All endpoints share it. Knows no endpoint and no form of an answer.
+Knows its parts by their kinds only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from aiohttp import web
 from msgspec.structs import replace
 
-from pipeinfer.gateway.access import x_request_id
-from pipeinfer.gateway.admission import CLIENT_REQUEST
-from pipeinfer.gateway.bodies import BodyReader
+from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, x_request_id
+from pipeinfer.gateway.bodies import BodyDecoder, BodyReader
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.cross_origin import BrowserGuard
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
-from pipeinfer.gateway.intake import BodyDecoder
+from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.monitor import PipelineMonitor
+from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
+from pipeinfer.gateway.old_functions import as_tools
 from pipeinfer.gateway.outlets import Outlet
-from pipeinfer.gateway.port import ResponseSink
-from pipeinfer.gateway.requests import Job
-from pipeinfer.gateway.schema import Request
-from pipeinfer.gateway.service import Service
+from pipeinfer.gateway.requests import Job, Terms, chat_prompt
+from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, Request, TokenizeRequest
+from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
 from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, WriteBatch, api_error
-from pipeinfer.gateway.tokenizing import EncodedPrompt
-from pipeinfer.gateway.tracing import client_traceparent
+from pipeinfer.json_values import JsonObject
+from pipeinfer.packing import pack, unpack
+from pipeinfer.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known.
+    `fingerprint`: of what makes the answers. `tokenizer_info`: JSON."""
+
+    core: GatewayCore
+    sessions: RequestSessions
+    metrics: Metrics
+    model: str
+    terms: Terms
+    admission: Admission
+    browsers: BrowserGuard
+    max_body_bytes: int = 32 * 2**20
+    context_length: int = 0
+    fingerprint: str = ""
+    tokenizer_info: bytes = b"{}"
+    monitor: PipelineMonitor | None = None  # None: there is no page
+    access_log: AccessLog = field(default_factory=lambda: AccessLog(RequestTraces()))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+# Fields that the body of /tokenize shares with a chat's: all that a chat's prompt depends on.
+CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
+    ChatRequest.__struct_fields__
+)
+# Without an answer a prompt may be longer than the context.
+NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
+
+
+def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
+    """What asks for the ids. ApiError 400."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
+    if request.prompt is None:
+        chat = ChatRequest(**{field: getattr(request, field) for field in CHAT_FIELDS})
+        return replace(
+            prompt_call(chat, name, terms),
+            return_prompt_ids=True,
+            return_token_strs=bool(request.return_token_strs),
+        )
+    return Call(
+        request_id=name,
+        params=NO_OUTPUT,
+        timeout=terms.timeout,
+        text=request.prompt,
+        add_special_tokens=request.add_special_tokens is not False,
+        return_prompt_ids=True,
+        return_token_strs=bool(request.return_token_strs),
+        only_encode=True,
+    )
+
+
+def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
+    """What asks for the prompt of a chat, also where nobody would read its answer's calls.
+    ApiError 400."""
+    with_tools = as_tools(request)
+    try:
+        prompt = chat_prompt(with_tools or request, terms.reading)
+    except ApiError as error:
+        raise (error if with_tools is None else renamed(error, OLD_NAMES)) from None
+    return Call(
+        request_id=name,
+        params=NO_OUTPUT,
+        timeout=terms.timeout,
+        chat=prompt.chat,
+        template_arguments=prompt.arguments,
+        add_special_tokens=bool(request.add_special_tokens),
+        only_encode=True,
+    )
+
+
+def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call:
+    """What asks for the text."""
+    return Call(
+        request_id=name,
+        params=replace(NO_OUTPUT, skip_special_tokens=bool(request.skip_special_tokens)),
+        timeout=terms.timeout,
+        prompt_ids=pack(request.tokens),
+        return_prompt_text=True,
+        only_encode=True,
+    )
+
+
+class EncodedPrompt:
+    """A sink of the port that waits for what the tokenizer says of the one prompt."""
+
+    def __init__(self) -> None:
+        self._result: asyncio.Future[Started | Failed] = asyncio.get_running_loop().create_future()
+
+    def started(self, index: int, started: Started) -> None:
+        if not self._result.done():
+            self._result.set_result(started)
+
+    def delta(self, index: int, delta: Delta) -> None:
+        """Only says that this was all."""
+
+    def failed(self, index: int, failed: Failed) -> None:
+        if not self._result.done():
+            self._result.set_result(failed)
+
+    async def prompt(self) -> Started:
+        """What was said. Raises ApiError for a refusal."""
+        said = await self._result
+        if isinstance(said, Failed):
+            raise api_error(said)
+        return said
+
+
+def tokenize_response(started: Started, context_length: int) -> JsonObject:
+    """The answer of /tokenize, as vLLM's."""
+    ids = unpack(started.prompt_ids).tolist()
+    return {
+        "count": len(ids),
+        "max_model_len": context_length,
+        "tokens": ids,
+        "token_strs": list(started.token_strs) or None,
+    }
+
 
 IGNORED_SCHEMA = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
 MOST_IGNORED_SCHEMA = 1_000  # letters

@@ -1,7 +1,6 @@
-"""The gateway's I/O beside the bus: it listens for HTTP and joins the application to the core.
+"""The certificate with which the gateway answers over https, and how another takes its place.
 
-Knows when to accept connections, and the line that says "ready"; the rest is in app.py and
-port.py.
+Knows no socket and no HTTP.
 """
 
 from __future__ import annotations
@@ -10,26 +9,86 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from aiohttp import web
 
 from pipeinfer.gateway.app import build_app
-from pipeinfer.gateway.connections import Connections, most_connections
+from pipeinfer.gateway.connections import Acceptor, Connections, most_connections
+from pipeinfer.gateway.errors import Handler
 from pipeinfer.gateway.events import StatusChanged
-from pipeinfer.gateway.handshakes import Acceptor
-from pipeinfer.gateway.lately import RollingLatencies
-from pipeinfer.gateway.responses import Handler
-from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.tls import Certificate
+from pipeinfer.gateway.metrics import RollingLatencies
+from pipeinfer.gateway.serving import Service
 from pipeinfer.messages import Message
 from pipeinfer.runtime.closed_output import discard_unread
 from pipeinfer.runtime.listening import BACKLOG, close_all
 from pipeinfer.runtime.logs import CLEAR
 from pipeinfer.runtime.terminal import rewrites
+from pipeinfer.settings import ConfigurationError, Settings
+
+
+class Certificate:
+    """The files' certificate chain and key; `context` is what connections are made with."""
+
+    def __init__(self, chain: str, key: str) -> None:
+        """Raises ConfigurationError if the files cannot be read, or do not belong together."""
+        self._chain = chain
+        self._key = key
+        self.context = self._read()
+
+    def reload(self) -> None:
+        """Connections from now on get what the files hold now. ConfigurationError as above; then
+        nothing changes."""
+        self._read()  # a half-loaded pair must not get into the context that is in use
+        self.context.load_cert_chain(self._chain, self._key, password=_refuse_password)
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        for flag, path in (("--tls-cert", self._chain), ("--tls-key", self._key)):
+            try:
+                with Path(path).open("rb"):
+                    pass
+            except OSError as error:
+                raise ConfigurationError(f"{flag} {path}: {error.strerror or error}") from None
+        try:
+            context.load_cert_chain(self._chain, self._key, password=_refuse_password)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or "one of them is no PEM file of its kind"
+            pair = f"--tls-cert {self._chain} --tls-key {self._key}"
+            raise ConfigurationError(f"{pair}: {reason}") from None
+        return context
+
+
+def _refuse_password() -> str:
+    """Instead of OpenSSL's own question on the terminal."""
+    raise ValueError("a key with a password")
+
+
+def load_certificate(settings: Settings) -> Certificate | None:
+    """What the settings name, None for plain HTTP. Raises ConfigurationError."""
+    if not settings.tls_cert and not settings.tls_key:
+        return None
+    if not settings.tls_cert or not settings.tls_key:
+        raise ConfigurationError("--tls-cert and --tls-key need each other")
+    return Certificate(settings.tls_cert, settings.tls_key)
+
+
+def server_url(settings: Settings, port: int) -> str:
+    """The URL of a server that listens on `port`: of its public address where one is set."""
+    scheme = "https" if settings.tls_cert else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    public = settings.public_address.rstrip("/")
+    if public.isdecimal():  # as Docker takes the port that it publishes
+        public = f"127.0.0.1:{public}"
+    return public if "://" in public else f"{scheme}://{public or f'{host}:{port}'}"
+
 
 log = logging.getLogger(__name__)
 
