@@ -8,11 +8,11 @@ from msgspec import structs
 from pipeinfer.gateway.ledger import (
     ENDED_LIFETIME,
     MOST_ENDED,
-    Diverged,
     EndedRequest,
     EndedRequests,
-    Hole,
-    Record,
+    OutputDiverged,
+    RequestRecord,
+    StreamGap,
     resubmissions,
 )
 from pipeinfer.messages import Abort, Done, Submit, TextRow
@@ -20,9 +20,9 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 
-def record(timeout: float = 0.0) -> Record:
+def record(timeout: float = 0.0) -> RequestRecord:
     submit = Submit("r", 1, 0, SamplingParams(), 7, "x", timeout=timeout)
-    return Record(submit, "tokenizer-0", 100.0, 3)
+    return RequestRecord(submit, "tokenizer-0", 100.0, 3)
 
 
 def row(text: str, byte: int, token: int, ids: int) -> TextRow:
@@ -40,7 +40,7 @@ def test_a_new_record_has_delivered_nothing_and_has_no_group():
 
 def test_choices_that_live_are_told_again_together_where_they_run():
     submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1, 2, 3, 4))
-    live = [Record(submit, "tokenizer-0", 0.0, 3, number) for number in (1, 2, 4)]
+    live = [RequestRecord(submit, "tokenizer-0", 0.0, 3, number) for number in (1, 2, 4)]
     assert [one.request_id for one in live] == ["r/1", "r/2", "r/4"]
     assert list(resubmissions(live)) == [structs.replace(submit, choices=(1, 2, 4))]
     live[1].group = 1
@@ -50,7 +50,7 @@ def test_choices_that_live_are_told_again_together_where_they_run():
 
 def test_a_prompt_counts_with_its_first_choice_alone():
     submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1))
-    both = [Record(submit, "tokenizer-0", 0.0, 3, number) for number in (0, 1)]
+    both = [RequestRecord(submit, "tokenizer-0", 0.0, 3, number) for number in (0, 1)]
     assert [one.once(9) for one in both] == [9, 0]
 
 
@@ -80,7 +80,7 @@ def test_only_what_was_not_delivered_is_new():
 def test_what_does_not_continue_is_a_hole_and_nothing_of_it_is_delivered(again, message):
     new = record()
     new.advance(row("aé", 0, 0, 2))
-    with pytest.raises(Hole, match=message):
+    with pytest.raises(StreamGap, match=message):
         new.advance(again)
     assert (new.bytes, new.tokens) == (3, 2)
 
@@ -89,7 +89,7 @@ def test_ids_that_are_repeated_must_be_those_that_were_delivered():
     new = record()
     new.advance(TextRow("r", 1, "abc", 0, 0, pack([5, 6, 7])))
     for offset, ids in ((0, [5, 6, 8, 9]), (1, [7]), (2, [6, 9])):
-        with pytest.raises(Diverged):
+        with pytest.raises(OutputDiverged):
             new.advance(TextRow("r", 1, "x", offset, offset, pack(ids)))
     assert (new.bytes, new.tokens, bytes(new.ids)) == (3, 3, pack([5, 6, 7]))
     assert new.advance(TextRow("r", 1, "cd", 2, 2, pack([7, 8]))) == ("d", pack([8]))

@@ -106,6 +106,7 @@ AREAS = {
             "tests/runtime/test_roll_call.py",
             "tests/test_recent.py",
             "tests/gateway/test_gateway_ledger.py",
+            "tests/gateway/test_backlog.py",
             "tests/tokenizer/test_tokenizer_ledger.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_fence.py",
@@ -128,7 +129,6 @@ AREAS = {
                 "core",
                 "events",
                 "health",
-                "ledger",
                 "sessions",
             )
         ),

@@ -1,7 +1,8 @@
-"""API keys: named, hashed, read from a file, and compared in constant time.
+"""API keys, and what each may use: requests at a time, and requests and tokens a minute.
 
-Knows no HTTP. A key's text is never kept; what is left of it is its SHA-256, which needs neither
-salt nor stretching where keys are random, as those of `pipeinfer api-key` are.
+Keys are named, hashed, read from a file, and compared in constant time. The text of a key is never
+kept, only its SHA-256: keys of `pipeinfer api-key` are random and need neither salt nor stretching.
+Sans-IO apart from reading the file: the time is passed in. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ ADMIN = "admin"  # marks the key of somebody who may see what others ask
 
 @dataclass(frozen=True)
 class ApiKey:
-    """One key. `digest`: SHA-256 of its text, 32 bytes; kept out of its repr. `admin`: whether it
-    is an operator's."""
+    """One API key.
+
+    name: shown in logs and as a label of metrics.
+    digest: SHA-256 of the key's text, 32 bytes; kept out of the repr.
+    limits: what its clients may use.
+    admin: whether it is an operator's, who may see other clients' requests.
+    """
 
     name: str
     digest: bytes = field(repr=False)
@@ -40,7 +46,7 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The keys that let somebody in; with none, everybody is."""
+    """All keys of a server. Without any key every client is let in."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -163,7 +169,12 @@ ROUNDING = 1e-6  # what a sum of floats may lack of a whole request
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Bounds of one key; 0 is none. `requests` and `tokens` are a minute's."""
+    """Bounds of one key; 0: no bound.
+
+    concurrent: answers that are made at a time.
+    requests: prompts a minute.
+    tokens: tokens of prompts and outputs a minute.
+    """
 
     concurrent: int = 0
     requests: int = 0
@@ -172,18 +183,23 @@ class KeyLimits:
 
 @dataclass(frozen=True)
 class LimitExceeded:
-    """Why a request is not taken. `wait`: seconds until it would be; 0 where it never is, or
-    where nobody knows, since it depends on other requests' ends."""
+    """Why a request is not taken.
+
+    reason: for the client.
+    wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
+        when other requests end.
+    """
 
     reason: str
     wait: float = 0.0
 
 
 class TokenBucket:
-    """An allowance that refills evenly: `a_minute` of it each minute, at most a minute's worth.
+    """An allowance that refills evenly, up to one minute's worth.
 
-    What is taken may be more than what is there; then the level is below zero until it has
-    refilled.
+    More may be taken than there is: the level is then below zero until it has refilled.
+
+    per_minute: how much is added in a minute, and the most there can be.
     """
 
     def __init__(self, a_minute: int, now: float) -> None:
@@ -219,10 +235,13 @@ class TokenBucket:
 
 
 class KeyUsage:
-    """What one key uses. Every request that `enter` let in must `leave`, for all of its choices.
+    """What one key uses now. Each request that `admit` let in must be released, with all its
+    choices.
 
-    Tokens are taken when they are known, so a request is let in while any are left, and those that
-    run may take the level below zero; then later requests wait.
+    Tokens are taken when their number is known: a request is let in while any are left, and running
+    requests may take the level below zero. Later requests wait then.
+
+    limits: the key's. running: answers that are being made.
     """
 
     def __init__(self, limits: KeyLimits, now: float) -> None:

@@ -1,6 +1,6 @@
-"""The HTTP application: routes, authentication, and errors in OpenAI's form.
+"""The HTTP application: routes, middlewares, and errors in OpenAI's form.
 
-Knows the schema, the port and the health table; the pipeline behind the port is not its business.
+Knows the schema, the sessions and the health table; the pipeline behind them is not its business.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeinfer.gateway import docs_page, openapi
 from pipeinfer.gateway.auth import REQUEST_ID, x_request_id
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
-from pipeinfer.gateway.errors import ApiError, Handler, json_response, of_http, renamed
+from pipeinfer.gateway.errors import ApiError, Handler, http_error, json_response, renamed
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.page import PAGE_HEADERS, MonitorHandlers, Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
@@ -66,7 +66,7 @@ def build_app(service: Service) -> web.Application:
 
 
 async def _continue_later(request: web.Request) -> None:
-    """Who asks before sending a body is answered when it is read, behind key and limits."""
+    """100 Continue is sent when the body is read, behind key and limits."""
 
 
 class _Handlers:
@@ -76,7 +76,7 @@ class _Handlers:
         self._dialects = DialectHandlers(self._serving)
 
     def route(self, router: web.UrlDispatcher) -> None:
-        """Says which path is whose."""
+        """Registers all routes."""
         router.add_get("/health", self.health)
         router.add_get("/health/live", self.live)
         router.add_get("/health/ready", self.ready)
@@ -117,7 +117,7 @@ class _Handlers:
             except ApiError as error:
                 return error_in_dialect(request, error)
             except web.HTTPException as error:
-                response = error_in_dialect(request, of_http(request, error))
+                response = error_in_dialect(request, http_error(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
@@ -159,11 +159,11 @@ class _Handlers:
         return json_response({"prompt": prompt.prompt_text})
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's."""
+        """As vLLM's /tokenizer_info."""
         return web.Response(body=self._service.tokenizer_info, content_type="application/json")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's; what is in the body, if anything, says nothing."""
+        """As vLLM's; the body is not read."""
         self._serving.check_capacity(0)
         stages = self._service.core.health.stages.values()
         missing = await self._service.sessions.reset_caches(stages)
@@ -269,7 +269,7 @@ class _Handlers:
 
 @cache
 def _openapi_json() -> bytes:
-    """Made when it is asked for first."""
+    """The OpenAPI document, made on first use."""
     return msgspec.json.encode(openapi.document())
 
 
@@ -297,14 +297,14 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
-    """What an engine's pages hold, as `--kv-cache-dtype` calls it; nothing of other stages."""
+    """The dtype of an engine's KV pages as `--kv-cache-dtype` has it; {} for other stages."""
     if "kv_fp8" not in stats:
         return {}
     return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
 def _best_of(job: Job) -> Best | None:
-    """Who chooses the choices that are shown, where not all are."""
+    """Chooses the choices that are sent, if not all are; else None."""
     if not job.best:
         return None
     wanted = job.shown.logprobs is not None

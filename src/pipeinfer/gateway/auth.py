@@ -1,6 +1,6 @@
-"""Who may ask, and how much: API keys and their limits in front of the HTTP handlers.
+"""Authentication and rate limits in front of the HTTP handlers, and the access log.
 
-Knows keys, limits and requests as HTTP sees them; what is asked is not its business.
+Knows API keys, their limits and requests as HTTP sees them, not what a request asks for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aiohttp.typedefs import Middleware
 
 from pipeinfer import traceparent
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits, KeyUsage, LimitExceeded
-from pipeinfer.gateway.counters import Counter
-from pipeinfer.gateway.errors import GONE, ApiError, Handler
+from pipeinfer.gateway.counters import MetricCounter
+from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError, Handler
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
@@ -47,7 +47,11 @@ RATE_LIMIT_HEADERS = "x-ratelimit-"  # as OpenAI's servers call them
 
 
 class Client:
-    """What is kept of one key: its account, its counters, and whether it is an operator's."""
+    """State of one API key, or of all clients where no key is needed.
+
+    name: the key's. account: what it uses. admin: whether the key is an operator's.
+    prompt, output: counters of tokens, labelled with the name.
+    """
 
     __slots__ = ("account", "admin", "name", "output", "prompt")
 
@@ -57,23 +61,30 @@ class Client:
         self.admin = False
         self.prompt, self.output = metrics.key_counters(name)
 
-    def use_tokens(self, counter: Counter, tokens: int, clock: Callable[[], float]) -> None:
-        """Counts tokens, and takes them from its minute's."""
+    def use_tokens(self, counter: MetricCounter, tokens: int, clock: Callable[[], float]) -> None:
+        """Counts tokens, and takes them from the key's tokens a minute."""
         counter.count += tokens
         if self.account.limits.tokens:
             self.account.use_tokens(tokens, clock())
 
 
-class Identity(NamedTuple):
-    """Who asks. An `operator` may see what is others'."""
+class Principal(NamedTuple):
+    """Who sent a request.
+
+    name: of the key, or ANONYMOUS.
+    operator: whether requests of other clients may be shown.
+    """
 
     name: str
     operator: bool
 
 
 class RequestUsage:
-    """What one HTTP request had of the pipeline. `request_id`: the first one's; `finish`: how the
-    last of its choices ended."""
+    """What one HTTP request used of the pipeline.
+
+    request_id: of its first call. finish: finish reason of the choice that ended last.
+    prompt_tokens, output_tokens: of all its choices.
+    """
 
     __slots__ = ("finish", "output_tokens", "prompt_tokens", "request_id")
 
@@ -84,8 +95,11 @@ class RequestUsage:
 
 
 class ClientRequest:
-    """One HTTP request of a client. `entered`: how many answers are made for it. `outcome`: as
-    metrics have it."""
+    """One HTTP request while it is handled.
+
+    client: who sent it. choices: answers that are made for it, as counted against the key's limit.
+    limited: whether a limit refused it. outcome: its label in metrics. usage: see RequestUsage.
+    """
 
     __slots__ = ("choices", "client", "limited", "outcome", "usage")
 
@@ -101,8 +115,11 @@ CLIENT_REQUEST = web.RequestKey("client_request", ClientRequest)
 
 
 class Admission:
-    """Checks keys and limits. `anonymous`: the limits where there is no key. `loopback`: whether
-    the server listens there alone, so that without keys whoever asks from there is its operator."""
+    """Checks keys and limits.
+
+    Without keys all clients share `anonymous` limits. loopback: whether the server listens on
+    loopback alone; clients of this host then count as operators if there are no keys.
+    """
 
     def __init__(
         self,
@@ -129,16 +146,18 @@ class Admission:
         """Whether a key is needed."""
         return bool(self._keys)
 
-    def identity(self, request: web.Request) -> Identity:
-        """As the keys are now: whatever is answered for long asks again and again. ApiError 401
-        where the request's key is none, or none any more."""
+    def principal(self, request: web.Request) -> Principal:
+        """Who sent `request`, by the keys that are valid now: long-lived answers ask repeatedly.
+
+        Raises ApiError 401 if the request's key is missing, wrong or withdrawn.
+        """
         client = self._authenticate(request)
         keyless = not self._keys and self._loopback and _on_this_host(request)
-        return Identity(client.name, client.admin or keyless)
+        return Principal(client.name, client.admin or keyless)
 
     def replace_keys(self, keys: ApiKeys) -> None:
-        """Other keys from now on. A name that stays keeps what it has used; requests of a key
-        that is gone go on."""
+        """Uses other keys from now on. A key whose name stays keeps its usage; requests that run
+        go on."""
         now, before = self._clock(), self._clients
         self._keys = keys
         self._clients = {}
@@ -151,7 +170,7 @@ class Admission:
             self._clients[key.name] = client
 
     def middleware(self) -> Middleware:
-        """What stands before every handler: key, then limits, before anything of a body is read."""
+        """Stands in front of every handler: checks key and limits before a body is read."""
 
         @web.middleware
         async def admission(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -185,10 +204,10 @@ class Admission:
         return admission
 
     def count_choices(self, request: web.Request, prompts: int, choices: int) -> None:
-        """Counts a request as one for each prompt, and as running for each of all its choices,
-        before any of them is sent on.
+        """Counts a request as `prompts` requests and as `choices` running answers, before it is
+        sent on.
 
-        Raises ApiError 429 if that is more than the client may have.
+        Raises ApiError 429 if that exceeds the client's limits.
         """
         client_request = request[CLIENT_REQUEST]
         if choices > client_request.choices:
@@ -199,17 +218,17 @@ class Admission:
             client_request.choices = choices
 
     def metered(self, request: web.Request, sink: ResponseSink) -> ResponseSink:
-        """`sink`, with its tokens taken from the client's as they become known."""
+        """`sink`, and each token that it is given is counted as the client's."""
         return _MeteredSink(sink, request[CLIENT_REQUEST], self._clock)
 
     def client_hash(self, request: web.Request) -> str:
-        """Whom the pipeline takes its sender for; see ClientNames."""
+        """The name by which the pipeline tells clients apart; see ClientHashes."""
         if self.needs_key:
             return self._names.of_key(request[CLIENT_REQUEST].client.name)
         return self._names.of_connection(request)
 
     async def add_limit_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Puts the client's limits, where it has any, into the headers of a response."""
+        """Adds the client's limits and what remains of them to a response's headers."""
         client_request: ClientRequest | None = request.get(CLIENT_REQUEST)
         if client_request is None:
             return
@@ -240,18 +259,18 @@ class Admission:
 
 
 def is_protected(path: str) -> bool:
-    """Whether a key is needed for it, where there are keys."""
+    """Whether a path needs a key if the server has keys."""
     return SLASHES.sub("/", path).startswith(PROTECTED_PATHS)
 
 
 def _on_this_host(request: web.Request) -> bool:
-    """Whether its client is, as far as it can be known."""
+    """Whether the client runs on this host, as far as can be known."""
     forwarded = any(name in request.headers for name in PROXY_HEADERS)
     return not forwarded and is_loopback(request.remote or "")
 
 
 def _token(request: web.Request) -> str:
-    """The key's text as a client gave it: as a bearer, or as Anthropic's clients do; else empty."""
+    """The key that a client sent, as bearer token or as `x-api-key`; else empty."""
     if "Authorization" not in request.headers:
         return request.headers.get("x-api-key", "").strip()
     scheme, _, token = request.headers["Authorization"].partition(" ")
@@ -261,7 +280,7 @@ def _token(request: web.Request) -> str:
 def _outcome(client_request: ClientRequest, status: int) -> str:
     if client_request.limited:
         return "limited"
-    if status == GONE:
+    if status == CLIENT_LEFT:
         return "abort"
     if status < 400:
         return "ok"
@@ -269,7 +288,7 @@ def _outcome(client_request: ClientRequest, status: int) -> str:
 
 
 class _MeteredSink:
-    """A sink in front of another."""
+    """Passes events on to `sink`, and counts their tokens as the client's."""
 
     __slots__ = ("_client", "_clock", "_sink", "_usage")
 
@@ -310,7 +329,7 @@ _X_REQUEST_ID = web.RequestKey("name", str)
 
 
 def x_request_id(request: web.Request) -> str:
-    """What the answer calls the request in `x-request-id`: as its client does, if that is sane."""
+    """The value of `x-request-id` in the answer: the client's own if it is sane, else a new one."""
     name = request.get(_X_REQUEST_ID, "")
     if not name:
         given = request.headers.get(REQUEST_ID, "")
@@ -319,7 +338,11 @@ def x_request_id(request: web.Request) -> str:
 
 
 class AccessLog:
-    """`traces`: what the pipeline is told of traces."""
+    """One line of the log for each request that a client sent to the pipeline.
+
+    Stands around all other middlewares, so it logs the status that the client sees. traces: names
+    the trace of each request.
+    """
 
     def __init__(self, traces: RequestTraces, clock: Callable[[], float] = time.monotonic) -> None:
         self._traces = traces
@@ -333,7 +356,7 @@ class AccessLog:
             wanted = request.method == "POST" and is_protected(request.path)
             if not wanted or not log.isEnabledFor(logging.INFO):
                 return await handler(request)
-            began, status = self._clock(), GONE
+            began, status = self._clock(), CLIENT_LEFT
             try:
                 response = await handler(request)
                 status = response.status
@@ -352,7 +375,7 @@ class AccessLog:
             "x_request_id": x_request_id(request),
             "status": status,
             "seconds": round(seconds, 6),
-            "outcome": "abort" if status == GONE else "refused",
+            "outcome": "abort" if status == CLIENT_LEFT else "refused",
         }
         prompt = output = 0
         if client_request is not None:
@@ -388,23 +411,29 @@ IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
 
 
 class ClientHashes:
-    """Hashes: neither an address nor a key's name leaves the gateway."""
+    """Hashes by which clients are told apart: no address and no name of a key leaves the gateway.
+
+    Clients take turns where they wait (fair_queue.py). Where keys are needed a client is a key.
+    Else a
+    client is a connection of a host: a proxy has connections of many users, and several programs of
+    one host are several clients. A host is an IPv4 address, or the /64 of an IPv6 address.
+    """
 
     def __init__(self) -> None:
         self._secret = os.urandom(16)  # an address is soon found by its plain hash
 
     def of_key(self, name: str) -> str:
-        """The same in every gateway."""
+        """Hash of a key's name; all gateways come to the same."""
         return blake2b(name.encode(), digest_size=8).hexdigest()
 
     def of_connection(self, request: web.Request) -> str:
-        """The host, and behind a slash its connection."""
+        """Hash of the host, "/", and hash of its connection."""
         transport = request.transport
         peer = None if transport is None else transport.get_extra_info("peername")
         return self.of_peer(request.remote or "", peer)
 
     def of_peer(self, address: str, peer: object) -> str:
-        """As above; `peer`: by which connections of `address` differ."""
+        """As of_connection. peer: what tells apart connections of `address`."""
         return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:
@@ -412,7 +441,7 @@ class ClientHashes:
 
 
 def host_bytes(address: str) -> bytes:
-    """What all addresses of its host have in common."""
+    """The bytes that all addresses of a host share."""
     try:
         known = ip_address(address.partition("%")[0])
     except ValueError:

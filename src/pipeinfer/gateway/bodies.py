@@ -1,6 +1,7 @@
-"""Reads the bodies of requests: within bounds of size, time and memory, decompressed if need be.
+"""Reads and decodes the bodies of requests, within bounds of size, time and memory.
 
-Knows HTTP bodies and nothing of what is in them.
+A large body is decompressed, scanned and decoded in parts, between which the event loop serves
+others. Knows the schema, and no core.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ RETRY_AFTER = 1  # seconds
 
 
 class BodyReader:
-    """Reads bodies of at most `most` bytes each, after decompression."""
+    """Reads bodies of at most `most` bytes each, after decompression.
+
+    _buffered: bytes beyond SMALL_BODY of all bodies that are being read or decoded now, at most
+        _most_buffered.
+    """
 
     def __init__(self, most: int) -> None:
         self._most_bytes = most
@@ -41,11 +46,11 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncGenerator[bytearray]:
-        """The whole body, which counts as being read until the caller is through with it.
+        """The whole body; it counts as buffered until the context ends.
 
-        ApiError: 400 if it is broken, 408 if it does not come, 413 if it is too large, 415 for an
-        unknown Content-Encoding, 417 for an unknown Expect, 503 if others send too much at the
-        moment.
+        Raises ApiError: 400 if it is broken, 408 if it does not arrive, 413 if it is too large,
+            415 for an
+        unknown Content-Encoding, 417 for an unknown Expect, 503 if too much is buffered.
         """
         decoder = _decoder(request)
         if (request.content_length or 0) > self._most_bytes:
@@ -105,7 +110,7 @@ class BodyReader:
 
 
 async def _send_continue(request: web.Request) -> None:
-    """Tells a client that asked first (Expect: 100-continue) to send its body."""
+    """Asks for the body of a client that waits for 100 Continue."""
     asked = request.headers.get("Expect")
     if asked is None or request.version < HttpVersion11:
         return
@@ -121,17 +126,17 @@ def _broken_body(why: str) -> ApiError:
 
 
 class _IdentityDecoder:
-    """A body that is not compressed."""
+    """Passes a body on that is not compressed."""
 
     def parts(self, data: bytes) -> tuple[bytes]:
         return (data,)
 
     def end(self) -> None:
-        """Whatever came is whole."""
+        """No end is marked, so every body is whole."""
 
 
 class _ZlibDecoder:
-    """A gzip or deflate body; "deflate" with zlib's header, or without, as some clients send it."""
+    """Decompresses gzip or deflate, the latter with or without zlib's header."""
 
     def __init__(self, encoding: str) -> None:
         self._gzip = encoding != "deflate"
@@ -166,21 +171,30 @@ def _decoder(request: web.Request) -> _IdentityDecoder | _ZlibDecoder:
     raise ApiError(415, message, code="unsupported_encoding")
 
 
-# Bodies up to this are decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
+# Bytes of a body that is decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
 DECODED_AT_ONCE = SLICE
 _DONE = object()
 
 
 class BodyDecoder:
-    """Checks and decodes what `bodies` reads. strange: see schema.decode."""
+    """Reads, scans and decodes bodies; all handlers share one.
 
-    def __init__(self, bodies: BodyReader, strange: Callable[[Sequence[str]], object]) -> None:
+    Bodies of up to DECODED_AT_ONCE bytes are decoded at once. Larger ones take turns, oldest waiter
+    first: one part of one body in each iteration of the event loop.
+
+    on_unknown_fields: called with names of fields that the schema does not have.
+    """
+
+    def __init__(
+        self, bodies: BodyReader, on_unknown_fields: Callable[[Sequence[str]], object]
+    ) -> None:
         self._bodies = bodies
-        self._on_unknown_fields = strange
+        self._on_unknown_fields = on_unknown_fields
         self._turn = asyncio.Lock()  # whoever waits longest is next
 
     async def read(self, request: web.Request, kind: type[Request]) -> Request:
-        """The body of `request`, checked. ApiError 400 for a wrong one, and as Bodies.reading."""
+        """The decoded body. Raises ApiError 400 if the schema refuses it, and as
+        BodyReader.read."""
         async with self._bodies.read(request) as body:
             if len(body) <= DECODED_AT_ONCE:
                 raw = bytes(body)

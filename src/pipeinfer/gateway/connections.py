@@ -1,7 +1,6 @@
-"""Tells a client that has only stopped sending from one that is gone.
+"""HTTP connections: how many, how long they may wait, TLS handshakes, and clients that are gone.
 
-Both look the same at first: the end of what they send. But whoever is gone answers whatever is sent
-to it with a reset, which then shows in the socket's state. Knows sockets, and no HTTP.
+Extends aiohttp's protocol where it would let one client harm others. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from pipeinfer.gateway.errors import ApiError, Unroutable, error_response, of_http
+from pipeinfer.gateway.errors import ApiError, UnroutableResponse, error_response, http_error
 from pipeinfer.runtime.listening import BACKLOG
 
 # Seconds after a probe at which the answer to it is looked for; after the last the next probe is
@@ -33,13 +32,17 @@ def abort_when_gone(
 ) -> None:
     """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
 
-    `probe()` sends something that the peer must ignore, where it can.
+    A client that only stopped sending and one that is gone look the same at first: the end of what
+        they
+    send. But the host of the latter answers whatever is sent with a reset, which shows in the
+    socket's state. `probe()` sends something that the peer must ignore, where it can.
     """
     _PeerProbe(transport, wanted, probe).send_probe()
 
 
 class _PeerProbe:
-    """Of one transport. Only the loop's next call knows it, so it ends with the last look."""
+    """Probes one transport. The loop's timer holds the only reference, so this ends with the last
+    check."""
 
     def __init__(
         self, transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
@@ -50,7 +53,7 @@ class _PeerProbe:
         self._probe = probe
 
     def send_probe(self) -> None:
-        """Sends a probe, and looks for the answer to it from then on."""
+        """Sends a probe, then checks for its answer after each of CHECK_DELAYS."""
         if self._needed():
             self._probe()
             self._loop.call_later(CHECK_DELAYS[0], self._check, 0)
@@ -72,8 +75,10 @@ class _PeerProbe:
 
 
 def only_half_closed(transport: asyncio.Transport) -> bool:
-    """Whether the peer, which has stopped sending, may still receive. Where the system does not
-    tell, it is believed to, until a write fails."""
+    """Whether the peer, which has stopped sending, may still receive.
+
+    True if the system does not say; a write fails then.
+    """
     raw = transport.get_extra_info("socket")
     if raw is None or not hasattr(socket, "TCP_INFO"):
         return True
@@ -89,7 +94,11 @@ ACCEPT_RETRY = 1.0  # seconds until one more is tried where there was no room fo
 
 
 class Acceptor:
-    """Hands each connection that comes to `listener` to `accepted`, until it is closed."""
+    """Accepts connections from `listener` and passes each socket to `accepted`, until closed.
+
+    An event loop's own server shows a TLS connection only after its handshake; here it counts as
+    soon as it is accepted.
+    """
 
     def __init__(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
         self._listener = listener
@@ -126,7 +135,7 @@ class Acceptor:
 
 
 class Handshake:
-    """Of one accepted socket. `head_since`: see connections.Counted."""
+    """The TLS handshake of one accepted socket. head_since: see CountedConnection."""
 
     def __init__(self, accepted: socket.socket) -> None:
         self.head_since: float | None = None
@@ -181,7 +190,10 @@ def most_connections() -> int:
 
 
 class CountedConnection(Protocol):
-    """What counts as a connection. `head_since`: when the first byte of an unfinished head came."""
+    """What counts as an open connection.
+
+    head_since: loop seconds when the first byte of an unfinished request head arrived, else None.
+    """
 
     head_since: float | None
 
@@ -193,10 +205,13 @@ class CountedConnection(Protocol):
 class Connections:
     """Makes a protocol for each connection, at most `most` at a time.
 
-    One more takes the place of one that waits: first of those that never had a request, handshakes
-    of TLS among them, then of those whose last one is longest ago. Where all are busy it is told
-    503, or over TLS closed. `bad()` is called for each request that could not be read, `refused()`
-    for each connection that was not taken.
+    One more connection takes the place of a waiting one: first of those that never had a request
+        (TLS
+    handshakes among them), then of the one that is idle for longest. If all are busy, the new one
+    gets 503, or over TLS is closed.
+
+    on_bad_request(): called for each request that is not HTTP.
+    refused(): called for each connection beyond the bound.
     """
 
     def __init__(
@@ -221,7 +236,7 @@ class Connections:
         return Connection(self, self._loop)
 
     def accept_tls(self, one: socket.socket, context: ssl.SSLContext) -> None:
-        """Makes a connection of it that speaks TLS, if its handshake goes well."""
+        """Starts the TLS handshake of an accepted socket."""
         handshake = Handshake(one)
         if not self.register(handshake):
             one.close()  # nothing can be said before the handshake
@@ -238,7 +253,8 @@ class Connections:
     def register(
         self, connection: CountedConnection, before: CountedConnection | None = None
     ) -> bool:
-        """Whether it may stay. It counts instead of `before`, which it was until now."""
+        """Counts a connection, in the place of `before` if given. False: there is no room for
+        it."""
         if before is not None:
             self.unregister(before)
         if len(self._all) >= self._most_open:
@@ -253,22 +269,23 @@ class Connections:
         return True
 
     def unregister(self, connection: CountedConnection) -> None:
-        """It counts no more."""
+        """The connection counts no more."""
         self._all.discard(connection)
         self.mark_busy(connection)
 
     def mark_busy(self, connection: CountedConnection) -> None:
-        """It has a request."""
+        """A request has arrived on the connection."""
         self._unused.pop(connection, None)
         self._keep_alive.pop(connection, None)
 
     def mark_idle(self, connection: CountedConnection) -> None:
-        """It waits for its next request."""
+        """The connection waits for its next request."""
         if connection in self._all:
             self._keep_alive[connection] = self._loop.time()
 
     def stop(self) -> None:
-        """No more looking, and who had no request gets none; others are the server's to close."""
+        """Stops the sweep, and closes connections without a request; the server closes the
+        others."""
         self._sweeper.cancel()
         for connection in list(self._unused):
             connection.evict()
@@ -286,7 +303,10 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One connection. `before`: its handshake, which counts until it is made."""
+    """One HTTP connection. before: its TLS handshake, in whose place it counts.
+
+    head_since: see CountedConnection.
+    """
 
     def __init__(
         self,
@@ -365,10 +385,10 @@ class Connection(web.RequestHandler):
         return True
 
     def _answerable(self) -> bool:
-        """Whether all that came is whole, by a client that can be asked whether it is there.
+        """Whether the client's half-close can be told from its end, and all that was sent is whole.
 
-        Over TLS there is no half-closing, and HTTP/1.0 knows nothing that could be sent before an
-        answer: there the end of what is sent is the end of the client.
+        TLS has no half-close, and HTTP/1.0 has nothing that could be sent before an answer: there
+        the end of sending is the end of the client.
         """
         if not self._busy or self._last_message is None or self.ssl_context is not None:
             return False
@@ -390,7 +410,7 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):  # from outside of the application's middlewares
-            resp = error_response(of_http(request, resp))
+            resp = error_response(http_error(request, resp))
         if self._half_closed and not self._messages:
             resp.force_close()
         self._answering = True
@@ -412,11 +432,11 @@ class Connection(web.RequestHandler):
         """What aiohttp could not read is the client's fault: a line in the log and an error."""
         if status >= 500:
             super().handle_error(request, status, exc, message)  # the log gets the traceback
-            return Unroutable.of(ApiError(status, "internal error"))
+            return UnroutableResponse.of(ApiError(status, "internal error"))
         self._report_bad_request(exc)
         if exc is not None:
             exc.__traceback__ = None  # its frames know `exc`, and with it this connection
-        return Unroutable.of(
+        return UnroutableResponse.of(
             ApiError(status, f"no HTTP request: {_parser_error(exc)}", code="bad_request")
         )
 
@@ -435,14 +455,14 @@ class Connection(web.RequestHandler):
 
 
 def _parser_error(exc: BaseException | None) -> str:
-    """The parser's words, but nothing of what it quotes: that may be a key."""
+    """The parser's message, unless it quotes what was sent: that may be a key."""
     words = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(":")
     quotes = not words or "'" in words or '"' in words or len(words) > 80
     return type(exc).__name__ if quotes else words
 
 
 def _raw_response(error: ApiError) -> bytes:
-    """A whole response, where there is no request to answer."""
+    """A whole response as bytes, for where there is no request."""
     body = error.body()
     head = (
         f"HTTP/1.1 {error.status} Service Unavailable\r\nContent-Type: application/json\r\n"

@@ -17,16 +17,16 @@ from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
-from pipeinfer.gateway.health import ExpectedStage, Health, Readiness, StageStatus
+from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
 from pipeinfer.gateway.ledger import (
     Backlog,
-    Diverged,
     EndedRequest,
     EndedRequests,
-    Hole,
-    Record,
+    OutputDiverged,
     RequestDeadlines,
+    RequestRecord,
     RequestTraces,
+    StreamGap,
     SubmitBuilder,
     call_tokens,
     occupied_tokens,
@@ -56,7 +56,7 @@ LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surp
 
 
 def local(message: Message) -> Send:
-    """An output for the stage's own driver."""
+    """An event for the stage's own driver."""
     return Send(LOCAL, "", message)
 
 
@@ -64,9 +64,9 @@ class GatewayCore:
     """Records requests before it sends them, and delivers each byte of text once, in order.
 
     Once the pipeline has been ready, requests are taken while a stage restarts: they wait in the
-    pipeline (status "degraded"). A tokenizer that was started again asks for its requests; whatever
-    comes twice because of a restart is delivered once. The pipeline hears of every request's end:
-    Done when its client has all of it, Abort when nobody wants the rest.
+    pipeline (status "degraded"). A restarted tokenizer asks for its requests; rows that repeat
+    because of a restart are delivered once. The pipeline gets the end of every request: Done when
+    its client has all of it, Abort when nobody wants the rest.
 
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
@@ -84,13 +84,13 @@ class GatewayCore:
         host_loss: float = inf,
     ) -> None:
         self.health = Health(expected, silence(len(expected)), GIVE_UP * host_loss)
-        self._readiness = Readiness(self.health)
+        self._readiness = PipelineReadiness(self.health)
         self._index = index
         self._recover_request: Recover | None = Recover(f"gateway-{index}", incarnation)
         self._submissions = SubmitBuilder(index, seed, traces or RequestTraces())
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, RequestRecord] = {}
         self._backlog = backlog or Backlog()
         self._ended = EndedRequests()
         self._deadlines = RequestDeadlines(self._records)
@@ -108,7 +108,7 @@ class GatewayCore:
 
     @property
     def status(self) -> Status:
-        """What clients are told of the pipeline."""
+        """The pipeline's status, as clients see it."""
         return self._readiness.status
 
     def state(self) -> tuple[State, str]:
@@ -135,7 +135,7 @@ class GatewayCore:
         return not self._records
 
     def can_serve(self) -> bool:
-        """Whether a request that came now would be answered without a pause."""
+        """Whether a request sent now would be served without a pause."""
         return self._readiness.can_serve
 
     # -------------------------------------------------------------------------------- from a client
@@ -153,16 +153,17 @@ class GatewayCore:
         self._dispatched += 1
         self._counts["requests_total"] += len(submit.choices)
         for number in submit.choices:
-            record = Record(submit, tokenizer, now, size, number)
+            record = RequestRecord(submit, tokenizer, now, size, number)
             self._records[record.request_id] = record
             self._backlog.add(size)
             self._deadlines.add(record)
         return [Send("requests", tokenizer, submit)]
 
     def refusal(self, requests: int, name: str = "", tokens: int = 0) -> Failed | None:
-        """What so many more requests would be refused with; None if they would be taken.
+        """The error with which so many more requests would be refused now; None if they would be
+        taken.
 
-        To be asked before a request is read, so that those who come to a full server cost little.
+        Asked before a request is read, so that a full server refuses at little cost.
         """
         if self._readiness.draining:
             message = "the server is shutting down"
@@ -180,7 +181,7 @@ class GatewayCore:
         return [] if record is None else [self._abort(record, hangup.reason, now)]
 
     def _reset_cache(self, asked: ResetCache, _now: float) -> list[Send]:
-        """One tokenizer tells all groups."""
+        """One tokenizer asks all groups."""
         asked = msgspec.structs.replace(asked, gateway=self._index)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         return [Send("requests", tokenizer, asked)]
@@ -194,7 +195,7 @@ class GatewayCore:
         out: list[Send] = []
         for number in accepted.choices:
             record = self._records.get(choice_id(accepted.request_id, number))
-            if record is None or not record.hears(accepted.attempt):
+            if record is None or not record.accepts_attempt(accepted.attempt):
                 continue
             moved = record.group >= 0  # another group took it over
             record.group = accepted.group
@@ -202,7 +203,9 @@ class GatewayCore:
                 self._start(record, accepted, out, now)
         return out
 
-    def _start(self, record: Record, accepted: Accepted, out: list[Send], now: float) -> None:
+    def _start(
+        self, record: RequestRecord, accepted: Accepted, out: list[Send], now: float
+    ) -> None:
         if record.prompt_tokens < 0:
             record.prompt_tokens = accepted.prompt_tokens
             self._update_size(record)
@@ -224,15 +227,15 @@ class GatewayCore:
         self._counts["diverged"] += not asked.stage
         return [self._next_attempt(record, asked.stage or record.tokenizer, asked.attempt + 1)]
 
-    def _next_attempt(self, record: Record, tokenizer: str, attempt: int) -> Send:
+    def _next_attempt(self, record: RequestRecord, tokenizer: str, attempt: int) -> Send:
         """A group goes on after what was delivered, as `attempt`."""
-        record.hears(attempt)
+        record.accepts_attempt(attempt)
         told = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
         return Send("recovery", tokenizer, told)
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
-        if record is None or not record.hears(refused.attempt):
+        if record is None or not record.accepts_attempt(refused.attempt):
             return []
         self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
@@ -261,7 +264,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._unknown(row, out, now)
-            elif row.attempt != record.submit.attempt and not record.hears(row.attempt):
+            elif row.attempt != record.submit.attempt and not record.accepts_attempt(row.attempt):
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)
@@ -269,18 +272,18 @@ class GatewayCore:
                 self._deliver(record, row, out, now)
         return out
 
-    def _deliver(self, record: Record, row: TextRow, out: list[Send], now: float) -> None:
+    def _deliver(self, record: RequestRecord, row: TextRow, out: list[Send], now: float) -> None:
         byte, token = record.bytes, record.tokens
         try:
             text, ids = record.advance(row)
             prompt = None if row.prompt is None else record.prompt(row)
-        except Diverged:
+        except OutputDiverged:
             # Who knew what was delivered died, and it was computed anew. Engines need not compute
             # the same twice: the text would be a mixture of two.
             self._counts["diverged"] += 1
             out.append(self._next_attempt(record, record.tokenizer, record.attempt + 1))
             return
-        except Hole as hole:
+        except StreamGap as hole:
             out.append(self._abort(record, "stream_broken", now))
             out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))
             return
@@ -304,7 +307,7 @@ class GatewayCore:
             delta = Delta(row.request_id, text, ids, byte, token)
             self._finish(record, row, delta, out)
 
-    def _finish(self, record: Record, row: TextRow, delta: Delta, out: list[Send]) -> None:
+    def _finish(self, record: RequestRecord, row: TextRow, delta: Delta, out: list[Send]) -> None:
         delivered = record.started or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
@@ -380,7 +383,7 @@ class GatewayCore:
         return out
 
     def _fail_requests_of(self, row: StageStatus, out: list[Send], now: float) -> None:
-        """A stage that nobody can stand in for is lost: what needs it fails."""
+        """Fails the requests that need a stage which is lost for good."""
         message = f"{row.stage} is lost: {row.reason}"
         for record in list(self._records.values()):
             waits = record.group < 0 and record.tokenizer == row.stage
@@ -389,7 +392,7 @@ class GatewayCore:
                 failed = Failed(record.request_id, 503, message, code="host_lost")
                 out.append(local(failed))
 
-    def _expire(self, record: Record, out: list[Send], now: float) -> None:
+    def _expire(self, record: RequestRecord, out: list[Send], now: float) -> None:
         out.append(self._abort(record, "timeout", now))
         if not record.started:
             out.append(local(_timed_out(record)))
@@ -413,34 +416,34 @@ class GatewayCore:
         return out
 
     def _publish_status(self, out: list[Send]) -> None:
-        """Tells the driver the status whenever it differs from what it was told."""
+        """Gives the driver the status whenever it has changed."""
         news = self._readiness.status_change()
         if news is not None:
             out.append(local(news))
 
     # ------------------------------------------------------------------------------ ends of records
 
-    def _begin(self, record: Record) -> None:
+    def _begin(self, record: RequestRecord) -> None:
         record.started = True
         self._backlog.remove(record.size)
 
-    def _update_size(self, record: Record) -> None:
-        """Its tokens are known: they count if they are more than what it occupies."""
+    def _update_size(self, record: RequestRecord) -> None:
+        """Its prompt tokens are known: they count in the backlog if they exceed the estimate."""
         more = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
         if more > 0 and not record.started:
             record.size += more
             self._backlog.grow(more)
 
-    def _complete(self, record: Record, now: float) -> None:
-        """Its client has all of it; the pipeline hears so when this event was handled."""
+    def _complete(self, record: RequestRecord, now: float) -> None:
+        """Its client has all of it; Done is sent after this event."""
         self._end(record, "", now)
 
-    def _abort(self, record: Record, reason: str, now: float) -> Send:
-        """Nobody wants the rest of it; to be sent."""
+    def _abort(self, record: RequestRecord, reason: str, now: float) -> Send:
+        """The Abort to be sent: nobody wants the rest of it."""
         self._end(record, reason, now)
         return Send("requests", record.tokenizer, Abort(record.request_id, record.attempt, reason))
 
-    def _end(self, record: Record, reason: str, now: float) -> None:
+    def _end(self, record: RequestRecord, reason: str, now: float) -> None:
         del self._records[record.request_id]
         if not record.started:
             self._backlog.remove(record.size)
@@ -466,7 +469,7 @@ class GatewayCore:
     }
 
 
-def _started(accepted: Accepted, record: Record) -> Started:
+def _started(accepted: Accepted, record: RequestRecord) -> Started:
     """A text that is asked for comes from the tokenizer where the client has not given it."""
     submit = record.submit
     given = submit.text if submit.return_prompt_text else None
@@ -482,7 +485,7 @@ def _started(accepted: Accepted, record: Record) -> Started:
     )
 
 
-def _encoded(record: Record) -> Delta:
+def _encoded(record: RequestRecord) -> Delta:
     """The end of a request whose prompt was only to be encoded."""
     return Delta(
         request_id=record.request_id,
@@ -495,6 +498,6 @@ def _encoded(record: Record) -> Delta:
     )
 
 
-def _timed_out(record: Record) -> Failed:
+def _timed_out(record: RequestRecord) -> Failed:
     message = f"no output within the request's timeout of {record.timeout:g} s"
     return Failed(record.request_id, 408, message, "timeout", "timeout")

@@ -1,6 +1,8 @@
-"""Which web pages may ask this server from a browser: cross-origin resource sharing (CORS).
+"""What web pages may ask of this server: CORS, and the guard of servers without keys.
 
-Off unless origins are named. Never with credentials: a key is sent by the page itself.
+A browser that reaches a server without keys lends that access to each page it shows: a page posts
+what needs no preflight, or points its own name to the server's address (DNS rebinding) and reads
+all answers. With keys none of this matters, because no page knows a key. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ MAX_AGE = "600"  # seconds for which a browser need not ask again
 
 @dataclass(frozen=True)
 class Cors:
-    """The origins that are allowed; {"*"} is all, none at all is no CORS."""
+    """Cross-origin resource sharing, without credentials: a page sends its key itself.
+
+    origins: those that may read answers; {"*"}: all, empty: none.
+    """
 
     origins: frozenset[str] = frozenset()
 
     def middleware(self) -> Middleware:
-        """Answers the questions that browsers ask before the request itself (preflight)."""
+        """Answers preflight requests of browsers."""
 
         @web.middleware
         async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -52,7 +57,8 @@ class Cors:
         return preflight
 
     async def add_cors_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Adds the headers that let an allowed page read the response, errors included."""
+        """Adds the headers by which an allowed page may read the response, also if it is an
+        error."""
         if not self.origins:
             return
         if "*" not in self.origins:
@@ -63,7 +69,7 @@ class Cors:
             response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 
     def allow_origin(self, request: web.Request) -> str:
-        """What to answer under Allow-Origin; "" for nothing."""
+        """The value of Access-Control-Allow-Origin; "" for none."""
         origin = request.headers.get("Origin", "")
         if not origin:
             return ""
@@ -73,7 +79,8 @@ class Cors:
 
 
 def parse_origins(text: str) -> Cors:
-    """From the setting: origins with commas between them, or *. Raises ConfigurationError."""
+    """Reads --allowed-origins: origins with commas between them, or *. Raises
+    ConfigurationError."""
     origins = [word.strip().lower() for word in text.split(",") if word.strip()]
     for origin in origins:
         if origin != "*" and ORIGIN.fullmatch(origin) is None:
@@ -92,9 +99,14 @@ MOST_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
 
 @dataclass(frozen=True)
 class BrowserGuard:
-    """`hosts`: names with a dot that are the server's, {"*"} is all. `trusting()`: whether no key
-    is needed; then, and where there are `hosts`, others are refused. `guarded(path)`: whether the
-    path is one that a key would guard."""
+    """Refuses requests that web pages of other sites make.
+
+    hosts: names with a dot by which the server may be asked; {"*"}: all.
+    hosts_named: whether a setting named hosts; then others are refused also where keys are needed.
+    cors: the origins that are allowed.
+    keyless(): whether no key is needed now.
+    is_protected(path): whether the path would need a key.
+    """
 
     hosts: frozenset[str]
     hosts_named: bool
@@ -170,8 +182,8 @@ def host_name(host: str) -> str:
 
 
 def is_private_name(name: str) -> bool:
-    """Whether no page of the web can have the name: an IP address, one without a dot, or below
-    localhost."""
+    """Whether no page of the web can have this name: an IP address, a name without a dot,
+    *.localhost."""
     if PRIVATE_NAME.fullmatch(name) or name.endswith(".localhost"):
         return True
     try:
@@ -182,7 +194,7 @@ def is_private_name(name: str) -> bool:
 
 
 def parse_hosts(text: str) -> frozenset[str]:
-    """From the setting: names with commas between them, or *. Raises ConfigurationError."""
+    """Reads --allowed-hosts: names with commas between them, or *. Raises ConfigurationError."""
     names = [word.strip().lower().removesuffix(".") for word in text.split(",") if word.strip()]
     for name in names:
         if name != "*" and HOST_NAME.fullmatch(name) is None and not is_private_name(name):

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients expect them: a status and `{"error": {...}}`.
+"""Errors of HTTP requests: status, `{"error": {...}}` as OpenAI's clients expect it, and all codes.
 
-Knows neither requests nor the HTTP library.
+Knows neither the fields of requests nor endpoints.
 """
 
 from __future__ import annotations
@@ -111,11 +111,11 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 def field_in(names: Mapping[str, str], param: str) -> str:
     """What a field, or one within it, is called otherwise; the same where `names` say nothing."""
-    known = max((name for name in names if _begins(param, name)), key=len, default="")
+    known = max((name for name in names if _is_within(param, name)), key=len, default="")
     return names[known] + _NESTED.sub("", param[len(known) :]) if known else param
 
 
-def _begins(param: str, name: str) -> bool:
+def _is_within(param: str, name: str) -> bool:
     return param == name or param.startswith((f"{name}.", f"{name}["))
 
 
@@ -193,27 +193,27 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-GONE = 499  # the status of what nobody will read: its client has left
+CLIENT_LEFT = 499  # the status of what nobody will read: its client has left
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def json_response(content: JsonObject, status: int = 200) -> web.Response:
-    """`content` as JSON."""
+    """A response with `content` as JSON."""
     return web.Response(
         body=msgspec.json.encode(content), status=status, content_type="application/json"
     )
 
 
 def error_response(error: ApiError) -> web.Response:
-    """The response that an error is, with Retry-After where trying again makes sense."""
+    """The error as a response, with Retry-After where trying again makes sense."""
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
     return web.Response(
         body=error.body(), status=error.status, content_type="application/json", headers=headers
     )
 
 
-def of_http(request: web.BaseRequest, error: web.HTTPException) -> ApiError:
-    """What aiohttp itself refuses, in words that name the request."""
+def http_error(request: web.BaseRequest, error: web.HTTPException) -> ApiError:
+    """An error of aiohttp's own, such as 404, with a message that names the path."""
     if isinstance(error, web.HTTPNotFound):
         return ApiError(404, f"there is no {request.path}", code="not_found")
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -221,11 +221,11 @@ def of_http(request: web.BaseRequest, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason)
 
 
-class Unroutable(web.Response):
-    """An answer to what is no request: aiohttp's hooks for responses do not see it."""
+class UnroutableResponse(web.Response):
+    """The response to bytes that are not HTTP: aiohttp's hooks for responses do not see it."""
 
     @classmethod
-    def of(cls, error: ApiError) -> Unroutable:
+    def of(cls, error: ApiError) -> UnroutableResponse:
         """The error, on a connection that ends with it."""
         made = cls(body=error.body(), status=error.status, content_type="application/json")
         made.force_close()

@@ -1,4 +1,4 @@
-"""Which stages there are, what they last said of themselves, and what follows for the pipeline.
+"""The health table: the stages of the topology, their last heartbeats, and whether they can serve.
 
 Fed with heartbeats and the time; knows no sockets and no clients.
 """
@@ -25,7 +25,10 @@ MOST_NAMED = 8  # stages that a reason names; the others it counts
 
 @dataclass(frozen=True)
 class ExpectedStage:
-    """A stage of the topology. `stage` is its id ("engine-0-1"), `name` its kind ("engine")."""
+    """A stage of the topology.
+
+    stage: its id ("engine-0-1"). name: its kind ("engine"). group, rank: numbers.
+    """
 
     stage: str
     name: str
@@ -34,16 +37,19 @@ class ExpectedStage:
 
 
 def expected_stages(topology: Topology) -> list[ExpectedStage]:
-    """The stages of a topology as the health table wants them."""
+    """The stages of a topology, as Health takes them."""
     return [ExpectedStage(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
 
 
 @dataclass
 class StageStatus:
-    """What is known of one stage; `state` is a heartbeat's, or "lost". `seen`: when that was.
+    """Last known status of one stage.
 
-    `restarts`: processes that were heard after the first; `restarted`: when the newest of these was
-    heard first.
+    stage, name, group, rank: as ExpectedStage. state, reason: of its heartbeat, or "lost".
+    pid, incarnation: of its process. last_seen: monotonic seconds of its last heartbeat.
+    restarts: processes that were heard after the first. restarted_at: monotonic seconds of the
+        first heartbeat of the newest of these.
+    stats: statistics of its last heartbeat.
     """
 
     stage: str
@@ -61,12 +67,16 @@ class StageStatus:
 
 
 class Health:
-    """The health table. Gateways are shown in it, but nothing waits for them.
+    """The health table. Gateways are listed in it, but nothing waits for them.
 
-    What follows from it is kept up to date with every change, since a heartbeat may not cost more
-    the more stages there are: which rows are missing (not ready), by their number in the topology,
-    and how many of each group. `silence`: seconds without a heartbeat after which a stage counts as
-    lost; `patience`: seconds after that in which it is waited for.
+    silence: seconds without a heartbeat after which a stage counts as lost.
+    patience: seconds after that in which its return is awaited.
+    stages: {stage id: status}.
+
+    What follows from it is updated with every heartbeat, whose cost must not grow with the number
+    of
+    stages: _not_ready (numbers of stages that are not ready, in the topology's order),
+    _group_not_ready (how many of each group), _ready_groups, _common_not_ready (of no group).
     """
 
     def __init__(
@@ -88,7 +98,7 @@ class Health:
         )  # of the missing that are in no group
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Takes a heartbeat; stages outside the topology and earlier incarnations are ignored."""
+        """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
         row = self.stages.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return
@@ -101,7 +111,7 @@ class Health:
         self._set_state(row, beat.state)
 
     def mark_lost(self, now: float) -> None:
-        """Marks the stages that have been silent for too long."""
+        """Marks stages as lost whose last heartbeat is too old."""
         for row in self._order:
             if (
                 row.last_seen is not None
@@ -113,7 +123,7 @@ class Health:
                 self._lost_since[row.stage] = now
 
     def lost_for_good(self, now: float) -> list[StageStatus]:
-        """The lost stages that are not waited for any more."""
+        """Stages that are lost for longer than `patience`."""
         late = [stage for stage, since in self._lost_since.items() if now - since > self._patience]
         return [self.stages[stage] for stage in late]
 
@@ -144,7 +154,7 @@ class Health:
         return not self._not_ready
 
     def can_serve(self) -> bool:
-        """Whether a request would be answered: the common stages and one whole group are ready."""
+        """Whether a request could be served: all common stages and one whole group are ready."""
         return self._common_not_ready == 0 and self._ready_groups > 0
 
     def reason(self) -> str:
@@ -156,29 +166,35 @@ class Health:
         return "; ".join(told)
 
     def one_per_group(self, name: str) -> list[StageStatus]:
-        """Of the stages called `name`, a scheduler or an engine, one of each group, with all its
-        statistics: of ranks, which all say the same, rank 0. Those that still start are left out.
+        """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
+
+        Those that still start, whose statistics are not complete, are left out.
         """
         known = STARTED_STATISTIC[name]
         rows = self.stages.values()
         return [r for r in rows if r.name == name and r.rank == 0 and known in r.stats]
 
     def total(self, name: str, stat: str) -> float:
-        """Sum of a statistic over the groups; of ranks, which all say the same, rank 0 counts."""
+        """Sum of a statistic over all groups; of the ranks of a group, which agree, rank 0
+        counts."""
         rows = (row for row in self.stages.values() if row.name == name and row.rank == 0)
         return sum(row.stats.get(stat, 0.0) for row in rows)
 
 
 def kv_usage(engine: StageStatus) -> float:
-    """Share of an engine's pages that requests use; cached ones are there for others."""
+    """Share of an engine's KV pages that requests use; cached pages count as free."""
     total, free, evictable = (
         engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
     )
     return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
 
 
-class Readiness:
-    """Of one gateway. was_ready: the pipeline has been ready at some time."""
+class PipelineReadiness:
+    """The status that clients see, and whether this gateway takes requests.
+
+    status: "starting", "ready", "degraded" or "draining". draining: set once, by Drain.
+    was_ready: whether the pipeline was ready at any time.
+    """
 
     def __init__(self, health: Health) -> None:
         self.status: Status = "starting"
@@ -189,11 +205,11 @@ class Readiness:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a request that came now would be answered without a pause."""
+        """Whether a request sent now would be served without a pause."""
         return self.was_ready and not self.draining and self._health.can_serve()
 
     def status_change(self) -> StatusChanged | None:
-        """The status, whenever it differs from what was told last."""
+        """The status, if it differs from the one that was published last; else None."""
         complete = self._health.all_ready()
         self.was_ready = self.was_ready or complete
         if self.draining:

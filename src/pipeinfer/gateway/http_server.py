@@ -1,6 +1,6 @@
-"""The certificate with which the gateway answers over https, and how another takes its place.
+"""The gateway's HTTP server: address, TLS certificate, and when connections are accepted.
 
-Knows no socket and no HTTP.
+Joins the application to the core. Knows the line that says "ready"; the handlers are in app.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from pipeinfer.settings import ConfigurationError, Settings
 
 
 class Certificate:
-    """The files' certificate chain and key; `context` is what connections are made with."""
+    """The certificate chain and key of two files. context: makes connections; reload() changes
+    it."""
 
     def __init__(self, chain: str, key: str) -> None:
         """Raises ConfigurationError if the files cannot be read, or do not belong together."""
@@ -42,8 +43,10 @@ class Certificate:
         self.context = self._read()
 
     def reload(self) -> None:
-        """Connections from now on get what the files hold now. ConfigurationError as above; then
-        nothing changes."""
+        """Uses what the files hold now for new connections.
+
+        Raises ConfigurationError as the constructor does; then nothing changes.
+        """
         self._read()  # a half-loaded pair must not get into the context that is in use
         self.context.load_cert_chain(self._chain, self._key, password=_refuse_password)
 
@@ -67,12 +70,12 @@ class Certificate:
 
 
 def _refuse_password() -> str:
-    """Instead of OpenSSL's own question on the terminal."""
+    """Stands in for OpenSSL's question on the terminal."""
     raise ValueError("a key with a password")
 
 
 def load_certificate(settings: Settings) -> Certificate | None:
-    """What the settings name, None for plain HTTP. Raises ConfigurationError."""
+    """The certificate that the settings name; None for plain HTTP. Raises ConfigurationError."""
     if not settings.tls_cert and not settings.tls_key:
         return None
     if not settings.tls_cert or not settings.tls_key:
@@ -81,7 +84,7 @@ def load_certificate(settings: Settings) -> Certificate | None:
 
 
 def server_url(settings: Settings, port: int) -> str:
-    """The URL of a server that listens on `port`: of its public address where one is set."""
+    """The URL by which users reach a server that listens on `port`: its public address if set."""
     scheme = "https" if settings.tls_cert else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     public = settings.public_address.rstrip("/")
@@ -99,9 +102,10 @@ FIRST_HEARTBEATS = 1.0  # seconds within which the stages that are there have be
 
 
 class HttpDriver:
-    """Serves `service` on the sockets that `listen()` gives, which it closes. start() sets `url`.
+    """Serves `service` over HTTP or, with a `certificate`, HTTPS.
 
-    `url_of` says under which URL a user reaches a port; with a `certificate` they speak TLS.
+    listen(): gives the sockets, which the driver closes. url_of(port): the URL for users.
+    url: set by start().
     """
 
     def __init__(
@@ -127,10 +131,11 @@ class HttpDriver:
         self.url = ""
 
     async def start(self, feed: Callable[[Message], None]) -> None:
-        """Listens. ConfigurationError if the address cannot be had.
+        """Listens. Raises ConfigurationError if the address is taken.
 
-        Connections are accepted when the pipeline is ready, or when there was time to hear that it
-        is not: the clients of a gateway that is started again need not be told "starting".
+        Connections are accepted when the pipeline is ready, at the latest after FIRST_HEARTBEATS:
+            clients
+        of a restarted gateway need not be refused as "starting".
         """
         self._service.sessions.bind(feed)
         self._sockets = self._listen()
@@ -151,7 +156,7 @@ class HttpDriver:
         self._accepting = asyncio.create_task(self._accept(self._connections))
 
     def deliver(self, message: Message) -> None:
-        """Takes the core's local outputs."""
+        """Takes local events of the core."""
         if isinstance(message, StatusChanged):
             if message.status != "starting":
                 self._ready.set()
@@ -160,9 +165,9 @@ class HttpDriver:
             self._service.sessions.deliver(message)  # type: ignore[arg-type]
 
     async def leave(self, seconds: float) -> None:
-        """Leaves new connections to whoever else holds the sockets, and ends the others.
+        """Leaves new connections to other processes with the same sockets, and ends its own.
 
-        Each ends with its next answer, which says so, and at the latest after `seconds`.
+        Each connection ends with its next answer, which says so, and at the latest after `seconds`.
         """
         if self._runner is None or self._runner.server is None:
             return
@@ -182,7 +187,7 @@ class HttpDriver:
         await self._runner.server.shutdown(SHUTDOWN_TIMEOUT)
 
     async def stop(self) -> None:
-        """Ends running streams with an error, sends what is left, closes all connections."""
+        """Ends running streams with an error, sends what is buffered, closes all connections."""
         self._end_monitor_feeds()
         self._service.sessions.fail_all(503, "the server is shutting down")
         await self._end_accepting()
@@ -193,7 +198,7 @@ class HttpDriver:
             await self._runner.cleanup()
 
     def stats(self) -> dict[str, float]:
-        """What clients got lately."""
+        """Statistics of the last minute; see RollingLatencies."""
         return self._latencies.stats(time.monotonic())
 
     def _app(self) -> web.Application:
@@ -230,12 +235,12 @@ class HttpDriver:
         self._announce()
 
     def _end_monitor_feeds(self) -> None:
-        """Those of the page never end by themselves, and an end would wait for them."""
+        """Monitor feeds never end by themselves, and the shutdown would wait for them."""
         if self._service.monitor is not None:
             self._service.monitor.leaving = True
 
     def _close_servers(self) -> None:
-        """Takes no connection any more; those that are there stay."""
+        """Accepts no more connections; open ones stay."""
         for server in self._servers:
             server.close()
         self._servers = []

@@ -1,7 +1,7 @@
-"""Which trace a request belongs to, and the gateway's own span in it: what stages are told.
+"""The root ledger: what was delivered of each live request, how others ended, and who waits.
 
-Draws no entropy, so that a replay names the same: ids are digests of the request's id, which is
-unique, and of the process. Knows no HTTP beyond a header, and not who exports spans.
+Decides what of a row is new, which ends a restarted tokenizer may have missed, whether there is
+room for more requests, and when a request is over its timeout. Knows no client and no socket.
 """
 
 from __future__ import annotations
@@ -29,23 +29,31 @@ TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
 
 
 def client_traceparent(headers: Mapping[str, str]) -> str:
-    """The client's W3C traceparent, or none."""
+    """The client's W3C traceparent; "" if there is none or it is malformed."""
     given = headers.get(TRACEPARENT, "")
     return given if traceparent.read(given) is not None else ""
 
 
 class RequestTraces:
-    """`salt`: this process alone has it. `on`: whether spans are exported; else clients' traces are
-    carried as they are."""
+    """Trace context that stages get of each request.
+
+    Draws no entropy: ids are digests of the request's unique id and of `salt`, which this process
+        alone
+    has, so a replay comes to the same ones.
+
+    on: whether spans are exported; else clients' traces are passed on as they are.
+    """
 
     def __init__(self, salt: str = "", on: bool = False) -> None:
         self._salt = salt
         self._on = on
 
     def traceparent(self, request_id: str, given: str) -> str:
-        """The traceparent that the other stages get of a request whose client gave `given`. It
-        names the gateway's span, in the client's trace or in a new one; of a trace that its client
-        does not sample nothing is exported, and it is carried as it is."""
+        """The traceparent for the other stages of a request whose client sent `given`.
+
+        Names the gateway's span, in the client's trace or in a new one. A trace that its client
+        does not sample is passed on as it is.
+        """
         client = traceparent.read(given)
         if not self._on or (client is not None and not client.sampled):
             return given
@@ -63,14 +71,15 @@ VALUE_BYTES = 64  # that a value of a conversation or of template arguments occu
 
 
 def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
-    """As how many prompt tokens a request counts: with log-probs, what these will occupy, too."""
+    """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
+    BYTES_PER_TOKEN."""
     outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
     scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
     return prompt_tokens + scores // BYTES_PER_TOKEN
 
 
 def call_tokens(call: Call) -> int:
-    """Prompt tokens as which a call counts, as far as can be told before it is tokenized."""
+    """Prompt tokens as which a call counts, estimated before it is tokenized."""
     return occupied_tokens(call.params, _tokens(call))
 
 
@@ -101,7 +110,11 @@ def _tokens(call: Call) -> int:
 
 
 class Backlog:
-    """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
+    """Requests of which nothing was delivered yet, and bounds for them.
+
+    most_requests: None: no bound. most_tokens: 0: no bound.
+    requests, tokens: how many wait, and their prompt tokens (see occupied_tokens).
+    """
 
     def __init__(self, most_requests: int | None = None, most_tokens: int = 0) -> None:
         self._most_requests = most_requests
@@ -109,23 +122,23 @@ class Backlog:
         self.requests = self.tokens = 0
 
     def add(self, tokens: int) -> None:
-        """A request begins to wait."""
+        """A request of so many tokens begins to wait."""
         self.requests += 1
         self.tokens += tokens
 
     def grow(self, tokens: int) -> None:
-        """One that waits turned out to be larger by so many."""
+        """A waiting request turned out to be larger by `tokens`."""
         self.tokens += tokens
 
     def remove(self, tokens: int) -> None:
-        """A request waits no more."""
+        """A request of so many tokens waits no more."""
         self.requests -= 1
         self.tokens -= tokens
 
     def refusal_reason(self, requests: int, tokens: int) -> str:
-        """Why so many more cannot wait; "" if they can.
+        """Why so many more requests cannot wait; "" if they can.
 
-        One that alone has more tokens than may wait has room where no other waits.
+        A single request with more tokens than the bound is taken if no other waits.
         """
         most = self._most_requests
         if most is not None and self.requests + requests > most:
@@ -141,22 +154,24 @@ MOST_ENDED = 10_000  # ended requests, at most
 ENDED_LIFETIME = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
 
 
-class Hole(ValueError):
+class StreamGap(ValueError):
     """A row does not continue what was delivered; the text says which offsets do not meet."""
 
 
-class Diverged(ValueError):
+class OutputDiverged(ValueError):
     """A row that repeats ids has other ids than those that were delivered."""
 
 
-class Record:
+class RequestRecord:
     """One live request: a choice of what `submit` asks for.
 
-    `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
-    overtook Accepted: they come from another stage, on another socket. `ids` (int32 bytes) are the
-    output ids that were delivered, `tokens` how many these are, `bytes` (UTF-8) how much text was,
-    `scored` the prompt tokens whose log-probs were. `size`: prompt tokens that it counts for while
-    it waits.
+    submit: kept to the end, for a restarted tokenizer. choice: its number within `submit`.
+    tokenizer: id of the stage that got it. group: that computes it, -1 until Accepted.
+    size: tokens as which it counts in the backlog. deadline: monotonic seconds, or infinite.
+    prompt_tokens: -1 until Accepted. scored: prompt tokens whose log-probs were delivered.
+    early: rows that arrived before Accepted, which comes from another stage on another socket.
+    started: whether anything was delivered.
+    ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
     """
 
     __slots__ = (
@@ -200,9 +215,11 @@ class Record:
     def attempt(self) -> int:
         return self.submit.attempt
 
-    def hears(self, attempt: int) -> bool:
-        """Whether what is said of this attempt counts. Later ones than were known do: another group
-        goes on with the request after what was delivered, and what came of earlier ones is void."""
+    def accepts_attempt(self, attempt: int) -> bool:
+        """Whether a message about `attempt` counts: only the latest attempt does.
+
+        A later attempt than known takes over: another group goes on after what was delivered.
+        """
         if attempt > self.submit.attempt:
             self.submit = replace(self.submit, attempt=attempt)
             self.early.clear()
@@ -214,13 +231,13 @@ class Record:
         return self.submit.timeout
 
     def once(self, tokens: int) -> int:
-        """`tokens` of the prompt, to be counted: choices have one prompt, and the first counts."""
+        """`tokens` of the prompt for the first choice, 0 for the others: they share one prompt."""
         return 0 if self.choice else tokens
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
         """(text, ids) of `row` that were not delivered yet; counts them as delivered.
 
-        Raises Hole or Diverged, and then delivers nothing of the row.
+        Raises StreamGap or OutputDiverged, and then delivers nothing of the row.
         """
         text, ids = row.text, row.ids
         seen, known = self.bytes - row.byte_offset, self.tokens - row.token_offset
@@ -233,7 +250,7 @@ class Record:
         return text, ids
 
     def logprobs(self, row: TextRow, ids: bytes) -> LogprobTexts | None:
-        """Those of `ids`, the new ones of `row`."""
+        """Log-probs of `ids`, the new ones of `row`."""
         if row.logprobs is None or not ids:
             return None
         known = (len(row.ids) - len(ids)) // 4
@@ -241,12 +258,12 @@ class Record:
 
     def prompt(self, row: TextRow) -> LogprobTexts | None:
         """Log-probs of prompt tokens in `row` that were not delivered yet; counts them as
-        delivered. Raises Hole."""
+        delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
         known, many = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
         if known < 0:
-            raise Hole(
+            raise StreamGap(
                 f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
                 "delivered"
             )
@@ -255,33 +272,41 @@ class Record:
 
     def _new_text(self, row: TextRow, seen: int) -> str:
         if seen < 0:
-            raise Hole(f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered")
+            raise StreamGap(
+                f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered"
+            )
         try:
             return row.text.encode()[seen:].decode()
         except UnicodeDecodeError:
-            raise Hole(
+            raise StreamGap(
                 f"byte {self.bytes}, to which text was delivered, lies inside a character of the "
                 f"text that was sent again from byte {row.byte_offset}"
             ) from None
 
     def _new_ids(self, row: TextRow, known: int) -> bytes:
         if known < 0:
-            raise Hole(f"tokens continue at {row.token_offset}, but {self.tokens} were delivered")
+            raise StreamGap(
+                f"tokens continue at {row.token_offset}, but {self.tokens} were delivered"
+            )
         begin = 4 * row.token_offset
         many = min(len(row.ids), 4 * known)
         if not self.ids.startswith(row.ids[:many], begin):
-            raise Diverged
+            raise OutputDiverged
         return row.ids[known * 4 :]
 
 
 def offsets(row: TextRow, ids: bytes) -> bytes:
-    """Those of `ids`, the new ones of `row`; none unless they were asked for."""
+    """Text offsets of `ids`, the new ones of `row`; empty unless asked for."""
     return row.offsets[len(row.ids) - len(ids) :]
 
 
 class EndedRequest(NamedTuple):
-    """How a request ended. `tokenizer`: "" if it was another gateway's. `reason`: of the Abort that
-    was sent, "" if Done was. `at`: seconds, when the pipeline was told last."""
+    """How a request ended.
+
+    tokenizer: id of the stage that had it, "" if it belonged to another gateway.
+    attempt: the last one. reason: of the Abort that was sent, "" if Done was sent.
+    at: monotonic seconds when the pipeline was last informed.
+    """
 
     tokenizer: str
     attempt: int
@@ -290,15 +315,17 @@ class EndedRequest(NamedTuple):
 
 
 class EndedRequests:
-    """The requests that ended in the last minute. untold: those that end with Done, of which their
-    tokenizers have not heard; by tokenizer."""
+    """The requests that ended within ENDED_LIFETIME.
+
+    unreported: {tokenizer: ids} of finished requests for which no Done was sent yet.
+    """
 
     def __init__(self) -> None:
         self._ends = Recent[EndedRequest](ENDED_LIFETIME, MOST_ENDED)
         self.unreported: dict[str, list[str]] = {}
 
     def take_unreported(self) -> list[tuple[str, Done]]:
-        """What to tell which tokenizer of those that were untold."""
+        """(tokenizer, Done) for all unreported requests; they count as reported then."""
         told = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.unreported.items()]
         self.unreported.clear()
         return told
@@ -314,7 +341,8 @@ class EndedRequests:
         return self._ends.get(request_id)
 
     def recent(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
-        """What `tokenizer` was told in the last minute; it may have died before it read it."""
+        """All that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
+        it."""
         mine = [
             (name, end)
             for name, end in self._ends.items()
@@ -332,10 +360,12 @@ MOST_STALE = 64  # entries of requests that have ended, beside as many as there 
 
 
 class RequestDeadlines:
-    """A heap of (deadline, id) over the live `records`, which it shares. An entry of one that ended
-    goes when it comes up, or with many."""
+    """A heap of (deadline, id) over the live `records`, which it shares.
 
-    def __init__(self, records: dict[str, Record]) -> None:
+    Entries of ended requests go when they come up, or all at once when there are many.
+    """
+
+    def __init__(self, records: dict[str, RequestRecord]) -> None:
         self._records = records
         self._heap: list[tuple[float, str]] = []
 
@@ -343,12 +373,12 @@ class RequestDeadlines:
         """Entries, with those of requests that ended."""
         return len(self._heap)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         """Requests without a timeout are not kept."""
         if record.timeout > 0:
             heapq.heappush(self._heap, (record.deadline, record.request_id))
 
-    def expired(self, now: float) -> Iterator[Record]:
+    def expired(self, now: float) -> Iterator[RequestRecord]:
         """Live requests whose deadline has come, each once."""
         while self._heap and self._heap[0][0] <= now:
             deadline, request_id = heapq.heappop(self._heap)
@@ -362,7 +392,8 @@ class RequestDeadlines:
 
 
 class SubmitBuilder:
-    """First attempts of calls, from the gateway of that index; `seed`: of those that have none."""
+    """Makes Submit messages of gateway number `gateway`. seed: of the seeds of calls without
+    one."""
 
     def __init__(self, gateway: int, seed: int, traces: RequestTraces) -> None:
         self._gateway = gateway
@@ -370,7 +401,7 @@ class SubmitBuilder:
         self._traces = traces
 
     def build(self, call: Call) -> Submit:
-        """That of `call`. Of several choices each is a request that has one."""
+        """The first attempt of `call`, all its choices in one message."""
         drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
         seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
         trace = self._traces.traceparent(call.request_id, call.trace)
@@ -404,10 +435,10 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
     )
 
 
-def resubmissions(records: Iterable[Record]) -> Iterator[Submit]:
-    """What a tokenizer that was started again must know: of choices that belong together those
-    that are live, in one for each group that has some."""
-    together: dict[tuple[str, int, int], list[Record]] = {}
+def resubmissions(records: Iterable[RequestRecord]) -> Iterator[Submit]:
+    """Submit messages for a restarted tokenizer: one for each group that has choices of a
+    request."""
+    together: dict[tuple[str, int, int], list[RequestRecord]] = {}
     for record in records:
         key = record.submit.request_id, record.group, record.attempt
         together.setdefault(key, []).append(record)

@@ -1,6 +1,6 @@
-"""The gateway's Prometheus metrics: what it counts itself, and what the stages say of themselves.
+"""The gateway's Prometheus metrics: own counters and histograms, and statistics of all stages.
 
-Owns its registry. Knows no HTTP and no requests' contents.
+Owns its registry. Knows no HTTP and no contents of requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pipeinfer.gateway.counters import Counter, CounterFamily, SecondsHistogram, add_histogram
+from pipeinfer.gateway.counters import CounterFamily, MetricCounter, SecondsHistogram, add_histogram
 from pipeinfer.gateway.health import Health, kv_usage
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.histogram import OF_REQUESTS, read
@@ -39,11 +39,14 @@ KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
 class Metrics:
-    """All metrics of one gateway. Outcomes: finish reasons, and "refused" if it never ran.
+    """All metrics of one gateway.
 
-    An aborted request counts when its client goes away or its time is over. `ready`: whether a
-    request that came now would be answered; `targets`: what was set. `vllm`: the same by vLLM's
-    names, if they are wanted.
+    Requests are counted by outcome: a finish reason ("abort" if the client left or its time was
+    up), or
+    "refused" if the request never ran.
+
+    ready(): whether a request sent now would be served. targets: the latency targets that are set.
+    vllm: the same under vLLM's names, None unless wanted.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Metrics:
         self._requests.labels(outcome).inc()
 
     def count_unknown_fields(self, names: Sequence[str]) -> None:
-        """Counts fields that were ignored, and logs each when it is the first of its name."""
+        """Counts fields that were ignored; logs the first of each name."""
         self._unknown_fields.inc(len(names))
         for name in islice(names, MOST_LOGGED_NAMES):
             name = name[:MOST_NAME_LETTERS]
@@ -144,8 +147,8 @@ class Metrics:
                 self._seen_fields.add(name)
                 log.warning("requests have a field %r, which nobody knows; it is ignored", name)
 
-    def key_counters(self, key: str) -> tuple[Counter, Counter]:
-        """The counters of prompt and of output tokens of the key called `key`."""
+    def key_counters(self, key: str) -> tuple[MetricCounter, MetricCounter]:
+        """Counters of prompt tokens and of output tokens of the key called `key`."""
         for outcome in KEY_OUTCOMES:
             self._key_requests.labels(key, outcome)
         return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
@@ -155,14 +158,14 @@ class Metrics:
         self._key_requests.labels(key, outcome).inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,
-        else Prometheus' own."""
+        """The text for a scrape and its content type: OpenMetrics if the header `accept` asks for
+        it."""
         encode, kind = choose_encoder(accept)
         return encode(self.registry), kind
 
 
 class _GatewayCollector(Collector):
-    """What does not come from heartbeats and is not counted either."""
+    """Gauges of the gateway itself."""
 
     def __init__(self, ready: Callable[[], bool], targets: Targets) -> None:
         self._ready = ready
@@ -191,7 +194,7 @@ class _GatewayCollector(Collector):
 
 
 class _StageCollector(Collector):
-    """What the latest heartbeats say, made at scrape time."""
+    """Statistics of the latest heartbeats, read at scrape time."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -260,9 +263,9 @@ class _StageCollector(Collector):
         ):
             family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
             for row in self._health.one_per_group("scheduler"):
-                said = read(row.stats, name)
-                if said is not None:
-                    add_histogram(family, [str(row.group)], *said)
+                histogram = read(row.stats, name)
+                if histogram is not None:
+                    add_histogram(family, [str(row.group)], *histogram)
             yield family
 
     def _each_stage(self) -> Iterator[Metric]:
@@ -290,7 +293,11 @@ SNAPSHOT_INTERVAL = 1.0  # seconds between two snapshots that are kept
 
 
 class RollingHistogram:
-    """What fell into each bucket in the last WINDOW seconds. `bounds`: upper ends, in seconds."""
+    """The share of a growing histogram that fell into the last WINDOW seconds.
+
+    bounds: upper ends of the buckets, in seconds.
+    _snapshots: (seconds, cumulative counts), the oldest at least WINDOW old if there is one.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = (0.0, *bounds)
@@ -298,7 +305,7 @@ class RollingHistogram:
         self._latest: list[float] = []
 
     def update(self, totals: Sequence[float], now: float) -> None:
-        """`totals`: how many were at most each bound, and how many there were; since ever."""
+        """Takes cumulative counts since the start: at most each bound, and all."""
         if not self._snapshots or now - self._snapshots[-1][0] >= SNAPSHOT_INTERVAL:
             self._snapshots.append((now, list(totals)))
         while len(self._snapshots) > 1 and now - self._snapshots[1][0] >= WINDOW:
@@ -307,11 +314,11 @@ class RollingHistogram:
 
     @property
     def count(self) -> int:
-        """How many there were in that time."""
+        """How many values fell into the window."""
         return int(self._latest[-1] - self._snapshots[0][1][-1])
 
     def quantile(self, share: float) -> float | None:
-        """Seconds; as evenly spread within a bucket as may be. None if there were none."""
+        """Seconds, interpolated within a bucket; None without values."""
         grown = [now - then for now, then in zip(self._latest, self._snapshots[0][1], strict=True)]
         if grown[-1] <= 0:
             return None
@@ -326,7 +333,7 @@ class RollingHistogram:
 
 
 class RollingLatencies:
-    """The last minute of one gateway, for its heartbeats."""
+    """Latencies of the last minute of one gateway, for its heartbeats."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._tokens = metrics.generated_tokens
@@ -336,18 +343,20 @@ class RollingLatencies:
         )
 
     def stats(self, now: float) -> dict[str, float]:
-        """How many first outputs and later ones there were, and their quantiles in milliseconds
-        where there are any. `now`: monotonic seconds."""
-        told = {"output_tokens_total": float(self._tokens.count)}
+        """Counts of first outputs (ttft) and later ones (itl), and their quantiles in milliseconds.
+
+        now: monotonic seconds.
+        """
+        stats = {"output_tokens_total": float(self._tokens.count)}
         for name, histogram, lately in self._kinds:
             lately.update(_cumulative_counts(histogram), now)
-            told[f"{name}_count"] = float(lately.count)
+            stats[f"{name}_count"] = float(lately.count)
             for share in QUANTILES:
-                told[f"{name}_ms_p{share}"] = (lately.quantile(share / 100) or 0.0) * 1e3
-        return told
+                stats[f"{name}_ms_p{share}"] = (lately.quantile(share / 100) or 0.0) * 1e3
+        return stats
 
 
 def _cumulative_counts(times: SecondsHistogram) -> list[float]:
-    """How many were at most each bound, and all of them."""
+    """Values at most each bound, and all of them."""
     (family,) = times.collect()
     return [one.value for one in family.samples if one.name.endswith("_bucket")]

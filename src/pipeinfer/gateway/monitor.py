@@ -1,6 +1,7 @@
-"""Answers of /monitor, by which they are made and described.
+"""The pipeline monitor: figures, steps, requests and cached prefixes while somebody watches.
 
-Knows nothing of where they come from.
+Costs nothing while nobody does. Figures come from heartbeats (docs/reference/statistics.md), the
+rest from messages of control.py. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class SpanEvent(msgspec.Struct, frozen=True):
 
 
 class StageSpan(msgspec.Struct, frozen=True):
-    """A request's way through one stage; `ended`: null while it is there."""
+    """A request's time in one stage; `ended`: null while it is there."""
 
     stage: str
     began: float
@@ -44,7 +45,7 @@ class StageSpan(msgspec.Struct, frozen=True):
 
 
 class RequestSpans(msgspec.Struct, frozen=True):
-    """A request's way through the stages, by when it came to each."""
+    """A request's spans in all stages, by when it came to each."""
 
     id: str
     passages: list[StageSpan]
@@ -69,7 +70,7 @@ class GroupPrefixes(msgspec.Struct, frozen=True):
 
 
 class CachedPrefixes(msgspec.Struct, frozen=True):
-    """Those of all groups."""
+    """The largest cached prefixes of all groups."""
 
     groups: list[GroupPrefixes]
 
@@ -78,8 +79,14 @@ RATE_WINDOW = 5.0  # seconds over which rates are taken, at all places
 
 
 class StageSnapshot(msgspec.Struct, frozen=True):
-    """One process. `up`, `heard`: seconds since it began, and since it was heard. `rate`: what it
-    did a second, in `unit`. `latency_ms`: see docs/page.md."""
+    """One process as it is shown.
+
+    stage, name, group, rank, state, reason, pid: as in the health table.
+    up, heard: seconds since it began, and since its last heartbeat.
+    restarts: how many; last_restart: Unix seconds.
+    waiting, running: requests in its queue, and those it works on.
+    rate: what it did in a second, in `unit`. latency_ms: see docs/page.md.
+    """
 
     stage: str
     name: str
@@ -100,7 +107,7 @@ class StageSnapshot(msgspec.Struct, frozen=True):
 
 
 class EdgeSnapshot(msgspec.Struct, frozen=True):
-    """What goes from one kind of stage to another, a second."""
+    """What goes from one kind of stage to another in a second."""
 
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
@@ -109,7 +116,8 @@ class EdgeSnapshot(msgspec.Struct, frozen=True):
 
 
 class KvPagesSnapshot(msgspec.Struct, frozen=True):
-    """KV pages of a group: `cached` ones may be evicted, `used` ones not."""
+    """KV pages of a group. cached: may be evicted; used: may not. page_tokens: tokens of one
+    page."""
 
     group: int
     total: int
@@ -120,7 +128,8 @@ class KvPagesSnapshot(msgspec.Struct, frozen=True):
 
 
 class LatencyQuantiles(msgspec.Struct, frozen=True):
-    """Milliseconds, over the last minute; None where there was nothing."""
+    """Milliseconds over the last minute; None where nothing was measured. count: of
+    measurements."""
 
     p50: float | None = None
     p90: float | None = None
@@ -129,7 +138,12 @@ class LatencyQuantiles(msgspec.Struct, frozen=True):
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):
-    """All that is shown but steps and requests."""
+    """All that is shown at one moment but steps and requests.
+
+    status, reason: as /health. stages, edges: of all kinds. pages: of each group.
+    latency: {"ttft_ms" or "itl_ms": quantiles}. tokens_per_s: sampled, of all groups.
+    requests_running, requests_waiting: in slots, and without one, of all schedulers.
+    """
 
     status: str
     reason: str
@@ -143,8 +157,12 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
 
 
 class StageStatistics(NamedTuple):
-    """How a kind of stage is read: what it did a second (a statistic that only grows), in which
-    unit, and which statistics are its queue and what it has in hand."""
+    """Which statistics of a kind of stage are shown.
+
+    counter: grows with what the stage does, counted in `unit`. waiting, running: its queue, and
+        what it
+    works on; "" for none.
+    """
 
     counter: str
     unit: str
@@ -169,8 +187,12 @@ EDGES = (
 
 
 class _RateWindow:
-    """The heartbeats of a stage between which its rates are taken: the last one, and the last that
-    is at least SMOOTH older, or the first there is."""
+    """Heartbeats of a stage between which rates are taken.
+
+    beats: (seconds, statistics); the first is the last one that is at least RATE_WINDOW old, if
+        any.
+    step_time: (seconds of an engine's step, when that was seen).
+    """
 
     __slots__ = ("beats", "incarnation", "step_time")
 
@@ -206,22 +228,29 @@ class _RateWindow:
 
 
 class PipelineRates:
-    """Figures of one pipeline, from its health table. `look` before, as often as is wanted: rates
-    are those of the last SMOOTH seconds in which heartbeats were seen."""
+    """Snapshots of one pipeline from its health table.
+
+    Call `update` as often as rates are wanted: they are those of the last RATE_WINDOW seconds in
+        which
+    heartbeats were seen.
+    """
 
     def __init__(self, health: Health) -> None:
         self._health = health
         self._windows = {stage: _RateWindow() for stage in health.stages}
 
     def update(self) -> None:
-        """Notes the heartbeats that have come."""
+        """Takes the heartbeats that have come."""
         for stage, row in self._health.stages.items():
             self._windows[stage].add(row)
 
     def snapshot(
         self, status: str, now: float, unix: float, latency: Callable[[str], float | None]
     ) -> PipelineSnapshot:
-        """Now, as `unix` says it to people. `latency(stage id)`: seconds, where it is known."""
+        """The snapshot at monotonic second `now`, Unix second `unix`.
+
+        latency(stage id): seconds, or None where it is not known.
+        """
         rows = self._health.stages.values()
         total = self._health.total
         return PipelineSnapshot(
@@ -293,7 +322,7 @@ class PipelineRates:
         )
 
     def _latency(self, name: str) -> LatencyQuantiles:
-        """Of the gateway that has measured most: quantiles of several cannot be added."""
+        """Of the gateway that has measured most: quantiles of several gateways cannot be added."""
         gateways = [row.stats for row in self._health.stages.values() if row.name == "gateway"]
         kind = name.removesuffix("_ms")
         best = max(gateways, key=lambda stats: stats.get(f"{kind}_count", 0.0))
@@ -327,7 +356,7 @@ ANSWER_TIMEOUT = 2.0  # seconds for answers
 
 
 class MonitoredStep(msgspec.Struct, frozen=True):
-    """A step of a group, or a sum of some, as StepMade."""
+    """A step of a group, or the sum of `count` steps; fields as in StepMade."""
 
     group: int
     at: float
@@ -339,7 +368,7 @@ class MonitoredStep(msgspec.Struct, frozen=True):
 
 
 class MonitoredRequest(msgspec.Struct):
-    """A request, by what gateways saw of it; times are Unix seconds."""
+    """A request, by its spans in gateways; times are Unix seconds."""
 
     id: str
     began: float
@@ -351,7 +380,12 @@ class MonitoredRequest(msgspec.Struct):
 
 
 class _RequestEntry:
-    """What is kept of a request. `changed`: the number of its last change."""
+    """What is kept of a request.
+
+    request: None before a gateway's span came. spans: by stage and begin. changed: number of the
+        latest
+    change of it.
+    """
 
     __slots__ = ("changed", "request", "spans")
 
@@ -362,7 +396,14 @@ class _RequestEntry:
 
 
 class PipelineMonitor:
-    """The eyes of one gateway. `stages`: all of the pipeline, its own among them."""
+    """What one gateway knows of steps and requests in all stages, for a minute or so.
+
+    Only while somebody watches are stages asked, and what they answer kept.
+
+    stages: ids of all stages of the pipeline, its own among them. changes: number of the latest
+        change.
+    leaving: the gateway ends, and feeds are to be opened at another one.
+    """
 
     def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.time) -> None:
         self._stages = tuple(stages)
@@ -381,11 +422,12 @@ class PipelineMonitor:
     # ------------------------------------------------------------------------------ a stage's eyes
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
-        """See Eyes."""
+        """See runtime.stage.Eyes. ask(stage, message): sends a message."""
         self._send = ask
 
     def see(self, message: Observed | Prefixes) -> None:
-        """Takes an answer. Nothing is kept unless somebody looks here: another may have asked."""
+        """Takes an answer; dropped unless somebody watches here, as another gateway may have
+        asked."""
         if isinstance(message, Prefixes):
             waiting = self._answers.get(message.question)
             if waiting is not None:
@@ -399,7 +441,7 @@ class PipelineMonitor:
                 self._add_steps(message.stage, message.steps)
 
     def close(self) -> None:
-        """Asks nobody any more."""
+        """Stops asking."""
         if self._watching is not None:
             self._watching.cancel()
 
@@ -407,7 +449,7 @@ class PipelineMonitor:
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """While it lasts, all stages are asked to say what they see."""
+        """While the context lasts, all stages are asked for their spans and steps."""
         self._watchers += 1
         if self._watchers == 1:
             self._watching = asyncio.get_running_loop().create_task(self._keep_watching())
@@ -420,7 +462,7 @@ class PipelineMonitor:
                 self._clear()
 
     async def prefixes(self, engines: Sequence[str], most: int) -> dict[str, tuple[Prefix, ...]]:
-        """{engine: its largest prefixes}, of those that answer in time."""
+        """{engine: its largest prefixes} of the engines that answer within ANSWER_TIMEOUT."""
         found: dict[str, tuple[Prefix, ...]] = {}
         async with self._answers_to(f"prefixes-{time.monotonic_ns()}") as (question, answers):
             for engine in engines:
@@ -462,7 +504,7 @@ class PipelineMonitor:
     # --------------------------------------------------------------------------------- what is kept
 
     def steps_since(self, change: int) -> list[MonitoredStep]:
-        """Those of the last minute that came after so many changes, oldest first."""
+        """Steps of the last minute after change number `change`, oldest first."""
         oldest = self._clock() - MINUTE
         newer: list[MonitoredStep] = []
         for number, step in reversed(self._steps):
@@ -472,7 +514,7 @@ class PipelineMonitor:
         return newer[::-1]
 
     def requests_since(self, change: int, owner: str | None = None) -> list[MonitoredRequest]:
-        """Those that are new or have changed since, oldest first; of one client alone, or all."""
+        """Requests that changed after `change`, oldest first; of one client, or of all."""
         return [
             one.request
             for name, one in self._requests.items()
@@ -480,15 +522,15 @@ class PipelineMonitor:
         ]
 
     def set_owner(self, request_id: str, client: str) -> None:
-        """A request that came to this gateway is the client's."""
+        """Notes whose request it is."""
         self._owners.put(request_id, client, self._clock())
 
     def is_owner(self, request_id: str, owner: str | None) -> bool:
-        """Whether the request, or that of which it is a choice, is its; None owns everything."""
+        """Whether the request, or that of which it is a choice, is `owner`'s; None owns all."""
         return owner is None or self._owners.get(request_of(request_id)) == owner
 
     def spans(self, request_id: str) -> list[Passage]:
-        """What is known of a request's way, by when it came to each stage."""
+        """The known spans of a request, by when it came to each stage."""
         known = self._requests.get(request_id)
         return [] if known is None else sorted(known.spans.values(), key=lambda one: one.began)
 
@@ -512,7 +554,7 @@ class PipelineMonitor:
             self._steps.append((self.changes, shown))
 
     def _add_past_steps(self, stage: str, past: Sequence[StepMade]) -> None:
-        """What was before the steps that are known: another gateway may have asked for it."""
+        """Adds steps before those that are known: another gateway may have asked for them."""
         group = int(stage.rpartition("-")[2])
         oldest = min((one.at for _, one in self._steps if one.group == group), default=math.inf)
         self._add_steps(stage, [one for one in past if one.at < oldest])

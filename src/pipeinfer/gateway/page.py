@@ -1,6 +1,6 @@
-"""The web page at /: its files, read once, and what browsers are told of them.
+"""The web page at /: its files, and the endpoints of /monitor from which it reads.
 
-Knows no other endpoint; what the page asks the server for is said in page/.
+Knows the monitor, not how the page shows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiohttp import ETag, web
 
 from pipeinfer.control import Passage, Prefix
 from pipeinfer.gateway import docs_page
-from pipeinfer.gateway.auth import Identity
+from pipeinfer.gateway.auth import Principal
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.monitor import (
     CachedPrefix,
@@ -67,7 +67,7 @@ VENDOR_HEADERS = PAGE_HEADERS | {"Cache-Control": "public, max-age=31536000, imm
 
 @dataclass(frozen=True)
 class PageFile:
-    """One of the page. `etag`: of its content, without quotes."""
+    """A file of the page. etag: digest of its content, without quotes."""
 
     body: bytes
     content_type: str
@@ -76,7 +76,7 @@ class PageFile:
 
 
 class Page:
-    """The handlers of the page and its files. Nobody is asked for a key here: nothing is secret."""
+    """Handlers of the page and its files. They need no key: nothing in them is secret."""
 
     def __init__(self) -> None:
         self._files = _files(PAGE_FOLDER, PAGE_HEADERS)
@@ -84,13 +84,13 @@ class Page:
         self._files |= {f"{VENDOR_FOLDER}/{name}": file for name, file in vendored.items()}
 
     def route(self, router: web.UrlDispatcher) -> None:
-        """Says which path is whose."""
+        """Registers the handlers."""
         router.add_get("/", self.index)
         router.add_get("/{_:/+}", self.redirect_slashes)
         router.add_get("/page/{name:(vendor/)?[^/]+}", self.file)
 
     def route_docs(self, router: web.UrlDispatcher) -> None:
-        """The files of /docs, which is there also where the page is not."""
+        """Registers the files of /docs, which is served also without the page."""
         names = "|".join(map(re.escape, docs_page.FILES))
         router.add_get(f"/docs/{{name:{names}}}", self.file)
 
@@ -98,7 +98,7 @@ class Page:
         return self._answer(request, INDEX)
 
     async def redirect_slashes(self, request: web.Request) -> web.StreamResponse:
-        """Several slashes are the page, too, but what it loads is found from one alone."""
+        """Several slashes are the page, too; but its files are found relative to one alone."""
         return web.Response(status=308, headers={"Location": "/"})
 
     async def file(self, request: web.Request) -> web.StreamResponse:
@@ -145,7 +145,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class MonitorHandlers:
-    """The handlers of one gateway; `sight` is the stage's eyes."""
+    """Handlers of /monitor of one gateway."""
 
     def __init__(self, service: Service, sight: PipelineMonitor) -> None:
         self._service = service
@@ -157,14 +157,16 @@ class MonitorHandlers:
         self._texts: Recent[str] = Recent(TEXT_LIFETIME, MOST_TEXTS)
 
     def route(self, router: web.UrlDispatcher) -> None:
-        """Says which path is whose."""
+        """Registers the handlers."""
         router.add_get("/monitor/events", self.events, allow_head=False)
         router.add_get("/monitor/requests/{id}", self.request)
         router.add_get("/monitor/prefixes", self.prefixes)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events until client or gateway leaves, or the client's key is taken away. Who
-        reads slowly gets fewer. Others' requests are in an operator's alone."""
+        """Server-sent events until client or gateway leaves, or the client's key is withdrawn.
+
+        A slow reader gets fewer events. Requests of other clients are shown to operators alone.
+        """
         if self._feeds >= MOST_FEEDS:
             raise ApiError(503, f"{MOST_FEEDS} pages look already", code="too_many_pages")
         response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
@@ -173,7 +175,7 @@ class MonitorHandlers:
             with self._monitor.watching(), contextlib.suppress(ConnectionResetError):
                 await response.prepare(request)
                 seen = 0
-                while not self._monitor.leaving and (right := self._identity(request)):
+                while not self._monitor.leaving and (right := self._principal(request)):
                     event, seen = self._event(seen, right)
                     await response.write(event)
                     await asyncio.sleep(EVENT_INTERVAL)
@@ -182,8 +184,8 @@ class MonitorHandlers:
         return response
 
     async def request(self, request: web.Request) -> web.StreamResponse:
-        """A request's way through the stages."""
-        name, right = request.match_info["id"], self._service.admission.identity(request)
+        """The spans of a request in all stages."""
+        name, right = request.match_info["id"], self._service.admission.principal(request)
         mine = right.operator or self._monitor.is_owner(name, right.name)
         passages = self._monitor.spans(name) if mine else []
         if not passages:
@@ -191,12 +193,14 @@ class MonitorHandlers:
         return _json(RequestSpans(name, [_stage_span(one) for one in passages]))
 
     async def prefixes(self, request: web.Request) -> web.StreamResponse:
-        """The largest cached prefixes of each group. Their texts are somebody's prompts: an
-        operator alone is told, and of salted ones nobody."""
+        """The largest cached prefixes of each group.
+
+        Their texts are prompts of clients: operators alone see them, and nobody sees salted ones.
+        """
         rows = self._service.core.health.stages.values()
         engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
         found = await self._monitor.prefixes(tuple(engines), MOST_PREFIXES)
-        shown = self._service.admission.identity(request).operator
+        shown = self._service.admission.principal(request).operator
         groups = [
             GroupPrefixes(group, [await self._prefix(one, shown) for one in found.get(engine, ())])
             for engine, group in engines.items()
@@ -226,15 +230,15 @@ class MonitorHandlers:
         async with self._service.sessions.open([call], sink):
             return (await sink.prompt()).prompt_text[:MOST_PREFIX_LETTERS]
 
-    def _identity(self, request: web.Request) -> Identity | None:
-        """None: its key is none any more."""
+    def _principal(self, request: web.Request) -> Principal | None:
+        """None if the request's key was withdrawn."""
         try:
-            return self._service.admission.identity(request)
+            return self._service.admission.principal(request)
         except ApiError:
             return None
 
-    def _event(self, seen: int, right: Identity) -> tuple[bytes, int]:
-        """The event for who has seen so many changes, and how many there are."""
+    def _event(self, seen: int, right: Principal) -> tuple[bytes, int]:
+        """The event with all after change number `seen`, and the number of the latest change."""
         sight = self._monitor
         event = msgspec.structs.asdict(self._current_snapshot()) | {
             "time": time.time(),
@@ -247,7 +251,7 @@ class MonitorHandlers:
         return b"data: " + _encode(event) + b"\n\n", sight.changes
 
     def _current_snapshot(self) -> PipelineSnapshot:
-        """One for all who look at about the same time."""
+        """One snapshot for all feeds that need it at about the same time."""
         now = time.monotonic()
         if self._snapshot is None or now - self._snapshot_at > EVENT_INTERVAL / 2:
             status, latency = self._service.core.status, self._monitor.latency

@@ -1,6 +1,7 @@
-"""What the handlers of HTTP requests need, put together by the driver.
+"""The way of each request that the pipeline answers: body in, calls out, answer back.
 
-Knows its parts by their kinds only.
+All endpoints share it; /tokenize and /detokenize end at the tokenizer. Knows no endpoint and no
+form of an answer.
 """
 
 from __future__ import annotations
@@ -39,8 +40,16 @@ from pipeinfer.params import SamplingParams
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known.
-    `fingerprint`: of what makes the answers. `tokenizer_info`: JSON."""
+    """What handlers of HTTP requests share.
+
+    core: live requests, and health. sessions: where calls go in and deltas come out.
+    metrics, access_log, admission, browsers: see their classes.
+    model: the served name. terms: defaults and parsers for requests.
+    max_body_bytes: after decompression. context_length: most tokens of prompt and output, 0:
+        unknown.
+    fingerprint: `system_fingerprint` of answers. tokenizer_info: JSON of /tokenizer_info.
+    monitor: None where there is no page. created: Unix seconds, shown by /v1/models.
+    """
 
     core: GatewayCore
     sessions: RequestSessions
@@ -67,7 +76,7 @@ NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
 def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
-    """What asks for the ids. ApiError 400."""
+    """The call that asks for a prompt's ids. Raises ApiError 400."""
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
     if request.prompt is None:
@@ -90,8 +99,9 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
 
 
 def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
-    """What asks for the prompt of a chat, also where nobody would read its answer's calls.
-    ApiError 400."""
+    """The call that asks for a chat's prompt, also if its tool calls could not be parsed. Raises
+    ApiError 400.
+    """
     with_tools = as_tools(request)
     try:
         prompt = chat_prompt(with_tools or request, terms.reading)
@@ -109,7 +119,7 @@ def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
 
 
 def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call:
-    """What asks for the text."""
+    """The call that asks for the text of ids."""
     return Call(
         request_id=name,
         params=replace(NO_OUTPUT, skip_special_tokens=bool(request.skip_special_tokens)),
@@ -121,7 +131,7 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
 
 
 class EncodedPrompt:
-    """A sink of the port that waits for what the tokenizer says of the one prompt."""
+    """A ResponseSink that waits for the tokenizer's answer about one prompt."""
 
     def __init__(self) -> None:
         self._result: asyncio.Future[Started | Failed] = asyncio.get_running_loop().create_future()
@@ -131,14 +141,14 @@ class EncodedPrompt:
             self._result.set_result(started)
 
     def delta(self, index: int, delta: Delta) -> None:
-        """Only says that this was all."""
+        """The end; Started brought all of it."""
 
     def failed(self, index: int, failed: Failed) -> None:
         if not self._result.done():
             self._result.set_result(failed)
 
     async def prompt(self) -> Started:
-        """What was said. Raises ApiError for a refusal."""
+        """The encoded prompt. Raises ApiError if it was refused."""
         said = await self._result
         if isinstance(said, Failed):
             raise api_error(said)
@@ -146,7 +156,7 @@ class EncodedPrompt:
 
 
 def tokenize_response(started: Started, context_length: int) -> JsonObject:
-    """The answer of /tokenize, as vLLM's."""
+    """The JSON of /tokenize, as vLLM has it."""
     ids = unpack(started.prompt_ids).tolist()
     return {
         "count": len(ids),
@@ -164,7 +174,7 @@ log = logging.getLogger(__name__)
 
 
 class Serving:
-    """Of one server."""
+    """Serves the requests of all endpoints of one gateway."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -174,14 +184,14 @@ class Serving:
         self._write_batch = WriteBatch()
 
     async def read_body(self, request: web.Request, kind: type[Request]) -> Request:
-        """The checked body, read only if its request could be taken now."""
+        """The decoded body; read only if a request would be taken now."""
         self.check_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
 
     def new_answer(self, name: str, job: Job, chat: bool) -> Answer:
-        """What the answer called `name` says of itself."""
+        """The answer called `name`: its id, time, model and parsers."""
         return Answer(
             chat=chat,
             id=name,
@@ -194,7 +204,7 @@ class Serving:
         )
 
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
-        """Runs the job; `outlet` makes the answer."""
+        """Runs the job; `outlet` encodes the answer."""
         self.check_capacity(job.choices)
         asked = job.asked
         if asked.left_out:
@@ -215,7 +225,7 @@ class Serving:
             raise renamed(error, names) from None
 
     async def encode_prompt(self, request: web.Request, call: Call) -> Started:
-        """What the tokenizer says of a prompt that is only to be encoded."""
+        """The tokenizer's answer about a prompt from which nothing is generated."""
         sink = EncodedPrompt()
         admission = self.service.admission
         calls = self._with_client(request, [call])
@@ -223,7 +233,7 @@ class Serving:
             return await sink.prompt()
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
-        """The calls, each with its client, which is also noted for those that look."""
+        """The calls with their client's hash; the monitor learns whose they are."""
         sight, client = self.service.monitor, self.service.admission.client_hash(request)
         for call in calls:
             if sight is not None:
@@ -231,7 +241,7 @@ class Serving:
             yield replace(call, client=client)
 
     def check_model(self, model: str | None) -> None:
-        """ApiError 404 for another model than the one that is served; an empty name is none."""
+        """Raises ApiError 404 if `model` is not the served one; an empty name passes."""
         if model and model != self.service.model:
             message = (
                 f"the model {model[:200]!r} does not exist; this server has {self.service.model!r}"
@@ -239,7 +249,7 @@ class Serving:
             raise ApiError(404, message, "model", "model_not_found")
 
     def check_capacity(self, requests: int) -> None:
-        """ApiError where so many more requests would not be taken now."""
+        """Raises ApiError if so many more requests would be refused now."""
         refusal = self.service.core.refusal(requests=requests)
         if refusal is not None:
             self.service.metrics.count_ended("refused")
@@ -247,8 +257,10 @@ class Serving:
 
 
 class _GrammarRefusals:
-    """A sink in front of another, of a request that is served although its grammar is refused: says
-    so before the answer's headers leave. `loses`: what the answer is not held to then."""
+    """A sink in front of another, for a request that is served though its grammar is refused.
+
+    Notes before the headers are sent what the answer is not constrained by: `loses`.
+    """
 
     __slots__ = ("_loses", "_request", "_sink")
 
@@ -270,7 +282,7 @@ class _GrammarRefusals:
 
 
 def _note_ignored_schema(request: web.Request, places: Sequence[str]) -> None:
-    """Says in a header, and in the log, what the answer is not held to."""
+    """Puts into a header and the log what the answer is not constrained by."""
     # Names of properties are the client's: no log has them, a header takes ASCII only.
     request[IGNORED_SCHEMA] = quote("; ".join(places), HEADER_LETTERS)[:MOST_IGNORED_SCHEMA]
     keywords = sorted({each.partition(" ")[0] for each in places})
@@ -278,5 +290,5 @@ def _note_ignored_schema(request: web.Request, places: Sequence[str]) -> None:
 
 
 def client_trace(request: web.Request) -> str:
-    """The client's W3C traceparent, or none."""
+    """The client's W3C traceparent; "" for none."""
     return client_traceparent(request.headers)

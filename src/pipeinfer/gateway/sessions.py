@@ -1,6 +1,7 @@
-"""Questions to all groups to forget their cached prefixes, and who has answered them.
+"""Sessions of HTTP requests with the core: calls go in, deltas go to the sinks that wait for them.
 
-For the HTTP side and the offline classes. It is used on one event loop only.
+Also resets of prefix caches, for the HTTP side and the offline classes. Used on one event loop
+only. Knows the local events and the metrics, no HTTP.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RESET_TIMEOUT = (
 )
 
 
-class _Reset:
+class _PendingReset:
     __slots__ = ("done", "pending")
 
     def __init__(self, missing: set[int]) -> None:
@@ -33,19 +34,21 @@ class _Reset:
 
 
 class CacheResets:
-    """Those that wait for answers, by the name of each."""
+    """Resets of prefix caches that wait for answers of groups, by name."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Reset] = {}
+        self._waiting: dict[str, _PendingReset] = {}
 
     async def reset(
         self, feed: Callable[[Message], None], stages: Iterable[StageStatus]
     ) -> set[int]:
-        """Asks all groups of `stages` to forget cached prefixes that no request uses; returns those
-        that have not said so in time."""
+        """Asks all groups of `stages` to drop cached prefixes that no request uses.
+
+        Returns the groups that did not answer within RESET_TIMEOUT.
+        """
         name = f"reset-{uuid.uuid4().hex}"
         groups = {row.group for row in stages if row.name == "scheduler"}
-        reset = self._waiting[name] = _Reset(groups)
+        reset = self._waiting[name] = _PendingReset(groups)
         try:
             feed(ResetCache(name))
             with contextlib.suppress(TimeoutError):
@@ -55,7 +58,7 @@ class CacheResets:
         return reset.pending
 
     def on_answer(self, answer: CacheReset) -> None:
-        """A group's answer; one to an unknown question is fine."""
+        """Takes a group's answer; an unknown name is no error."""
         reset = self._waiting.get(answer.name)
         if reset is not None:
             reset.pending.discard(answer.group)
@@ -64,7 +67,7 @@ class CacheResets:
 
 
 class ResponseSink(Protocol):
-    """Takes what one HTTP request gets; `index` is the choice. Must not raise."""
+    """Takes the events of one HTTP request; `index` numbers its choices. Must not raise."""
 
     def started(self, index: int, started: Started) -> None: ...
 
@@ -79,7 +82,8 @@ CALLS_AT_ONCE = (
 
 
 class _Session:
-    """The calls of one HTTP request: `live` has the ids of those that run, in order."""
+    """The calls of one HTTP request. live: ids of running choices, in order. failed: one has
+    failed."""
 
     __slots__ = ("failed", "live", "sink")
 
@@ -90,9 +94,13 @@ class _Session:
 
 
 class _ChoiceRoute:
-    """Of one choice. began, first, last: when it came, and its first and latest output, in seconds;
-    tokens: of its outputs. ran: whether a group has it; prompt_tokens: of it, 0 where another
-    choice has counted them; group: by vLLM's names, if they are wanted."""
+    """Where the events of one choice go, and what is measured of it.
+
+    session, sink, index: see _Session and ResponseSink.
+    arrived, first_output, last_output: seconds. tokens: of its output.
+    admitted: whether a group has it. prompt_tokens: 0 where another choice has counted them.
+    group: metrics under vLLM's names, None unless wanted.
+    """
 
     __slots__ = (
         "admitted",
@@ -118,7 +126,7 @@ class _ChoiceRoute:
 
 
 class RequestSessions:
-    """Routes of the live requests. `bind` it to the core's feed before the first call."""
+    """Routes of all live choices. `bind` the core's feed before the first call."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
         self._metrics = metrics
@@ -132,11 +140,13 @@ class RequestSessions:
 
     @contextlib.asynccontextmanager
     async def open(self, calls: Iterable[Call], sink: ResponseSink) -> AsyncGenerator[None]:
-        """Sends the calls, a few in each iteration of the loop; their choices deliver to `sink`
-        numbered through, all of the first call's before those of the second.
+        """Sends the calls, CALLS_AT_ONCE choices in each iteration of the loop; `sink` gets their
+        events.
 
-        No more are sent, or even built, once one has failed. At the end of the context, also of one
-        that is cancelled while calls are sent, those that still run are hung up.
+        Choices are numbered through: all of the first call, then those of the second. After a
+            failure no
+        more calls are sent, or even built. When the context ends, also by cancellation, choices
+        that still run are aborted.
         """
         batch, index, sliced = _Session(sink), 0, 0
         try:
@@ -153,7 +163,7 @@ class RequestSessions:
             self._hang_up(batch)
 
     async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
-        """Groups of `stages` that were asked to forget what is cached, and have not said so."""
+        """As CacheResets.reset."""
         assert self._feed is not None
         return await self._resets.reset(self._feed, stages)
 
@@ -179,7 +189,7 @@ class RequestSessions:
             self._measure_end(route, outcome)
 
     def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
-        """Hands an output of the core to its sink; what nobody waits for is dropped."""
+        """Passes an event of the core to its sink; events that nobody waits for are dropped."""
         if isinstance(message, Delta):  # hot path: every token of every stream
             route = self._routes.get(message.request_id)
             if route is None:
@@ -208,7 +218,7 @@ class RequestSessions:
             route.sink.failed(route.index, message)
 
     def fail_all(self, status: int, message: str) -> None:
-        """Ends every live request with an error: the server stops before they are done."""
+        """Ends every live request with an error, since the server stops."""
         for request_id in list(self._routes):
             self.deliver(Failed(request_id, status, message, code="shutting_down"))
 

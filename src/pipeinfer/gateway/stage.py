@@ -1,6 +1,7 @@
-"""Builds the gateway stage: the core, and the HTTP driver beside it.
+"""Builds the gateway stage from the settings: the core, and the HTTP driver beside it.
 
-Reads the settings and two small files of the checkpoint's folder; loads no model.
+Reads small files of the checkpoint's folder, and hashes all of them for the fingerprint of answers;
+loads no model.
 """
 
 from __future__ import annotations
@@ -126,8 +127,10 @@ def _files(settings: Settings, folder: Path) -> TokenizerFiles:
 
 
 def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> Terms:
-    """What the server grants with the checkpoint in `folder`, of which `files` were read perhaps.
-    Raises ConfigurationError."""
+    """Defaults, bounds and parsers for requests to the checkpoint in `folder`.
+
+    files: its tokenizer files, if they were read before. Raises ConfigurationError.
+    """
     # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
     config, templates = files or _files(settings, folder)
@@ -144,14 +147,14 @@ def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None)
 
 
 def _limits(settings: Settings) -> KeyLimits:
-    """Of each key that has none of its own."""
+    """Limits of keys that name none themselves."""
     return KeyLimits(
         settings.key_concurrent, settings.key_requests_per_minute, settings.key_tokens_per_minute
     )
 
 
 def _keys(settings: Settings) -> ApiKeys:
-    """The setting's key, else those of the file where one is named; none lets everybody in."""
+    """The key of the settings, else the keys of their file; without any every client is let in."""
     if settings.api_key:
         return api_keys.single_key(settings.api_key, _limits(settings))
     if settings.api_key_file:
@@ -190,7 +193,7 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
 
 
 def _listen(context: StageContext) -> list[socket.socket]:
-    """The sockets of the parent process, or own ones."""
+    """Sockets that the parent process handed over, or new ones."""
     if context.listen_fds:
         return listening.adopt(context.listen_fds)
     return listening.open_sockets(context.settings.host, context.settings.port)
@@ -228,22 +231,26 @@ SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights d
 
 
 def fingerprint(settings: Settings, model: Path) -> str:
-    """For the checkpoint's folder, or its GGUF file."""
+    """The `system_fingerprint` of answers from a checkpoint's folder, or a GGUF file.
+
+    A digest of model, tokenizer, template, settings that change answers, and version: two answers
+        with
+    one fingerprint, one seed and one request come from the same model.
+    """
     digest = blake2b(digest_size=8)
     values = msgspec.to_builtins(settings)
     counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
     digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
     files = [model] if model.is_file() else sorted({p for w in WANTED for p in model.glob(w)})
     for path in files:
-        _add(digest, path)
+        _add_file(digest, path)
     if settings.chat_template:
-        _add(digest, Path(settings.chat_template))
+        _add_file(digest, Path(settings.chat_template))
     return f"fp_{digest.hexdigest()}"
 
 
-def _add(digest: blake2b, path: Path) -> None:
-    """A file's name, size and content. One that cannot be read counts by its name: whoever needs it
-    says what is wrong with it."""
+def _add_file(digest: blake2b, path: Path) -> None:
+    """Adds a file's name, size and content; of a file that cannot be read the name alone."""
     digest.update(path.name.encode("utf-8", "surrogateescape"))
     try:
         with path.open("rb") as file:

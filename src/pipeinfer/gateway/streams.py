@@ -1,7 +1,7 @@
-"""The two ways an answer leaves: as one JSON body, or as server-sent events while it grows.
+"""The two forms of an answer: one JSON body, or server-sent events while it grows.
 
-Both are sinks of the port, in front of an outlet that makes the bytes. A stream hands its chunks to
-the connection once in a turn of the loop: no task, no future and no queue for a token, and one
+Both are sinks of a session, in front of an outlet that encodes. A stream writes its chunks to the
+connection once in an iteration of the loop: no task, no future and no queue for a token, and one
 write for all tokens that came together. Knows no core.
 """
 
@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.connections import PROBE
-from pipeinfer.gateway.errors import GONE, ApiError
+from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.outlets import Outlet
 
@@ -27,12 +27,12 @@ EVENT_STREAM_HEADERS = {
 
 
 def api_error(failed: Failed) -> ApiError:
-    """The error of the client for one of the core."""
+    """The error for the client, of a Failed of the core."""
     return ApiError(failed.status, failed.message, failed.param, failed.code, failed.retry_after)
 
 
 class WholeAnswer:
-    """Waits until all of it is there, then answers once."""
+    """Waits until the answer is complete, then sends one body."""
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
@@ -61,17 +61,17 @@ class WholeAnswer:
         return web.Response(body=self._content, content_type="application/json")
 
 
-class _Streamed(web.StreamResponse):
+class _StreamResponse(web.StreamResponse):
     """Its head leaves with what is written first, as that of aiohttp's own whole responses."""
 
     _send_headers_immediately = False
 
 
 class WriteBatch:
-    """The streams that have something to send in this turn of the loop.
+    """The streams that have something to send in this iteration of the loop.
 
     A write costs more than all else that is done for a token. Where the gateway falls behind, the
-    tokens of several steps wait in its inbox; they are read in one turn, and leave together.
+    tokens of several steps wait in its inbox; they are read in one iteration, and leave together.
     """
 
     def __init__(self) -> None:
@@ -90,8 +90,12 @@ class WriteBatch:
 
 
 class EventStream:
-    """Sends chunks as they come, in each `turn` those that it has. Nothing is sent before the first
-    one, so a refusal is an error."""
+    """Sends chunks as they come, those of one iteration of the loop together.
+
+    Nothing is sent before the first chunk, so that a refusal is an error with its own status.
+    _buffered: chunks of this iteration, or from before the headers. _transport: None before the
+        headers.
+    """
 
     def __init__(self, outlet: Outlet, turn: WriteBatch) -> None:
         self._outlet = outlet
@@ -129,7 +133,7 @@ class EventStream:
         failed = await self._first_chunk
         if failed is not None:
             raise api_error(failed)
-        response = _Streamed(headers=EVENT_STREAM_HEADERS)
+        response = _StreamResponse(headers=EVENT_STREAM_HEADERS)
         try:
             await response.prepare(request)
             self._chunked = request.version >= HttpVersion11
@@ -139,14 +143,15 @@ class EventStream:
                 self._take_buffered()
             )  # at once; then perhaps it waits for the client
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
-            return web.StreamResponse(status=GONE)
+            return web.StreamResponse(status=CLIENT_LEFT)
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
             await response.write_eof(self._take_buffered())
         return response
 
     def _write_comment(self) -> None:
-        """A line that says nothing: whoever is gone answers it with a reset."""
+        """Sends a comment, which clients ignore: a host without such a client answers with a
+        reset."""
         if not self._ended.done():
             self._write(b":\n\n")
 
@@ -159,14 +164,15 @@ class EventStream:
         self._buffered.append(data)
 
     def _take_buffered(self) -> bytes:
-        """What was held, and is no more."""
+        """Empties the buffer, and returns what was in it."""
         held = self._buffered
         data = held[0] if len(held) == 1 else b"".join(held)
         held.clear()
         return data
 
     def flush(self) -> None:
-        """Hands what is held to the connection."""
+        """Writes what is buffered to the connection; aborts a client that leaves too much
+        unread."""
         transport = self._transport
         if not self._buffered or transport is None:
             return

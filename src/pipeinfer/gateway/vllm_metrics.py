@@ -1,8 +1,7 @@
-"""What vLLM's metrics are called, with values of ours: for dashboards, scalers and routers made for
-them. One `engine` is one group of ours.
+"""Metrics under vLLM's names, for dashboards, scalers and routers made for them.
 
-A name is here only if what is counted means the same. Names, labels and buckets are those of vLLM
-0.33. Knows no HTTP and no contents of requests.
+A name is here only if it counts the same thing. Names, labels and buckets are those of vLLM 0.33;
+one of its `engine`s is one of our groups. Knows no HTTP and no contents of requests.
 """
 
 from __future__ import annotations
@@ -39,8 +38,15 @@ LABELS = ("model_name", "engine")
 
 @dataclass
 class GroupMetrics:
-    """What one gateway saw of one group's requests. ends: by reason. Times are in seconds; prompts
-    and outputs in tokens."""
+    """What one gateway measured of one group's requests.
+
+    most_tokens: of a request; bounds of the histograms of tokens end there.
+    prompt_tokens, output_tokens: totals. finished: requests by reason.
+    Histograms of seconds: time_to_first_token, inter_token (between two outputs),
+        time_per_output_token
+    (after the first), request_seconds, decode_seconds (first output to last).
+    Histograms of tokens: prompts, outputs.
+    """
 
     most_tokens: int
     prompt_tokens: int = 0
@@ -59,8 +65,10 @@ class GroupMetrics:
         self.outputs = Histogram(token_bounds(self.most_tokens))
 
     def count_finished(self, whole: float, decode: float, prompt: int, output: int) -> None:
-        """Counts one request that ended by stop or length. `prompt`: 0 where the tokens of its
-        prompt were counted with another choice of it."""
+        """Counts a request that ended by stop or length. whole, decode: seconds.
+
+        prompt: tokens, 0 where another choice has counted them.
+        """
         self.request_seconds.observe(whole)
         if output:
             self.decode_seconds.observe(decode)
@@ -118,8 +126,10 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
 
 
 class VllmMetrics(Collector):
-    """Those of one gateway. model: the name that it is served by. most_tokens: of a request.
-    caches: whether prefixes are cached."""
+    """The metrics of one gateway.
+
+    model: served name. most_tokens: of a request. caches: whether prefixes are cached.
+    """
 
     def __init__(self, health: Health, model: str, most_tokens: int, caches: bool) -> None:
         self._health, self._model = health, model
@@ -127,7 +137,7 @@ class VllmMetrics(Collector):
         self._groups: dict[int, GroupMetrics] = {}
 
     def group(self, group: int) -> GroupMetrics:
-        """What is counted of `group`; there from now on."""
+        """The metrics of group number `group`; made on first use."""
         if group not in self._groups:
             self._groups[group] = GroupMetrics(self._most_tokens)
         return self._groups[group]
@@ -200,12 +210,12 @@ class VllmMetrics(Collector):
         ):
             family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
             for row in self._groups_of(stage):
-                said = read(row.stats, statistic)
-                if said is not None:
+                histogram = read(row.stats, statistic)
+                if histogram is not None:
                     longer = [
-                        (bound, count) for bound, count in said[0] if bound >= SHORTEST_REQUEST
+                        (bound, count) for bound, count in histogram[0] if bound >= SHORTEST_REQUEST
                     ]
-                    add_histogram(family, self._labels(row.group), longer, said[1])
+                    add_histogram(family, self._labels(row.group), longer, histogram[1])
             yield family
 
     def _of_engines(self) -> Iterator[Metric]:
@@ -231,9 +241,9 @@ class VllmMetrics(Collector):
         about = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")
         info = GaugeMetricFamily("vllm:cache_config_info", "Always 1; labels say it.", labels=about)
         for row in self._groups_of(stage):
-            told = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
+            sizes = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
             dtype = "fp8_e4m3" if row.stats.get("kv_fp8", 0.0) else "auto"
-            info.add_metric([*told, dtype, str(self._caches), str(row.group)], 1.0)
+            info.add_metric([*sizes, dtype, str(self._caches), str(row.group)], 1.0)
         yield info
 
     # ------------------------------------------------------------- what this gateway has counted
