@@ -49,8 +49,7 @@ class BodyReader:
         """The whole body; it counts as buffered until the context ends.
 
         Raises ApiError: 400 if it is broken, 408 if it does not arrive, 413 if it is too large,
-            415 for an
-        unknown Content-Encoding, 417 for an unknown Expect, 503 if too much is buffered.
+        415 for an unknown Content-Encoding, 417 for an unknown Expect, 503 if too much is buffered.
         """
         decoder = _decoder(request)
         if (request.content_length or 0) > self._most_bytes:

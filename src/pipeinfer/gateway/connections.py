@@ -33,8 +33,7 @@ def abort_when_gone(
     """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
 
     A client that only stopped sending and one that is gone look the same at first: the end of what
-        they
-    send. But the host of the latter answers whatever is sent with a reset, which shows in the
+    they send. But the host of the latter answers whatever is sent with a reset, which shows in the
     socket's state. `probe()` sends something that the peer must ignore, where it can.
     """
     _PeerProbe(transport, wanted, probe).send_probe()
@@ -206,9 +205,8 @@ class Connections:
     """Makes a protocol for each connection, at most `most` at a time.
 
     One more connection takes the place of a waiting one: first of those that never had a request
-        (TLS
-    handshakes among them), then of the one that is idle for longest. If all are busy, the new one
-    gets 503, or over TLS is closed.
+    (TLS handshakes among them), then of the one that is idle for longest. If all are busy, the new
+    one gets 503, or over TLS is closed.
 
     on_bad_request(): called for each request that is not HTTP.
     refused(): called for each connection beyond the bound.

@@ -134,8 +134,7 @@ class HttpDriver:
         """Listens. Raises ConfigurationError if the address is taken.
 
         Connections are accepted when the pipeline is ready, at the latest after FIRST_HEARTBEATS:
-            clients
-        of a restarted gateway need not be refused as "starting".
+        clients of a restarted gateway need not be refused as "starting".
         """
         self._service.sessions.bind(feed)
         self._sockets = self._listen()

@@ -38,8 +38,7 @@ class RequestTraces:
     """Trace context that stages get of each request.
 
     Draws no entropy: ids are digests of the request's unique id and of `salt`, which this process
-        alone
-    has, so a replay comes to the same ones.
+    alone has, so a replay comes to the same ones.
 
     on: whether spans are exported; else clients' traces are passed on as they are.
     """

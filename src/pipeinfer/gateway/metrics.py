@@ -42,8 +42,7 @@ class Metrics:
     """All metrics of one gateway.
 
     Requests are counted by outcome: a finish reason ("abort" if the client left or its time was
-    up), or
-    "refused" if the request never ran.
+    up), or "refused" if the request never ran.
 
     ready(): whether a request sent now would be served. targets: the latency targets that are set.
     vllm: the same under vLLM's names, None unless wanted.

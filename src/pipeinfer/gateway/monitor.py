@@ -160,8 +160,7 @@ class StageStatistics(NamedTuple):
     """Which statistics of a kind of stage are shown.
 
     counter: grows with what the stage does, counted in `unit`. waiting, running: its queue, and
-        what it
-    works on; "" for none.
+        what it works on; "" for none.
     """
 
     counter: str
@@ -231,8 +230,7 @@ class PipelineRates:
     """Snapshots of one pipeline from its health table.
 
     Call `update` as often as rates are wanted: they are those of the last RATE_WINDOW seconds in
-        which
-    heartbeats were seen.
+    which heartbeats were seen.
     """
 
     def __init__(self, health: Health) -> None:
@@ -383,8 +381,7 @@ class _RequestEntry:
     """What is kept of a request.
 
     request: None before a gateway's span came. spans: by stage and begin. changed: number of the
-        latest
-    change of it.
+        latest change of it.
     """
 
     __slots__ = ("changed", "request", "spans")

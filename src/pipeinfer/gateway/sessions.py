@@ -144,9 +144,8 @@ class RequestSessions:
         events.
 
         Choices are numbered through: all of the first call, then those of the second. After a
-            failure no
-        more calls are sent, or even built. When the context ends, also by cancellation, choices
-        that still run are aborted.
+        failure no more calls are sent, or even built. When the context ends, also by cancellation,
+        choices that still run are aborted.
         """
         batch, index, sliced = _Session(sink), 0, 0
         try:

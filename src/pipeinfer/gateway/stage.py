@@ -234,8 +234,7 @@ def fingerprint(settings: Settings, model: Path) -> str:
     """The `system_fingerprint` of answers from a checkpoint's folder, or a GGUF file.
 
     A digest of model, tokenizer, template, settings that change answers, and version: two answers
-        with
-    one fingerprint, one seed and one request come from the same model.
+    with one fingerprint, one seed and one request come from the same model.
     """
     digest = blake2b(digest_size=8)
     values = msgspec.to_builtins(settings)

@@ -43,8 +43,7 @@ class GroupMetrics:
     most_tokens: of a request; bounds of the histograms of tokens end there.
     prompt_tokens, output_tokens: totals. finished: requests by reason.
     Histograms of seconds: time_to_first_token, inter_token (between two outputs),
-        time_per_output_token
-    (after the first), request_seconds, decode_seconds (first output to last).
+    time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
     Histograms of tokens: prompts, outputs.
     """
 
