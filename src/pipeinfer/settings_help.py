@@ -393,6 +393,12 @@ GROUPS: dict[str, dict[str, Told]] = {
             "other GPUs; else `torch`. Models with soft caps get `torch`, and off Hopper models "
             "with attention sinks (gpt-oss), too.",
         ),
+        "moe_backend": Told(
+            "NAME",
+            "what computes mixtures of experts: torch, triton; auto: the fastest here",
+            more="`auto` is `triton` on a GPU. `torch` is its grouped products, for plain weights "
+            "in bfloat16. On a CPU each expert computes by itself, which is `torch` there.",
+        ),
         "tp": Told(
             "N",
             "engines that share the model, each with a GPU of its own",

@@ -20,6 +20,7 @@ from pipeinfer.kernels.moe import (
 from pipeinfer.kernels.moe_align import align, align_reference
 from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, Cut, Tiles
 from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
+from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
@@ -305,3 +306,40 @@ def test_strided_tokens_and_none_are_accepted():
     assert torch.equal(experts_mlp(x, gate_up, down, weights, chosen.int(), SMALL), expected)
     assert experts_mlp(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 64)
     assert experts_by_pair(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 2, 64)
+
+
+BACKENDS = [TritonExperts, TorchExperts]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize(("tokens", "span"), [(1, (0, 8)), (37, (0, 8)), (37, (2, 5)), (5, (7, 8))])
+def test_every_backend_computes_the_experts_of_the_reference(backend, bounded, tokens, span):
+    hidden, inter, dtype = 64, 32, torch.bfloat16
+    x, (first, stop) = randn(1, tokens, hidden, dtype=dtype), span
+    gate_up = randn(2, 8, 2 * inter, hidden, dtype=dtype) / 8
+    down = randn(3, 8, hidden, inter, dtype=dtype) / 6
+    weights, chosen = routed(tokens, 8, 3, skew=0.3)
+    limits = bounds(8, inter, hidden, dtype) if bounded else None
+    here = torch.where((chosen >= first) & (chosen < stop), weights, 0.0)
+    expected = experts_mlp_reference(x.float(), gate_up, down, here, chosen, limits)
+    mine = limits and replace(
+        limits,
+        gate_up_bias=limits.gate_up_bias[first:stop],
+        down_bias=limits.down_bias[first:stop],
+    )
+    stack = StackedExperts(
+        (gate_up[first:stop], None), (down[first:stop], None), first, 8, bounded=mine
+    )
+    got = backend(stack).summed(x, weights, chosen)
+    assert got.dtype == dtype and relative_error(got, expected) < ERROR[dtype]
+
+
+def test_a_token_is_computed_alike_by_torch_whatever_other_tokens_there_are():
+    dtype = torch.bfloat16
+    gate_up, down = randn(2, 8, 64, 64, dtype=dtype) / 8, randn(3, 8, 64, 32, dtype=dtype) / 6
+    x, (weights, chosen) = randn(1, 20, 64, dtype=dtype), routed(20, 8, 3)
+    backend = TorchExperts(StackedExperts((gate_up, None), (down, None), 0, 8))
+    whole = backend.summed(x, weights, chosen)
+    turned = backend.summed(x.flip(0), weights.flip(0), chosen.flip(0)).flip(0)
+    assert relative_error(turned, whole) < ERROR[dtype]

@@ -232,6 +232,7 @@ def _model(
         collectives,
         settings.compile,
         collectives.fusion if collectives else None,
+        settings.moe_backend,
     )
     if choices.stored is None:
         fill_dummy(model, settings.seed)

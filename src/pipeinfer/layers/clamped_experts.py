@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pipeinfer.layers.experts import Grouped, Stacked, held_by, one_by_one
+from pipeinfer.layers.experts import held_by, one_by_one
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.merged_stack import MergedStack, one_after_the_other
+from pipeinfer.layers.moe_backends import Grouped, StackedExperts, backend_on
 from pipeinfer.layers.placement import Placement, Source
 
 
@@ -32,7 +33,7 @@ class ClampedExperts:
     ) -> None:
         self._swiglu = swiglu
         self._num_experts = num_experts
-        self._on_gpu = placement.device.type == "cuda"
+        self._backend = backend_on(placement)
         self.held = held_by(placement.shard, num_experts, intermediate_size)
         count, share, form = self.held.count, self.held.share, placement.format(["experts"])
         self.gate_up = MergedStack(form, (count, 2 * share, hidden_size), placement, halves=True)
@@ -56,20 +57,20 @@ class ClampedExperts:
 
     @property
     def grouped(self) -> Grouped | None:
-        return self._stacked().summed if self._on_gpu else None
+        return None if self._backend is None else self._backend(self._stacked()).summed
 
     @property
     def unsummed(self) -> Grouped | None:
-        if not self._on_gpu or self.held.count < self._num_experts:
+        if self._backend is None or self.held.count < self._num_experts:
             return None
-        return self._stacked().unsummed
+        return self._backend(self._stacked()).unsummed
 
-    def _stacked(self) -> Stacked:
+    def _stacked(self) -> StackedExperts:
         from pipeinfer.kernels.moe import Bounded
 
         bounded = Bounded(*self._swiglu, self._row_biases, self._biases if self._adds else None)
         gate_up, down = self.gate_up.packed, self.down.packed
-        return Stacked(gate_up, down, self.held.first, self._num_experts, bounded)
+        return StackedExperts(gate_up, down, self.held.first, self._num_experts, bounded)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(*matrices) for matrices in self._experts])
@@ -88,7 +89,7 @@ class ClampedExperts:
         self.gate_up.pack()
         self.down.pack()
         one_after_the_other(self._row_biases)
-        if self._on_gpu:
+        if self._backend is not None:
             return
         del self.gate_up, self.down
         for matrices in self._experts:

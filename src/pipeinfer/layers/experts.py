@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.kernels.fp8 import SIDE
 from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.moe_backends import Grouped, StackedExperts, backend_on
 from pipeinfer.layers.placement import Placement, Shard, Source
-from pipeinfer.layers.rounded import RowRounding, Rows
+from pipeinfer.layers.rounded import RowRounding
 from pipeinfer.layers.stack import Stack
-
-if TYPE_CHECKING:
-    from pipeinfer.kernels.moe import Bounded
-    from pipeinfer.kernels.moe_e4m3 import Scaled
-
-Grouped = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,71 +82,6 @@ def one_by_one(
     return torch.cat(outputs) if outputs else x
 
 
-@dataclass(frozen=True)
-class Stacked:
-    """Experts `first` and following of `of` on all ranks, on a GPU: kernels compute them, without a
-    look at the choice on the host, over stacked matrices, which are never packed.
-
-    gate_up, down: a weight and its scale, and bounded, as kernels/moe.py takes them.
-    """
-
-    gate_up: tuple[torch.Tensor, torch.Tensor | None]
-    down: tuple[torch.Tensor, torch.Tensor | None]
-    first: int
-    of: int
-    bounded: Bounded | None = None
-
-    def summed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As Experts' `grouped`."""
-        from pipeinfer.kernels.moe import experts_mlp
-
-        return experts_mlp(*self._given(x, weights, experts))
-
-    def unsummed(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
-    ) -> torch.Tensor:
-        """As Experts' `unsummed`."""
-        from pipeinfer.kernels.moe import experts_by_pair
-
-        return experts_by_pair(*self._given(x, weights, experts)).transpose(0, 1)
-
-    def _given(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
-    ) -> tuple[Any, ...]:
-        (gate_up, gate_up_scale), (down, down_scale) = self.gate_up, self.down
-        where = None, self.first, self.of
-        return x, gate_up, down, weights, experts, *where, gate_up_scale, down_scale, self.bounded
-
-
-@dataclass(frozen=True)
-class RoundedStack:
-    """The same in FP8, where rows are rounded to that, too. Sizes are whole blocks of 128."""
-
-    gate_up: Scaled
-    down: Scaled
-    first: int
-    of: int
-    rounding: RowRounding
-
-    def summed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As Experts' `grouped`."""
-        from pipeinfer.kernels.moe import sums
-
-        by_pair, held = self._by_pair(x, weights, experts), len(self.down[0])
-        return sums(by_pair, experts.contiguous(), self.first if held < self.of else None, held)
-
-    def unsummed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """As Experts' `unsummed`."""
-        return self._by_pair(x, weights, experts).transpose(0, 1)
-
-    def _by_pair(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        from pipeinfer.kernels.moe_e4m3 import rounded_by_pair
-
-        rows = x if x.dtype == E4M3 else self.rounding.rows(x)
-        taken, span = (rows.values, rows.scale), (self.first, self.of)
-        return rounded_by_pair(taken, self.gate_up, self.down, weights, experts, span)
-
-
 class GatedExperts:
     """SwiGLU blocks without biases."""
 
@@ -168,27 +97,24 @@ class GatedExperts:
         self.gate_up = Stack(placement, rows, (count, 2 * share, hidden_size))
         self.down = Stack(placement, down, (count, hidden_size, share))
         self._of = num_experts
-        self._on_gpu = placement.device.type == "cuda"
+        self._backend = backend_on(placement)
         kept = self.gate_up.scale is not None and self.down.scale is not None
         whole = hidden_size % SIDE == 0 and share % SIDE == 0
         self.rounding = RowRounding(SIDE, keeps=True) if kept and whole else None
 
     @property
     def grouped(self) -> Grouped | None:
-        return self._stacked().summed if self._on_gpu else None
+        return None if self._backend is None else self._backend(self._stacked()).summed
 
     @property
     def unsummed(self) -> Grouped | None:
-        if not self._on_gpu or self.held.count < self._of:
+        if self._backend is None or self.held.count < self._of:
             return None
-        return self._stacked().unsummed
+        return self._backend(self._stacked()).unsummed
 
-    def _stacked(self) -> Stacked | RoundedStack:
+    def _stacked(self) -> StackedExperts:
         gate_up, down = ((one.weight, one.scale) for one in (self.gate_up, self.down))
-        where = self.held.first, self._of
-        if self.rounding is None:
-            return Stacked(gate_up, down, *where)
-        return RoundedStack(cast("Scaled", gate_up), cast("Scaled", down), *where, self.rounding)
+        return StackedExperts(gate_up, down, self.held.first, self._of, rounding=self.rounding)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(index) for index in range(self.held.count)])

@@ -72,6 +72,7 @@ class Placement:
     fusion: makes the sums that go into the residual stream, if it takes them.
     defers_sums: whether a layer may hand on a sum that is still to be made (partial_sum.py).
     quantization: how matrices are stored on disk; path: of the module on disk, with its dot.
+    moe_backend: what computes mixtures of experts on a GPU (moe_backends.py).
     """
 
     shard: Shard
@@ -83,6 +84,7 @@ class Placement:
     defers_sums: bool = True
     quantization: Quantization | None = None
     path: str = ""
+    moe_backend: str = "triton"
 
     def summed(self) -> Placement:
         """For layers whose sums must be made before they reach the residual stream."""

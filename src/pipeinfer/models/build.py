@@ -13,6 +13,7 @@ import torch
 
 from pipeinfer.checkpoint.architectures import ARCHITECTURES
 from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.layers import moe_backends
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import GATES
 from pipeinfer.layers.partial_sum import Fusion
@@ -31,17 +32,26 @@ def build_model(
     collectives: Collectives | None = None,
     compiled: bool = False,
     fusion: Fusion | None = None,
+    moe_backend: str = "auto",
 ) -> CausalLM:
     """The model's share of rank `shard`, allocated and not filled.
 
     `collectives` add up over ranks; without them a share of several ranks can be loaded, not run.
-    `compiled`: see layers/compiled.py; `fusion`: layers/partial_sum.py. Raises ConfigurationError
-    if heads or MLP do not divide by the ranks, or if what is to be compiled cannot be.
+    `compiled`: see layers/compiled.py; `fusion`: layers/partial_sum.py; `moe_backend`:
+    layers/moe_backends.py. Raises ConfigurationError if heads or MLP do not divide by the ranks, if
+    what is to be compiled cannot be, or if there is no such backend.
     """
     check_shard(config, shard.size, shard.whole_experts)
     where = torch.device(device)
     placement = Placement(
-        shard, dtype, where, collectives, compiled, fusion, quantization=config.quantization
+        shard,
+        dtype,
+        where,
+        collectives,
+        compiled,
+        fusion,
+        quantization=config.quantization,
+        moe_backend=moe_backends.resolve(moe_backend, where.type),
     )
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:
