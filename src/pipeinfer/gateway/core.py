@@ -186,8 +186,8 @@ class GatewayCore:
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         return [Send("requests", tokenizer, asked)]
 
-    def _cache_reset(self, told: CacheReset, _now: float) -> list[Send]:
-        return [local(told)]
+    def _cache_reset(self, reply: CacheReset, _now: float) -> list[Send]:
+        return [local(reply)]
 
     # ---------------------------------------------------------------------------- from the pipeline
 
@@ -230,8 +230,8 @@ class GatewayCore:
     def _next_attempt(self, record: RequestRecord, tokenizer: str, attempt: int) -> Send:
         """A group goes on after what was delivered, as `attempt`."""
         record.accepts_attempt(attempt)
-        told = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
-        return Send("recovery", tokenizer, told)
+        delivered = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
+        return Send("recovery", tokenizer, delivered)
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
@@ -311,7 +311,7 @@ class GatewayCore:
         delivered = record.started or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
-            if delta.text or delta.ids:  # what it had said, told together with the error
+            if delta.text or delta.ids:  # the rest of its text, delivered with the error
                 logprobs = record.logprobs(row, delta.ids)
                 offset = offsets(row, delta.ids)
                 delta = msgspec.structs.replace(delta, logprobs=logprobs, offsets=offset)

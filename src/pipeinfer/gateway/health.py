@@ -160,10 +160,10 @@ class Health:
     def reason(self) -> str:
         """One line about what is missing; empty if nothing is. The first NAMED are named."""
         named = [self._order[number] for number in self._not_ready[:MOST_NAMED]]
-        told = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
+        parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
         if len(self._not_ready) > MOST_NAMED:
-            told.append(f"and {len(self._not_ready) - MOST_NAMED} more")
-        return "; ".join(told)
+            parts.append(f"and {len(self._not_ready) - MOST_NAMED} more")
+        return "; ".join(parts)
 
     def one_per_group(self, name: str) -> list[StageStatus]:
         """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
@@ -218,8 +218,8 @@ class PipelineReadiness:
             self.status = "ready"
         else:
             self.status = "degraded" if self.was_ready else "starting"
-        told = StatusChanged(self.status, self.can_serve, self._health.reason())
-        if told == self._published:
+        change = StatusChanged(self.status, self.can_serve, self._health.reason())
+        if change == self._published:
             return None
-        self._published = told
-        return told
+        self._published = change
+        return change

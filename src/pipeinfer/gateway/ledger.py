@@ -325,12 +325,12 @@ class EndedRequests:
 
     def take_unreported(self) -> list[tuple[str, Done]]:
         """(tokenizer, Done) for all unreported requests; they count as reported then."""
-        told = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.unreported.items()]
+        done = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.unreported.items()]
         self.unreported.clear()
-        return told
+        return done
 
     def add(self, request_id: str, end: EndedRequest) -> None:
-        """Records an end, or that the pipeline was told again."""
+        """Records an end, or that the pipeline was informed again."""
         if not end.reason:
             self.unreported.setdefault(end.tokenizer, []).append(request_id)
         self._ends.put(request_id, end, end.at)

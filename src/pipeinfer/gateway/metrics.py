@@ -57,31 +57,31 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.vllm = vllm
-        tallies = self._counter_family
-        self._requests = tallies(
+        family = self._counter_family
+        self._requests = family(
             "requests",
             "Ended requests. Outcomes: stop, length, abort (its client left, or its time was up), "
             "error, refused (it never ran).",
             "outcome",
         )
-        self.prompt_tokens = tallies("prompt_tokens", "Tokens of accepted prompts.").labels()
-        self.generated_tokens = tallies(
+        self.prompt_tokens = family("prompt_tokens", "Tokens of accepted prompts.").labels()
+        self.generated_tokens = family(
             "generated_tokens", "Output tokens delivered; a stop token is not."
         ).labels()
-        self.bad_requests = tallies(
+        self.bad_requests = family(
             "bad_requests", "Requests that could not be read as HTTP."
         ).labels()
-        self.refused_connections = tallies(
+        self.refused_connections = family(
             "refused_connections",
             "Connections beyond the bound: the new one, or an idle one, was closed.",
         ).labels()
-        self._unknown_fields = tallies(
+        self._unknown_fields = family(
             "unknown_fields",
             "Fields of bodies that were ignored because nobody knows them. The log names each "
             "once.",
         ).labels()
         self._seen_fields: set[str] = set()
-        self._key_requests = tallies(
+        self._key_requests = family(
             "key_requests",
             "HTTP requests by the name of their API key, anonymous where none is needed; one of "
             "several prompts is one. Outcomes: ok, limited (429 for the key's limits), refused "
@@ -89,7 +89,7 @@ class Metrics:
             "key",
             "outcome",
         )
-        self._key_tokens = tallies(
+        self._key_tokens = family(
             "key_tokens",
             "Tokens by the name of their API key. Kinds: prompt, output.",
             "key",
@@ -129,9 +129,9 @@ class Metrics:
             self._requests.labels(outcome)  # so that rates have a zero to start from
 
     def _counter_family(self, name: str, text: str, *labels: str) -> CounterFamily:
-        tallies = CounterFamily(f"pipeinfer_{name}", text, labels)
-        self.registry.register(tallies)
-        return tallies
+        family = CounterFamily(f"pipeinfer_{name}", text, labels)
+        self.registry.register(family)
+        return family
 
     def count_ended(self, outcome: str) -> None:
         """Counts one request that is over."""
@@ -347,11 +347,11 @@ class RollingLatencies:
         now: monotonic seconds.
         """
         stats = {"output_tokens_total": float(self._tokens.count)}
-        for name, histogram, lately in self._kinds:
-            lately.update(_cumulative_counts(histogram), now)
-            stats[f"{name}_count"] = float(lately.count)
+        for name, histogram, rolling in self._kinds:
+            rolling.update(_cumulative_counts(histogram), now)
+            stats[f"{name}_count"] = float(rolling.count)
             for share in QUANTILES:
-                stats[f"{name}_ms_p{share}"] = (lately.quantile(share / 100) or 0.0) * 1e3
+                stats[f"{name}_ms_p{share}"] = (rolling.quantile(share / 100) or 0.0) * 1e3
         return stats
 
 

@@ -147,9 +147,9 @@ _encode = msgspec.json.Encoder().encode
 class MonitorHandlers:
     """Handlers of /monitor of one gateway."""
 
-    def __init__(self, service: Service, sight: PipelineMonitor) -> None:
+    def __init__(self, service: Service, monitor: PipelineMonitor) -> None:
         self._service = service
-        self._monitor = sight
+        self._monitor = monitor
         self._rates = PipelineRates(service.core.health)
         self._snapshot: PipelineSnapshot | None = None
         self._snapshot_at = 0.0  # when
@@ -208,11 +208,11 @@ class MonitorHandlers:
         return _json(CachedPrefixes(groups))
 
     async def _prefix(self, prefix: Prefix, shown: bool) -> CachedPrefix:
-        told = CachedPrefix(prefix.tokens, prefix.ends, prefix.held)
+        cached = CachedPrefix(prefix.tokens, prefix.ends, prefix.held)
         if not shown or not prefix.first:
-            return told
+            return cached
         ids = unpack(prefix.first).tolist()
-        return msgspec.structs.replace(told, ids=ids, text=await self._text(ids))
+        return msgspec.structs.replace(cached, ids=ids, text=await self._text(ids))
 
     async def _text(self, ids: list[int]) -> str:
         name, now = str(ids), time.monotonic()
@@ -239,16 +239,16 @@ class MonitorHandlers:
 
     def _event(self, seen: int, right: Principal) -> tuple[bytes, int]:
         """The event with all after change number `seen`, and the number of the latest change."""
-        sight = self._monitor
+        monitor = self._monitor
         event = msgspec.structs.asdict(self._current_snapshot()) | {
             "time": time.time(),
             "model": self._service.model,
             "version": __version__,
             "context_length": self._service.context_length,
-            "steps": sight.steps_since(seen),
-            "requests": sight.requests_since(seen, None if right.operator else right.name),
+            "steps": monitor.steps_since(seen),
+            "requests": monitor.requests_since(seen, None if right.operator else right.name),
         }
-        return b"data: " + _encode(event) + b"\n\n", sight.changes
+        return b"data: " + _encode(event) + b"\n\n", monitor.changes
 
     def _current_snapshot(self) -> PipelineSnapshot:
         """One snapshot for all feeds that need it at about the same time."""
@@ -271,5 +271,5 @@ def _stage_span(passage: Passage) -> StageSpan:
     )
 
 
-def _json(told: msgspec.Struct) -> web.Response:
-    return web.Response(body=_encode(told), content_type="application/json")
+def _json(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=_encode(answer), content_type="application/json")

@@ -149,10 +149,10 @@ class EncodedPrompt:
 
     async def prompt(self) -> Started:
         """The encoded prompt. Raises ApiError if it was refused."""
-        said = await self._result
-        if isinstance(said, Failed):
-            raise api_error(said)
-        return said
+        result = await self._result
+        if isinstance(result, Failed):
+            raise api_error(result)
+        return result
 
 
 def tokenize_response(started: Started, context_length: int) -> JsonObject:
@@ -210,14 +210,16 @@ class Serving:
         if asked.left_out:
             _note_ignored_schema(request, asked.left_out)
         sink = EventStream(outlet, self._write_batch) if job.stream else WholeAnswer(outlet)
-        told = _GrammarRefusals(sink, request, asked.loses) if asked.otherwise is not None else sink
+        checked = (
+            _GrammarRefusals(sink, request, asked.loses) if asked.otherwise is not None else sink
+        )
         admission = self.service.admission
         admission.count_choices(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
         calls = self._with_client(request, job.calls)
         try:
-            async with self.service.sessions.open(calls, admission.metered(request, told)):
+            async with self.service.sessions.open(calls, admission.metered(request, checked)):
                 return await sink.respond(request)
         except ApiError as error:
             # Nobody behind the gateway knows which field has asked for the form.
