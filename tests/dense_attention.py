@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pipeinfer.layers.attention import Attend
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 def split(attend: Callable[..., torch.Tensor]) -> Attend:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeinfer.engine.mirror import Mirror
-from pipeinfer.steps.step import LAST_TOKEN, Step
+from page_mirror import PageMirror
+from pipeinfer.step import LAST_TOKEN, Step
 
 VOCABULARY = 4
 MASK = 2**64 - 1
@@ -49,7 +49,7 @@ class HashDevice:
         self.page_size = page_size
         self.kv = np.zeros((pages, page_size), np.uint64)
         self.last_token = np.full(max_slots, -99)
-        self.slots = Mirror(max_slots)
+        self.slots = PageMirror(max_slots)
 
     def read(self, pages: np.ndarray, count: int) -> np.ndarray:
         """KV of the first `count` positions of a row with these pages, uint64 [count]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from pipeinfer.engine.runner import LaunchedStep, Runner
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 
 def kept(launched: LaunchedStep) -> torch.Tensor:

@@ -18,7 +18,8 @@ HEAVY = frozenset((
     "torch", "transformers", "triton", "subprocess", "multiprocessing", "servers", "playwright",
     "importlib.util",  # a file by its path, which may import anything
     # What starts processes itself:
-    "pipeinfer.grammars.trial.Trial", "pipeinfer.tokenizer.trials.Trials",
+    "pipeinfer.grammars.validation.ValidationProcess",
+    "pipeinfer.tokenizer.workers.GrammarValidation",
     "pipeinfer.runtime.supervisor.Supervisor", "pipeinfer.trace.state_copy",
 ))  # fmt: skip
 HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "Ordeal", "Storm"))

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 
 @dataclass(frozen=True)
 class SamplingRows:
     """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
 
-    fields: by name and in the dtypes that engine/fields.py declares. positions: int64, the absolute
+    fields: by name and dtype as engine/step_builder.py declares. positions: int64, the absolute
     position of the token being sampled.
     """
 

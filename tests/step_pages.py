@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.engine.mirror import Mirror
-from pipeinfer.steps.step import Delta, Step
+from page_mirror import PageMirror
+from pipeinfer.step import Delta, Step
 
 
 def all_pages(slots, pages) -> Delta:
@@ -21,6 +21,6 @@ def all_pages(slots, pages) -> Delta:
 
 def pages_of(step: Step, page_size: int) -> np.ndarray:
     """int32 [R, P] of a step whose delta says all of it."""
-    state = Mirror(int(step.slots.max(initial=0)) + 1)
+    state = PageMirror(int(step.slots.max(initial=0)) + 1)
     state.apply(step.delta)
     return state.pages(step, page_size)

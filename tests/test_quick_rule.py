@@ -15,7 +15,7 @@ from quick_rule import TESTS, is_quick
         "page/test_page_scripted.py",  # a browser, which the folder's conftest.py starts
         "engine/test_short_soak.py",  # a program of another folder, by its path
         "engine/test_masks_in_steps.py",  # a model, by a helper of another folder
-        "grammars/test_trial.py",  # a process of pipeinfer's own
+        "grammars/test_validation_process.py",  # a process of pipeinfer's own
         "cli/test_top_command.py",
     ],
 )

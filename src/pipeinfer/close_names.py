@@ -1,4 +1,5 @@
-"""What is said of a name that is not known: the names that there are, and the one it resembles.
+"""What is said of a name that is not known: the names that there are, and the one it resembles; and
+of a text that is no number.
 
 Knows no names of its own.
 """
@@ -12,6 +13,11 @@ def none_of(name: object, names: Iterable[object]) -> str:
     """ "'mixd' is none of mixed, fcfs; did you mean 'mixed'?" """
     known = [str(one) for one in names]
     return f"{name!r} is none of {', '.join(known)}{did_you_mean(str(name), known)}"
+
+
+def no_number(text: object, kind: str) -> str:
+    """ "'many' is no whole number"; `kind`: int or float."""
+    return f"{text!r:.60} is no {'whole number' if kind == 'int' else 'number'}"
 
 
 def did_you_mean(name: str, names: Iterable[str], quote: str = "'") -> str:

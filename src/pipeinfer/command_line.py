@@ -6,13 +6,15 @@ Knows no command and no setting.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from pipeinfer.close_names import did_you_mean, none_of
+from pipeinfer.close_names import did_you_mean, no_number, none_of
 
 WRONG_USAGE = 2  # exit code
+NO_NUMBER = re.compile(r"invalid (int|float) value: '(.*)'$", re.DOTALL)  # argparse's words
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -60,9 +62,16 @@ class CommandLine(argparse.ArgumentParser):
         said = message.removeprefix("argument ").replace("allowed with argument ", "allowed with ")
         missing = "the following arguments are required: "
         if said.startswith(missing):
-            said = f"{said.removeprefix(missing)} is missing"
+            said = self._missing(said.removeprefix(missing))
+        said = NO_NUMBER.sub(lambda found: no_number(found[2], found[1]), said)
         more = "" if said.endswith(("?", ".")) else f" (`{self.prog} --help` says more)"
         self.exit(WRONG_USAGE, f"error: {' '.join(said.split())}{more}\n")
+
+    def _missing(self, names: str) -> str:
+        """What is said of arguments that must be given, with the choices of a single one."""
+        actions = self._get_positional_actions()
+        choices = next((one.choices for one in actions if names in (one.dest, one.metavar)), None)
+        return f"{names} is missing" + (f": {', '.join(map(str, choices))}" if choices else "")
 
     def format_help(self) -> str:
         """What `--help` shows."""

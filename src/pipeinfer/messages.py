@@ -311,7 +311,7 @@ class Result(Message, frozen=True):
     `logprobs`: scores of the ids whose requests ask for them, in the ids' order. `refused`: slots
     whose grammar allows nothing, with the reason: such a row has produced nothing either.
     `mask_units`: slots of which it was found out what a mask costs, in units of work
-    (grammars/work.py): those where that is much, or no longer is."""
+    (grammars/compiling.py): those where that is much, or no longer is."""
 
     epoch: int
     number: Count

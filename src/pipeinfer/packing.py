@@ -1,7 +1,8 @@
 """Token ids as the bytes that messages carry, little-endian int32, and back.
 
 By an array, or, for a handful, without: for one id, the usual case, an array costs more than its
-use. Knows no message. Also how decodes are told what they begin with in common (Step.runs).
+use. Also how a step says what decodes begin with in common (Step.shared_prefixes). Knows no
+message.
 """
 
 from __future__ import annotations

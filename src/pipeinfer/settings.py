@@ -7,6 +7,7 @@ Knows no stage; it says what the values are, not what they do. Precedence: flag,
 from __future__ import annotations
 
 import argparse
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -15,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer import other_names, other_servers
-from pipeinfer.close_names import did_you_mean, none_of
+from pipeinfer.close_names import did_you_mean, no_number, none_of
 from pipeinfer.command_line import CommandLine
 from pipeinfer.settings_help import GROUPS
 
@@ -142,13 +143,15 @@ def unknown(name: str) -> str:
 
 def _named(text: str, values: Mapping[str, object]) -> str:
     """Turns msgspec's "... - at `$.kv_pages`" into "--kv-pages: ..."; of a value that is no choice
-    it says the choices."""
+    it says the choices, of one that is no number just that."""
     text, found, field = text.partition(" - at `$.")
     if not found:
         return text
     name = field.rstrip("`")
     choices = flag_types()[name][1]
+    kind = re.fullmatch(r"Expected `(int|float)(?: \| null)?`, got `\w+`", text)
     said = none_of(values[name], choices) if choices else text
+    said = no_number(values[name], kind[1]) if kind else said
     return f"{other_names.flag(name)}: {said}"
 
 

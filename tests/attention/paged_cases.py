@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
-from pipeinfer.attention.step_index import places
-from pipeinfer.engine.fields import filled
+from device_steps import device_step
+from pipeinfer.attention.interface import PlanInputs
+from pipeinfer.attention.torch_backend import RowPages
+from pipeinfer.engine.step_builder import filled
+from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
-from pipeinfer.steps.step import Step
+from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of
 
 
@@ -42,20 +43,28 @@ class Case:
         row = np.repeat(np.arange(len(self.step.counts)), self.step.counts)
         ends = np.cumsum(self.step.counts)
         first = np.repeat(self.step.starts - (ends - self.step.counts), self.step.counts)
-        at = places(self.pages, row, first + np.arange(len(row)), self.pool.page_size)
+        width = self.pages.shape[1]
+        indptr = np.arange(len(self.pages)) * width
+        pages = RowPages(indptr, self.pages.reshape(-1), self.pool.page_size)
+        at = pages.places(row, first + np.arange(len(row)))
         both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
         for flat, new in zip(self.pool.by_place(), both, strict=True):
             flat[layer][torch.from_numpy(at)] = new.flatten(1)
         return both
 
 
-def host_rows(step: Step, pages: np.ndarray) -> PagedRows:
-    """The rows of a step on the host, `pages` int32 [R, P]; what its plans do not read is empty."""
-    none = torch.empty(0, dtype=torch.int32)
-    lengths, table = torch.from_numpy(step.starts + step.counts), torch.from_numpy(pages)
-    queries = torch.from_numpy(offsets(step.counts))
-    arrays = RowArrays(lengths, none, queries, none, none, none, table)
-    return PagedRows(step.decodes, int(step.counts.max()), 0, arrays, arrays)
+def plan_inputs(step: Step, pages: np.ndarray) -> PlanInputs:
+    """Of a step without a graph, `pages` int32 [R, P]; what a CPU's plans do not read is empty."""
+    ints = {
+        "seq_lens": step.starts + step.counts,
+        "qo_indptr": np.concatenate(([0], np.cumsum(step.counts))),
+        "kv_indptr": np.arange(len(pages) + 1) * pages.shape[1],
+        "kv_indices": pages.reshape(-1),
+    }
+    views = {name: torch.from_numpy(values.astype(np.int32)) for name, values in ints.items()}
+    shape = GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes)
+    longest = int(step.counts.max(initial=0))
+    return PlanInputs(device_step(shape, **views), longest, pages.shape[1])
 
 
 def make_case(

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from paged_cases import dense, host_rows, make_case
+from paged_cases import dense, make_case, plan_inputs
 
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PAGE = (Path(__file__).parents[2] / "docs/add-an-attention-backend.md").read_text()
 SPANS = [(40, 1), (3, 1), (0, 1), (90, 1), (20, 9), (0, 12), (0, 30)]
@@ -35,7 +35,7 @@ def test_the_documented_backend_attends_as_it_should(page_size, soft_cap):
     backend = module.ByRow(shapes, torch.device("cpu"))
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(host_rows(case.step, case.pages))
+        plan = backend.plan(plan_inputs(case.step, case.pages))
         for layer in range(len(shapes)):
             out = backend.attend(layer, case.queries[layer], *case.stored(layer), plan)
             assert float((out - dense(case, layer)).abs().max()) < 2e-6

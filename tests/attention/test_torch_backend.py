@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import Case, dense, host_rows, make_case
+from paged_cases import Case, dense, make_case, plan_inputs
 
-from pipeinfer.attention import step_index
+from pipeinfer.attention import torch_backend
 from pipeinfer.attention.torch_backend import TorchBackend
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
@@ -24,7 +24,7 @@ def attend(case: Case) -> list[torch.Tensor]:
     backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(host_rows(case.step, case.pages))
+        plan = backend.plan(plan_inputs(case.step, case.pages))
         return [
             backend.attend(layer, case.queries[layer], *case.stored(layer), plan)
             for layer in range(len(case.shapes))
@@ -105,7 +105,7 @@ def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
     backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(host_rows(case.step, case.pages))
+        plan = backend.plan(plan_inputs(case.step, case.pages))
         out = backend.attend(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], plan)
     assert float((out - dense(case, 0)).abs().max()) < 2e-6
 
@@ -114,7 +114,7 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
     backend = TorchBackend([shape(window=20)], CPU)
     case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
     backend.bind(case.pool, 100)
-    within = backend.plan(host_rows(case.step, case.pages))[20]
+    within = backend.plan(plan_inputs(case.step, case.pages))[20]
     read = torch.cat(
         [bucket.places for bucket in within.buckets]
         + [piece.places for piece in within.pieces if piece.places is not None]
@@ -131,12 +131,12 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=80))
 def test_length_buckets_hold_every_row_once_and_little_padding(lengths):
     array = np.array(lengths)
-    order, bounds = step_index.length_buckets(array)
+    order, bounds = torch_backend.length_buckets(array)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == len(lengths)
     for begin, end in bounds:
         bucket = array[order[begin:end]]
         assert bucket[0] == bucket.max()
-        assert bucket.min() >= bucket.max() * step_index.BUCKET_SHORTEST
-        assert end - begin == 1 or len(bucket) * bucket.max() <= step_index.BUCKET_TOKENS
+        assert bucket.min() >= bucket.max() * torch_backend.BUCKET_SHORTEST
+        assert end - begin == 1 or len(bucket) * bucket.max() <= torch_backend.BUCKET_TOKENS

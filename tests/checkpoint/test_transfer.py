@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from pipeinfer.checkpoint.transfer import Lines, Transfer, duration, progress, size
+from pipeinfer.checkpoint.transfer import ProgressLines, Transfer, duration, progress, size
 
 MIB = 2**20
 
 
 def test_a_line_comes_every_ten_seconds_or_five_percent_and_never_twice_a_second() -> None:
-    lines = Lines(began=100.0)
+    lines = ProgressLines(began=100.0)
     assert lines.due(0, 1000 * MIB, 0, 100.2) == ""
     assert lines.due(60 * MIB, 1000 * MIB, 60 * MIB, 100.9) == ""  # enough, but too soon
     assert lines.due(60 * MIB, 1000 * MIB, 60 * MIB, 101.0) != ""
@@ -26,7 +26,7 @@ def test_a_line_comes_every_ten_seconds_or_five_percent_and_never_twice_a_second
 
 
 def test_a_rate_is_of_what_came_lately_and_not_of_what_was_here_before() -> None:
-    lines = Lines(began=0.0)
+    lines = ProgressLines(began=0.0)
     said = lines.due(500 * MIB, 1000 * MIB, 20 * MIB, 10.0)
     assert said == "500.0 MiB of 1000.0 MiB (50 %), 2.0 MiB/s, 4 min left"
     for second in range(11, 60):
@@ -47,8 +47,8 @@ def test_without_a_terminal_only_lines_are_said() -> None:
         transfer.add("one", 6)
         transfer.expect("two", 30)
         transfer.add("two", 30)
-        transfer.note("the connection broke")
-        assert (transfer.total, transfer.done, transfer.came) == (40, 40, 36)
+        transfer.log("the connection broke")
+        assert (transfer.total, transfer.done, transfer.received) == (40, 40, 36)
     assert stream.getvalue() == ""
     assert told[0] == "the connection broke"
     assert told[-1].startswith("a/model: 0.0 KiB came in ")
@@ -60,7 +60,7 @@ from pipeinfer.checkpoint.transfer import Transfer
 with Transfer("a/model", {"file": 64 << 20}, print) as transfer:
     transfer.add("file", 32 << 20)
     sys.stdin.readline()
-    transfer.note("the connection broke")
+    transfer.log("the connection broke")
     transfer.add("file", 32 << 20)
 """
 

@@ -79,6 +79,13 @@ def test_help_all_of_the_whole_command_has_the_flags_of_all_subcommands(capsys):
         ("bench http://x --endpoint cha",
          "--endpoint: 'cha' is none of chat, completions; did you mean 'chat'?"),
         ("top --onc", "unknown flag --onc; did you mean --once?"),
+        ("help", "unknown command 'help'; did you mean '--help'?"),
+        ("version", "unknown command 'version'; did you mean '--version'?"),
+        ("serve --kv-pages many", "--kv-pages: 'many' is no whole number"),
+        ("serve --memory-fraction half", "--memory-fraction: 'half' is no number"),
+        ("top --seconds soon", "--seconds: 'soon' is no number (`pipeinfer top --help` says more)"),
+        ("top --port x", "--port: 'x' is no whole number (`pipeinfer top --help` says more)"),
+        ("topology", "action is missing: check (`pipeinfer topology --help` says more)"),
         ("serve a b", "unexpected argument 'b' (`pipeinfer serve --help` says more)"),
     ],
 )  # fmt: skip

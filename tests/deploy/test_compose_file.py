@@ -282,3 +282,13 @@ def test_a_change_of_the_code_installs_no_package_again():
             assert "COPY pyproject.toml" not in bodies[name], "its other lines change, too"
             name = bodies[name].split()[0]
     assert DOCKERFILE.count("hatchling build") == 1
+
+
+@pytest.mark.parametrize("image", ["slim", "cpu", "cuda"])
+def test_the_code_is_a_layer_of_its_own_after_that_of_the_packages(image):
+    """So that a change of the code makes, pushes and pulls that layer, and not all packages."""
+    parts = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    [body] = [part for part in parts if part.split("\n")[0].split()[-1] == image]
+    packages, code = re.findall(r"^COPY --from=(\S+) \S+ /opt/pipeinfer$", body, re.MULTILINE)
+    assert packages == f"packages-{image}"
+    assert code == ("code-cuda" if image == "cuda" else "code")

@@ -13,11 +13,11 @@ import pipeinfer.demo
 from grammars.costly_grammars import AMBIGUOUS, growing
 from parity.cores import Cores
 from pipeinfer.engine.loading import LoadedEngine, load_engine
-from pipeinfer.engine.masks import Masks, ReceivedMasks
+from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
-from pipeinfer.text.ends import grammar_setup
+from pipeinfer.text.loading import grammar_setup
 from rank_threads import ThreadGroup
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
@@ -48,20 +48,16 @@ class Flights:
     """A step that both ranks have launched. Rank 1's buffer for masks holds what it held before."""
 
     def __init__(self, flights, step, received) -> None:
-        self._flights, self._step, self._received = flights, step, received
+        self.flights, self.step, self._received = flights, step, received
         self._taken = None
-
-    def finish(self, fill) -> None:
-        self._flights[0].finish(fill)
-        self._flights[1].finish(partial(self._received.fill, self._step))
 
     def take(self):
         if self._taken is None:
-            self._taken, other = (flight.take() for flight in self._flights)
+            self._taken, other = (flight.take() for flight in self.flights)
             given = [one.counts.tolist() for one in (self._taken, other)]
             assert given[0] == given[1]
             assert self._taken.ids.tolist() == other.ids.tolist()
-            self._received.take(self._step, other)
+            self._received.take(self.step, other)
         return self._taken
 
     @property
@@ -81,6 +77,11 @@ class BothRanks:
     def launch(self, step):
         return Flights([runner.launch(step) for runner in self._runners], step, self._received)
 
+    def finish(self, launched, fill):
+        fills = fill, partial(self._received.fill, launched.step)
+        for runner, flight, its_fill in zip(self._runners, launched.flights, fills, strict=True):
+            runner.finish(flight, its_fill)
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[LoadedEngine]:
@@ -92,7 +93,7 @@ def ranks() -> list[LoadedEngine]:
     return ThreadGroup(2).run(load)
 
 
-def outputs(loaded: LoadedEngine, masks: Masks) -> tuple[dict, dict]:
+def outputs(loaded: LoadedEngine, masks: GrammarMasks) -> tuple[dict, dict]:
     """Of one request of each form, and one without, at the same time: ids, and how they ended."""
     settings = Settings(max_running=8, device="cpu")
     made = Cores(FOLDER, settings, loaded=loaded, masks=masks)
@@ -100,7 +101,7 @@ def outputs(loaded: LoadedEngine, masks: Masks) -> tuple[dict, dict]:
         params = SamplingParams(
             temperature=0.8 * (seed % 2), max_tokens=20, structured_outputs=FORMS.get(name)
         )
-        made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.ends)
+        made.submit(name, [*PROMPT, *name.encode()], params, seed=seed, eos_ids=SETUP.end_ids)
     made.run()
     return made.outputs, made.finished
 
@@ -108,7 +109,7 @@ def outputs(loaded: LoadedEngine, masks: Masks) -> tuple[dict, dict]:
 @pytest.mark.parametrize("most_bytes", [8 << 20, 512 << 20])
 def test_ranks_sample_alike_beside_grammars_that_wear_out_and_a_small_cache(ranks, most_bytes):
     """Several times, so that caches differ from those of a new engine."""
-    masks = Masks(GrammarStore(lambda: SETUP, most_bytes), threads=2)
+    masks = GrammarMasks(GrammarStore(lambda: SETUP, most_bytes), threads=2)
     both = replace(ranks[0], runner=BothRanks([one.runner for one in ranks], ReceivedMasks()))
     runs = [outputs(both, masks) for _ in range(3)]
     masks.close()

@@ -13,7 +13,7 @@ import zmq
 
 from checkpoints import make_checkpoint
 from pipeinfer.bus.caller import Caller
-from pipeinfer.engine import building, machine
+from pipeinfer.engine import loading, machine
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.messages import Heartbeat
 from pipeinfer.settings import Settings
@@ -45,7 +45,7 @@ def test_the_pool_is_the_smallest_and_a_rank_with_more_says_so(rank, tmp_path, m
     free = 2 * ((mine + 1) * PAGE_BYTES + 2 * 256 * 132 * 4)
     monkeypatch.setattr(machine, "available_bytes", lambda: free)
     settings = Settings(tp=2, memory_fraction=1.0)
-    with caplog.at_level(logging.INFO, building.__name__):
+    with caplog.at_level(logging.INFO, loading.__name__):
         engine = load_engine(settings, tmp_path, rank=rank, collectives=Told(rank, other))  # type: ignore
     assert engine.pages == engine.runner.pool.pages == 1 + min(MEASURED)
     said = "rank 0 has room for 900 pages, but another rank for 300, which all ranks use"

@@ -12,7 +12,7 @@ import pytest
 from hash_device import HashDevice
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import DIGESTS, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -36,7 +36,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import MOST_UNCOMPARED, DigestAgreement, RanksDisagree
 from pipeinfer.scheduler.epochs import ASK_AGAIN_SECONDS
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
 WATCHDOG = 30.0

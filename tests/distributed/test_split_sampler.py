@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, ids_of, knobs_of, sample
-from pipeinfer.engine.fields import filled
 from pipeinfer.engine.sampling import SplitSampler, truncated
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels import host
 from rank_threads import ThreadCollectives, ThreadGroup
 from sampling_rows import SamplingRows

@@ -133,6 +133,7 @@ def known_flags() -> set[str]:
         "--scale",
         "--storage",
         "--version",
+        "--wait",
         "--help",
     }  # docker's, grep's, Prometheus' and argparse's own
     return settings | (asked - refused().keys()) | set(added) | others

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.step_buffers import SlotState
+from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels import host
-from pipeinfer.steps.step import Delta
+from pipeinfer.step import Delta
 
 
 class Edited:

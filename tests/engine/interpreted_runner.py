@@ -21,20 +21,20 @@ import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
-from pipeinfer.attention import triton_decode  # noqa: E402
+from pipeinfer.attention import hybrid  # noqa: E402
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.collectives import join  # noqa: E402
-from pipeinfer.engine import building, graphs, loading, rooms, step_times  # noqa: E402
-from pipeinfer.engine.artificial import alike_decodes  # noqa: E402
+from pipeinfer.engine import graph_shapes, graphs, loading, step_times  # noqa: E402
+from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
-from pipeinfer.engine.rooms import Room  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.decode_pieces import Cut, Reads  # noqa: E402
-from pipeinfer.memory import runs  # noqa: E402
+from pipeinfer.kernels.decode_pieces import DecodeTiles, Reads  # noqa: E402
+from pipeinfer.kernels.tables import GraphShape  # noqa: E402
+from pipeinfer.memory import shared_prefixes  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
 
@@ -54,13 +54,13 @@ class TorchPart:
     def bind(self, pool, most_rows) -> None:
         self._pool = pool
 
-    def plan(self, rows, begin, end):
-        return rows.device, begin, end, rows.device.queries(begin, end)
+    def plan(self, inputs, begin, end):
+        return inputs.step, begin, end, inputs.step.queries(begin, end)
 
     def run(self, layer, q, out, plan) -> None:
         arrays, begin, end, queries = plan
         firsts, size = queries.tolist(), self._pool.page_size
-        lengths = arrays.lengths[begin:end].tolist()
+        lengths = arrays.seq_lens[begin:end].tolist()
         for row, (length, pages) in enumerate(zip(lengths, self._pages(*plan[:3]), strict=True)):
             mine = slice(firsts[row], firsts[row + 1])
             if mine.start < mine.stop and length:
@@ -68,13 +68,13 @@ class TorchPart:
 
     def _pages(self, arrays, begin, end):
         if self.by_table:
-            yield from arrays.page_table(begin, end).long()
+            yield from arrays.rows_of_pages(begin, end).long()
             return
         for row in range(begin, end):
-            first, length = int(arrays.kv_indptr[row]), int(arrays.lengths[row])
-            held, last = -(-length // self._pool.page_size), int(arrays.last_page[row])
+            first, length = int(arrays.kv_indptr[row]), int(arrays.seq_lens[row])
+            held, last = -(-length // self._pool.page_size), int(arrays.last_page_len[row])
             assert length in (0, (held - 1) * self._pool.page_size + last)  # 0: a row left over
-            yield arrays.indices[first : first + held].long()
+            yield arrays.kv_indices[first : first + held].long()
 
     def _attend(self, layer, q, pages, length):
         kv = self._pool.k[layer][pages], self._pool.v[layer][pages]
@@ -99,13 +99,13 @@ def kind(prefill, decode=TorchPart, **traits):
 # What a GPU's backends read, and that of any device.
 READS = "hybrid"
 KINDS = {
-    "hybrid": kind(TablePart, gathered="prompts"),
-    "flashinfer": kind(TorchPart, host_lengths=True, listed=True),
-    "fa3": PagedKind(TablePart, TablePart, Traits(None, 16, captures_decode=True, gathered="all")),
-    "torch": TorchBackend,
-    "own decodes": kind(
-        TablePart, triton_decode.TritonDecodeKernel, gathered="prompts", shares=True
+    "hybrid": kind(TablePart, block_table="prefills"),
+    "flashinfer": kind(TorchPart, host_lengths=True, lists_pages=True),
+    "fa3": PagedKind(
+        TablePart, TablePart, Traits(None, 16, captures_decode=True, block_table="all")
     ),
+    "torch": TorchBackend,
+    "own decodes": kind(TablePart, hybrid.TritonDecodeKernel, block_table="prefills", shares=True),
 }
 
 
@@ -142,10 +142,10 @@ class InterpretedMachine(HostMachine):
         self.kernels = by_triton
 
 
-def ladder(tokens, rows, decodes, mixed) -> tuple[Room, ...]:
-    usual = [Room(tokens, *kind) for tokens in SIZES for kind in MIXED]
+def ladder(tokens, rows, decodes, mixed) -> tuple[GraphShape, ...]:
+    usual = [GraphShape(tokens, *kind) for tokens in SIZES for kind in MIXED]
     # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
-    return tuple(sorted([*usual, Room(SIZES[0], 1, 2)])) if decodes else ()
+    return tuple(sorted([*usual, GraphShape(SIZES[0], 1, 2)])) if decodes else ()
 
 
 def checked(work):
@@ -160,15 +160,15 @@ def checked(work):
 
 
 hurry()
-runs.LEAST = 16  # tokens: prompts here are short
-rooms.SHARING = graphs.SHARING = 2
+shared_prefixes.LEAST = 16  # tokens: prompts here are short
+graph_shapes.SHARING = graphs.SHARING = 2
 READ = Reads(block=16, warps=4, stages=2)
-FEW = Cut(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
-triton_decode.cut = lambda *_: FEW
+FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
+hybrid.cut = lambda *_: FEW
 step_times.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
-building.mixed_ladder = ladder
-building.registry.create = lambda name, shapes, device: KINDS[READS](shapes, device)
+loading.mixed_ladder = ladder
+loading.registry.create = lambda name, shapes, device: KINDS[READS](shapes, device)
 Runner.capture, Runner.measure = map(checked, (Runner.capture, Runner.measure))
 
 
@@ -212,7 +212,7 @@ def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int, int]:
     taken.clear()
     found = run_alike(cores)
     cores.loaded.runner.device.close()
-    sharing = [one for one in taken if one is not None and one.cut.room.shares]
+    sharing = [one for one in taken if one is not None and one.views.shape.shares]
     return found, cores.sharing, len(sharing)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from grammars.vocabulary import KNOWN, SETUP
-from pipeinfer.engine.masks import Masks
+from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores as scores_in
 from pipeinfer.params import SamplingParams, StructuredOutputs
@@ -29,11 +29,13 @@ BAD = [POISON], [*range(20), POISON, 5], [7] * 25 + [POISON]
 FORMS = {4: StructuredOutputs(regex="[a-e]{2}-[0-9]+")}  # of which requests
 
 
-def masks_for(folder: Path) -> Masks:
+def masks_for(folder: Path) -> GrammarMasks:
     """For a checkpoint with any weights: the demo model's tokenizer will do."""
     width = json.loads((folder / "config.json").read_text())["vocab_size"]
     known = [i for i in KNOWN if i < width]
-    return Masks(GrammarStore(lambda: replace(SETUP, width=width, known=tuple(known))), 1)
+    return GrammarMasks(
+        GrammarStore(lambda: replace(SETUP, width=width, known_ids=tuple(known))), 1
+    )
 
 
 def submit_all(cores, bad: bool = False) -> None:

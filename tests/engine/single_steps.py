@@ -9,8 +9,8 @@ import numpy as np
 
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.executor import unwatched
-from pipeinfer.engine.fields import filled
-from pipeinfer.steps.step import LAST_TOKEN, Sampled, Step
+from pipeinfer.engine.step_builder import filled
+from pipeinfer.step import LAST_TOKEN, Sampled, Step
 from step_pages import all_pages
 
 
@@ -19,10 +19,10 @@ class HostFlight:
 
     def __init__(self, device: HostDevice, run: Callable[[], Sampled]) -> None:
         self._sampled: list[Sampled] = []
-        self.mark = device.submit(lambda: self._sampled.append(run()))
+        self.event = device.submit(lambda: self._sampled.append(run()))
 
     def take(self) -> Sampled:
-        self.mark.wait()
+        self.event.wait()
         return self._sampled[0]
 
 

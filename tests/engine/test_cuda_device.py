@@ -11,12 +11,13 @@ import pytest
 import torch
 from single_steps import empty_step
 
-from pipeinfer.engine.buffers import PARITIES
-from pipeinfer.engine.cuda import device as module
-from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine import cuda as module
+from pipeinfer.engine.cuda import CudaDevice
+from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.step_buffers import PARITIES, StepBuffers
 
 
 class Event:
@@ -122,14 +123,14 @@ async def test_the_next_mark_is_asked_for_after_one_whose_call_has_raised(device
 
 
 def test_times_are_those_between_the_streams_events_and_stay_when_events_are_used_again(device):
-    marks = []
+    events = []
     for number in range(2 * module.MARKS):
-        marks.append(device.submit(lambda: None))
+        events.append(device.submit(lambda: None))
         end(device, number)
-        assert marks[-1].ready
-        assert marks[-1].busy == 0.1
-        assert marks[-1].idle == (0.1 if number else 0.0)
-    assert {mark.busy for mark in marks} == {0.1}
+        assert events[-1].ready
+        assert events[-1].busy == 0.1
+        assert events[-1].idle == (0.1 if number else 0.0)
+    assert {event.busy for event in events} == {0.1}
 
 
 def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
@@ -147,17 +148,18 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         def submit(self, work, prepare):
             prepare()
 
-    def pack(step, parity, captured):
+    def pack(step, buffers, captured):
         happened.append(("pack", step.number))
-        assert parity == step.number % PARITIES
+        assert buffers.parity == step.number % PARITIES
 
     runner = Runner.__new__(Runner)
-    runner.phases, runner._launched, runner._latest = Phases(), 0, [None] * PARITIES
+    runner.phases, runner._launched = Phases(), 0
+    runner._buffers = [StepBuffers(parity, HostDevice(), 1, 1, 1) for parity in range(PARITIES)]
     runner.device, runner._graphs = Device(), Graphs(None)  # type: ignore
     runner._pack = pack  # type: ignore
     for number in range(4):
         runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
-        runner._latest[number % PARITIES] = LaunchedStep(number)  # type: ignore
+        runner._buffers[number % PARITIES].latest = LaunchedStep(number)  # type: ignore
     assert happened == [
         ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
         ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),
@@ -180,7 +182,7 @@ def test_only_the_first_capture_is_tried_twice_and_one_that_fails_is_ended(devic
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(module, "lent", lambda tensor: ("lent", tensor))
+    monkeypatch.setattr(module, "non_owning_view", lambda tensor: ("lent", tensor))
     device.stream.synchronize = lambda: said.append("wait")
     tensors = (torch.ones(1),)
 

@@ -42,10 +42,10 @@ async def test_work_is_done_in_order_on_one_thread_and_calls_come_back_to_the_lo
 
 
 async def test_who_asks_after_the_end_is_called_too(device):
-    mark, over = device.submit(lambda: None), asyncio.Event()
-    mark.wait()
-    assert mark.ready
-    mark.then(asyncio.get_running_loop(), over.set)
+    event, over = device.submit(lambda: None), asyncio.Event()
+    event.wait()
+    assert event.ready
+    event.then(asyncio.get_running_loop(), over.set)
     await over.wait()
 
 
@@ -54,12 +54,14 @@ def test_what_work_raises_belongs_to_its_mark_alone(device):
         raise ArithmeticError("no finite maximum")
 
     seen = []
-    marks = [device.submit(work) for work in (lambda: seen.append(0), fail, lambda: seen.append(2))]
-    marks[2].wait()
+    events = [
+        device.submit(work) for work in (lambda: seen.append(0), fail, lambda: seen.append(2))
+    ]
+    events[2].wait()
     assert seen == [0, 2]
     for _ in range(2):
         with pytest.raises(ArithmeticError):
-            marks[1].wait()
+            events[1].wait()
 
 
 def test_time_between_pieces_counts_as_idle_only_with_nothing_queued(device):
@@ -116,8 +118,8 @@ def test_work_within_work_is_done_at_once(device):
 
     def outer() -> None:
         device.run(lambda: order.append("run"))
-        mark = device.submit(lambda: order.append("work"), lambda: order.append("prepare"))
-        assert mark.ready and mark.busy > 0
+        event = device.submit(lambda: order.append("work"), lambda: order.append("prepare"))
+        assert event.ready and event.busy > 0
         with pytest.raises(ZeroDivisionError):
             device.run(lambda: 1 / 0)
         order.append("outer")

@@ -12,8 +12,8 @@ from edits_by_slot import Edited
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
-from pipeinfer.engine.fields import FIELDS
+from pipeinfer.engine.executor import step_done
+from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
@@ -33,7 +33,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 from sampling_rows import sampling_of
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from hash_device import HashDevice
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 15, 4, 4, 40
 

@@ -13,14 +13,14 @@ from single_steps import Row, build_step
 
 from kept_logits import logits_of
 from pipeinfer.engine import loading, machine
-from pipeinfer.engine.artificial import allow_all, largest_step
+from pipeinfer.engine.calibrate import allow_all, largest_step
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
 from pipeinfer.models import loading as checkpoint_files
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do
     assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
     assert truncated(step.fields).tolist() == [0, 1, 2, 3]
     launched = runner.launch(step)
-    launched.finish(allow_all)
+    runner.finish(launched, allow_all)
     sampled = launched.take()
     assert runner._state.biased.all()
     assert sampled.counts.tolist() == [1] * 4 and len(sampled.logprobs) > 0

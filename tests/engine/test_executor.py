@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from single_steps import empty_step
 
-from pipeinfer.engine.device import HostDevice, HostMark, InTwoParts
+from pipeinfer.engine.device import HostDevice, HostEvent, TwoPhaseEvent
 from pipeinfer.engine.executor import MOST_UNFINISHED, Executor
-from pipeinfer.steps.step import MaskRows, Sampled, Step
+from pipeinfer.step import MaskRows, Sampled, Step
 
 
 @dataclass
 class LaunchedStep:
     number: int
-    mark: HostMark = field(default_factory=HostMark)
+    event: HostEvent = field(default_factory=HostEvent)
 
     def take(self) -> Sampled:
-        self.mark.wait()
+        self.event.wait()
         return Sampled.one_each([self.number])
 
 
@@ -43,9 +43,9 @@ class Runner:
         return self.launched[-1]
 
     def end(self, number: int, error: Exception | None = None) -> None:
-        [mark] = [one.mark for one in self.launched if one.number == number]
-        mark.busy, mark.idle = 0.25, 0.5
-        mark.end(error)
+        [event] = [one.event for one in self.launched if one.number == number]
+        event.busy, event.idle = 0.25, 0.5
+        event.end(error)
 
 
 class Reports:
@@ -173,13 +173,9 @@ class TwoParts(LaunchedStep):
 
     def __init__(self, number: int, log: list) -> None:
         super().__init__(number)
-        self.first, self.log = HostMark(), log
+        self.first, self.log = HostEvent(), log
         self.first.end(None)
-        self.rest, self.mark = self.mark, InTwoParts(self.first)
-
-    def finish(self, fill) -> None:
-        self.log.append(("fill", self.number, fill(np.zeros((1, 1), np.int32))))
-        self.mark.complete(self.rest)
+        self.rest, self.event = self.event, TwoPhaseEvent(self.first)
 
 
 class MaskedRunner(Runner):
@@ -196,9 +192,13 @@ class MaskedRunner(Runner):
         self.launched.append(TwoParts(step.number, self.log))
         return self.launched[-1]
 
+    def finish(self, launched, fill):
+        self.log.append(("fill", launched.number, fill(np.zeros((1, 1), np.int32))))
+        launched.event.complete(launched.rest)
+
     def end(self, number, error=None):
         [one] = [one for one in self.launched if one.number == number]
-        (one.rest if isinstance(one, TwoParts) else one.mark).end(error)
+        (one.rest if isinstance(one, TwoParts) else one.event).end(error)
 
 
 class Filled:

@@ -22,7 +22,7 @@ from cores import Cores
 from dense_attention import causal, split
 from kept_logits import logits_of
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.engine.key_shifts import key_shifts
+from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.kernels.e4m3 import Scales
 from pipeinfer.kernels.hadamard import turned

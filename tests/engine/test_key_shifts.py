@@ -13,15 +13,15 @@ import torch
 from dense_attention import causal, split
 from foreign_checkpoints import write_configuration
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.engine import key_shifts as module
-from pipeinfer.engine.key_shifts import key_shifts
+from pipeinfer.engine import kv_store as module
+from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import ReadyHeads
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
 from pipeinfer.settings import Settings
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_pages": 8, "page_size": 16, "max_running": 2}

@@ -9,16 +9,14 @@ import threading
 import pytest
 from single_steps import HostRunner, empty_step
 
-from pipeinfer.engine import late_graphs
+from pipeinfer.engine import executor
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import DeviceDriver
-from pipeinfer.engine.executor import Executor
-from pipeinfer.engine.late_graphs import LateGraphs
+from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 LEFT = 4
 
@@ -64,10 +62,10 @@ def hello() -> Hello:
 @pytest.fixture
 async def driven(monkeypatch):
     for name in ("FIRST", "QUIET", "GAP"):
-        monkeypatch.setattr(late_graphs, name, 0.001)
+        monkeypatch.setattr(executor, name, 0.001)
     runner, fed = Runner(), asyncio.Queue()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=LateGraphs(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
     )
     core = EngineCore(hello(), "scheduler-0", MemoryManager(9, 16, 2, 64))
 

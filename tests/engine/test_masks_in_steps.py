@@ -14,20 +14,20 @@ from llguidance import LLExecutor
 import pipeinfer.demo
 from grammars.costly_grammars import LATE
 from parity.cores import Cores
-from pipeinfer.engine.masks import Masks
+from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
-from pipeinfer.grammars.masks import fill_all, source_of
+from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import SHARE
 from pipeinfer.settings import Settings
-from pipeinfer.text.ends import grammar_setup
+from pipeinfer.text.loading import grammar_setup
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)
-VOCABULARY = Vocabulary(SETUP.tokenizer, SETUP.width, SETUP.ends, SETUP.known)
+VOCABULARY = Vocabulary(SETUP.tokenizer, SETUP.width, SETUP.end_ids, SETUP.known_ids)
 PROMPT = list(b"Tell me something about yourself.")
 SPECS = {
     "object": StructuredOutputs(
@@ -50,7 +50,7 @@ SPECS = {
 
 @pytest.fixture(scope="module")
 def masks():
-    masks = Masks(GrammarStore(lambda: SETUP), threads=2)
+    masks = GrammarMasks(GrammarStore(lambda: SETUP), threads=2)
     yield masks
     masks.close()
 
@@ -74,13 +74,13 @@ def submitted(made: Cores, temperature: float) -> Cores:
     """One of each, and two that are free; they all stop at an end."""
     for seed, name in enumerate((*SPECS, "free", "free too")):
         prompt = [*PROMPT, *name.encode()]
-        made.submit(name, prompt, params(name, temperature), seed=seed, eos_ids=SETUP.ends)
+        made.submit(name, prompt, params(name, temperature), seed=seed, eos_ids=SETUP.end_ids)
     made.run()
     return made
 
 
 def text(made: Cores, name: str) -> str:
-    ids = [i for i in made.outputs[name] if i not in SETUP.ends]
+    ids = [i for i in made.outputs[name] if i not in SETUP.end_ids]
     return VOCABULARY.tokens.decode_str(ids)
 
 
@@ -102,7 +102,7 @@ def test_greedy_rows_take_the_likeliest_token_that_is_allowed(loaded, masks):
         grammar, ids = Grammar(VOCABULARY, spec), made.outputs[name]
         for n, token in enumerate(ids):
             words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
-            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], None)], words) == [""]
+            assert fill_masks(LLExecutor(1), [make_source(grammar, ids[:n], None)], words) == [""]
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: SETUP.width] > 0
             logits = made.logits.get((name, len(PROMPT) + len(name) + n))
             if logits is None:  # nobody had to sample it
@@ -121,7 +121,7 @@ def test_whoever_is_free_samples_what_he_would_alone(loaded, masks, temperature)
     for seed, name in ((3, "free"), (4, "free too")):
         alone = cores(loaded, masks)
         prompt = [*PROMPT, *name.encode()]
-        alone.submit(name, prompt, params(name, temperature), seed=seed, eos_ids=SETUP.ends)
+        alone.submit(name, prompt, params(name, temperature), seed=seed, eos_ids=SETUP.end_ids)
         alone.run()
         assert alone.outputs[name] == beside.outputs[name]
 
@@ -156,8 +156,8 @@ def filled(made: Cores, temperature: float, **more) -> Cores:
     """Three forms, which end by themselves or at 150 tokens, and somebody beside them."""
     given = SamplingParams(temperature=temperature, max_tokens=150, structured_outputs=FORM, **more)
     for seed in range(3):
-        made.submit(f"form {seed}", PROMPT, given, seed=seed, eos_ids=SETUP.ends)
-    made.submit("free", PROMPT, params("free", temperature), seed=3, eos_ids=SETUP.ends)
+        made.submit(f"form {seed}", PROMPT, given, seed=seed, eos_ids=SETUP.end_ids)
+    made.submit("free", PROMPT, params("free", temperature), seed=3, eos_ids=SETUP.end_ids)
     made.run()
     return made
 
@@ -187,7 +187,7 @@ def test_a_row_that_jumps_over_forced_tokens_says_what_it_would_sample(loaded, m
 def test_rows_whose_tokens_are_counted_or_banned_do_not_jump(loaded, masks, more):
     made = cores(loaded, masks)
     given = SamplingParams(temperature=0.0, max_tokens=150, structured_outputs=FORM, **more)
-    made.submit("form", PROMPT, given, eos_ids=SETUP.ends)
+    made.submit("form", PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
     assert set(json.loads(text(made, "form"))) >= {"whether the customer has agreed"}
     assert made.scheduler.stats()["jumped_tokens_total"] == 0
@@ -197,7 +197,7 @@ def test_what_is_cached_of_a_row_that_jumped_is_what_it_computed(loaded, masks):
     """Its whole text is asked for again: most of it is found, and goes on in the same way."""
     made = cores(loaded, masks)
     given = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=FORM)
-    made.submit("form", PROMPT, given, eos_ids=SETUP.ends)
+    made.submit("form", PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
     assert made.scheduler.stats()["jumped_tokens_total"] > 20
     prompt = [*PROMPT, *made.outputs["form"][:-1]]
@@ -218,7 +218,7 @@ def test_penalties_count_what_was_sampled_behind_the_mask(loaded, masks):
     given = SamplingParams(
         temperature=0.0, max_tokens=60, structured_outputs=spec, frequency_penalty=2.0
     )
-    made.submit("r", PROMPT, given, eos_ids=SETUP.ends)
+    made.submit("r", PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
     ids = made.outputs["r"][:12]
     logits = [made.logits["r", len(PROMPT) + n] for n in range(12)]
@@ -230,7 +230,7 @@ def test_penalties_count_what_was_sampled_behind_the_mask(loaded, masks):
 
 def test_log_probs_are_those_of_the_model_before_the_mask(loaded, masks):
     made = cores(loaded, masks)
-    made.submit("choice", PROMPT, params("choice", 0.0, logprobs=2), eos_ids=SETUP.ends)
+    made.submit("choice", PROMPT, params("choice", 0.0, logprobs=2), eos_ids=SETUP.end_ids)
     made.run()
     for n, entry in enumerate(scores(made.logprobs["choice"], 2)):
         row = made.logits["choice", len(PROMPT) + n].astype(np.float64)
@@ -242,8 +242,8 @@ def test_log_probs_are_those_of_the_model_before_the_mask(loaded, masks):
 def test_a_row_that_may_sample_nothing_fails_alone(loaded, masks):
     made = cores(loaded, masks)
     broken = StructuredOutputs(regex="(a")
-    made.submit("broken", PROMPT, SamplingParams(structured_outputs=broken), eos_ids=SETUP.ends)
-    made.submit("free", PROMPT, SamplingParams(max_tokens=9, temperature=0), eos_ids=SETUP.ends)
+    made.submit("broken", PROMPT, SamplingParams(structured_outputs=broken), eos_ids=SETUP.end_ids)
+    made.submit("free", PROMPT, SamplingParams(max_tokens=9, temperature=0), eos_ids=SETUP.end_ids)
     made.run()
     assert (made.finished["broken"], made.outputs["broken"]) == ("error", [])
     assert made.finished["free"] in ("length", "stop")
@@ -258,7 +258,7 @@ def test_thoughts_have_a_budget(loaded, masks, spec, amid):
     """Between a letter that this model says at once, or the prompt has said, and a full stop."""
     free = cores(loaded, masks)
     prompt = list(b"Tell me what you think about thi")
-    free.submit("r", prompt, SamplingParams(temperature=0.0, max_tokens=60), eos_ids=SETUP.ends)
+    free.submit("r", prompt, SamplingParams(temperature=0.0, max_tokens=60), eos_ids=SETUP.end_ids)
     free.run()
     said = text(free, "r")
     opening = said[0] if not amid else chr(prompt[-1])
@@ -268,7 +268,7 @@ def test_thoughts_have_a_budget(loaded, masks, spec, amid):
         given = SamplingParams(
             temperature=0.0, max_tokens=60, thinking_token_budget=budget, structured_outputs=spec
         )
-        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.ends, thoughts=thoughts)
+        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.end_ids, thoughts=thoughts)
     made.run()
     for budget in (0, 3):
         before, mark, after = text(made, f"r{budget}").partition("`")
@@ -284,8 +284,8 @@ def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
     spec = StructuredOutputs(regex="[0-9]{4}")
     given = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=spec)
     open_, over = Thoughts("", ".", "open"), Thoughts("", ".", "over")
-    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.ends, thoughts=open_)
-    made.submit("at once", PROMPT, given, eos_ids=SETUP.ends, thoughts=over)
+    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.end_ids, thoughts=open_)
+    made.submit("at once", PROMPT, given, eos_ids=SETUP.end_ids, thoughts=over)
     made.run()
     before, _, after = text(made, "later").partition(".")
     assert before and len(after) == 4 and after.isdigit()
@@ -298,14 +298,14 @@ def test_a_grammar_that_has_worn_out_is_compiled_anew(loaded, masks):
     given = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=spec)
     grammar = masks._store.grammar(spec)
     made = cores(loaded, masks)
-    made.submit("worn", PROMPT, given, eos_ids=SETUP.ends)
+    made.submit("worn", PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
     assert made.finished["worn"] == "error" and len(made.outputs["worn"]) > 0
     deadline = time.monotonic() + 60
     while not grammar.generation:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    made.submit("next", PROMPT, given, eos_ids=SETUP.ends)
+    made.submit("next", PROMPT, given, eos_ids=SETUP.end_ids)
     made.run()
     assert made.outputs["next"] == made.outputs["worn"]
 
@@ -323,8 +323,8 @@ def test_results_tell_rows_whose_masks_cost_much(loaded, masks):
     made.scheduler.handle = watch
     spec = StructuredOutputs(grammar=LATE)
     costly = SamplingParams(max_tokens=9, logit_bias={90: 100.0}, structured_outputs=spec)
-    made.submit("costly", PROMPT, costly, eos_ids=SETUP.ends)
-    made.submit("free", PROMPT, params("free", 0.0, ignore_eos=True), eos_ids=SETUP.ends)
+    made.submit("costly", PROMPT, costly, eos_ids=SETUP.end_ids)
+    made.submit("free", PROMPT, params("free", 0.0, ignore_eos=True), eos_ids=SETUP.end_ids)
     made.run()
     assert max(told) > 3 * SHARE, told
     assert len(made.outputs["costly"]) >= 5

@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 
-from pipeinfer.engine.onednn import KEPT, NAMES, keep_few_kernels
+from pipeinfer.engine.preload import KEPT, NAMES, keep_few_kernels
 
 SHOW = """
 import os, sys
-from pipeinfer.engine.onednn import KEPT, keep_few_kernels
+from pipeinfer.engine.preload import KEPT, keep_few_kernels
 if sys.argv[1] == "few":
     keep_few_kernels(os.environ)
 import torch

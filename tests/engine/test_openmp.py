@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import servers
-from pipeinfer.engine.openmp import SPINS, spin_briefly
+from pipeinfer.engine.preload import SPINS, spin_briefly
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 
 SHOW = """
 import os
-from pipeinfer.engine.openmp import spin_briefly
+from pipeinfer.engine.preload import spin_briefly
 spin_briefly(os.environ)
 import torch
 """

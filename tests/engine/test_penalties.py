@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.penalties import IN_OUTPUT, IN_PROMPT, Penalties, penalized
-from pipeinfer.steps.step import PenaltyRows, Said
+from pipeinfer.engine.sampling import IN_OUTPUT, IN_PROMPT, Penalties, penalized
+from pipeinfer.step import PenaltyHistory, PenaltyRows
 
 VOCAB, SLOTS = 11, 4
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
@@ -48,7 +48,9 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
         new = []
         for slot in data.draw(st.sets(st.integers(0, SLOTS - 1), max_size=2)):
             said[slot] = data.draw(ids), data.draw(ids), data.draw(factors)
-            new.append(Said(slot, *(np.array(some, dtype=np.int32) for some in said[slot][:2])))
+            new.append(
+                PenaltyHistory(slot, *(np.array(some, dtype=np.int32) for some in said[slot][:2]))
+            )
         # Rows of the logits in any order, of which some belong to the slots that have penalties.
         entries = random.permutation(SLOTS + 2)[: max(len(said), 1)]
         slots = np.array(sorted(said), dtype=np.int64)
@@ -85,7 +87,9 @@ def test_all_memory_is_there_before_any_request_asks():
 
 def test_an_impossible_id_stays_impossible_and_many_rows_are_as_few():
     penalties, count = Penalties(100, range(VOCAB), "cpu"), 100
-    new = tuple(Said(slot, np.array([0, 1]), np.array([1], np.int32)) for slot in range(count))
+    new = tuple(
+        PenaltyHistory(slot, np.array([0, 1]), np.array([1], np.int32)) for slot in range(count)
+    )
     every = np.arange(count)
     rows = PenaltyRows(every, every, np.full((count, 3), [1.3, 0.5, 0.5], np.float32), new)
     logits = torch.zeros((count, VOCAB), dtype=torch.bfloat16)

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from single_steps import HostRunner, Row, build_step
 
-from pipeinfer.engine import driver as driver_module
+from pipeinfer.engine import executor as driver_module
 from pipeinfer.engine.core import Compute
-from pipeinfer.engine.driver import DeviceDriver
-from pipeinfer.engine.executor import Executor
+from pipeinfer.engine.executor import DeviceDriver, Executor
 from pipeinfer.engine.phases import HOST, PHASES, Phases
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 
 class Noted:

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.engine.fields import filled
-from pipeinfer.engine.requests import MOST_EDITS, RequestTable, edits_of
+from pipeinfer.engine.step_builder import MOST_EDITS, RequestTable, edits_of, filled
 from pipeinfer.messages import Admit
 from pipeinfer.packing import pack
 from pipeinfer.params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
-from pipeinfer.steps.step import Delta
+from pipeinfer.step import Delta
 
 SLOTS, VOCABULARY = 5, 12
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.mirror import Mirror
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step_builder import StepBuilder
+from page_mirror import PageMirror
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
@@ -29,7 +28,7 @@ class Side:
         self.memory = MemoryManager(pages, page_size, SLOTS, LIMIT)
         self.requests = RequestTable(SLOTS)
         self.builder = StepBuilder(self.memory, self.requests)
-        self.slots = Mirror(SLOTS)
+        self.slots = PageMirror(SLOTS)
         self.short = short
         self.shortcuts = 0
 
@@ -37,16 +36,16 @@ class Side:
         """Everything that comes out of a plan, as plain values."""
         if not self.short:
             self.memory._run = None
-        applied = self.memory.apply(plan)
+        rows = self.memory.apply(plan)
         self.memory.check_integrity()
         for admit in plan.admits:
             self.requests.put(admit)
-        step, sampled = self.builder.build(1, applied)
-        assert self.short or not applied.rows.again
-        self.shortcuts += applied.rows.again
-        found: dict[str, object] = {f"applied.{k}": v for k, v in vars(applied).items()}
-        del found["applied.rows"]
-        found |= {f"rows.{k}": v for k, v in vars(applied.rows).items() if k != "again"}
+        step, sampled = self.builder.build(1, rows)
+        assert self.short or not rows.same_as_previous
+        self.shortcuts += rows.same_as_previous
+        found: dict[str, object] = {
+            f"rows.{k}": v for k, v in vars(rows).items() if k != "same_as_previous"
+        }
         found |= {f"step.{k}": v for k, v in vars(step).items() if k not in ("fields", "delta")}
         found |= {f"fields.{k}": v for k, v in step.fields.items()}
         found |= {f"delta.{k}": v for k, v in vars(step.delta).items() if k not in WITHIN}

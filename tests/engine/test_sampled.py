@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 
 rows = st.integers(1, 4).flatmap(
     lambda most: st.tuples(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.logprobs import log_probs
+from pipeinfer.engine.sampling import log_probs
 from pipeinfer.kernels import host
 from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
 from rank_threads import ThreadCollectives, ThreadGroup

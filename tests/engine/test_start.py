@@ -78,7 +78,7 @@ assert torch.ones(2, 2).mm(torch.ones(2, 2)).sum() == 8
 def test_tritons_hash_is_made_once_and_without_torch():
     program = """
 import sys
-from pipeinfer.engine.cuda.triton_hash import hashing
+from pipeinfer.engine.preload import hashing
 making = hashing()
 making.join()
 assert hashing() is making and "torch" not in sys.modules

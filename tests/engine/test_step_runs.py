@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.rooms import Packer, Room, layout
-from pipeinfer.engine.step_builder import StepBuilder
+from pipeinfer.engine.graph_shapes import GraphShape
+from pipeinfer.engine.step_buffers import Packer, layout
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
 from pipeinfer.packing import pack
@@ -32,10 +32,10 @@ class Side:
         counts = pack([count] * len(rows))
         plan = Plan(1, self.number, releases, admits, pack(rows), counts)
         self.number += 1
-        applied = self.memory.apply(plan)
+        rows = self.memory.apply(plan)
         for admit in admits:
             self.requests.put(admit)
-        return self.builder.build(1, applied)[0]
+        return self.builder.build(1, rows)[0]
 
 
 def admit(slot: int, ids: list[int]) -> Admit:
@@ -57,8 +57,8 @@ def test_decodes_that_read_the_same_pages_are_named():
     side = Side()
     step = two_with_a_common_prompt(side)
     pages = PREFIX // PAGE
-    assert step.runs.lines.tolist() == [pages, pages, 0]
-    assert step.runs.seats.tolist() == [0 << 16 | 2, 1 << 16 | 2, 0]
+    assert step.shared_prefixes.leaders.tolist() == [pages, pages, 0]
+    assert step.shared_prefixes.ranks.tolist() == [0 << 16 | 2, 1 << 16 | 2, 0]
     rows = [side.memory.table.row(slot)[:pages].tolist() for slot in (5, 2)]
     assert rows[0] == rows[1]
 
@@ -67,22 +67,22 @@ def test_they_are_named_anew_when_rows_come_or_go_and_only_then():
     side = Side()
     step = two_with_a_common_prompt(side)
     again = side.run([5, 2, 3])
-    assert again.runs is step.runs
+    assert again.shared_prefixes is step.shared_prefixes
     turned = side.run([3, 2, 5])
-    assert turned.runs.lines.tolist() == [0, 1 << 16 | 20, 1 << 16 | 20]
+    assert turned.shared_prefixes.leaders.tolist() == [0, 1 << 16 | 20, 1 << 16 | 20]
     alone = side.run([5, 3], releases=(Release(2, True, b""),))
-    assert alone.runs is None
+    assert alone.shared_prefixes is None
 
 
 def test_prompts_have_no_runs_and_attention_that_reads_row_by_row_is_told_none():
     side = Side()
     two_with_a_common_prompt(side)
     step = side.run([5, 4, 2], 9999, (admit(4, [*COMMON, 1, 2, 3]),))
-    assert step.decodes == 2 and step.runs.lines.tolist() == [20, 20]
-    assert two_with_a_common_prompt(Side(shares=False)).runs is None
+    assert step.decodes == 2 and step.shared_prefixes.leaders.tolist() == [20, 20]
+    assert two_with_a_common_prompt(Side(shares=False)).shared_prefixes is None
 
 
-@pytest.mark.parametrize("room", [Room(3, 3, 0), Room(8, 8, 0), Room(64, 8, 8)])
+@pytest.mark.parametrize("room", [GraphShape(3, 3, 0), GraphShape(8, 8, 0), GraphShape(64, 8, 8)])
 def test_words_of_a_step_have_its_runs_and_no_others(room):
     side = Side()
     step = two_with_a_common_prompt(side)
@@ -90,12 +90,12 @@ def test_words_of_a_step_have_its_runs_and_no_others(room):
         step = side.run([5, 4, 2], 9999, (admit(4, [*COMMON, 1, 2, 3]),))
     packer = Packer(np.full(400, 77, dtype=np.int32), 8)
     at = layout(room)
-    for runs in (step.runs, None):
-        alone = replace(step, runs=None) if runs is None else step
+    for runs in (step.shared_prefixes, None):
+        alone = replace(step, shared_prefixes=None) if runs is None else step
         packer.pack(alone, room, 3, np.zeros(0, dtype=np.int32))
         for begin, values in (
-            (at.lines, [] if runs is None else runs.lines.tolist()),
-            (at.seats, [] if runs is None else runs.seats.tolist()),
+            (at.leaders, [] if runs is None else runs.leaders.tolist()),
+            (at.ranks, [] if runs is None else runs.ranks.tolist()),
         ):
             words = packer.words[begin : begin + room.rows].tolist()
             assert words == values + [0] * (room.rows - len(values))

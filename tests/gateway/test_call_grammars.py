@@ -23,7 +23,7 @@ from pipeinfer.gateway.shapes import Said
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.text.added import Added
+from pipeinfer.text.files import AddedId
 
 TOKENIZER = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
 SIZE = TOKENIZER.get_vocab_size()
@@ -215,7 +215,7 @@ def test_forms_that_cannot_stand_beside_calls_are_refused(
 
 
 def test_tags_that_are_special_tokens_are_written_as_these() -> None:
-    tokens = {"<tool_call>": Added(259, True), "</tool_call>": Added(260, False)}
+    tokens = {"<tool_call>": AddedId(259, True), "</tool_call>": AddedId(260, False)}
     grammar = TOOL_PARSERS["hermes"].grammar(Wanted(SCHEMAS, False, tokens=tokens))
     inside = TOKENIZER.encode('\n{"name": "stop", "arguments": {}}\n</tool_call>').ids
     matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)).matcher()

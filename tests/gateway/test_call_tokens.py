@@ -18,7 +18,7 @@ from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.added import Added
+from pipeinfer.text.files import AddedId
 
 SCHEMAS = {
     "weather": {
@@ -45,9 +45,9 @@ def tokenizer(name: str) -> Tokenizer:
     return made
 
 
-def added(name: str) -> dict[str, Added]:
+def added(name: str) -> dict[str, AddedId]:
     tokens = tokenizer(name).get_added_tokens_decoder()
-    return {token.content: Added(i, token.special) for i, token in tokens.items()}
+    return {token.content: AddedId(i, token.special) for i, token in tokens.items()}
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -14,7 +14,7 @@ import template_families
 from pipeinfer.gateway.reading.elements import ElementTags
 from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading
 from pipeinfer.gateway.shapes import Said
-from pipeinfer.tokenizer.sandbox import make_environment
+from pipeinfer.tokenizer.chat_templates import make_environment
 
 # By family, which parser is chosen; of other families none is known.
 PARSERS = {

@@ -19,7 +19,7 @@ from pipeinfer.gateway.reading.custom_inputs import CustomInputs
 from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.added import Added
+from pipeinfer.text.files import AddedId
 
 FAMILIES = {**{name: TOOL_PARSERS[name] for name in FORMS}, "any": ANY_MODEL}
 WRITTEN = {**FORMS, "any": ANY}
@@ -163,7 +163,7 @@ def test_a_grammar_that_refers_to_itself_is_held_where_its_letters_stand_for_the
 
 
 def test_between_special_tokens_any_grammar_is_held() -> None:
-    tokens = {"</arg_value>": Added(259, True)}
+    tokens = {"</arg_value>": AddedId(259, True)}
     grammar = held("glm47", StructuredOutputs(grammar=NESTED.replace("INT", '/[^()]/', 1)),
                    tokens=tokens)  # fmt: skip
     assert "<[259]>" in grammar and "%lark" in grammar

@@ -33,7 +33,7 @@ from pipeinfer.messages import Submit
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import Added
+from pipeinfer.text.files import AddedId
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -645,7 +645,7 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 def test_special_tokens_are_kept_where_thoughts_are_told_by_them(special: bool) -> None:
-    tags = {"[THINK]": Added(5, special), "[/THINK]": Added(6, special)}
+    tags = {"[THINK]": AddedId(5, special), "[/THINK]": AddedId(6, special)}
     terms = Terms(DEFAULTS, reading=Reading(reasoning="mistral", added=tags))
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     [call] = chat_job(read(body, ChatRequest), "id", terms, "").calls

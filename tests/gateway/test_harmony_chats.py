@@ -19,8 +19,8 @@ from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
-from pipeinfer.tokenizer.chats import Chats
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.control_tokens import ChatRenderer
 from template_families import HERE
 
 TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()
@@ -59,7 +59,7 @@ def now(text: str) -> str:
 
 def rendered(call: Call) -> str:
     assert call.chat is not None
-    chats = Chats(MARKERS, ChatTemplates({"default": TEMPLATE}, {}, now))
+    chats = ChatRenderer(MARKERS, ChatTemplates({"default": TEMPLATE}, {}, now))
     return chats.render(call.chat, call.template_arguments).text
 
 

@@ -20,14 +20,14 @@ from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.text.added import Added
-from pipeinfer.text.harmony import CALL, END, RETURN
+from pipeinfer.text.files import AddedId
+from pipeinfer.text.thoughts import CALL, END, RETURN
 
 TOKENIZER = tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
 IDS: dict[str, int] = {text: TOKENIZER.token_to_id(text) for text in MARKERS}
 VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (IDS[RETURN], IDS[CALL]), tuple(range(SIZE)))
-ADDED = {text: Added(i, True) for text, i in IDS.items()}
+ADDED = {text: AddedId(i, True) for text, i in IDS.items()}
 PARAMETERS: Any = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -161,7 +161,7 @@ def test_markers_in_a_text_are_no_markers() -> None:
 
 def test_models_without_the_markers_and_grammars_within_messages_are_refused() -> None:
     lacking = {text: added for text, added in ADDED.items() if text != "<|constrain|>"}
-    for tokens in ({}, lacking, {text: Added(i, False) for text, i in IDS.items()}):
+    for tokens in ({}, lacking, {text: AddedId(i, False) for text, i in IDS.items()}):
         with pytest.raises(Inexpressible, match="no token <"):
             harmony(Wanted(SCHEMAS, many=True, tokens=tokens))
     with pytest.raises(Inexpressible, match="cannot stand within the messages"):

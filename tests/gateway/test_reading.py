@@ -16,7 +16,7 @@ from pipeinfer.gateway.reading.registry import PART, TOOL_PARSERS, InParts, Read
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import Added
+from pipeinfer.text.files import AddedId
 
 SCHEMAS = {
     "get_weather": {
@@ -542,11 +542,11 @@ def test_a_form_that_no_parser_reads_is_refused_by_its_name(shows: str, name: st
 
 
 def test_markers_that_are_special_tokens_in_a_tokenizer_keep_their_text():
-    added = {"<tool_call>": Added(5, special=True), "</tool_call>": Added(6, special=False)}
+    added = {"<tool_call>": AddedId(5, special=True), "</tool_call>": AddedId(6, special=False)}
     assert reading("hermes", "none", "", added).special
-    assert not reading("hermes", "none", "", {"<tool_call>": Added(5, special=False)}).special
+    assert not reading("hermes", "none", "", {"<tool_call>": AddedId(5, special=False)}).special
     assert not reading("none", "none", "", added).special
-    assert reading("glm45", "none", "", {"</arg_key>": Added(7, special=True)}).special
+    assert reading("glm45", "none", "", {"</arg_key>": AddedId(7, special=True)}).special
     assert reading("deepseek_v3", "none", "").special
 
 

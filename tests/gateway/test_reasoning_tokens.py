@@ -20,7 +20,7 @@ from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.messages import Submit, TextRow
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, Tags
+from pipeinfer.text.thoughts import REASONING_PARSERS, ThoughtTags
 from template_families import HERE
 
 TEMPLATE = "{{ tools }}<tool_call>{% if name and arguments %}{% endif %}</tool_call><think>"
@@ -32,7 +32,7 @@ def begins(tokens: Sequence[str]) -> list[int]:
     return [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
 
 
-def spans(answer: Answer, tags: Tags) -> list[tuple[int, float]]:
+def spans(answer: Answer, tags: ThoughtTags) -> list[tuple[int, float]]:
     """Where in its text the thoughts of an answer lie, by the signs for the tags."""
     text, signs = spelled(answer.text, tags), answer.text
     opens = signs.lstrip().startswith("(")

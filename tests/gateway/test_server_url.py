@@ -16,6 +16,8 @@ from pipeinfer.settings import Settings
         ({"host": "0.0.0.0", "tls_cert": "x.pem"}, "https://0.0.0.0:8001"),
         ({"host": "0.0.0.0", "public_address": "127.0.0.1:8600"}, "http://127.0.0.1:8600"),
         ({"public_address": "8600", "tls_cert": "x.pem"}, "https://127.0.0.1:8600"),
+        ({"public_address": "0.0.0.0:8600"}, "http://127.0.0.1:8600"),
+        ({"public_address": "[::]:8600"}, "http://127.0.0.1:8600"),
         ({"public_address": "[::1]:8600"}, "http://[::1]:8600"),
         ({"public_address": "https://models.example.org/"}, "https://models.example.org"),
     ],

@@ -15,7 +15,7 @@ from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.params import ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, Tags
+from pipeinfer.text.thoughts import REASONING_PARSERS, ThoughtTags
 
 # One name of each pair of tags.
 PARSERS = sorted({tags: name for name, tags in REASONING_PARSERS.items()}.values())
@@ -68,13 +68,13 @@ ENCLOSED = [
 ]
 
 
-def spelled(text: str, tags: Tags) -> str:
+def spelled(text: str, tags: ThoughtTags) -> str:
     first, last = tags.answer
     table = {"(": tags.opening, ")": tags.closing, "«": first or "«", "»": last or "»"}
     return text.translate(str.maketrans(table))
 
 
-def cuts(text: str, tags: Tags) -> Iterator[list[str]]:
+def cuts(text: str, tags: ThoughtTags) -> Iterator[list[str]]:
     """Whole, letter by letter, in tokens, amid each marker, and anywhere."""
     yield [text]
     yield list(text)

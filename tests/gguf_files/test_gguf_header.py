@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 
 import checkpoints
 import gguf_writing
-from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.checkpoint.config import read_config, read_generation
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import packed_tensors
-from pipeinfer.gguf.scalars import DEEPEST, MOST_ENTRIES
+from pipeinfer.gguf.header import DEEPEST, MOST_ENTRIES, read_header
+from pipeinfer.gguf.weights import model_tensors
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer
-from pipeinfer.text.template_sources import read_tokenizer_config
 
 MUTATIONS = int(os.environ.get("GGUF_MUTATIONS", "500"))
 MORE_BYTES = 300 << 20  # that reading hostile files may take beyond what the process has
@@ -307,11 +305,11 @@ def test_llama_3_scaling_is_told_from_its_divisors(small, tmp_path, factor):
     rope = read_config(path).rope
     assert (rope.type, rope.factor, rope.original_max) == ("llama3", factor, 8192)
     assert (rope.low_freq, rope.high_freq) == (1.0, 4.0)
-    assert "rope_freqs.weight" not in packed_tensors(read_header(path))
+    assert "rope_freqs.weight" not in model_tensors(read_header(path))
     for wrong, said in ((stored * 1.1, "other factors"), (stored[:-1], "rope_freqs.weight is F32")):
         gguf_writing.write_gguf(small.parent, path, beside={"rope_freqs.weight": wrong}, **heads)
         assert said in broken(path)
 
 
 def test_names_that_nobody_knows_stay_as_they_are(small):
-    assert "model.layers.0.self_attn.q_proj.weight" in packed_tensors(read_header(small))
+    assert "model.layers.0.self_attn.q_proj.weight" in model_tensors(read_header(small))

@@ -40,11 +40,19 @@ def answers(model: Path, **settings: object) -> list[tuple[list[int], list[int]]
     with LLM(str(model), kv_pages=200, **settings) as llm:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         done = llm.chat(chats, PARAMS, use_tqdm=False)
+        tokenizer = llm.get_tokenizer()
+        for chat, out in zip(chats, done, strict=True):
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            assert (text, tokenizer.encode(text)) == (out.prompt, out.prompt_token_ids)
+            assert (
+                tokenizer.decode(out.outputs[0].token_ids, skip_special_tokens=True)
+                == out.outputs[0].text
+            )
         return [(out.prompt_token_ids, out.outputs[0].token_ids) for out in done]
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_answers_are_those_of_the_folder(both, architecture):
+def test_answers_and_the_tokenizer_are_those_of_the_folder(both, architecture):
     folder, file = both(architecture)
     assert answers(file, **HERE) == answers(folder, **HERE)
 

@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gguf_models import gemma, metadata_of, smollm2
-from pipeinfer.gguf.loading import load_tokenizer as load_gguf
+from pipeinfer.gguf.tokenizer import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
+from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer, special_tokens
-from pipeinfer.text.template_sources import read_tokenizer_config
-from pipeinfer.tokenizer.bounds import cover
-from pipeinfer.tokenizer.templates import load_templates
+from pipeinfer.tokenizer.chat_templates import load_templates
+from pipeinfer.tokenizer.token_bounds import token_length_bound
 
 
 def _all_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -170,7 +170,7 @@ def test_control_tokens_are_special_and_those_of_users_are_shown() -> None:
 
 def test_lengths_of_both_kinds_can_be_bounded() -> None:
     for metadata in (byte_level(), sentence_piece(True), sentence_piece(False)):
-        assert cover(build(metadata)) is not None
+        assert token_length_bound(build(metadata)) is not None
 
 
 def test_named_tokens_and_templates_are_those_of_the_file() -> None:

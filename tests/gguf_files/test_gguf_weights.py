@@ -18,10 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gguf_writing
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import Packed, packed_tensors
-from pipeinfer.gguf.quantization import BLOCKS, TYPES
-from pipeinfer.gguf.weights import PIECE, WeightFile
+from pipeinfer.gguf.header import BLOCKS, TYPES, read_header
+from pipeinfer.gguf.weights import PIECE, GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
@@ -109,7 +107,7 @@ def test_any_part_of_a_matrix_is_that_part_of_the_whole(tmp_path_factory, kind, 
     raw = rng.integers(0, 60, (rows, columns // values * size), dtype=np.uint8)
     path = tmp_path_factory.mktemp("raw") / "raw"
     path.write_bytes(bytes(7) + raw.tobytes())
-    packed = Packed(path, kind, (rows, columns), raw.nbytes, 7, heads, 0.5)
+    packed = GgufTensor(path, kind, (rows, columns), raw.nbytes, 7, heads, 0.5)
     whole = quants.dequantize(raw, GGMLQuantizationType[kind]).astype(np.float32)
     if heads:  # neighbours of the file's are halves of transformers'
         whole = whole.reshape(heads, -1, 2, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -160,5 +158,5 @@ def test_tied_head_and_unused_tensors(checkpoint, tmp_path):
     folder = checkpoint("Qwen3ForCausalLM", tie_word_embeddings=True, **WIDE)
     path = gguf_writing.write_gguf(folder, tmp_path / "model.gguf")
     assert read_config(path).tie_word_embeddings
-    assert "lm_head.weight" not in packed_tensors(read_header(path))
+    assert "lm_head.weight" not in model_tensors(read_header(path))
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from small_metadata import byte_level, sentence_piece
 from tokenizers import Tokenizer
 
-from pipeinfer.gguf.loading import load_tokenizer
-from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
+from pipeinfer.gguf.tokenizer import load_tokenizer, tokenizer_config, tokenizer_json
 from pipeinfer.settings import ConfigurationError
 
 KEY = "tokenizer.ggml."

@@ -10,8 +10,7 @@ from small_metadata import build, byte_level
 from tokenizers import Tokenizer, decoders
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
-from pipeinfer.gguf.pre_tokenizers import PRE_TOKENIZERS
-from pipeinfer.gguf.tokenizer import tokenizer_json
+from pipeinfer.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_json
 from pipeinfer.settings import ConfigurationError
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from cores import Cores
 
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.settings import Settings
 
 
@@ -49,16 +49,16 @@ class GpuCores(Cores):
             if step.masked is not None:
                 if step is not item[0]:
                     break  # nothing is launched behind it before it is finished
-                self._launched[step.number].finish(partial(self.masks.fill, step))
+                runner.finish(self._launched[step.number], partial(self.masks.fill, step))
         step, names = item
         launched = self._launched.pop(step.number)
-        sampled, busy = launched.take(), launched.mark.busy
+        sampled, busy = launched.take(), launched.event.busy
         if self.masks is not None:
             sampled = self.masks.take(step, sampled)
         self.busy += busy
-        self.idle += launched.mark.idle
+        self.idle += launched.event.idle
         self.steps += 1
-        self.sharing += step.runs is not None
+        self.sharing += step.shared_prefixes is not None
         kind = (
             "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
         )

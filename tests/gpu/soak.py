@@ -23,7 +23,7 @@ from cores import Cores  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 
 from bench.shapes import shape  # noqa: E402
-from pipeinfer.engine.driver import step_done  # noqa: E402
+from pipeinfer.engine.executor import step_done  # noqa: E402
 from pipeinfer.messages import Abort  # noqa: E402
 from pipeinfer.params import SamplingParams  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402

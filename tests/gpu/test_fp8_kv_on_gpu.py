@@ -10,12 +10,14 @@ import pytest
 import torch
 from test_cuda_parity import BACKENDS, cores, generate, prompts
 
+from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention import registry
-from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
+from pipeinfer.attention.interface import HostLengths, PlanInputs
 from pipeinfer.kernels.e4m3 import E4M3, Scales, narrowed
+from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu
 
@@ -25,25 +27,31 @@ SCALES = Scales(0.5, 0.02)
 ROWS = ((1, 1), (1, 64), (1, 300), (50, 50), (70, 230))
 
 
-def paged_rows(rows, device) -> tuple[PagedRows, torch.Tensor]:
+def plan_inputs(rows, device) -> tuple[PlanInputs, torch.Tensor]:
     """Their arrays, as a step without a graph has them, and the pages int64 [rows, P]."""
     counts, lengths = (np.array(part, dtype=np.int32) for part in zip(*rows, strict=True))
     held = -(-lengths // PAGE)
     width, order = int(held.max()), torch.randperm(int(held.sum()), generator=seeded(5))
     table = torch.zeros(len(rows), width, dtype=torch.int32)
-    starts = offsets(held)
+    starts, queries = (np.concatenate(([0], np.cumsum(part))) for part in (held, counts))
     for row, count in enumerate(held):
         table[row, :count] = order[starts[row] : starts[row + 1]].int() + 1
     decodes = int((counts == 1).sum())
+    ints = {
+        "seq_lens": lengths, "qo_indptr": queries, "prefill_qo_indptr": queries[decodes:] - decodes,
+        "kv_indptr": starts,
+    }  # fmt: skip
+    both = {name: torch.from_numpy(values.astype(np.int32)) for name, values in ints.items()}
     listed = torch.cat([table[row, :count] for row, count in enumerate(held.tolist())])
-    queries = torch.from_numpy(offsets(counts))
-    arrays = [
-        torch.from_numpy(lengths), torch.from_numpy(lengths - (held - 1) * PAGE), queries,
-        queries[decodes:] - decodes, torch.from_numpy(starts), listed, table,
-    ]  # fmt: skip
-    host = RowArrays(*arrays)
-    there = RowArrays(*(part.to(device) for part in arrays))
-    return PagedRows(decodes, int(counts.max()), 0, host, there), table.long().to(device)
+    there = {name: tensor.to(device) for name, tensor in both.items()} | {
+        "last_page_len": torch.from_numpy(lengths - (held - 1) * PAGE).int().to(device),
+        "kv_indices": listed.to(device),
+        "block_table": table.to(device),
+    }
+    shape = GraphShape(int(counts.sum()), decodes, len(rows) - decodes)
+    step = device_step(shape, lists_pages=True, **there)
+    inputs = PlanInputs(step, int(counts.max()), width, host=HostLengths(**both))
+    return inputs, table.long().to(device)
 
 
 def dense(pool, shape, q, rows, pages, rounded_q) -> torch.Tensor:
@@ -72,7 +80,7 @@ def dense(pool, shape, q, rows, pages, rounded_q) -> torch.Tensor:
 def test_a_backend_reads_pages_of_8_bits_with_their_scales(backend, dim, window):
     device = torch.device("cuda")
     shape = AttentionShape(HEADS, KV_HEADS, dim, dim**-0.5, window)
-    rows, pages = paged_rows(ROWS, device)
+    rows, pages = plan_inputs(ROWS, device)
     size = int(pages.max()) + 2
     pool = KVPool([shape], size, PAGE, torch.bfloat16, device, scales=[SCALES])
     generator = seeded(0, device)

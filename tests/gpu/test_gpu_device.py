@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.engine.cuda.device import CudaDevice
-from pipeinfer.engine.cuda.lent import lent
+from pipeinfer.engine.cuda import CudaDevice, non_owning_view
 
 pytestmark = pytest.mark.gpu
 
@@ -14,13 +13,13 @@ GRAPHS, ROWS, SIZE = 6, 4096, 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_lent_tensor_is_the_same_numbers_in_the_same_place(dtype):
+def test_a_view_that_does_not_own_is_the_same_numbers_in_the_same_place(dtype):
     whole = torch.arange(24, device="cuda").reshape(4, 6).to(dtype)
     for tensor in (whole, whole[1:, ::2], whole[:0]):
-        view = lent(tensor)
+        view = non_owning_view(tensor)
         assert view.data_ptr() == tensor.data_ptr() and view.stride() == tensor.stride()
         assert view.dtype == dtype and view.device == tensor.device and torch.equal(view, tensor)
-    assert lent(whole) is not whole
+    assert non_owning_view(whole) is not whole
 
 
 def test_graphs_leave_their_results_in_one_place_and_each_its_own():

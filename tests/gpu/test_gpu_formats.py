@@ -35,7 +35,7 @@ BOUNDS = {"fp8": 5e-2, "4": 6e-3}
 
 def placement(form, decoded=False):
     where = torch.device("cuda")
-    quantization = Quantization("any", form, decoded=decoded)
+    quantization = Quantization("any", form, dequantize_at_load=decoded)
     return Placement(Shard(), torch.bfloat16, where, quantization=quantization)
 
 

@@ -38,7 +38,7 @@ from kernels.skinny_cases import *  # noqa: E402, F403
 from kernels.softmax_choice_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
-from pipeinfer.attention.triton_decode import cut  # noqa: E402
+from pipeinfer.attention.hybrid import cut  # noqa: E402
 from pipeinfer.kernels.decode_pieces import most_pieces, room_for  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from test_cuda_parity import NEAR_TIE, cores, first_differences, generate, promp
 from engine.runner_requests import masks_for
 from grammars.vocabulary import ENDS, SETUP
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
-from pipeinfer.grammars.masks import fill_all, source_of
+from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.params import SamplingParams, StructuredOutputs
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def told(folder, masks, **changes):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_greedy_rows_take_the_likeliest_token_that_is_allowed(folder, masks, depth):
     made = told(folder, masks, overlap_depth=depth)
-    vocabulary = Vocabulary(SETUP.tokenizer, WIDTH, ENDS, SETUP.known)
+    vocabulary = Vocabulary(SETUP.tokenizer, WIDTH, ENDS, SETUP.known_ids)
     checked = jumped = 0
     for index, prompt in enumerate(prompts()):
         name, ids = f"r{index}", made.outputs[f"r{index}"]
@@ -73,7 +73,7 @@ def test_greedy_rows_take_the_likeliest_token_that_is_allowed(folder, masks, dep
         grammar = Grammar(vocabulary, SPECS[index % 4])
         for n, token in enumerate(ids):
             words = np.zeros((1, vocabulary.words), dtype=np.int32)
-            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], None)], words) == [""]
+            assert fill_masks(LLExecutor(1), [make_source(grammar, ids[:n], None)], words) == [""]
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[:WIDTH] > 0
             logits = made.logits.get((name, len(prompt) + n))
             if logits is None:  # it was forced, and nobody had to sample it

@@ -19,7 +19,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import Cut, Reads, cut_rows, room_for
+from pipeinfer.kernels.decode_pieces import DecodeTiles, Reads, cut_rows, room_for
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 READS = ((64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3),
@@ -81,7 +81,7 @@ def warm(job):
     what, read = job
     PAGES = 256
     bench = Bench(what)
-    bench.time(bench.rows([100] * 64), Cut(64, 16, 128, Reads(*read)), check=False)
+    bench.time(bench.rows([100] * 64), DecodeTiles(64, 16, 128, Reads(*read)), check=False)
 
 
 def compare(bench, lengths, what):
@@ -89,13 +89,13 @@ def compare(bench, lengths, what):
     rows, few = bench.rows(lengths), len(lengths) * bench.kv_heads < 512
     found = []
     for read in READS:
-        cut = Cut(64, 16, 256 if few else 512, Reads(*read))
+        cut = DecodeTiles(64, 16, 256 if few else 512, Reads(*read))
         found.append((round(bench.time(rows, cut, check=not found), 1), read))
     found.sort()
     print(f"READ {what}; {found}", flush=True)
     cuts = []
     for (extra, least), (_, read) in itertools.product(CUTS, found[:3]):
-        cut = Cut(extra, 16, least, Reads(*read))
+        cut = DecodeTiles(extra, 16, least, Reads(*read))
         cuts.append((round(bench.time(rows, cut, check=False), 1), extra, least, read))
     cuts.sort()
     print(f"CUT  {what}; {cuts[:7]}; worst {cuts[-1]}", flush=True)

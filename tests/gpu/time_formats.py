@@ -23,7 +23,7 @@ from torch.nn import functional
 from pipeinfer.kernels import fp8_blocks, int4, skinny
 from pipeinfer.kernels.fp8 import round_rows
 from pipeinfer.kernels.int4_layout import RUN, decoded
-from pipeinfer.kernels.int4_tiles import Cut
+from pipeinfer.kernels.int4_tiles import Int4Tiles
 from pipeinfer.kernels.norm import rounded_norm
 from pipeinfer.kernels.rounding import round_gated, round_parts
 from pipeinfer.kernels.skinny_tiles import Tile, tile
@@ -90,7 +90,9 @@ def jobs(kinds, heights):
 def call(kind, x, weight, shape, name):
     """x: in FP8, RoundedRows' two parts."""
     if kind == "int4":
-        return int4.few_rows(x, *weight, Cut(*shape), None, None if name in PARTS else arrived())
+        return int4.few_rows(
+            x, *weight, Int4Tiles(*shape), None, None if name in PARTS else arrived()
+        )
     made, scales = Tile(*shape), skinny.Scales(x[1], weight[1])
     if made.splits > 1:
         return skinny.split_product(x[0], weight[0], made, None, scales)

@@ -26,7 +26,15 @@ from pipeinfer.kernels import moe_e4m3
 from pipeinfer.kernels.moe import experts_mlp, gated_products, sums, weighted_products
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.moe_e4m3 import MIDDLE, rounded_by_pair
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, ROUNDED, Cut, Tiles, rounded_tiles, tiles
+from pipeinfer.kernels.moe_tiles import (
+    EIGHT_BITS,
+    PLAIN,
+    ROUNDED,
+    MoeTiles,
+    Tiles,
+    rounded_tiles,
+    tiles,
+)
 from pipeinfer.kernels.rounding import round_parts
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -74,7 +82,7 @@ def cuts(kind, form, rows):
         if form == ROWS and not turned and rows < 64:  # no tensor cores for e4m3 are so narrow
             continue
         if (12_000 if form == ROWS else 30_000) <= shared <= 200_000 and 4 <= sums <= 128:
-            found.append(Cut(columns, depth, warps, stages, turned))
+            found.append(MoeTiles(columns, depth, warps, stages, turned))
     random.Random(f"{kind}{form}{rows}").shuffle(found)
     return list(dict.fromkeys(used + found))[:EACH]
 

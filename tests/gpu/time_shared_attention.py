@@ -20,7 +20,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import (
-    Cut,
+    DecodeTiles,
     Reads,
     Runs,
     cut_rows,
@@ -126,7 +126,7 @@ class Bench:
 def warm(job):
     """Compiles, in a process of its own."""
     what, read = job
-    cut = replace(Cut(128, 32, 1024, Reads(32, 2, 3)), **read)
+    cut = replace(DecodeTiles(128, 32, 1024, Reads(32, 2, 3)), **read)
     Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
 
 

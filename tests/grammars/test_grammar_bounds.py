@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeinfer.grammars.bounds import MOST_BYTES, MOST_DEPTH, GrammarError, check
+from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_DEPTH, GrammarError, check
 from pipeinfer.params import StructuredOutputs
 
 
@@ -19,10 +19,10 @@ def nested(levels):
         ({"json": "{}", "regex": "a"}, "not json and regex"),
         ({"choice": ()}, "at least one"),
         ({"choice": ("a", "")}, "none of them empty"),
-        ({"regex": "a" * (MOST_BYTES + 1)}, "65537 bytes"),
-        ({"regex": "é" * (MOST_BYTES // 2 + 1)}, "65538 bytes"),
-        ({"choice": ("a" * MOST_BYTES, "b")}, "65537 bytes"),
-        ({"json": nested(MOST_DEPTH)}, "deeper than 128"),
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "65537 bytes"),
+        ({"regex": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}, "65538 bytes"),
+        ({"choice": ("a" * MAX_GRAMMAR_BYTES, "b")}, "65537 bytes"),
+        ({"json": nested(MAX_GRAMMAR_DEPTH)}, "deeper than 128"),
         ({"grammar": "start: " + "(" * 129 + '"a"' + ")" * 129}, "deeper than 128"),
         ({"regex": "(" * 3000 + "a" + ")" * 3000}, "deeper than 128"),
     ],
@@ -35,10 +35,10 @@ def test_refused(spec, says):
 @pytest.mark.parametrize(
     "spec",
     [
-        {"json": nested(MOST_DEPTH - 1)},
+        {"json": nested(MAX_GRAMMAR_DEPTH - 1)},
         {"json": json.dumps({"const": "[{" * 500 + '"\\'})},
-        {"regex": "a" * MOST_BYTES},
-        {"choice": ("a" * (MOST_BYTES - 1), "b")},
+        {"regex": "a" * MAX_GRAMMAR_BYTES},
+        {"choice": ("a" * (MAX_GRAMMAR_BYTES - 1), "b")},
         {"regex": "\\)\\)(a)"},
     ],
 )

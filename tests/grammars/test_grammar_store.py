@@ -13,7 +13,7 @@ from vocabulary import SETUP, VOCABULARY, ids_of
 from pipeinfer.grammars import store as stores
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar
-from pipeinfer.grammars.masks import MOST_READ, GrammarSource, fill_all
+from pipeinfer.grammars.masks import MAX_REFED_IDS, GrammarSource, fill_masks
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import StructuredOutputs
 
@@ -63,7 +63,7 @@ def test_a_worn_grammar_is_renewed_once_however_often_it_is_said(store):
     gate = threading.Event()
     store._jobs.put(gate.wait)
     for _ in range(3):
-        store.renew(worn)
+        store.recompile(worn)
     gate.set()
     settled(store)
     assert worn.generation == 1 and store.grammar(SPEC) is worn
@@ -76,13 +76,13 @@ def test_a_worn_grammar_stays_where_no_other_compiles(store, monkeypatch):
         raise GrammarError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Grammar, "_compiled", no_more)
-        store.renew(worn)
+        patched.setattr(Grammar, "_compile", no_more)
+        store.recompile(worn)
         done = threading.Event()
         store._jobs.put(done.set)
         assert done.wait(30)
     assert worn.generation == 0
-    store.renew(worn)
+    store.recompile(worn)
     settled(store)
     assert worn.generation == 1, "it may be tried again"
 
@@ -93,11 +93,11 @@ def test_rows_of_a_renewed_grammar_go_on_as_if_it_had_not_been():
     row, executor = GrammarSource(grammar), LLExecutor(1)
     for number, token in enumerate(ids_of("aba-" + "12345678" * 12)):
         if number in (3, 90):
-            grammar.grow(1000)
-            grammar.renew()
-            assert not grammar.worn
+            grammar.add_fuel(1000)
+            grammar.recompile()
+            assert not grammar.has_grown
         words = np.zeros((2, VOCABULARY.words), dtype=np.int32)
-        assert fill_all(executor, [alone, row], words) == ["", ""]
+        assert fill_masks(executor, [alone, row], words) == ["", ""]
         assert (words[0] == words[1]).all()
         assert row.feed([token]) == alone.feed([token]) == ""
 
@@ -111,7 +111,7 @@ def test_grammars_that_nobody_uses_go_when_bytes_run_short_the_oldest_first():
     store = GrammarStore(lambda: SETUP, most_bytes=4 * one + one // 2)
     try:
         used = store.grammar(distinct(0))
-        used.users += 1
+        used.num_rows += 1
         others = [store.grammar(distinct(n)) for n in range(1, 4)]
         before = others[1]
         others.clear()
@@ -133,11 +133,11 @@ def test_where_those_in_use_take_all_no_other_is_taken_until_one_is_free():
     try:
         used = [store.grammar(distinct(n)) for n in range(2)]
         for grammar in used:
-            grammar.users += 1
+            grammar.num_rows += 1
         for _ in range(2):
             with pytest.raises(GrammarError, match="leave no memory"):
                 store.grammar(distinct(2))
-        used.pop().users -= 1
+        used.pop().num_rows -= 1
         assert store.grammar(distinct(2)).bytes
     finally:
         store.close()
@@ -145,13 +145,13 @@ def test_where_those_in_use_take_all_no_other_is_taken_until_one_is_free():
 
 def test_a_grammar_that_grows_is_renewed_before_it_takes_too_much():
     one = Grammar(VOCABULARY, distinct(0)).bytes
-    store = GrammarStore(lambda: SETUP, most_bytes=stores.PART * one * 3)
+    store = GrammarStore(lambda: SETUP, most_bytes=stores.RECOMPILE_SHARE * one * 3)
     try:
         grammar = store.grammar(distinct(0))
-        grammar.users += 1
+        grammar.num_rows += 1
         most = 0
         for _ in range(50):
-            store.grown(grammar, one // 20)  # half as many bytes
+            store.on_mask_cost(grammar, one // 20)  # half as many bytes
             most = max(most, grammar.bytes)
             settled(store)
         assert grammar.generation > 5 and most <= 4 * one
@@ -177,35 +177,35 @@ def test_without_a_vocabulary_every_grammar_says_why():
 
 
 def widened(store, grammar, lanes=4):
-    store.widen(grammar, lanes)
-    while not grammar.settled:
+    store.add_copies(grammar, lanes)
+    while not grammar.has_all_copies:
         settled(store)
 
 
 def test_a_grammar_that_several_rows_use_gets_more_lanes_once(store):
     grammar = store.grammar(SPEC)
-    store.widen(grammar, 1)
+    store.add_copies(grammar, 1)
     settled(store)
-    assert grammar.lanes == 1 and not grammar.settled
+    assert grammar.num_copies == 1 and not grammar.has_all_copies
     widened(store, grammar)
     widened(store, grammar)
-    assert grammar.lanes == 4
+    assert grammar.num_copies == 4
 
 
 def test_all_grammars_together_have_few_lanes(store, monkeypatch):
-    monkeypatch.setattr(stores, "MOST_LANES", 5)
+    monkeypatch.setattr(stores, "MAX_EXTRA_COPIES", 5)
     specs = [StructuredOutputs(regex=f"x{n}") for n in range(3)]
     grammars = [store.grammar(spec) for spec in specs]
     for grammar in grammars:
         widened(store, grammar)
-    assert [grammar.lanes for grammar in grammars] == [4, 3, 1]
+    assert [grammar.num_copies for grammar in grammars] == [4, 3, 1]
 
 
 def test_what_compiles_slowly_has_one_lane(store, monkeypatch):
-    monkeypatch.setattr(stores, "QUICK", 0.0)
+    monkeypatch.setattr(stores, "FAST_COMPILE_SECONDS", 0.0)
     grammar = store.grammar(SPEC)
     widened(store, grammar)
-    assert grammar.lanes == 1
+    assert grammar.num_copies == 1
 
 
 def test_rows_that_move_to_another_lane_go_on_as_if_they_had_not():
@@ -216,21 +216,21 @@ def test_rows_that_move_to_another_lane_go_on_as_if_they_had_not():
     for number, token in enumerate(ids_of("aba-1234")):
         if number == 3:
             for _ in range(2):
-                grammar.widen()
-            grammar.settled = True
+                grammar.add_copy()
+            grammar.has_all_copies = True
         words = np.zeros((6, VOCABULARY.words), dtype=np.int32)
-        assert fill_all(executor, [alone, *rows], words) == [""] * 6
+        assert fill_masks(executor, [alone, *rows], words) == [""] * 6
         assert (words == words[0]).all()
         for row in (alone, *rows):
             assert row.feed([token]) == ""
-    assert [row._lane for row in rows] == [0, 1, 2, 0, 1]
+    assert [row._copy for row in rows] == [0, 1, 2, 0, 1]
     assert [row.feed(ids_of("x")) for row in rows] == [alone.feed(ids_of("x"))] * 5 != [""] * 5
 
 
 def test_rows_that_have_read_much_stay_where_they_are():
     grammar = Grammar(VOCABULARY, StructuredOutputs(regex="a*"))
-    row = GrammarSource(grammar, ids_of("a") * (MOST_READ + 1), place=1)
-    grammar.widen()
-    grammar.settled = True
+    row = GrammarSource(grammar, ids_of("a") * (MAX_REFED_IDS + 1), place=1)
+    grammar.add_copy()
+    grammar.has_all_copies = True
     row.feed(ids_of("a"))
-    assert row._lane == 0
+    assert row._copy == 0

@@ -20,8 +20,8 @@ from llguidance import LLMatcher
 from vocabulary import ENDS, TOKENIZER, allowed, ids_of, source
 
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.json_schema import LEAST_HELD, held
-from pipeinfer.grammars.lookaround import without_lookaround
+from pipeinfer.grammars.json_schema import LEAST_COMPILABLE, compilable_schema
+from pipeinfer.grammars.regex import without_lookaround
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
 KINDS = {
@@ -47,7 +47,7 @@ IF = {
 
 
 def compiled(schema, **options):
-    return source(json=json.dumps(held(schema, **options).schema))
+    return source(json=json.dumps(compilable_schema(schema, **options).schema))
 
 
 def allows(schema, text, **options):
@@ -126,7 +126,7 @@ def allows(schema, text, **options):
 )  # fmt: skip
 def test_words_that_the_compiler_lacks_are_said_in_others(schema, right, wrong):
     """Not every right answer is allowed, such as a set in another order: only right ones are."""
-    assert not held(schema).left_out
+    assert not compilable_schema(schema).unsupported
     validator = jsonschema.Draft202012Validator(schema)
     assert [text for text in right if not validator.is_valid(json.loads(text))] == []
     assert [text for text in wrong if validator.is_valid(json.loads(text))] == []
@@ -155,9 +155,9 @@ def test_words_that_the_compiler_lacks_are_said_in_others(schema, right, wrong):
 )
 def test_what_cannot_be_said_is_left_out_and_named_with_its_place(schema, left_out):
     given = json.loads(json.dumps(schema))
-    found = held(schema)
+    found = compilable_schema(schema)
     assert schema == given
-    assert found.left_out == (left_out,)
+    assert found.unsupported == (left_out,)
     source(json=json.dumps(found.schema))  # compiles
 
 
@@ -165,7 +165,7 @@ def test_whole_numbers_are_exact_or_left_out():
     """The compiler has float64, where 2**53 + 1 is 2**53."""
     for number in (2**53, 2**62, -(2**60)):
         schema = {"const": number}
-        assert not held(schema).left_out
+        assert not compilable_schema(schema).unsupported
         assert allows(schema, str(number)) and not allows(schema, str(number + 1))
     assert allows({"const": 2**53 + 1}, str(2**53 + 1))
 
@@ -173,8 +173,8 @@ def test_whole_numbers_are_exact_or_left_out():
 def test_the_least_of_int64_is_left_out_or_its_last_1024_numbers_are():
     schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
     assert allows(schema, str(-(2**63))) and not allows(schema, str(2**63))
-    assert not held(schema, narrow=True).left_out
-    assert allows(schema, str(LEAST_HELD), narrow=True)
+    assert not compilable_schema(schema, narrow=True).unsupported
+    assert allows(schema, str(LEAST_COMPILABLE), narrow=True)
     assert not allows(schema, str(-(2**63) - 1), narrow=True)
 
 
@@ -226,14 +226,16 @@ def test_what_comes_of_schemas_at_random_fits_them(part):
     for seed in range(25 * part, 25 * part + 25):
         random = Random(seed)
         schema = wild_schemas.whole(random)
-        found = held(schema, closed=random.random() < 0.7, narrow=random.random() < 0.5)
+        found = compilable_schema(
+            schema, closed=random.random() < 0.7, narrow=random.random() < 0.5
+        )
         try:
             row = source(json=json.dumps(found.schema))
         except GrammarError as error:
             assert "nsatisfiable" in str(error)  # there are such ones
             continue
         text = walk(row, random)
-        if text is not None and not found.left_out:
+        if text is not None and not found.unsupported:
             texts += 1
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
     assert texts > 5
@@ -257,14 +259,14 @@ def test_schemas_that_tools_write_are_served():
     every = list(written_by_tools())
     assert len(set(map(json.dumps, every))) > 2_000
     for i, schema in enumerate(every):
-        found = held(schema)
+        found = compilable_schema(schema)
         assert bool(found.malformed) == ('"type": []' in json.dumps(schema)), found.malformed
         said = LLMatcher.validate_grammar(
             LLMatcher.grammar_from_json_schema(json.dumps(found.schema))
         )
         if said:
             assert "nsatisfiable" in said and re.search(NEVER, json.dumps(schema))
-        if said or found.left_out or i % 40:
+        if said or found.unsupported or i % 40:
             continue
         text = walk(source(json=json.dumps(found.schema)), Random(i))
         if text is not None and "\\p{" not in json.dumps(schema):  # which re does not know
@@ -317,9 +319,9 @@ def test_what_is_no_json_schema_is_left_out_and_named():
         for _ in range(2):
             part, key = random.choice(list(places(schema)))
             part[key] = json.loads(json.dumps(random.choice(JUNK)))
-        found = held(schema, closed=random.random() < 0.5)
+        found = compilable_schema(schema, closed=random.random() < 0.5)
         named |= {place.partition(" ")[0] for place in found.malformed}
-        assert set(found.malformed) <= set(found.left_out)
+        assert set(found.malformed) <= set(found.unsupported)
         text = LLMatcher.grammar_from_json_schema(json.dumps(found.schema))
         said = LLMatcher.validate_grammar(text)
         assert not said or "nsatisfiable" in said
@@ -337,8 +339,8 @@ def test_what_is_no_json_schema_is_left_out_and_named():
     ],
 )
 def test_what_is_written_by_hand_and_is_no_json_schema_is_named(schema, left_out):
-    found = held(schema)
-    assert found.malformed == found.left_out == (left_out,)
+    found = compilable_schema(schema)
+    assert found.malformed == found.unsupported == (left_out,)
     source(json=json.dumps(found.schema))  # compiles
 
 
@@ -370,7 +372,7 @@ def test_what_is_written_by_hand_and_is_no_json_schema_is_named(schema, left_out
 )  # fmt: skip
 def test_schemas_are_read_as_tools_write_them(schema, right, wrong):
     """References into all of a document, dialects by any name, draft 4's limits."""
-    assert not held(schema).left_out
+    assert not compilable_schema(schema).unsupported
     assert [text for text in right if not allows(schema, text)] == []
     assert [text for text in wrong if allows(schema, text)] == []
 
@@ -388,15 +390,15 @@ def test_schemas_are_read_as_tools_write_them(schema, right, wrong):
 )
 def test_patterns_are_those_of_json_schema_and_not_of_the_compiler(pattern, right, wrong):
     schema = {"type": "string", "pattern": pattern}
-    assert not held(schema).left_out
+    assert not compilable_schema(schema).unsupported
     assert allows(schema, json.dumps(right)) and not allows(schema, json.dumps(wrong))
 
 
 @pytest.mark.parametrize("pattern", [r"\bfoo\b", r"(a)\1", r"(?<n>a)\k<n>", "a^b", "a$b", "(?>a)"])
 def test_patterns_that_the_compiler_has_no_words_for_are_left_out(pattern):
     for schema in ({"pattern": pattern}, {"patternProperties": {pattern: {}}}):
-        found = held({"type": ["string", "object"], **schema})
-        assert found.left_out == tuple(schema)
+        found = compilable_schema({"type": ["string", "object"], **schema})
+        assert found.unsupported == tuple(schema)
         source(json=json.dumps(found.schema))
 
 
@@ -406,7 +408,9 @@ def test_a_schema_that_grows_when_it_is_written_out_is_refused():
     for i in range(1, 40):
         definitions[f"d{i}"] = {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 2}
     with pytest.raises(GrammarError, match="too many parts"):
-        held({"allOf": [{"$ref": "#/$defs/d39"}], "properties": {"y": {}}, "$defs": definitions})
+        compilable_schema(
+            {"allOf": [{"$ref": "#/$defs/d39"}], "properties": {"y": {}}, "$defs": definitions}
+        )
 
 
 def test_references_in_a_circle_come_to_an_end():
@@ -416,4 +420,4 @@ def test_references_in_a_circle_come_to_an_end():
         {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
          "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     ):  # fmt: skip
-        held(schema)
+        compilable_schema(schema)

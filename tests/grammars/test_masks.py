@@ -13,7 +13,7 @@ from vocabulary import ALONE, ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, allowed
 
 from pipeinfer.grammars import compiling, masks
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.masks import GrammarSource, RowSource, ThinkingSource, fill_all
+from pipeinfer.grammars.masks import GrammarSource, RowSource, ThinkingBudgetSource, fill_masks
 from pipeinfer.params import StructuredOutputs, Thoughts
 
 PERSON = json.dumps(
@@ -124,7 +124,7 @@ def test_a_limit_that_trips_while_generating_fails_that_row_alone(monkeypatch):
     trouble = ["", ""]
     for _ in range(30):
         masks = np.zeros((2, VOCABULARY.words), dtype=np.int32)
-        trouble = fill_all(LLExecutor(2), [sick, well], masks)
+        trouble = fill_masks(LLExecutor(2), [sick, well], masks)
         if trouble[0]:
             break
         assert np.array_equal(*masks), "the fill that trips says so, before anything is fed"
@@ -150,10 +150,10 @@ def test_rows_filled_together_are_as_rows_filled_alone():
     texts = ["", '{"name": "', '{"name": "ab", "age": 1', '{"name": "ab", "age": 15, "tags": [']
     together = [source(ids_of(text), json=PERSON) for text in texts]
     masks = np.zeros((len(texts), VOCABULARY.words), dtype=np.int32)
-    assert fill_all(LLExecutor(2), together, masks) == [""] * len(texts)
+    assert fill_masks(LLExecutor(2), together, masks) == [""] * len(texts)
     for text, words in zip(texts, masks, strict=True):
         alone = np.zeros(VOCABULARY.words, dtype=np.int32)
-        assert fill_all(ALONE, [source(ids_of(text), json=PERSON)], alone[None]) == [""]
+        assert fill_masks(ALONE, [source(ids_of(text), json=PERSON)], alone[None]) == [""]
         assert np.array_equal(words, alone) and words.any()
 
 
@@ -209,8 +209,8 @@ def test_walks_at_random_give_what_the_schema_says(schema, chance):
 def test_a_budget_of_thoughts_is_a_function_of_the_ids(letters, cut, budget):
     """However many of them were there before; `(` opens at the beginning, `)` closes."""
     ids = [ord(letter) for letter in letters]
-    thoughts, behind = Thoughts("(", ")", "before"), masks.FreeSource(VOCABULARY)
-    told = ThinkingSource(VOCABULARY, behind, budget, thoughts, ids[:cut])
+    thoughts, behind = Thoughts("(", ")", "before"), masks.UnconstrainedSource(VOCABULARY)
+    told = ThinkingBudgetSource(VOCABULARY, behind, budget, thoughts, ids[:cut])
     for token in ids[cut:]:
         assert told.feed([token]) == ""
     text = "".join(letters)
@@ -240,7 +240,7 @@ def test_what_is_forced_is_what_would_be_sampled_however_it_comes(data):
             if data.draw(st.booleans(), "told"):
                 first = data.draw(st.integers(0, has), "first")
                 end = data.draw(st.integers(has + 1, len(ids)), "end")
-                assert row.told(7 + first, ids[first:end]) == ""
+                assert row.feed_from(7 + first, ids[first:end]) == ""
                 has = end
             else:
                 assert allowed(row) == [ids[has]], "nothing else is allowed"
@@ -267,7 +267,7 @@ def test_another_token_than_the_forced_one_fails_the_row():
     assert row.force() == ids_of('"has agreed": ')
     assert "forces another token" in row.feed(ids_of("x"))
     words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
-    assert "forces another token" in fill_all(ALONE, [row], words)[0]
+    assert "forces another token" in fill_masks(ALONE, [row], words)[0]
     assert not words.any()
 
 
@@ -295,7 +295,7 @@ def test_a_long_forced_text_comes_in_parts():
 
 def test_nothing_is_forced_amid_thoughts():
     behind = source(regex="<[ab]>abcdef")
-    row = ThinkingSource(VOCABULARY, behind, 5, Thoughts("<", ">", "before"))
+    row = ThinkingBudgetSource(VOCABULARY, behind, 5, Thoughts("<", ">", "before"))
     row.feed(ids_of("<"))
     assert row.force() == []
     row.feed(ids_of("a>"))

@@ -12,7 +12,13 @@ from llguidance import LLExecutor
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
-from pipeinfer.grammars.masks import MOST_SPACES, FreeSource, ThinkingSource, fill_all, source_of
+from pipeinfer.grammars.masks import (
+    MAX_SPACE_TOKENS,
+    ThinkingBudgetSource,
+    UnconstrainedSource,
+    fill_masks,
+    make_source,
+)
 from pipeinfer.params import StructuredOutputs, Thoughts
 
 ALONE = LLExecutor(1)
@@ -50,7 +56,7 @@ GRAMMARS = {
 
 
 def row(tags, name, state, output=()):
-    return source_of(GRAMMARS[tags, name], output, Thoughts(*THINK, state))
+    return make_source(GRAMMARS[tags, name], output, Thoughts(*THINK, state))
 
 
 def ids_of(tags, text):
@@ -59,20 +65,20 @@ def ids_of(tags, text):
 
 def allowed(source, words=WITH_TOKENS):
     mask = np.zeros(words.words, dtype=np.int32)
-    assert fill_all(ALONE, [source], mask[None]) == [""]
+    assert fill_masks(ALONE, [source], mask[None]) == [""]
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
 def texts(tags, source):
     """What it allows next."""
     words = MADE[tags][1]
-    return {words.text(token).decode(errors="replace") for token in allowed(source, words)}
+    return {words.bytes_of(token).decode(errors="replace") for token in allowed(source, words)}
 
 
 def takes(tags, source, text):
     """Feeds a text token by token, each of which must be allowed."""
     for token in ids_of(tags, text):
-        assert token in allowed(source, MADE[tags][1]), MADE[tags][1].text(token)
+        assert token in allowed(source, MADE[tags][1]), MADE[tags][1].bytes_of(token)
         assert source.feed([token]) == ""
 
 
@@ -81,7 +87,7 @@ def test_a_form_begins_at_once_where_no_thought_has_begun(tags):
     for state in ("before", "over"):
         source = row(tags, "json", state)
         takes(tags, source, SAID)
-        assert allowed(source, MADE[tags][1]) == MADE[tags][1].ends
+        assert allowed(source, MADE[tags][1]) == MADE[tags][1].end_ids
 
 
 def test_a_form_may_be_preceded_by_the_opening_tag_and_white_space_alone():
@@ -100,7 +106,7 @@ def test_where_thoughts_are_over_nothing_precedes_a_form():
 
 def test_white_space_before_a_form_has_an_end():
     source = row("one token", "json", "before")
-    for _ in range(MOST_SPACES):
+    for _ in range(MAX_SPACE_TOKENS):
         takes("one token", source, " ")
     assert texts("one token", source) == {"{", "<think>"}
     takes("one token", source, SAID)
@@ -108,7 +114,7 @@ def test_white_space_before_a_form_has_an_end():
 
 def test_thoughts_may_follow_white_space_that_the_form_knows():
     grammar = Grammar(WITH_TOKENS, StructuredOutputs(regex="\n(yes|no)"))
-    source = source_of(grammar, (), Thoughts(*THINK, "before"))
+    source = make_source(grammar, (), Thoughts(*THINK, "before"))
     assert texts("one token", source) == {"\n", "<think>"}
     takes("one token", source, "\n")
     assert texts("one token", source) == {"y", "n", "<think>"}
@@ -122,7 +128,7 @@ def test_a_form_begins_behind_thoughts_that_are_open(tags):
     assert "{" in texts(tags, source) and "<|end|>" not in texts(tags, source)
     takes(tags, source, 'hm, {"a": 1} < </thin </think>')
     takes(tags, source, SAID)
-    assert allowed(source, MADE[tags][1]) == MADE[tags][1].ends
+    assert allowed(source, MADE[tags][1]) == MADE[tags][1].end_ids
 
 
 @BOTH
@@ -137,7 +143,7 @@ def test_no_token_ends_the_thoughts_and_says_more(tags):
 
 def test_an_opening_tag_of_several_tokens_is_read_where_the_form_allows_it():
     grammar = Grammar(WITHOUT, StructuredOutputs(regex="(.|\n)*!"))
-    source = source_of(grammar, (), Thoughts(*THINK, "before"))
+    source = make_source(grammar, (), Thoughts(*THINK, "before"))
     assert source.feed(ids_of("several tokens", "<think> hm! </think>")) == ""
     assert "<|end|>" not in texts("several tokens", source), "nothing of it was the form"
     takes("several tokens", source, "so!")
@@ -151,7 +157,7 @@ def test_an_opening_tag_of_several_tokens_is_read_where_the_form_allows_it():
 def test_a_budget_ends_thoughts_by_tags_of_any_length(tags, state):
     behind = row(tags, "json", state)
     thoughts = Thoughts(*THINK, state)
-    source = ThinkingSource(MADE[tags][1], behind, 3, thoughts)
+    source = ThinkingBudgetSource(MADE[tags][1], behind, 3, thoughts)
     opening = "<think>" if state == "before" else ""
     takes(tags, source, opening + "hm ")
     takes(tags, source, "</think>")
@@ -160,11 +166,11 @@ def test_a_budget_ends_thoughts_by_tags_of_any_length(tags, state):
 
 def test_a_spent_budget_allows_the_closing_tag_alone():
     thoughts = Thoughts(*THINK, "open")
-    source = ThinkingSource(WITHOUT, FreeSource(WITHOUT), 2, thoughts)
+    source = ThinkingBudgetSource(WITHOUT, UnconstrainedSource(WITHOUT), 2, thoughts)
     assert source.feed(ids_of("several tokens", "h<")) == ""
     said = b""
     while len(found := allowed(source, WITHOUT)) == 1:
-        said += WITHOUT.text(next(iter(found)))
+        said += WITHOUT.bytes_of(next(iter(found)))
         assert source.feed(list(found)) == ""
     assert said == b"</think>"
 
@@ -183,11 +189,11 @@ def test_masks_are_a_function_of_the_ids_however_they_come(tags, data):
         source = row(tags, name, state, output)
         if budget is None:
             return source
-        return ThinkingSource(words, source, budget, thoughts, output)
+        return ThinkingBudgetSource(words, source, budget, thoughts, output)
 
-    likely = [*ids_of(tags, "<think>a</think>\n\n{"), *words.ends]
+    likely = [*ids_of(tags, "<think>a</think>\n\n{"), *words.end_ids]
     stepped, ids = made(()), []
-    while len(ids) < 40 and not (ids and ids[-1] in words.ends):
+    while len(ids) < 40 and not (ids and ids[-1] in words.end_ids):
         now = sorted(allowed(stepped, words))
         some = [token for token in likely if token in now] or now
         token = data.draw(st.sampled_from(some) | st.sampled_from(now))

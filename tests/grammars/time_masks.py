@@ -16,11 +16,10 @@ from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
-from pipeinfer.grammars.masks import GrammarSource, fill_all
-from pipeinfer.grammars.work import work_of
+from pipeinfer.grammars.compiling import Grammar, Vocabulary, mask_cost
+from pipeinfer.grammars.masks import GrammarSource, fill_masks
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.ends import grammar_setup
+from pipeinfer.text.loading import grammar_setup
 
 TEXT = {"type": "string"}
 SCHEMA = {
@@ -65,17 +64,17 @@ def cost(grammar: Grammar, ids: list[int]) -> tuple[int, float]:
     words = np.zeros((1, grammar.vocabulary.words), dtype=np.int32)
     matcher = source.matcher
     assert matcher is not None
-    before, begun = work_of(matcher), time.perf_counter()
+    before, begun = mask_cost(matcher), time.perf_counter()
     for token in ids:
-        why = fill_all(executor, [source], words)[0] or source.feed([token])
+        why = fill_masks(executor, [source], words)[0] or source.feed([token])
         assert not why, why
     seconds = time.perf_counter() - begun
-    return work_of(matcher).since(before).units // len(ids), 1e3 * seconds / len(ids)
+    return mask_cost(matcher).since(before).units // len(ids), 1e3 * seconds / len(ids)
 
 
 def main(model: str) -> None:
     setup = grammar_setup(Path(resolve_model(model, "")))
-    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
+    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
     tokenizer = Tokenizer.from_str(setup.tokenizer)
     print(f"{setup.width:,} ids\n| form | units | ms | ms, known text |\n| --- | --- | --- | --- |")
     for name, (form, text) in CASES.items():

@@ -7,16 +7,16 @@ from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 import pipeinfer.demo
+from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
-from pipeinfer.grammars.masks import GrammarSource, fill_all
-from pipeinfer.grammars.trial import Setup
+from pipeinfer.grammars.masks import GrammarSource, fill_masks
 from pipeinfer.params import StructuredOutputs
 
 TOKENIZER = Tokenizer.from_file(str(Path(pipeinfer.demo.__file__).parent / "tokenizer.json"))
 WIDTH = TOKENIZER.get_vocab_size() + 9  # so that the last word of a mask is not full
 ENDS = (256, 258)
 KNOWN = tuple(sorted(TOKENIZER.get_vocab().values()))
-SETUP = Setup(TOKENIZER.to_str(), WIDTH, ENDS, KNOWN)
+SETUP = VocabularySetup(TOKENIZER.to_str(), WIDTH, ENDS, KNOWN)
 VOCABULARY = Vocabulary(SETUP.tokenizer, WIDTH, ENDS, KNOWN)
 
 ALONE = LLExecutor(1)
@@ -29,7 +29,7 @@ def ids_of(text):
 def allowed(row):
     """Ids that a row may sample next."""
     words = np.zeros(VOCABULARY.words, dtype=np.int32)
-    assert fill_all(ALONE, [row], words[None]) == [getattr(row, "error", "")]
+    assert fill_masks(ALONE, [row], words[None]) == [getattr(row, "error", "")]
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 

@@ -240,7 +240,7 @@ def test_stage_without_a_model_starts_light(stage):
 def test_an_engine_without_a_model_starts_without_torch():
     """That of benchmarks and simulations: it has a core and a driver, and computes nothing."""
     program = (
-        "import sys, pipeinfer.engine.core, pipeinfer.engine.driver\n"
+        "import sys, pipeinfer.engine.core, pipeinfer.engine.executor\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pipeinfer.attention.rows import PagedRows, RowArrays
 
 from draws import seeded
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
-from pipeinfer.attention.rows import PagedRows, RowArrays
-from pipeinfer.attention.triton_decode import TritonDecodeKernel
+from pipeinfer.attention.hybrid import TritonDecodeKernel
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -18,7 +18,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import (
-    Cut,
+    DecodeTiles,
     Reads,
     Runs,
     cut_rows,
@@ -31,10 +31,10 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
-WHOLE = Cut(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
-SPLITS = Cut(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))
+WHOLE = DecodeTiles(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
+SPLITS = DecodeTiles(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))
 LENGTHS = [1, 16, 17, 100, 33]
 
 
@@ -86,8 +86,8 @@ class Case:
     [
         WHOLE,
         SPLITS,
-        Cut(extra=3, splits=32, least=16, reads=Reads(16, 4, 2)),
-        Cut(extra=64, splits=2, least=64, reads=Reads(32, 4, 2)),
+        DecodeTiles(extra=3, splits=32, least=16, reads=Reads(16, 4, 2)),
+        DecodeTiles(extra=64, splits=2, least=64, reads=Reads(32, 4, 2)),
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -300,8 +300,8 @@ class SharedCase(Case):
         return self.attend(torch.full_like(self.q, float("nan")), sinks)
 
 
-TILED = Cut(extra=8, splits=4, least=64, reads=Reads(16, 4, 2), tile=16, least_shared=32)
-WIDE = Cut(extra=32, splits=16, least=16, reads=Reads(32, 4, 2), tile=64, least_shared=16)
+TILED = DecodeTiles(extra=8, splits=4, least=64, reads=Reads(16, 4, 2), tile=16, least_shared=32)
+WIDE = DecodeTiles(extra=32, splits=16, least=16, reads=Reads(32, 4, 2), tile=64, least_shared=16)
 APART = replace(WIDE, of_runs=Reads(64, 4, 2), parts=2)  # in two launches
 SHARING = [
     ([70, 90, 33], [([0, 1], 64)]),

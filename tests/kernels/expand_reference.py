@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.kernels.tables import NOBODY, NOWHERE, BySlot, Expanded, Rows
+from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, BySlot, DeviceStep
 
 
-def expand_reference(
-    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
-) -> None:
-    """See kernels/interface.py."""
-    prompts, nobody = len(out.prompt_offsets) - 1, len(held.table) - 1
-    total, at, at_page = len(rows.counts), 0, 0
-    for tensor, value in ((out.positions, 0), (out.places, NOWHERE), (out.ids, 0)):
+def expand_reference(step: DeviceStep, held: BySlot, page_size: int) -> None:
+    """See kernels/tables.py."""
+    prefills, padding_slot = step.shape.prefills, len(held.table) - 1
+    total, at, at_page, base = len(step.counts), 0, 0, step.query_base
+    for tensor, value in ((step.positions, 0), (step.slot_mapping, NO_SLOT), (step.input_ids, 0)):
         tensor[:] = value
-    for row, known in enumerate(rows.counts.tolist()):
-        slot, start = int(rows.slots[row]), int(rows.starts[row]) if known else 0
-        count = known or padding
+    for row, known in enumerate(step.counts.tolist()):
+        slot, start = int(step.slots[row]), int(step.starts[row]) if known else 0
+        count = known or step.padding
         length = start + count
         used = -(-length // page_size)
         pages = held.table[slot, :used]
         span = slice(at, at + known)
-        position = out.positions[span] = torch.arange(start, start + known).to(pages.device)
-        out.places[span] = pages[position // page_size].long() * page_size + position % page_size
-        ids = rows.tokens[span].long()
-        out.ids[span] = torch.where(ids < 0, held.last_token[slot], ids)
-        out.offsets[row], out.lengths[row] = at, length
-        out.last_page[row] = length - (used - 1) * page_size
-        if row >= total - prompts:
-            out.prompt_offsets[row - (total - prompts)] = at - base
-        out.begins[row] = at_page if len(out.listed) else slot * held.table.shape[1]
-        if len(out.listed):
-            out.listed[at_page : at_page + used] = pages
-        if row >= total - len(out.gathered):
-            out.gathered[row - (total - len(out.gathered)), :used] = pages
-        entry = int(rows.entries[row])
-        if entry != NOBODY:
+        position = step.positions[span] = torch.arange(start, start + known).to(pages.device)
+        place = pages[position // page_size].long() * page_size + position % page_size
+        step.slot_mapping[span] = place
+        ids = step.tokens[span].long()
+        step.input_ids[span] = torch.where(ids < 0, held.last_token[slot], ids)
+        step.qo_indptr[row], step.seq_lens[row] = at, length
+        step.last_page_len[row] = length - (used - 1) * page_size
+        if row >= total - prefills:
+            step.prefill_qo_indptr[row - (total - prefills)] = at - base
+        step.kv_indptr[row] = at_page if step.lists_pages else slot * held.table.shape[1]
+        if step.lists_pages:
+            step.kv_indices[at_page : at_page + used] = pages
+        if row >= total - len(step.block_table):
+            step.block_table[row - (total - len(step.block_table)), :used] = pages
+        entry = int(step.logits_rows[row])
+        if entry != NO_LOGITS:
             real, entry = entry >= 0, entry if entry >= 0 else -1 - entry
-            out.last[entry] = at + count - 1 if real else 0
-            out.write_slots[entry] = slot if real else nobody
-            out.sample_positions[entry] = length if real else 0
-            words = _words(held, entry, len(out.last))
-            out.fields[words] = held.fields[_words(held, slot if real else nobody, len(held.table))]
+            step.logits_indices[entry] = at + count - 1 if real else 0
+            step.write_slots[entry] = slot if real else padding_slot
+            step.sample_positions[entry] = length if real else 0
+            words = _words(held, entry, step.num_logits)
+            source = _words(held, slot if real else padding_slot, len(held.table))
+            step.sampling_words[words] = held.fields[source]
         at, at_page = at + count, at_page + used
-    last = at, at - base, at_page if len(out.listed) else 0
-    out.offsets[total], out.prompt_offsets[prompts], out.begins[total] = last
+    last = at, at - base, at_page if step.lists_pages else 0
+    step.qo_indptr[total], step.prefill_qo_indptr[prefills], step.kv_indptr[total] = last
 
 
 def _words(held: BySlot, index: int, many: int) -> list[int]:

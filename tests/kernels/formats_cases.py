@@ -9,7 +9,7 @@ from draws import seeded
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import fp8_blocks, int4, rounding
 from pipeinfer.kernels.int4_layout import decoded, packed, spread
-from pipeinfer.kernels.int4_tiles import Cut
+from pipeinfer.kernels.int4_tiles import Int4Tiles
 from pipeinfer.kernels.norm import rms_norm, rounded_norm, rounded_norm_reference
 
 DTYPES = [torch.float32, *HALVES]
@@ -118,7 +118,7 @@ def test_weights_in_4_bits_are_decoded(group, dtype):
 def test_few_rows_are_multiplied_with_weights_in_4_bits(splits, group, rows, dtype):
     wide, values = randn(5, rows, 1024, dtype=dtype), in_4_bits(group, dtype)
     x, bias = wide[:, :512], randn(6, 64)
-    how = Cut(16, 64, 1 if splits == 4 else 2, splits, 4)
+    how = Int4Tiles(16, 64, 1 if splits == 4 else 2, splits, 4)
     got = int4.few_rows(x, *values, how, bias)
     assert got.shape == (splits, rows, 64) and got.dtype == torch.float32
     expected = torch.nn.functional.linear(x.float(), plain_of(values, dtype).float(), bias)

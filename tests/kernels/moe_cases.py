@@ -18,13 +18,13 @@ from pipeinfer.kernels.moe import (
     weighted_products,
 )
 from pipeinfer.kernels.moe_align import align, align_reference
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, Cut, Tiles
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, MoeTiles, Tiles
 from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
 from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
-CUT = Cut(columns=16, depth=16, warps=4, stages=2)
+CUT = MoeTiles(columns=16, depth=16, warps=4, stages=2)
 SMALL = Tiles(16, CUT, replace(CUT, depth=32), group=2)
 TURNED = Tiles(16, replace(CUT, columns=64, turned=True), replace(CUT, columns=32, turned=True))
 

@@ -15,7 +15,7 @@ from pipeinfer.kernels.moe_e4m3 import (
     rounded_by_pair,
     rounded_by_pair_reference,
 )
-from pipeinfer.kernels.moe_tiles import ROUNDED, Cut, Tiles
+from pipeinfer.kernels.moe_tiles import ROUNDED, MoeTiles, Tiles
 from pipeinfer.kernels.rounding import round_parts
 from pipeinfer.layers import fp8_products
 from pipeinfer.layers.experts import GatedExperts
@@ -30,8 +30,8 @@ from pipeinfer.layers.routing import SoftmaxRouter
 # rounded the other way is a whole unit in the last place apart, where rounding costs 0.29 of a unit
 # on average (1 / sqrt(12)): sqrt(0.1) / 0.29 = 1.1 times what rounding costs, which is below 0.04.
 ERROR = 8e-3 if INTERPRETED else 4e-2
-SMALL = Tiles(16, Cut(64, SIDE, 4, 2), Cut(32, MIDDLE, 4, 2), group=2)
-TURNED = Tiles(16, Cut(128, SIDE, 4, 2, turned=True), Cut(64, MIDDLE, 4, 2, turned=True))
+SMALL = Tiles(16, MoeTiles(64, SIDE, 4, 2), MoeTiles(32, MIDDLE, 4, 2), group=2)
+TURNED = Tiles(16, MoeTiles(128, SIDE, 4, 2, turned=True), MoeTiles(64, MIDDLE, 4, 2, turned=True))
 
 
 def operands(tokens, hidden, inter, blocks, experts=4, top_k=2):
@@ -102,7 +102,7 @@ def test_rows_of_zeros_and_none_in_8_bits_give_as_much():
 
 def layer(form, dtype, decoded):
     """(a norm, a mixture behind it, its experts), the same numbers for all kinds."""
-    quantization = Quantization("any", form, decoded=decoded)
+    quantization = Quantization("any", form, dequantize_at_load=decoded)
     at = Placement(Shard(), dtype, torch.device(DEVICE), quantization=quantization)
     experts, router = GatedExperts(256, SIDE, 8, at), SoftmaxRouter(256, 8, 2, True, at)
     norm = RMSNorm("norm", 256, 1e-6, at)

@@ -11,8 +11,8 @@ import torch
 from drawn_ids import NOTHING, ids_of
 from kernels.gumbel_cases import NAMES, mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
-from pipeinfer.engine.fields import FIELDS
 from pipeinfer.engine.sampling import SplitSampler
+from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import by_triton, gumbel
 from pipeinfer.kernels.offers import choose, offer
 

@@ -8,16 +8,15 @@ import torch
 from draws import seeded
 from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
-from pipeinfer.checkpoint.rope_config import RopeConfig
-from pipeinfer.engine.fused_store import FusedStore
-from pipeinfer.engine.storing import TorchStore
+from pipeinfer.checkpoint.rope import RopeConfig
+from pipeinfer.engine.kv_store import FusedStore, TorchStore
 from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize
 from pipeinfer.layers.rope import Angles, Rope, rotate
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PAGE_SIZE = 4
 

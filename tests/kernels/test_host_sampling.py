@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, sample
-from pipeinfer.engine.fields import filled
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.host import sampling as sampler
 from pipeinfer.kernels.host.truncation import thresholds
 from sampling_rows import SamplingRows

@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeinfer.attention.triton_decode import cut
-from pipeinfer.engine.slot_state import SEQUENCES
+from pipeinfer.attention.hybrid import cut
+from pipeinfer.engine.step_buffers import SEQUENCES
 from pipeinfer.kernels import (
     decode_attention,
     edits,
@@ -34,7 +34,7 @@ from pipeinfer.kernels import (
     softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, ROUNDED, Cut
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, ROUNDED, MoeTiles
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -272,7 +272,7 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
     assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
 
 
-def experts(kernel: Any, rows: int, cut: Cut, scales: int, bounded: bool = False) -> Any:
+def experts(kernel: Any, rows: int, cut: MoeTiles, scales: int, bounded: bool = False) -> Any:
     """Of the shape of Qwen3-30B-A3B; bounded: of gpt-oss-20b."""
     whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale", "bias"), HALF)
     if scales == moe.MXFP4.value:

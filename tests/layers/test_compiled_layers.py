@@ -10,15 +10,15 @@ import torch
 
 from checkpoints import CheckpointCache
 from kept_logits import logits_of
-from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import load_engine
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.layers import compiled
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 from step_pages import all_pages
 
 CPU = torch.device("cpu")

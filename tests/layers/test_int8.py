@@ -123,7 +123,7 @@ def test_a_cpu_computes_in_bfloat16_where_it_has_instructions_for_it(
     monkeypatch, stored, device, fast, expected
 ) -> None:
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: fast)
-    outline = loading.Outline("LlamaForCausalLM", 10, 10, stored)
+    outline = loading.ModelOutline("LlamaForCausalLM", 10, 10, stored)
     assert loading._dtype("auto", outline, device) == expected
     assert loading._dtype("float32", outline, device) == torch.float32
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.step_builder import RequestTable
 from pipeinfer.llm import RequestError
 from pipeinfer.messages import Admit
 from pipeinfer.offline.calls import checked

@@ -163,6 +163,100 @@ def test_forms_of_outputs(llm: LLM) -> None:
     assert texts[4].startswith("{")
 
 
+@pytest.mark.parametrize("choice", [["yes"], ("yes",)])
+def test_a_form_may_be_a_dict_of_its_fields(llm: LLM, choice: Any) -> None:
+    params = SamplingParams(structured_outputs={"choice": choice}, temperature=0)
+    assert isinstance(params.structured_outputs, StructuredOutputsParams)
+    assert llm.generate("Say", params)[0].outputs[0].text == "yes"
+    params.structured_outputs = {"choice": ["no"]}
+    assert llm.generate("Say", params)[0].outputs[0].text == "no"
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"chioce": ["a"], "regex": "a"}, "structured_outputs has no chioce; its fields are json,"),
+        ({"choice": ["a"], "regex": "a"}, "one form"),
+        ({}, "not nothing"),
+        ({"structural_tag": "x"}, "use grammar"),
+        ({"choice": "abc"}, r"structured_outputs\.choice: Expected `array"),
+        ({"choice": [1]}, r"structured_outputs\.choice: Expected `str`"),
+        ({"regex": 5}, r"structured_outputs\.regex: Expected `str"),
+        ({"json": object}, r"structured_outputs\.json: Expected `"),
+        ("[a-z]+", r"is StructuredOutputsParams or a dict, not '\[a-z\]\+'"),
+        (dict, "is StructuredOutputsParams or a dict, not type"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(form: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        SamplingParams(structured_outputs=form)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "hot"), ("top_p", None), ("stop", 5), ("stop_token_ids", 5), ("n", "2"),
+     ("max_tokens", 2.5), ("bad_words", 5), ("allowed_token_ids", 5)],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_by_its_name_alone(
+    llm: LLM, name: str, value: Any
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate("a", SamplingParams(**{name: value}))
+    assert str(refused.value).startswith(f"SamplingParams: {name}: Expected `")
+    assert len(str(refused.value)) < 100
+
+
+def test_parts_of_text_are_the_message(llm: LLM) -> None:
+    parts: list[Any] = [{"type": "input_text", "text": "You"}, "count."]
+    of_parts, of_text = ([{"role": "user", "content": one}] for one in (parts, "You\ncount."))
+    assert llm.chat(of_parts, GREEDY)[0].prompt == llm.chat(of_text, GREEDY)[0].prompt
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "a part of type image_url"),
+        ({"type": "image_pil", "image_pil": object()}, "a part of type image_pil"),
+        ({"type": "input_audio", "input_audio": {}}, "a part of type input_audio"),
+        ({"image": "x"}, "a part without a type"),
+        (5, "a part without a type"),
+    ],
+)
+def test_pictures_and_sounds_in_chats_are_refused_where_they_stand(
+    llm: LLM, part: Any, said: str
+) -> None:
+    chat = [*CHAT, {"role": "user", "content": [{"type": "text", "text": "What?"}, part]}]
+    with pytest.raises(RequestError) as refused:
+        llm.chat([CHAT, chat], GREEDY)
+    assert str(refused.value) == (
+        f"messages[2].content[1] is {said}. Models take and give texts only. "
+        "Say it in a part of type text."
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hello", "messages are a chat, a list of dicts"),
+        (["hello"], "messages are a chat, a list of dicts"),
+        ({"role": "user", "content": "x"}, "messages are a chat, a list of dicts"),
+        (None, "messages are a chat, a list of dicts"),
+        ([{"content": "x"}], r'messages\[0\] must be a dict with a text as its "role"'),
+        ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]\.text must be a text"),
+    ],
+)
+def test_what_is_no_chat_is_refused_by_what_one_is(llm: LLM, messages: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        llm.chat(messages, GREEDY)
+
+
+@pytest.mark.parametrize("prompt", [5, None])
+def test_what_is_no_prompt_is_refused_by_what_one_is(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt is text, a list of token ids or a dict"):
+        llm.generate(prompt, GREEDY)
+
+
 def test_what_prompts_share_is_found_until_the_cache_is_reset(llm: LLM) -> None:
     shared = "Here is a table of ages. " * 8
     first, second = (llm.generate(shared + end, GREEDY)[0] for end in ("John?", "Zack?"))

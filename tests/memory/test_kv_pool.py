@@ -10,7 +10,7 @@ import torch
 
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 def resident_bytes() -> int:

@@ -19,16 +19,15 @@ from hypothesis.stateful import (
 )
 
 from hash_device import HashDevice, chain
-from pipeinfer.engine.mirror import Mirror
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step_builder import StepBuilder
-from pipeinfer.memory import runs
-from pipeinfer.memory.applied import Rows
+from page_mirror import PageMirror
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
+from pipeinfer.memory import shared_prefixes
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import PART, pack, unpack
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import LAST_TOKEN, Step
+from pipeinfer.step import LAST_TOKEN, Step
 
 SLOTS = 5
 MAX_IN_FLIGHT = 3
@@ -69,7 +68,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.requests = RequestTable(SLOTS)
         self.steps = StepBuilder(self.memory, self.requests, shares=True)
         self.device = HashDevice(self.pages, size, SLOTS)
-        self.heard = Mirror(SLOTS)  # of steps that the device has not run yet
+        self.heard = PageMirror(SLOTS)  # of steps that the device has not run yet
         self.number = 0
         self.live: dict[int, Sequence] = {}
         self.preempted: list[Sequence] = []
@@ -220,16 +219,16 @@ class MemoryMachine(RuleBasedStateMachine):
     def apply(self, plan: Plan) -> None:
         before = {slot: sequence.planned for slot, sequence in self.live.items()}
         evicted = self.memory.evicted_pages
-        applied = self.memory.apply(plan)
+        rows = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
         self.check_forgotten(plan, evicted)
-        for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
+        for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
             self.requests.put(admit)
             assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
             self.live[admit.slot].planned = before[admit.slot] = cached
-        self.check_rows(plan, applied.rows, before)
-        step, _ = self.steps.build(1, applied)
+        self.check_rows(plan, rows, before)
+        step, _ = self.steps.build(1, rows)
         assert (step.counts[: step.decodes] == 1).all() and (step.counts[step.decodes :] > 1).all()
         self.heard.apply(step.delta)
         for row, pages in enumerate(self.heard.pages(step, self.page_size)):
@@ -241,12 +240,16 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def check_runs(self, step: Step) -> None:
         """Rows that are said to have pages in common have, and tokens of their own behind them."""
-        if step.runs is None:
+        if step.shared_prefixes is None:
             return
         pages = self.heard.pages(step, self.page_size)
         ranks: dict[tuple[int, int], list[int]] = {}
         for row, (line, seat) in enumerate(
-            zip(step.runs.lines.tolist(), step.runs.seats.tolist(), strict=True)
+            zip(
+                step.shared_prefixes.leaders.tolist(),
+                step.shared_prefixes.ranks.tolist(),
+                strict=True,
+            )
         ):
             leader, run = divmod(line, PART)
             if not run:
@@ -254,7 +257,7 @@ class MemoryMachine(RuleBasedStateMachine):
             ranks.setdefault((line, seat % PART), []).append(seat // PART)
             assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
             assert run * self.page_size <= step.starts[row]
-            assert step.runs.lines[leader] == line
+            assert step.shared_prefixes.leaders[leader] == line
         for (_, many), found in ranks.items():
             assert sorted(found) == list(range(many)) and many > 1
         event("decodes have a beginning in common")
@@ -307,7 +310,7 @@ class MemoryMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str, monkeypatch):
-    monkeypatch.setattr(runs, "LEAST", 1)
+    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)

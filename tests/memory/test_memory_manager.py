@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from hash_device import HashDevice, chain
-from pipeinfer.engine.mirror import Mirror
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step_builder import StepBuilder
-from pipeinfer.memory.applied import Applied
+from page_mirror import PageMirror
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 SIZE = 4
 
@@ -31,7 +30,7 @@ class Memory:
         self.requests = RequestTable(slots)
         self.steps = StepBuilder(self.manager, self.requests)
         self.device = HashDevice(pages, SIZE, slots)
-        self.heard = Mirror(slots)  # of steps that the device need not have run yet
+        self.heard = PageMirror(slots)  # of steps that the device need not have run yet
         self.number = 0
 
     def plan(
@@ -42,25 +41,25 @@ class Memory:
         reset: bool = False,
         extends: Sequence[Extend] = (),
         shares: Sequence[int] = (),
-    ) -> Applied:
+    ) -> Rows:
         slots, counts = pack(list(rows)), pack(list(rows.values()))
         some = tuple(releases), tuple(admits)
         plan = Plan(1, self.number, *some, slots, counts, reset, tuple(extends), pack(shares))
-        applied = self.manager.apply(plan)
+        rows = self.manager.apply(plan)
         self.number += 1
         self.manager.check_integrity()
         for admit in admits:
             self.requests.put(admit)
-        return applied
+        return rows
 
-    def step(self, applied: Applied) -> Step:
-        step = self.steps.build(1, applied)[0]
+    def step(self, rows: Rows) -> Step:
+        step = self.steps.build(1, rows)[0]
         self.heard.apply(step.delta)
         return step
 
-    def run(self, *arguments, **keywords) -> tuple[Applied, list[int]]:
-        applied = self.plan(*arguments, **keywords)
-        return applied, self.device.run(self.step(applied)).tolist()
+    def run(self, *arguments, **keywords) -> tuple[Rows, list[int]]:
+        rows = self.plan(*arguments, **keywords)
+        return rows, self.device.run(self.step(rows)).tolist()
 
     def holds(self, step: Step, row: int, tokens: list[int]) -> bool:
         """True if the pages of a row of the latest step have the KV of `tokens`."""
@@ -91,9 +90,9 @@ def test_cached_prompt_of_whole_pages_still_computes_its_last_token():
     memory = Memory()
     memory.run({0: 99}, [admit(0, PROMPT)])
     memory.run({}, releases=[Release(0, True)])
-    applied, ids = memory.run({1: 99}, [admit(1, PROMPT)])
-    assert applied.cached.tolist() == [8]
-    assert applied.rows.counts.tolist() == [4] and applied.rows.samples.tolist() == [True]
+    rows, ids = memory.run({1: 99}, [admit(1, PROMPT)])
+    assert rows.cached.tolist() == [8]
+    assert rows.counts.tolist() == [4] and rows.samples.tolist() == [True]
     assert len(ids) == 1
 
 
@@ -108,11 +107,11 @@ def test_a_reset_forgets_what_nobody_uses_and_nothing_else(cache: str):
     memory.run({1: 1}, releases=[Release(0, True)])
     free, evictable = memory.manager.free, memory.manager.evictable
     assert (evictable > 0) == (cache == "radix")
-    applied, _ = memory.run({1: 1, 2: 99}, [admit(2, PROMPT)], reset=True)  # amid equal decodes
-    assert applied.cached.tolist() == [0], "what is admitted with the reset finds nothing"
+    rows, _ = memory.run({1: 1, 2: 99}, [admit(2, PROMPT)], reset=True)  # amid equal decodes
+    assert rows.cached.tolist() == [0], "what is admitted with the reset finds nothing"
     assert memory.manager.evicted_pages == evictable and memory.manager.free < free + evictable
-    applied, _ = memory.run({3: 99}, [admit(3, other)])
-    assert applied.cached.tolist() == [kept], "a request that runs keeps its prompt"
+    rows, _ = memory.run({3: 99}, [admit(3, other)])
+    assert rows.cached.tolist() == [kept], "a request that runs keeps its prompt"
 
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
@@ -120,10 +119,10 @@ def test_a_half_computed_prompt_is_shared_as_far_as_it_has_come(cache: str):
     memory, prompt = Memory(cache=cache), list(range(20))
     memory.run({0: 10}, [admit(0, prompt)])
     found = 8 if cache == "radix" else 0
-    applied, _ = memory.run({0: 6, 1: 99}, [admit(1, [*prompt[:14], 7, 7])], shares=[0])
-    assert applied.cached.tolist() == [found], "two whole pages of ten tokens"
-    applied, _ = memory.run({0: 6, 2: 99}, [admit(2, prompt)], shares=[0, 1])
-    assert applied.cached.tolist() == [2 * found], "four of sixteen"
+    rows, _ = memory.run({0: 6, 1: 99}, [admit(1, [*prompt[:14], 7, 7])], shares=[0])
+    assert rows.cached.tolist() == [found], "two whole pages of ten tokens"
+    rows, _ = memory.run({0: 6, 2: 99}, [admit(2, prompt)], shares=[0, 1])
+    assert rows.cached.tolist() == [2 * found], "four of sixteen"
     memory.run({}, releases=[Release(slot, True) for slot in (0, 1, 2)])
     assert memory.manager.free + memory.manager.evictable == memory.manager.allocator.total
 
@@ -132,9 +131,9 @@ def test_shares_amid_equal_decodes_are_carried_out():
     memory = Memory()
     memory.run({0: 99, 1: 8}, [admit(0, [9] * 9), admit(1, PROMPT)])
     memory.run({0: 1})
-    applied, _ = memory.run({0: 1}, shares=[1])
-    applied, _ = memory.run({0: 1, 2: 99}, [admit(2, PROMPT)])
-    assert applied.cached.tolist() == [8]
+    rows, _ = memory.run({0: 1}, shares=[1])
+    rows, _ = memory.run({0: 1, 2: 99}, [admit(2, PROMPT)])
+    assert rows.cached.tolist() == [8]
 
 
 def test_a_reset_without_rows_counts_in_the_digest():
@@ -150,8 +149,8 @@ def test_a_reset_without_rows_counts_in_the_digest():
 def test_one_token_prompt_is_never_cached_away():
     memory = Memory()
     for _ in range(2):
-        applied, ids = memory.run({0: 99}, [admit(0, [7])])
-        assert applied.cached.tolist() == [0] and len(ids) == 1
+        rows, ids = memory.run({0: 99}, [admit(0, [7])])
+        assert rows.cached.tolist() == [0] and len(ids) == 1
         memory.run({}, releases=[Release(0, True)])
 
 
@@ -182,12 +181,12 @@ def test_preempted_request_prefills_its_outputs_and_samples_once():
         outputs += memory.run({0: 1})[1]
     tokens = PROMPT + outputs
     again = admit(3, tokens, prompt_len=len(PROMPT))
-    applied, _ = memory.run({3: 1}, [again], [Release(0, True, pack(outputs))])
-    assert applied.cached.tolist() == [16]  # 19 known, 18 computed
-    assert applied.rows.counts.tolist() == [1] and applied.rows.samples.tolist() == [False]
-    applied, ids = memory.run({3: 99})
-    assert applied.rows.counts.tolist() == [2] and len(ids) == 1
-    assert memory.run({3: 99})[0].rows.counts.tolist() == [1]
+    rows, _ = memory.run({3: 1}, [again], [Release(0, True, pack(outputs))])
+    assert rows.cached.tolist() == [16]  # 19 known, 18 computed
+    assert rows.counts.tolist() == [1] and rows.samples.tolist() == [False]
+    rows, ids = memory.run({3: 99})
+    assert rows.counts.tolist() == [2] and len(ids) == 1
+    assert memory.run({3: 99})[0].counts.tolist() == [1]
 
 
 def test_surplus_token_never_enters_the_cache():
@@ -200,8 +199,8 @@ def test_surplus_token_never_enters_the_cache():
     memory.run({}, releases=[Release(0, True, pack(outputs[:3]))])
     assert (memory.manager.free, memory.manager.evictable) == (29, 3)
     for last in (outputs[3], outputs[3] + 1):
-        applied, _ = memory.run({1: 99}, [admit(1, [*confirmed, last, 5])])
-        assert applied.cached.tolist() == [12]
+        rows, _ = memory.run({1: 99}, [admit(1, [*confirmed, last, 5])])
+        assert rows.cached.tolist() == [12]
         memory.run({}, releases=[Release(1, False)])
 
 
@@ -212,8 +211,8 @@ def test_a_forgotten_request_leaves_nothing_of_its_path_in_the_cache():
         outputs += memory.run({0: 1})[1]
     memory.run({}, releases=[Release(0, False, pack(outputs[:5]), True)])
     assert (memory.manager.free, memory.manager.evictable) == (32, 0)
-    applied, _ = memory.run({1: 99}, [admit(1, PROMPT)])
-    assert applied.cached.tolist() == [0]
+    rows, _ = memory.run({1: 99}, [admit(1, PROMPT)])
+    assert rows.cached.tolist() == [0]
 
 
 def test_forgetting_ends_where_somebody_else_goes_on():
@@ -226,8 +225,8 @@ def test_forgetting_ends_where_somebody_else_goes_on():
     memory.run({}, releases=[Release(0, False, forget=True)])
     assert memory.run({0: 99}, [admit(0, [*PROMPT, 9])])[0].cached.tolist() == [12]
     memory.run({}, releases=[Release(0, False, forget=True), Release(1, False, forget=True)])
-    applied, _ = memory.run({0: 99, 1: 99}, [admit(0, [*PROMPT, 9]), admit(1, other)])
-    assert applied.cached.tolist() == [8, 12], "what the other one's path needs was left"
+    rows, _ = memory.run({0: 99, 1: 99}, [admit(0, [*PROMPT, 9]), admit(1, other)])
+    assert rows.cached.tolist() == [8, 12], "what the other one's path needs was left"
 
 
 def test_a_forgotten_prompt_that_another_request_left_is_gone_too():
@@ -246,9 +245,9 @@ def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_comput
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [7] * 8)])
     owned = set(memory.manager.table.row(0).tolist())
     kept = memory.plan({}, releases=[Release(1, True)])
-    assert kept.unseen.tolist() == [] and memory.step(kept).delta.cleared.tolist() == []
+    assert kept.unverified.tolist() == [] and memory.step(kept).delta.cleared.tolist() == []
     freed = memory.plan({}, releases=[Release(0, False)])
-    assert set(freed.unseen.tolist()) == owned
+    assert set(freed.unverified.tolist()) == owned
     assert len(memory.step(freed).slots) == 0, "nothing is computed, so nothing is zeroed"
     later = memory.step(memory.plan({2: 99}, [admit(2, [5] * 30)]))
     assert set(later.delta.cleared.tolist()) == owned
@@ -272,9 +271,9 @@ def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
     for _ in range(6):
         outputs += memory.run({0: 1})[1]
     memory.run({}, releases=[Release(0, True, pack(outputs[:4]))])
-    applied = memory.plan({1: 99}, [admit(1, [*PROMPT, *outputs[:4], 5])])
-    assert applied.cached.tolist() == [16]
-    assert memory.holds(memory.step(applied), 0, PROMPT + outputs[:4])
+    rows = memory.plan({1: 99}, [admit(1, [*PROMPT, *outputs[:4], 5])])
+    assert rows.cached.tolist() == [16]
+    assert memory.holds(memory.step(rows), 0, PROMPT + outputs[:4])
 
 
 def test_last_output_without_kv_is_not_cached():
@@ -284,25 +283,25 @@ def test_last_output_without_kv_is_not_cached():
     for _ in range(3):
         outputs += memory.run({0: 1})[1]
     memory.run({}, releases=[Release(0, True, pack(outputs))])
-    applied, _ = memory.run({1: 99}, [admit(1, [*PROMPT, *outputs, 5])])
-    assert applied.cached.tolist() == [12]
+    rows, _ = memory.run({1: 99}, [admit(1, [*PROMPT, *outputs, 5])])
+    assert rows.cached.tolist() == [12]
 
 
 def test_half_computed_prompt_is_cached_as_far_as_it_goes():
     memory = Memory()
     memory.run({0: 9}, [admit(0, PROMPT)])
-    applied, _ = memory.run({0: 99}, [admit(0, PROMPT)], [Release(0, True)])
-    assert applied.cached.tolist() == [8]
+    rows, _ = memory.run({0: 99}, [admit(0, PROMPT)], [Release(0, True)])
+    assert rows.cached.tolist() == [8]
 
 
 def test_completed_prompt_is_shared_from_the_plan_after_the_next_one_on():
     memory = Memory()
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
     assert memory.manager.free == 32 - 6, "in one plan the second cannot see the first"
-    applied, _ = memory.run({2: 99}, [admit(2, [*PROMPT, 1])])
-    assert applied.cached.tolist() == [0], "its result may be unknown yet"
-    applied, _ = memory.run({3: 99}, [admit(3, [*PROMPT, 1])])
-    assert applied.cached.tolist() == [12]
+    rows, _ = memory.run({2: 99}, [admit(2, [*PROMPT, 1])])
+    assert rows.cached.tolist() == [0], "its result may be unknown yet"
+    rows, _ = memory.run({3: 99}, [admit(3, [*PROMPT, 1])])
+    assert rows.cached.tolist() == [12]
     assert memory.manager.free == 32 - 3 - 4 - 1, "the duplicates are freed"
 
 
@@ -313,8 +312,8 @@ def test_a_completed_prompt_that_turned_out_bad_is_never_shared():
     release = Release(0, False, forget=True), Release(1, False, forget=True)
     # The slot's next request has tokens that nobody has computed yet.
     other = [*PROMPT[:4], *range(8)]
-    applied, _ = memory.run({0: 1}, [admit(0, other), admit(2, PROMPT)], release)
-    assert applied.cached.tolist() == [0, 0]
+    rows, _ = memory.run({0: 1}, [admit(0, other), admit(2, PROMPT)], release)
+    assert rows.cached.tolist() == [0, 0]
     memory.run({0: 1})
     assert memory.manager.evictable + memory.manager.cache.locked == 0
 
@@ -324,12 +323,12 @@ def test_a_request_that_is_told_what_comes_computes_it_in_one_row():
     _, (token,) = memory.run({0: 99}, [admit(0, PROMPT)])
     memory.run({0: 1})  # its own next token, which the plan behind it tells, too
     told = [token, 7, 8, 9, 10]
-    applied = memory.plan({0: 99}, extends=[Extend(0, pack(told))])
-    step = memory.step(applied)
-    assert (applied.rows.starts.tolist(), applied.rows.counts.tolist()) == ([13], [4])
+    rows = memory.plan({0: 99}, extends=[Extend(0, pack(told))])
+    step = memory.step(rows)
+    assert (rows.starts.tolist(), rows.counts.tolist()) == ([13], [4])
     assert step.tokens.tolist() == told[1:] and step.samples.tolist() == [True]
-    applied = memory.plan({0: 1})
-    assert (applied.rows.starts.tolist(), applied.rows.counts.tolist()) == ([17], [1])
+    rows = memory.plan({0: 1})
+    assert (rows.starts.tolist(), rows.counts.tolist()) == ([17], [1])
 
 
 def test_a_prompt_is_shared_as_it_was_when_more_is_told_behind_it():
@@ -340,8 +339,8 @@ def test_a_prompt_is_shared_as_it_was_when_more_is_told_behind_it():
     memory.plan({}, extends=[Extend(0, pack(told))])
     memory.plan({})
     assert memory.manager.cache.locked == 3, "twelve tokens of a prompt, and no more"
-    applied = memory.plan({1: 0}, [admit(1, [*PROMPT, *told, 1])])
-    assert applied.cached.tolist() == [12]
+    rows = memory.plan({1: 0}, [admit(1, [*PROMPT, *told, 1])])
+    assert rows.cached.tolist() == [12]
 
 
 def test_duplicates_are_repointed_and_freed():
@@ -349,8 +348,8 @@ def test_duplicates_are_repointed_and_freed():
     admits = [admit(slot, PROMPT) for slot in range(3)]
     outputs = [memory.run({0: 99, 1: 99, 2: 99}, admits)[1]]
     outputs.append(memory.run({0: 1, 1: 1, 2: 1})[1])
-    applied = memory.plan({0: 1, 1: 1, 2: 1})
-    step = memory.step(applied)
+    rows = memory.plan({0: 1, 1: 1, 2: 1})
+    step = memory.step(rows)
     pages = memory.heard.pages(step, SIZE)
     assert (pages[:, :3] == pages[0, :3]).all()
     assert len(set(pages[:, 3].tolist())) == 3
@@ -368,27 +367,27 @@ def test_salts_do_not_share():
     memory.run({0: 99}, [admit(0, PROMPT, cache_salt="a")])
     memory.run({})
     later = [admit(1, PROMPT), admit(2, PROMPT, cache_salt="b"), admit(3, PROMPT, cache_salt="a")]
-    applied, _ = memory.run({}, later)
-    assert applied.cached.tolist() == [0, 0, 8]
+    rows, _ = memory.run({}, later)
+    assert rows.cached.tolist() == [0, 0, 8]
 
 
 def test_row_without_pages_is_deferred_and_nothing_of_it_is_touched():
     memory = Memory(pages=5)
     memory.run({0: 99}, [admit(0, PROMPT)])
-    applied = memory.plan({1: 99, 0: 1}, [admit(1, [1] * 8)])
-    assert applied.rows.deferred.tolist() == [True, False]
-    assert applied.rows.counts.tolist() == [0, 1]
+    rows = memory.plan({1: 99, 0: 1}, [admit(1, [1] * 8)])
+    assert rows.deferred.tolist() == [True, False]
+    assert rows.counts.tolist() == [0, 1]
     assert memory.manager.slots.computed[1] == 0 and memory.manager.table.held[1] == 0
-    memory.device.run(memory.step(applied))
-    applied, ids = memory.run({1: 99}, releases=[Release(0, False)])
-    assert applied.rows.counts.tolist() == [8] and len(ids) == 1
+    memory.device.run(memory.step(rows))
+    rows, ids = memory.run({1: 99}, releases=[Release(0, False)])
+    assert rows.counts.tolist() == [8] and len(ids) == 1
 
 
 def test_pages_go_to_rows_in_plan_order_and_smaller_rows_may_still_fit():
     memory = Memory(pages=6)
     admits = [admit(0, [1] * 8), admit(1, [2] * 16), admit(2, [3] * 4)]
-    applied = memory.plan({0: 99, 1: 99, 2: 99}, admits)
-    assert applied.rows.deferred.tolist() == [False, True, False]
+    rows = memory.plan({0: 99, 1: 99, 2: 99}, admits)
+    assert rows.deferred.tolist() == [False, True, False]
 
 
 def test_unused_prefixes_make_room_and_used_ones_do_not():
@@ -396,10 +395,10 @@ def test_unused_prefixes_make_room_and_used_ones_do_not():
     memory.run({0: 99}, [admit(0, PROMPT)])
     memory.run({}, releases=[Release(0, True)])
     memory.run({0: 99}, [admit(0, [*PROMPT, 1])])  # locks the three pages, owns a fourth
-    applied, _ = memory.run({1: 99}, [admit(1, [2] * 17)])
-    assert applied.rows.deferred.tolist() == [True]
-    applied, _ = memory.run({1: 99}, releases=[Release(0, False)])
-    assert applied.rows.counts.tolist() == [17]
+    rows, _ = memory.run({1: 99}, [admit(1, [2] * 17)])
+    assert rows.deferred.tolist() == [True]
+    rows, _ = memory.run({1: 99}, releases=[Release(0, False)])
+    assert rows.counts.tolist() == [17]
     assert memory.manager.evictable == 3 and memory.manager.free == 0
 
 
@@ -418,38 +417,38 @@ def test_prefix_of_a_request_admitted_ahead_is_kept_for_it():
     memory = Memory(pages=7)
     memory.run({0: 99}, [admit(0, PROMPT)])
     memory.run({}, releases=[Release(0, True)])
-    applied, _ = memory.run({1: 99}, [admit(0, [*PROMPT, 1]), admit(1, [2] * 16)])
-    assert applied.cached.tolist() == [12, 0]
-    assert applied.rows.deferred.tolist() == [True], "three pages free, three locked"
-    applied = memory.plan({0: 99})
-    assert applied.rows.counts.tolist() == [1]
-    assert memory.holds(memory.step(applied), 0, PROMPT)
+    rows, _ = memory.run({1: 99}, [admit(0, [*PROMPT, 1]), admit(1, [2] * 16)])
+    assert rows.cached.tolist() == [12, 0]
+    assert rows.deferred.tolist() == [True], "three pages free, three locked"
+    rows = memory.plan({0: 99})
+    assert rows.counts.tolist() == [1]
+    assert memory.holds(memory.step(rows), 0, PROMPT)
 
 
 def test_request_never_grows_past_max_total():
     memory = Memory()
-    applied, _ = memory.run({0: 99}, [admit(0, PROMPT, max_total=14)])
-    assert memory.run({0: 5})[0].rows.counts.tolist() == [1]
+    rows, _ = memory.run({0: 99}, [admit(0, PROMPT, max_total=14)])
+    assert memory.run({0: 5})[0].counts.tolist() == [1]
     for _ in range(2):
-        applied, ids = memory.run({0: 5})
-        assert applied.rows.counts.tolist() == [0] and ids == []
-        assert applied.rows.deferred.tolist() == [False]
+        rows, ids = memory.run({0: 5})
+        assert rows.counts.tolist() == [0] and ids == []
+        assert rows.deferred.tolist() == [False]
 
 
 def test_decodes_that_go_on_alike_end_at_the_shortest_limit():
     memory = Memory()
     memory.run({0: 99, 1: 99}, [admit(0, [1, 2, 3], max_total=9), admit(1, [4, 5], max_total=30)])
     for number in range(20):
-        applied = memory.plan({0: 1, 1: 1})
+        rows = memory.plan({0: 1, 1: 1})
         computed = [min(4 + number, 8), 3 + number]
         assert memory.manager.slots.computed[:2].tolist() == computed
-        assert applied.rows.counts.tolist() == [int(number < 5), 1]
+        assert rows.counts.tolist() == [int(number < 5), 1]
 
 
 def test_rows_of_empty_slots_and_empty_counts_do_nothing():
     memory = Memory()
-    applied, _ = memory.run({5: 3, 0: 0}, [admit(0, PROMPT)])
-    assert applied.rows.counts.tolist() == [0, 0]
+    rows, _ = memory.run({5: 3, 0: 0}, [admit(0, PROMPT)])
+    assert rows.counts.tolist() == [0, 0]
     assert memory.manager.free == 32
 
 
@@ -517,7 +516,7 @@ def test_digest_tells_different_decisions_apart_and_repeats():
         memory.run({0: 1})
         plans.append(memory.run({0: 1, 1: 99}, [admit(1, second_prompt)])[0])
         plans.append(memory.run({1: 1}, releases=[Release(0, True)])[0])
-        return [applied.digest for applied in plans]
+        return [rows.digest for rows in plans]
 
     same, again, other = digests(PROMPT), digests(PROMPT), digests([1] * 12)
     assert same == again and len(set(same)) == 3
@@ -546,8 +545,8 @@ def test_long_prompts_beside_decodes_get_the_pages_they_need():
     """Needs of 0, 1 and many pages in one plan go through one allocation."""
     memory = Memory()
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [1] * 5)])
-    applied = memory.plan({2: 99, 0: 1, 1: 1, 3: 6}, [admit(2, [8] * 30), admit(3, [9] * 30)])
-    step = memory.step(applied)
+    rows = memory.plan({2: 99, 0: 1, 1: 1, 3: 6}, [admit(2, [8] * 30), admit(3, [9] * 30)])
+    step = memory.step(rows)
     assert step.slots.tolist() == [0, 1, 2, 3] and step.counts.tolist() == [1, 1, 30, 6]
     pages = memory.heard.pages(step, SIZE)
     used = [pages[row][: -(-n // SIZE)].tolist() for row, n in enumerate([13, 6, 30, 6])]

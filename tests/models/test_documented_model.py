@@ -12,7 +12,7 @@ import torch
 
 import checkpoints
 from dense_attention import dense_causal
-from pipeinfer.checkpoint import architectures, config
+from pipeinfer.checkpoint import config
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 
@@ -37,7 +37,7 @@ def test_the_documented_model_gives_the_logits_of_transformers(
     module = ModuleType(target.strip('"').partition(":")[0])
     exec(compile(source, "docs/add-a-model.md", "exec"), vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(architectures.ARCHITECTURES, name, target.strip('"'))
+    monkeypatch.setitem(config.ARCHITECTURES, name, target.strip('"'))
     family = eval(entry("Family(")[1], vars(config))
     monkeypatch.setitem(config.FAMILIES, name, family)
     [model_type] = re.findall(rf'^\+ +"{name}": "(\w+)",$', PAGE, re.MULTILINE)

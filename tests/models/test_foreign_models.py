@@ -28,8 +28,7 @@ from foreign_checkpoints import (
     write_configuration,
     write_foreign,
 )
-from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.outline import Outline, read_outline
+from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.models.build import build_model
@@ -39,7 +38,7 @@ from pipeinfer.models.foreign.model import ForeignModel
 from pipeinfer.models.foreign.trial import tried
 from pipeinfer.models.loading import fill_dummy
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
 FOREIGN = Settings(model_impl="transformers", kv_pages=8, threads=1)
@@ -173,7 +172,7 @@ def test_a_model_whose_tokens_depend_on_their_neighbours_is_refused_when_it_is_t
     model = random_model(configuration("lfm2", **fields))
     model.set_attn_implementation(hook.NAME)
     shapes = [AttentionShape(4, 2, 16, 0.25)]
-    outline = Outline("Lfm2ForCausalLM", 264, 256, "float32")
+    outline = ModelOutline("Lfm2ForCausalLM", 264, 256, "float32")
     with pytest.raises(ConfigurationError, match="depend on those beside them"):
         tried(model, shapes, outline, 256)
 
@@ -185,7 +184,7 @@ def test_a_model_whose_positions_are_counted_in_the_row_is_refused_when_it_is_tr
     forward = model.model.forward
     model.model.forward = lambda position_ids, **rest: forward(**rest)
     shapes = [AttentionShape(4, 2, 16, 0.25)] * 2
-    outline = Outline("LlamaForCausalLM", 264, 256, "float32")
+    outline = ModelOutline("LlamaForCausalLM", 264, 256, "float32")
     with pytest.raises(ConfigurationError, match="positions that are counted"):
         tried(model, shapes, outline, 256)
 
@@ -347,7 +346,7 @@ def test_the_context_is_found_under_the_names_that_configurations_use(tmp_path: 
     for name in ("n_positions", "max_position_embeddings"):
         raw = {"architectures": ["AnyLMHeadModel"], "vocab_size": 9, name: 77}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        assert read_outline(tmp_path) == Outline("AnyLMHeadModel", 9, 77, "float32")
+        assert read_outline(tmp_path) == ModelOutline("AnyLMHeadModel", 9, 77, "float32")
     del raw["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigurationError, match="max_position_embeddings is missing"):

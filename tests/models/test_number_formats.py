@@ -14,7 +14,7 @@ import torch
 from checkpoints import CheckpointCache, load_reference
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.quantization import chosen
+from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.engine.loading import choose
 from pipeinfer.kernels.fp8 import round_rows, round_rows_closely
 from pipeinfer.layers.matrix import Matrix
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 @torch.inference_mode()
 def logits(folder: Path, asked: str = "auto") -> torch.Tensor:
     config = read_config(folder)
-    config = replace(config, quantization=chosen(config.quantization, asked))
+    config = replace(config, quantization=choose_quantization(config.quantization, asked))
     check_checkpoint(folder, config)
     model = build_model(config)
     load_weights(model, folder)

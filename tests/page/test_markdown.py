@@ -10,7 +10,7 @@ from scripted_feed import MODELS, ScriptedFeed
 
 FRAME = 100  # milliseconds that a frame may take at most
 TRIES = 4
-PART = 4000  # letters that the parser gets at once, as prose.js has it
+PART, LINES = 4000, 400  # letters and lines that the parser gets at once, as prose.js has them
 SIZE = 200_000  # letters of a hostile text
 
 MADE = """async (texts) => {
@@ -245,6 +245,12 @@ def test_the_parser_never_has_more_than_a_part_of_a_text(page):
         text = (unit * (30_000 // len(unit) + 1))[:30_000]
         same, _, most, made = page.evaluate(GROWN, [text, 15_001])
         assert same is True and most <= PART + 600 and made > 30_000 / 3, unit[:20]
+
+
+def test_a_part_of_short_lines_has_few_of_them(page):
+    """Each is laid out, however short it is."""
+    same, _, most, made = page.evaluate(GROWN, ["a\n" * 10_000, 7_001])
+    assert same is True and most <= 2 * LINES and made > 20_000
 
 
 NESTED = {

@@ -52,11 +52,13 @@ STORED = """async () => {
 }"""
 
 
+SHARED = "The context, of prompt and answer, has 2,048."
 WRONG = [
     ("Temperature", "-1", "Temperature is between 0 and 100."),
     ("Top p", "1.5", "Top p is between 0 and 1."),
     ("Top k", "2.5", "Top k is a whole number."),
-    ("Most tokens", "0", "Most tokens is at least 1."),
+    ("Most tokens", "0", f"Most tokens is between 1 and 2047. {SHARED}"),
+    ("Most tokens", "2048", f"Most tokens is between 1 and 2047. {SHARED}"),
     ("Repetition penalty", "0", "Repetition penalty is between 0.01 and 100."),
     ("Seed", "99999999999999999999", "Seed has at most 15 digits."),
     ("Stop at, one a line", "a\n" * 17, "At most 16 lines."),

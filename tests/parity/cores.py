@@ -14,7 +14,7 @@ import numpy as np
 
 from kept_logits import kept
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.events import Compiled, Tick
 from pipeinfer.memory.manager import MemoryManager
@@ -143,7 +143,7 @@ class Cores:
         runner.keep_logits = True
         flight = runner.launch(step)
         if step.masked is not None:
-            flight.finish(partial(self.masks.fill, step))
+            runner.finish(flight, partial(self.masks.fill, step))
         sampled = flight.take()
         if self.masks is not None:
             sampled = self.masks.take(step, sampled)

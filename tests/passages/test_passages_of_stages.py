@@ -39,7 +39,7 @@ from pipeinfer.passages.exchange import Exchange
 from pipeinfer.passages.registry import OBSERVERS, observer
 from pipeinfer.passages.steps import LastMinute
 from pipeinfer.runtime.stage import BUILDERS
-from pipeinfer.tokenizer.events import Encode
+from pipeinfer.tokenizer.core import Encode
 
 PARAMS = SamplingParams(max_tokens=8)
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"

@@ -44,13 +44,11 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.events import EncodeNext, Tried, Try
-from pipeinfer.tokenizer.group_watch import GroupWatch
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.core import EncodeNext, TokenizerCore, Tried, Try
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.templates import ChatTemplates
-from pipeinfer.tokenizer.verdicts import digest
+from pipeinfer.tokenizer.requests import grammar_digest
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from scheduler.model_engine import expected_outputs
 
 EOS = (3, 11)
@@ -261,7 +259,7 @@ class Simulation:
         if name == "tokenizer":
             encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 10_000)
             router, gateways = Router("round-robin", self.groups), ["gateway-0"]
-            watch = GroupWatch(self.groups, HOST_LOSS)
+            watch = GroupMonitor(self.groups, HOST_LOSS)
             return TokenizerCore(encoder, router, watch, EOS, stage, incarnation, gateways)
         if name == "scheduler":
             peers = ["tokenizer-0"], ["detokenizer-0"]
@@ -442,10 +440,10 @@ class Simulation:
         if isinstance(asked, EncodeNext):
             self.feed(stage, asked)
             return
-        submit = process.core.untried(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
+        submit = process.core.submit_to_validate(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
         if submit is not None:
             spec = submit.params.structured_outputs
-            said, known = trial(spec), digest(spec)
+            said, known = trial(spec), grammar_digest(spec)
             status, slow = 400 if said else 0, known[0] % 2 == 0
             self.feed(stage, Tried(asked.request_id, asked.attempt, status, said, known, slow))
 

@@ -12,16 +12,16 @@ from dataclasses import replace
 import numpy as np
 from simulated_grammars import WORDS, Matcher, choice, compiled
 
+from page_mirror import PageMirror
 from pipeinfer.core import Send
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.engine.driver import step_done
-from pipeinfer.engine.mirror import Mirror
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import Compiled, StepDone
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import LAST_TOKEN, Edits, Sampled, Step
+from pipeinfer.step import LAST_TOKEN, LogitEdits, Sampled, Step
 from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
 
@@ -62,8 +62,8 @@ class TokenDevice:
         self._sources: dict[int, RowSource] = {}  # by slot
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
-        self._slots = Mirror(SLOTS)
-        self._edits: dict[int, Edits] = {}
+        self._slots = PageMirror(SLOTS)
+        self._edits: dict[int, LogitEdits] = {}
 
     def run(self, step: Step) -> list[int | str]:
         """Of the rows that sample, in order, the ids, or why a row has none."""
@@ -109,7 +109,7 @@ class TokenDevice:
             matcher = Matcher(new.spec, ids)
             self._sources[new.slot] = RowSource(matcher, new.begin + len(ids), new.jumps)
         for told in step.masked.extended:
-            self._sources[told.slot].told(told.first, told.ids.tolist())
+            self._sources[told.slot].feed_from(told.first, told.ids.tolist())
         return set(step.masked.rows.tolist())
 
     def _allowed(self, slot: int, token: int) -> int | str:

@@ -12,7 +12,7 @@ from simulated import Simulation
 from simulated_engine import PAGE_SIZE, POISON, SLOTS
 from stories import EVENTS, Story, Watch, reached
 
-from pipeinfer.engine.requests import constrained
+from pipeinfer.engine.step_builder import constrained
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.messages import Admit
 from pipeinfer.scheduler import core
@@ -20,7 +20,7 @@ from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits
 from pipeinfer.scheduler.queue import GrammarQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.steps.step import Constrained
+from pipeinfer.step import Constrained
 
 FEW = 80  # stories, of which each event must be part of one
 WAVES = 3  # of requests, one after the other
@@ -105,7 +105,7 @@ def from_the_beginning(admit: Admit) -> Constrained:
 
 FAULTS = {
     "a grammar begins anew with every admission": lambda patch: patch.setattr(
-        "pipeinfer.engine.requests.constrained", from_the_beginning
+        "pipeinfer.engine.step_builder.constrained", from_the_beginning
     ),
     "who waits for a grammar is left alone when it ends": lambda patch: patch.setattr(
         GrammarQueue, "remove", lambda *_: None

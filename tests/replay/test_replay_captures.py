@@ -6,12 +6,10 @@ import msgspec
 import pytest
 
 from pipeinfer.core import LOCAL
-from pipeinfer.engine import late_graphs
+from pipeinfer.engine import executor
 from pipeinfer.engine.core import Capture, EngineCore
 from pipeinfer.engine.device import HostDevice
-from pipeinfer.engine.driver import DeviceDriver
-from pipeinfer.engine.executor import Executor
-from pipeinfer.engine.late_graphs import LateGraphs
+from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
@@ -64,10 +62,10 @@ def recorded() -> list[Exchange]:
 @pytest.mark.parametrize("left", [5, 1])
 async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(monkeypatch, left):
     for name in ("FIRST", "QUIET", "GAP"):
-        monkeypatch.setattr(late_graphs, name, 0.0)  # the engine's own wish comes at once
+        monkeypatch.setattr(executor, name, 0.0)  # the engine's own wish comes at once
     runner, tally = Runner(left), Tally()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=LateGraphs(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
     )
     device = DevicePlayback(driver, tally)
     await device.play(Player(core(), left_out, device.deliver), recorded(), Pace(True, 0.0))

@@ -24,21 +24,21 @@ BODY = {"model": None, "max_tokens": 1500, "ignore_eos": True, "temperature": 1.
 PROMPTS = [{**BODY, "prompt": f"stream {number}", "seed": number} for number in range(100, 104)]
 
 DIES_OF_A_SEED = """
-from pipeinfer.engine import requests
-right = requests.RequestTable.put
+from pipeinfer.engine import step_builder
+right = step_builder.RequestTable.put
 def put(self, admit):
     if admit.seed == 13:
         raise OverflowError("Python int too large to convert to C long")
     right(self, admit)
-requests.RequestTable.put = put
+step_builder.RequestTable.put = put
 """
 DEVICE_FAILS_ON_A_SEED = """
 from pipeinfer.engine import runner
 right = runner.Runner._logits
-def logits(self, cut, plan):
-    found = right(self, cut, plan)
-    if 13 in cut.sampling["seed"].tolist():
-        raise RuntimeError(f"step of {cut.room.rows} rows: no kernel for this seed")
+def logits(self, views, plan, scores=None):
+    found = right(self, views, plan, scores)
+    if 13 in views.sampling["seed"].tolist():
+        raise RuntimeError(f"step of {views.shape.rows} rows: no kernel for this seed")
     return found
 runner.Runner._logits = logits
 """

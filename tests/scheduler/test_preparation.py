@@ -8,7 +8,7 @@ import pytest
 from test_scheduler_core import Client, Pipeline, pipeline
 
 from pipeinfer.events import Tick
-from pipeinfer.grammars.bounds import FULL
+from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
@@ -118,7 +118,7 @@ def test_those_used_last_are_taken_to_be_there(monkeypatch):
     assert held == [False, True, False]
 
 
-@pytest.mark.parametrize(("why", "status"), [("too hard", 400), (FULL, 503)])
+@pytest.mark.parametrize(("why", "status"), [("too hard", 400), (NO_GRAMMAR_MEMORY, 503)])
 @pytest.mark.parametrize("outputs", [0, 2])
 def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs, why, status):
     """What they cannot have now, they may have later."""

@@ -17,11 +17,11 @@ from smollm2_reference import chosen, stored_likelihoods
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import LoadedEngine, load_engine
+from pipeinfer.engine.step_builder import filled
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 from step_pages import all_pages
 
 WINDOW, WINDOWS = 1_024, 10

@@ -37,16 +37,25 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.apart import encoded
-from pipeinfer.tokenizer.core import AT_ONCE, HERE, TokenizerCore
-from pipeinfer.tokenizer.driver import TokenizerDriver
-from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext
-from pipeinfer.tokenizer.group_watch import GroupWatch
-from pipeinfer.tokenizer.lanes import BOOK, CHAPTER, Lanes
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.core import (
+    ENCODE_AT_ONCE_BYTES,
+    ENCODE_HERE_BYTES,
+    Encode,
+    Encoded,
+    EncodeNext,
+    TokenizerCore,
+)
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.worker_main import encode_submit
+from pipeinfer.tokenizer.workers import (
+    MEDIUM_QUEUE_BYTES,
+    SHORT_QUEUE_BYTES,
+    EncodingQueues,
+    TokenizerDriver,
+)
 
 LONG = "the end of it " * 1000
 SHORT = "the end"
@@ -63,7 +72,7 @@ def encoder(max_model_len: int = 100_000) -> PromptEncoder:
 
 def make(groups: int = 1, gateways: tuple[str, ...] = ()) -> TokenizerCore:
     router = Router("round-robin", groups)
-    return TokenizerCore(encoder(), router, GroupWatch(groups), (), "tokenizer-0", 7, gateways)
+    return TokenizerCore(encoder(), router, GroupMonitor(groups), (), "tokenizer-0", 7, gateways)
 
 
 def asked(core: TokenizerCore, event: Submit) -> Encode:
@@ -85,10 +94,10 @@ def asked(core: TokenizerCore, event: Submit) -> Encode:
 def test_a_long_prompt_is_passed_on_as_a_short_one_would_be(prompt: dict[str, Any]) -> None:
     core, event = make(), submit(**prompt)
     message = asked(core, event)
-    assert message.weight > HERE
+    assert message.weight > ENCODE_HERE_BYTES
     assert core.stats()["encoding"] == 1 and not core.idle()
-    assert core.encoding("r", 1) is event
-    out = core.handle(encoded(encoder(), event), 0.0)
+    assert core.submit_to_encode("r", 1) is event
+    out = core.handle(encode_submit(encoder(), event), 0.0)
     ids = encoder().encode(event).tobytes()
     assert [send.to for send in out] == ["gateway-0", "scheduler-0"]
     assert out[0].message == Accepted("r", 1, 0, len(ids) // 4)
@@ -99,7 +108,7 @@ def test_a_long_prompt_is_passed_on_as_a_short_one_would_be(prompt: dict[str, An
 def test_short_prompts_and_token_ids_are_encoded_at_once() -> None:
     core = make()
     for name, prompt in (
-        ("a", {"text": "x" * (AT_ONCE - 100)}),
+        ("a", {"text": "x" * (ENCODE_AT_ONCE_BYTES - 100)}),
         ("b", {"chat": [{"role": "user", "content": SHORT}]}),
         ("c", {"prompt_ids": pack([1] * 90_000)}),
     ):
@@ -123,12 +132,12 @@ TURN = [Send(LOCAL, "", EncodeNext())]
 
 
 def test_a_short_prompt_waits_for_one_prompt_of_another_clients_thousand_at_most() -> None:
-    core, text = make(), "the end of it " * (HERE // 15)
+    core, text = make(), "the end of it " * (ENCODE_HERE_BYTES // 15)
     for n in range(1000):
         assert core.handle(submit(f"a{n}", text=text, client="a"), 0.0) == TURN
     assert works(core.handle(EncodeNext(), 0.0)) == ["a0"]
     assert works(core.handle(submit("tiny", text=SHORT, client="b"), 0.0)) == ["tiny"]
-    assert core.handle(submit("b0", text=text[: 2 * AT_ONCE], client="b"), 0.0) == TURN
+    assert core.handle(submit("b0", text=text[: 2 * ENCODE_AT_ONCE_BYTES], client="b"), 0.0) == TURN
     turns = [core.handle(EncodeNext(), 0.0) for _ in range(2)]
     assert "b0" in works([send for sends in turns for send in sends])
     order = [name for sends in turns for name in works(sends)]
@@ -138,7 +147,7 @@ def test_a_short_prompt_waits_for_one_prompt_of_another_clients_thousand_at_most
 
 
 def test_a_turn_of_whoever_has_left_is_not_lost_on_him() -> None:
-    core, text = make(), "the end of it " * (2 * AT_ONCE // 14)
+    core, text = make(), "the end of it " * (2 * ENCODE_AT_ONCE_BYTES // 14)
     for name in "abc":
         core.handle(submit(name, text=text, client=name), 0.0)
     core.handle(Abort("a", 1), 0.0)
@@ -153,7 +162,7 @@ def test_a_turn_of_whoever_has_left_is_not_lost_on_him() -> None:
 async def test_other_messages_come_between_prompts_that_wait() -> None:
     """The driver gives one turn back each time the loop has looked at its sockets."""
     seen: list[str] = []
-    driver = TokenizerDriver(Lanes(Path(), Settings(), lambda *_: None), Quiet())
+    driver = TokenizerDriver(EncodingQueues(Path(), Settings(), lambda *_: None), Quiet())
     await driver.start(lambda _: seen.append("prompt"))
     for _ in range(3):
         driver.deliver(EncodeNext())
@@ -166,7 +175,7 @@ async def test_other_messages_come_between_prompts_that_wait() -> None:
 
 def test_what_cannot_fit_is_refused_by_its_length_alone() -> None:
     router = Router("round-robin", 1)
-    core = TokenizerCore(encoder(max_model_len=2048), router, GroupWatch(), ())
+    core = TokenizerCore(encoder(max_model_len=2048), router, GroupMonitor(), ())
     begun = time.thread_time()
     (send,) = core.handle(submit(text="a" * 5_000_000), 0.0)
     assert time.thread_time() - begun < 0.1
@@ -178,7 +187,7 @@ def test_what_cannot_fit_is_refused_by_its_length_alone() -> None:
     chat = submit(chat=[{"role": "user", "content": "a" * 5_000_000}])
     asked(core, chat)
     begun = time.thread_time()
-    answer = encoded(encoder(max_model_len=2048), chat)
+    answer = encode_submit(encoder(max_model_len=2048), chat)
     assert time.thread_time() - begun < 0.5, "it was rendered and not encoded"
     (send,) = core.handle(answer, 0.0)
     assert isinstance(send.message, Refused)
@@ -202,8 +211,8 @@ def test_what_nobody_wants_any_more_is_dropped(end: Message) -> None:
     core, event = make(), submit(text=LONG)
     asked(core, event)
     core.handle(end, 0.0)
-    assert core.encoding("r", 1) is None and core.idle()
-    assert core.handle(encoded(encoder(), event), 0.0) == []
+    assert core.submit_to_encode("r", 1) is None and core.idle()
+    assert core.handle(encode_submit(encoder(), event), 0.0) == []
     assert core.stats()["ledger"] == 0
 
 
@@ -212,7 +221,7 @@ def test_a_stage_that_drains_finishes_what_it_has_accepted() -> None:
     asked(core, event)
     core.handle(Drain(), 0.0)
     assert not core.idle()
-    assert len(core.handle(encoded(encoder(), event), 0.0)) == 2
+    assert len(core.handle(encode_submit(encoder(), event), 0.0)) == 2
     assert core.idle()
 
 
@@ -225,7 +234,7 @@ def test_the_end_of_a_request_that_may_run_already_goes_everywhere_however_late_
     asked(core, event)
     for opening in (True, False):
         core.handle(Recovered("gateway-0", 7, opening), 0.0)
-    core.handle(encoded(encoder(), event), 0.0)
+    core.handle(encode_submit(encoder(), event), 0.0)
     ends = core.handle(Done(("r",)), 0.0)
     assert [send.to for send in ends] == ["scheduler-0", "scheduler-1"]
 
@@ -303,7 +312,7 @@ class Interleaved(RuleBasedStateMachine):
         message = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
         name = message.request_id
         wanted = name in self.open and name not in self.passed
-        assert (self.core.encoding(name, 1) is not None) == wanted
+        assert (self.core.submit_to_encode(name, 1) is not None) == wanted
         answer = Encoded(name, 1, b"", 400, "no") if refused else Encoded(name, 1, pack([1, 2]))
         out = self.feed(answer)
         assert bool(out) == wanted
@@ -343,7 +352,7 @@ class Harness:
     def __init__(self, folder: Path, settings: Settings = BIG) -> None:
         self.submits: dict[str, Submit] = {}
         self.fed: list[Encoded] = []
-        self.lanes = Lanes(folder, settings, lambda name, _: self.submits.get(name))
+        self.lanes = EncodingQueues(folder, settings, lambda name, _: self.submits.get(name))
 
     def ask(self, name: str, weight: int, client: str = "", **prompt: Any) -> None:
         self.submits[name] = submit(name, **prompt)
@@ -378,7 +387,7 @@ def with_lanes(test: Callable[[Harness], Awaitable[None]]) -> Callable[[Path], A
 async def test_lanes_give_the_ids_that_the_stage_would_give(lanes: Harness) -> None:
     chat = [{"role": "user", "content": LONG + "<|im_end|> 🙂"}]
     lanes.ask("text", 1, text=LONG)
-    lanes.ask("chat", CHAPTER + 1, chat=chat)
+    lanes.ask("chat", SHORT_QUEUE_BYTES + 1, chat=chat)
     lanes.ask("bad", 2, chat=[])
     await lanes.until(3)
     answers = {answer.request_id: answer for answer in lanes.fed}
@@ -390,8 +399,8 @@ async def test_lanes_give_the_ids_that_the_stage_would_give(lanes: Harness) -> N
 
 @with_lanes
 async def test_clients_take_turns_and_no_lane_waits_for_another(lanes: Harness) -> None:
-    lanes.ask("library", BOOK + 1, text="word " * 1_000_000)
-    lanes.ask("book", BOOK, text=LONG)
+    lanes.ask("library", MEDIUM_QUEUE_BYTES + 1, text="word " * 1_000_000)
+    lanes.ask("book", MEDIUM_QUEUE_BYTES, text=LONG)
     lanes.ask("warm", 1, text=SHORT)
     for n in range(5):
         lanes.ask(f"many{n}", 10_000, "key", text=LONG)
@@ -419,10 +428,10 @@ async def test_one_larger_prompt_is_not_overtaken_for_ever(lanes: Harness) -> No
 
 @with_lanes
 async def test_a_loop_goes_on_while_books_are_encoded(lanes: Harness) -> None:
-    lanes.ask("words", CHAPTER + 1, text="word " * 1_000_000)
-    lanes.ask("one word", CHAPTER + 2, text="a" * 5_000_000)
-    lanes.ask("tokens", CHAPTER + 3, text="<|im_end|>" * 200_000)
-    lanes.ask("chat", CHAPTER + 4, chat=[{"role": "user", "content": "x<s>"}] * 10_000)
+    lanes.ask("words", SHORT_QUEUE_BYTES + 1, text="word " * 1_000_000)
+    lanes.ask("one word", SHORT_QUEUE_BYTES + 2, text="a" * 5_000_000)
+    lanes.ask("tokens", SHORT_QUEUE_BYTES + 3, text="<|im_end|>" * 200_000)
+    lanes.ask("chat", SHORT_QUEUE_BYTES + 4, chat=[{"role": "user", "content": "x<s>"}] * 10_000)
     longest, last = 0.0, time.perf_counter()
     while len(lanes.fed) < 4:
         await asyncio.sleep(0.001)
@@ -457,7 +466,7 @@ async def test_a_process_that_dies_over_a_prompt_is_started_again_once(lanes: Ha
 async def test_processes_end_with_their_stage_also_in_the_middle_of_a_book(folder: Path) -> None:
     harness = Harness(folder)
     await harness.lanes.start(harness.feed)
-    harness.ask("book", CHAPTER + 1, text="word " * 4_000_000)
+    harness.ask("book", SHORT_QUEUE_BYTES + 1, text="word " * 4_000_000)
     deadline = time.monotonic() + 20
     while not children():
         assert time.monotonic() < deadline
@@ -476,15 +485,15 @@ async def test_processes_are_not_told_the_api_key_and_end_with_a_killed_stage(fo
         "from pipeinfer.messages import Submit\n"
         "from pipeinfer.params import SamplingParams\n"
         "from pipeinfer.settings import Settings\n"
-        "from pipeinfer.tokenizer.events import Encode\n"
-        "from pipeinfer.tokenizer.lanes import Lanes\n"
+        "from pipeinfer.tokenizer.core import Encode\n"
+        "from pipeinfer.tokenizer.workers import EncodingQueues\n"
         "async def main():\n"
         "    book = Submit('r', 1, 0, SamplingParams(), 1, text='word ' * 4_000_000)\n"
         "    settings = Settings(max_model_len=10**7, api_key='secret')\n"
-        "    lanes = Lanes(pathlib.Path(sys.argv[1]), settings, lambda *_: book)\n"
-        "    await lanes.start(print)\n"
-        "    lanes.deliver(Encode('r', 1, 1 << 20))\n"
-        "    while not (made := lanes._lanes[1].workers) or made[0]._process is None:\n"
+        "    queues = EncodingQueues(pathlib.Path(sys.argv[1]), settings, lambda *_: book)\n"
+        "    await queues.start(print)\n"
+        "    queues.deliver(Encode('r', 1, 1 << 20))\n"
+        "    while not (made := queues._pools[1].workers) or made[0]._process is None:\n"
         "        await asyncio.sleep(0.01)\n"
         "    await asyncio.sleep(1)\n"
         "    print(made[0]._process.pid, flush=True)\n"
@@ -516,7 +525,7 @@ def children() -> list[int]:
         except OSError:
             continue  # it has ended
         mine = int(state[1]) == os.getpid() and state[0] != "Z"
-        if mine and b"pipeinfer.tokenizer.apart" in words:
+        if mine and b"pipeinfer.tokenizer.worker_main" in words:
             found.append(int(path.parent.name))
     return found
 
@@ -536,7 +545,7 @@ def test_requests_that_end_before_they_are_encoded_are_counted() -> None:
     core.handle(Abort("aborted", 1, "client gone"), 0.0)
     core.handle(Done(("done", "short")), 0.0)
     asked(core, submit("again", 2, text=LONG))
-    core.handle(encoded(encoder(), submit("encoded", text=LONG)), 0.0)
+    core.handle(encode_submit(encoder(), submit("encoded", text=LONG)), 0.0)
     stats = core.stats()
     counted = [stats[name] for name in ("accepted_total", "abandoned_total", "encoding")]
     assert counted == [2, 3, 1], "with both attempts, five and one that goes on"

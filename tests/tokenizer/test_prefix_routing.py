@@ -14,16 +14,15 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.steps.step import Sampled
-from pipeinfer.tokenizer.group_watch import GroupWatch
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.step import Sampled
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 
 PREFIXES, EACH, PREFIX = 64, 64, 1500
 TAIL, OUTPUTS = 40, 16  # tokens of each request's own prompt, and of its answer
@@ -82,7 +81,7 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
     heads = [rng.integers(0, 50_000, PREFIX, np.int32) for _ in range(PREFIXES)]
     order = [prefix for prefix in range(PREFIXES) for _ in range(each)]
     random.Random(seed).shuffle(order)
-    router, watch = Router(policy, groups), GroupWatch()
+    router, watch = Router(policy, groups), GroupMonitor()
     cluster = [Group(g, POOL // groups, 256 // groups) for g in range(groups)]
     left, under_way, rounds = deque(enumerate(order)), 0, 0
     params = SamplingParams(max_tokens=OUTPUTS, ignore_eos=True)
@@ -97,13 +96,13 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
         for group in cluster:
             group.step()
             for name in group.finished:
-                router.ended(name)
+                router.on_ended(name)
                 under_way -= 1
             group.finished.clear()
         rounds += 1
         if rounds % HEARTBEAT == 0:
             for group in cluster:
-                report = watch.hear(group.scheduler.status(), rounds)
+                report = watch.on_status(group.scheduler.status(), rounds)
                 assert report is not None
                 router.report(group.number, report)
     stats = [group.engine.stats() for group in cluster]

@@ -17,14 +17,14 @@ from pipeinfer.messages import Accepted, Delivered, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.settings import Settings
-from pipeinfer.text.thoughts import Tags
-from pipeinfer.tokenizer.apart import encoded
+from pipeinfer.text.thoughts import ThoughtTags
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.worker_main import encode_submit
 from thinking_models import TAILS, TURNS
 
-THINK, SEED = Tags("<think>", "</think>"), Tags("<seed:think>", "</seed:think>")
+THINK, SEED = ThoughtTags("<think>", "</think>"), ThoughtTags("<seed:think>", "</seed:think>")
 LEFT = {  # with thinking as it is by default, and switched off
     "opens or closes": ("open", "over"),
     "opens or empties": ("open", "over"),
@@ -36,13 +36,15 @@ USER: dict[str, Any] = {"role": "user", "content": "Is it?"}
 FORM = StructuredOutputs(regex="a+")
 
 
-def tokenizer(tags: Tags | None = THINK, special: bool = False) -> Tokenizer:
+def tokenizer(tags: ThoughtTags | None = THINK, special: bool = False) -> Tokenizer:
     made = Tokenizer.from_str(byte_level().to_str())
     made.add_tokens([AddedToken(tag, special=special) for tag in (tags.pair if tags else ())])
     return made
 
 
-def encoder(tail: str, made: Tokenizer | None = None, tags: Tags | None = THINK) -> PromptEncoder:
+def encoder(
+    tail: str, made: Tokenizer | None = None, tags: ThoughtTags | None = THINK
+) -> PromptEncoder:
     source = TURNS + tail + "{% endif %}"
     if tags is not None:
         source = source.replace("<think>", tags[0]).replace("</think>", tags[1])
@@ -61,13 +63,15 @@ def asked(chat: list[dict[str, Any]] | None = None, **fields: Any) -> Submit:
 
 @pytest.mark.parametrize("shape", TAILS)
 @pytest.mark.parametrize("tags", [THINK, SEED])
-def test_what_the_template_wrote_last_decides_for_each_request(shape: str, tags: Tags) -> None:
+def test_what_the_template_wrote_last_decides_for_each_request(
+    shape: str, tags: ThoughtTags
+) -> None:
     made = encoder(TAILS[shape], tags=tags)
     before = {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
     for chat in ([USER], [USER, before, USER]):
         for off, left in zip(({}, {"enable_thinking": False}), LEFT[shape], strict=True):
             prompt = made.prompt(asked(chat, arguments=off, params={"structured_outputs": FORM}))
-            assert (prompt.left, prompt.thoughts) == (left, Thoughts(*tags.pair, left))
+            assert (prompt.thought_state, prompt.thoughts) == (left, Thoughts(*tags.pair, left))
             assert made.prompt(asked(chat, arguments=off)).thoughts is None, "nobody asks"
 
 
@@ -82,18 +86,18 @@ def test_tags_that_clients_write_decide_nothing(shape: str, special: bool, said:
     thought = {"role": "assistant", "content": said, "reasoning_content": said}
     for chat in (others, [USER, thought, {**USER, "content": said}]):
         for off, left in zip(({}, {"enable_thinking": False}), LEFT[shape], strict=True):
-            assert made.prompt(asked(chat, arguments=off)).left == left
+            assert made.prompt(asked(chat, arguments=off)).thought_state == left
     bare = {"add_generation_prompt": False}
-    assert made.prompt(asked(others, arguments=bare)).left == "before"
+    assert made.prompt(asked(others, arguments=bare)).thought_state == "before"
 
 
 def test_what_a_template_says_of_its_tags_decides_nothing() -> None:
     """Its own instructions are no thoughts; what it writes behind the opening tag may be."""
     told = ChatTemplates({"default": "Begin with <think>.\n" + TURNS + "{% endif %}"}, {}, str)
     made = PromptEncoder(tokenizer(), told, 10_000, 100_000, tags=THINK)
-    assert made.prompt(asked([USER])).left == "before"
+    assert made.prompt(asked([USER])).thought_state == "before"
     begun = encoder("<think>\nI have 9 tokens.\n")
-    assert begun.prompt(asked([USER])).left == "open"
+    assert begun.prompt(asked([USER])).thought_state == "open"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_an_answer_that_goes_on_is_where_it_was(said: str, left: str) -> None:
     arguments = {"continue_final_message": True, "add_generation_prompt": False}
     chat = [{**USER, "content": "<think>"}, {"role": "assistant", "content": said}]
     for tail in TAILS.values():
-        assert encoder(tail).prompt(asked(chat, arguments=arguments)).left == left
+        assert encoder(tail).prompt(asked(chat, arguments=arguments)).thought_state == left
 
 
 def test_what_is_cut_off_at_the_end_is_not_there() -> None:
@@ -112,7 +116,7 @@ def test_what_is_cut_off_at_the_end_is_not_there() -> None:
     whole = len(made.encode(asked([USER])))
     for side, left in (("left", "open"), ("right", "before")):
         cut = {"truncate_prompt_tokens": whole - 1, "truncation_side": side}
-        assert made.prompt(asked([USER], params=cut)).left == left
+        assert made.prompt(asked([USER], params=cut)).thought_state == left
 
 
 def test_a_completion_is_its_form_unless_its_prompt_has_begun_to_think() -> None:
@@ -146,7 +150,7 @@ def test_a_budget_needs_thoughts_to_count() -> None:
     assert counted == Thoughts(*THINK.pair, "before"), "by its tokens, though none are told apart"
     for tags, counts in ((None, True), (THINK, False)):
         made = encoder("", tokenizer(None), tags)
-        made.counts = counts
+        made.thought_budgets = counts
         with pytest.raises(Rejected) as refusal:
             made.prompt(asked([USER], params=params))
         assert refusal.value.param == "thinking_token_budget"
@@ -169,8 +173,12 @@ def test_a_form_waits_for_what_its_client_names(after: str) -> None:
 def test_long_prompts_are_told_apart_as_short_ones() -> None:
     made = encoder(TAILS["opens or closes"])
     submit = asked([USER], params={"structured_outputs": FORM})
-    told, prompt = encoded(made, submit), made.prompt(submit)
-    assert (told.left, told.thoughts) == (prompt.left, prompt.thoughts) == ("open", told.thoughts)
+    told, prompt = encode_submit(made, submit), made.prompt(submit)
+    assert (
+        (told.left, told.thoughts)
+        == (prompt.thought_state, prompt.thoughts)
+        == ("open", told.thoughts)
+    )
 
 
 def test_a_request_that_moves_thinks_on_where_it_was(checkpoint: Callable[..., Path]) -> None:

@@ -19,9 +19,8 @@ from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
 from pipeinfer.text.thoughts import THINK
-from pipeinfer.tokenizer.chats import Chats
-from pipeinfer.tokenizer.control_texts import Rendered
-from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed
+from pipeinfer.tokenizer.control_tokens import ChatRenderer, RenderedPrompt
 from template_families import FAMILIES, source
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -84,9 +83,9 @@ CHATS["a prefill"] |= CONTINUED
 
 
 @cache
-def chats(family: str) -> Chats:
+def chats(family: str) -> ChatRenderer:
     now = datetime.now().strftime
-    return Chats(CONTROL, ChatTemplates({"default": source(family)}, TOKENS, now))
+    return ChatRenderer(CONTROL, ChatTemplates({"default": source(family)}, TOKENS, now))
 
 
 @cache
@@ -99,9 +98,9 @@ def rendered(family: str, body: dict[str, Any]) -> str:
     request = decode(json.dumps(body).encode(), ChatRequest, print)
     [call] = chat_job(request, "r", TERMS, "").calls
     assert call.chat is not None
-    made: Rendered = chats(family).render(call.chat, call.template_arguments)
-    if made.marked is not None and made.marked.marks is not None:
-        assert made.marked.marks.remove(made.marked.text) == made.text
+    made: RenderedPrompt = chats(family).render(call.chat, call.template_arguments)
+    if made.escaped is not None and made.escaped.escapes is not None:
+        assert made.escaped.escapes.unescape(made.escaped.text) == made.text
     return made.text
 
 
@@ -171,7 +170,7 @@ def test_where_thoughts_are_left_is_told_of_conversations_with_calls(family: str
     assert call.chat is not None
     prompt = rendered(family, body)
     for ends in ("", "<think>"):
-        left = chats(family).left(call.chat, call.template_arguments, prompt + ends, THINK)
+        left = chats(family).thought_state(call.chat, call.template_arguments, prompt + ends, THINK)
         assert left in ("open", "over", "before")
 
 

@@ -15,18 +15,16 @@ from pipeinfer.events import Drain
 from pipeinfer.messages import Abort, Accepted, Done, Recover, Refused, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice
-from pipeinfer.tokenizer.events import Encoded
-from pipeinfer.tokenizer.group_watch import GroupWatch
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
+from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.requests import PendingPrompt, PendingPrompts, first_choice
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 
 
 def make(groups: int = 1, routing: str = "round-robin") -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 1_000)
-    return TokenizerCore(encoder, Router(routing, groups), GroupWatch(groups), ())
+    return TokenizerCore(encoder, Router(routing, groups), GroupMonitor(groups), ())
 
 
 def submit(choices: tuple[int, ...] = (0, 1, 2), **fields: Any) -> Submit:
@@ -92,11 +90,11 @@ def test_a_refusal_is_told_of_every_choice(drains):
 
 @given(st.lists(st.integers(0, 4), unique=True, min_size=1), st.lists(st.integers(0, 4)))
 def test_while_a_long_prompt_is_encoded_choices_may_end(choices, ends):
-    encoding, event = Encoding(), submit(tuple(choices))
-    encoding.put(LongPrompt(event, True))
+    encoding, event = PendingPrompts(), submit(tuple(choices))
+    encoding.put(PendingPrompt(event, True))
     name = first_choice(event)
     for number in ends:
-        encoding.forget(choice_ids("r", [number])[0])
+        encoding.discard(choice_ids("r", [number])[0])
     left = tuple(number for number in choices if number not in ends)
     found = encoding.get(name, 1)
     assert (None if found is None else found.submit) == (
@@ -104,10 +102,10 @@ def test_while_a_long_prompt_is_encoded_choices_may_end(choices, ends):
     )
     assert encoding.abandoned == len(choices) - len(left)
     for number in range(5):
-        assert encoding.knows(choice_ids("r", [number])[0], 1) == (number in left)
+        assert encoding.has(choice_ids("r", [number])[0], 1) == (number in left)
     if left:
-        encoding.encoded(name)
-    assert len(encoding) == 0 and not any(encoding.knows(n, 1) for n in choice_ids("r", range(5)))
+        encoding.pop(name)
+    assert len(encoding) == 0 and not any(encoding.has(n, 1) for n in choice_ids("r", range(5)))
 
 
 def test_a_long_prompt_is_encoded_once_for_the_choices_that_are_left():
@@ -117,7 +115,7 @@ def test_a_long_prompt_is_encoded_once_for_the_choices_that_are_left():
     assert asked.channel == LOCAL
     core.handle(Abort("r/1", 1), 0.0)
     name = asked.message.request_id  # type: ignore[attr-defined]
-    found = core.encoding(name, 1)
+    found = core.submit_to_encode(name, 1)
     assert found is not None and (found.request_id, found.choices) == (name, (0,))
     sends = core.handle(Encoded(name, 1, pack([1, 2])), 0.0)
     passed = [send.message for send in sends if isinstance(send.message, Work)]

@@ -37,13 +37,12 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.text.harmony import TOKENS
+from pipeinfer.text.thoughts import HARMONY_TOKENS
+from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import build, make_core
-from pipeinfer.tokenizer.templates import ChatTemplates
 from pipeinfer.topology.topology import Identity, Topology
 
 Make = Callable[..., Path]
@@ -142,11 +141,11 @@ def test_eos_ids_come_from_all_three_files_unless_eos_is_ignored(
 def test_harmony_answers_end_with_a_call_also_where_no_file_says_so(checkpoint: Make) -> None:
     """Only as special tokens; <|end|> ends a message, and no answer."""
     folder, tokenizer = checkpoint(), make_tokenizer()
-    texts = [text for text in sorted(TOKENS) if tokenizer.token_to_id(text) is None]
+    texts = [text for text in sorted(HARMONY_TOKENS) if tokenizer.token_to_id(text) is None]
     tokenizer.add_tokens(texts)
     tokenizer.save(str(folder / "tokenizer.json"))
     (named,) = work(make_core(folder, Settings()), submit(text="a")).eos_ids
-    tokenizer.add_special_tokens(sorted(TOKENS))
+    tokenizer.add_special_tokens(sorted(HARMONY_TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
     found = work(make_core(folder, Settings()), submit(text="a")).eos_ids
     assert found == (named, *map(tokenizer.token_to_id, ("<|return|>", "<|call|>")))
@@ -297,7 +296,13 @@ def test_a_message_of_another_stage_is_an_error(core: TokenizerCore) -> None:
 def two_groups(gateways: tuple[str, ...] = (), host_loss: float = inf) -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), vocab_size=10, max_model_len=100)
     return TokenizerCore(
-        encoder, Router("round-robin", 2), GroupWatch(2, host_loss), (), "tokenizer-0", 7, gateways
+        encoder,
+        Router("round-robin", 2),
+        GroupMonitor(2, host_loss),
+        (),
+        "tokenizer-0",
+        7,
+        gateways,
     )
 
 

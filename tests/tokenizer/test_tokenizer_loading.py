@@ -12,9 +12,8 @@ from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import added_tokens
+from pipeinfer.text.files import added_tokens, read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer, special_tokens
-from pipeinfer.text.template_sources import read_tokenizer_config
 
 TEXT = "Hello <|im_start|> wörld 🙂 <new token> <other></s> [named] end"
 ADDED = {

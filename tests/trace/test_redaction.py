@@ -20,7 +20,7 @@ from pipeinfer.gateway import events as gateway
 from pipeinfer.messages import Message, PromptScores, Result, Submit, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.tokenizer import events as tokenizer
+from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import notes
 from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.reader import Trace

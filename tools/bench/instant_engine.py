@@ -20,7 +20,7 @@ import uvloop
 import zmq
 
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
@@ -28,7 +28,7 @@ from pipeinfer.runtime.entry import run_shell, stage_settings
 from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.steps.step import Sampled
+from pipeinfer.step import Sampled
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
 from pipeinfer.version import __version__

@@ -71,7 +71,7 @@ def highest_id(settings: Mapping[str, Any]) -> int:
 
 
 def _vocabulary(settings: Mapping[str, Any]) -> int:
-    from pipeinfer.checkpoint.outline import read_outline
+    from pipeinfer.checkpoint.config import read_outline
 
     return read_outline(resolve_model(settings.get("model", ""))).vocab_size
 

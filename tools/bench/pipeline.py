@@ -25,7 +25,7 @@ from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.latency import Timeline, percentiles
 from pipeinfer.bench.prompts import Drawn
 from pipeinfer.bench.span import Span
-from pipeinfer.checkpoint.outline import read_outline
+from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology

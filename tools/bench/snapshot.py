@@ -44,8 +44,8 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer
-from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.trace.format import unpack_state
 from pipeinfer.trace.state_copy import Copier
 

@@ -62,7 +62,7 @@ class Checkpoint:
 
     instrumented = (
         "pipeinfer.checkpoint.quantization", "pipeinfer.checkpoint.safetensors",
-        "pipeinfer.checkpoint.fields", "pipeinfer.checkpoint.spellings", "pipeinfer.models.loading",
+        "pipeinfer.checkpoint.fields", "pipeinfer.models.loading",
     )  # fmt: skip
 
     def __init__(self) -> None:

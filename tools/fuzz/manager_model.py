@@ -73,14 +73,14 @@ class ManagerModel:
             shares=pack(shares),
         )
         self._number += 1
-        applied = self._memory.apply(plan)
+        rows = self._memory.apply(plan)
         self._memory.check_integrity()
-        for admit, cached in zip(admits, applied.cached.tolist(), strict=True):
+        for admit, cached in zip(admits, rows.cached.tolist(), strict=True):
             self._live[admit.slot].computed = cached
-        for row, slot in enumerate(applied.rows.slots.tolist()):
-            start, count = int(applied.rows.starts[row]), int(applied.rows.counts[row])
+        for row, slot in enumerate(rows.slots.tolist()):
+            start, count = int(rows.starts[row]), int(rows.counts[row])
             if slot in self._live and count:
-                self._compute(slot, start, count, bool(applied.rows.samples[row]))
+                self._compute(slot, start, count, bool(rows.samples[row]))
         self._check()
 
     def nonsense(self, program: Numbers) -> None:

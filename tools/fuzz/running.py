@@ -44,7 +44,7 @@ from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.runtime.stage import TAKES
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
-from pipeinfer.steps.step import Step
+from pipeinfer.step import Step
 
 POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
 PAGE_SIZE, SLOTS, LONGEST = 4, 6, 64

@@ -53,8 +53,8 @@ class Area:
 
 RECOVERY = (
     "recent.py", "recovery.py",
-    "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/ledger.py", "gateway/ledger.py",
-    "runtime/fence.py", "runtime/unsent.py", "runtime/group_fault.py", "tokenizer/group_watch.py",
+    "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
+    "runtime/fence.py", "runtime/unsent.py", "runtime/group_fault.py", "tokenizer/routing.py",
 )  # fmt: skip
 
 AREAS = {
@@ -101,13 +101,13 @@ AREAS = {
         (
             "tests/scheduler/test_epochs.py",
             "tests/scheduler/test_ranks.py",
-            "tests/tokenizer/test_group_watch.py",
+            "tests/tokenizer/test_group_monitor.py",
             "tests/scheduler/test_probation.py",
             "tests/runtime/test_roll_call.py",
             "tests/test_recent.py",
             "tests/gateway/test_gateway_ledger.py",
             "tests/gateway/test_ledger_backlog.py",
-            "tests/tokenizer/test_tokenizer_ledger.py",
+            "tests/tokenizer/test_routed_requests.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_fence.py",
             "tests/runtime/test_unsent.py",

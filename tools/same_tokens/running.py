@@ -23,9 +23,9 @@ from pipeinfer.settings import Settings
 from same_tokens.asking import Asked, draw
 
 try:
-    from pipeinfer.checkpoint.architectures import ARCHITECTURES as KNOWN
+    from pipeinfer.checkpoint.config import ARCHITECTURES as KNOWN
 except ImportError:  # in a tree up to November 2026
-    from pipeinfer.checkpoint.architectures import ARCHITECTURES as KNOWN  # type: ignore
+    from pipeinfer.checkpoint.config import ARCHITECTURES as KNOWN  # type: ignore
 
 OVERRIDES = {"MistralForCausalLM": {"sliding_window": 40}}
 OUTSTANDING = 48  # requests of the session at a time, three times as many as run

@@ -10,8 +10,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from pipeinfer.beats import HEARTBEAT
-from pipeinfer.tokenizer.group_watch import GroupWatch
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from simulate.arrivals import Arrival
 from simulate.group import Group
 
@@ -23,7 +22,7 @@ class Cluster:
 
     def __init__(self, groups: Sequence[Group], router: Router) -> None:
         self._groups, self._router = groups, router
-        self._watch = GroupWatch()
+        self._watch = GroupMonitor()
         self._due: list[tuple[float, int]] = []  # a group stands here while something is under way
         self._active: set[int] = set(range(len(groups)))  # ran since they were last told of
         self._beat_at = 0.0
@@ -60,13 +59,13 @@ class Cluster:
         self._active.add(index)
         ended = self._groups[index].ended
         for request_id in ended:
-            self._router.ended(request_id)
+            self._router.on_ended(request_id)
         ended.clear()
 
     def _beat(self) -> None:
         """Says what is new of all groups that did something since the last time."""
         for index in sorted(self._active):
-            report = self._watch.hear(self._groups[index].told(), self._beat_at)
+            report = self._watch.on_status(self._groups[index].told(), self._beat_at)
             if report is not None:
                 self._router.report(index, report)
         self._active.clear()

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.executor import step_done
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -29,7 +29,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.step import Sampled, Step
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device

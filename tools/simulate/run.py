@@ -17,7 +17,7 @@ from typing import Any
 from pipeinfer.bench.span import Span
 from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.routing import POLICIES, Router
+from pipeinfer.tokenizer.routing import ROUTING_POLICIES, Router
 from simulate import metrics, plot, step_model, step_times, workloads
 from simulate.arrivals import Arrival
 from simulate.cluster import Cluster
@@ -36,7 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo-cpu", metavar="FILE", help="step times: a shipped one or a file")
     add("--groups", type=int, default=4)
-    add("--routing", type=_policies, default=list(POLICIES), metavar="P,P", help="default: all")
+    add(
+        "--routing",
+        type=_policies,
+        default=list(ROUTING_POLICIES),
+        metavar="P,P",
+        help="default: all",
+    )
     add("--workload", choices=WORKLOADS, default="poisson")
     add("--requests", type=int, default=1000)
     add("--rate", type=float, default=10.0, help="arrivals a second, of all groups together")
@@ -67,8 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _policies(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; there is {', '.join(POLICIES)}")
+        if name not in ROUTING_POLICIES:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is unknown; there is {', '.join(ROUTING_POLICIES)}"
+            )
     return names
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.attention.rows import PagedRows
 from pipeinfer.kernels.e4m3 import E4M3, narrowed
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,13 @@ class Fa3Kernel:
                 for scales in pool.scales
             ]
 
-    def plan(self, rows: PagedRows, begin: int, end: int) -> Fa3Plan:
-        device = rows.device
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> Fa3Plan:
+        step = inputs.step
         return Fa3Plan(
-            device.queries(begin, end),
-            device.lengths[begin:end],
-            device.page_table(begin, end),
-            1 if end <= rows.decodes else rows.longest_query,
+            step.queries(begin, end),
+            step.seq_lens[begin:end],
+            step.rows_of_pages(begin, end)[:, : inputs.max_pages],
+            1 if end <= step.shape.decodes else inputs.max_query_len,
         )
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Fa3Plan) -> None:
@@ -135,5 +134,5 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 FA3 = PagedKind(
     Fa3Kernel,
     Fa3Kernel,
-    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, gathered="all"),
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, block_table="all"),
 )

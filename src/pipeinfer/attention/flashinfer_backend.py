@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.attention.rows import PagedRows
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PARITIES = 2
 STAGING_BYTES = 8 * 2**20  # FlashInfer's own choice; a plan copies only what it fills
@@ -120,55 +119,58 @@ class FlashInferKernel:
         )  # fmt: skip
         return kernels, module
 
-    def plan(self, rows: PagedRows, begin: int, end: int) -> FlashInferPlan:
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
         """Work lists of rows begin..end-1, copied to the device on the current stream. Of a graph's
         rows only those that are split by length; the others are the same for all lengths.
         """
-        device = rows.device
+        step = inputs.step
         by_window = {
-            window: self._plan_window(rows, window, begin, end) for window in self._staging
+            window: self._plan_window(inputs, window, begin, end) for window in self._staging
         }
         return FlashInferPlan(
             by_window,
-            device.queries(begin, end),
-            device.kv_indptr[begin : end + 1],
-            device.indices,
-            device.last_page[begin:end],
+            step.queries(begin, end),
+            step.kv_indptr[begin : end + 1],
+            step.kv_indices,
+            step.last_page_len[begin:end],
         )
 
     def _shape(self, window: int | None) -> AttentionShape:
         return next(shape for shape in self._shapes if shape.sliding_window == window)
 
-    def _whole(self, rows: PagedRows, window: int | None, count: int) -> bool:
+    def _whole(self, inputs: PlanInputs, window: int | None, count: int) -> bool:
         """More rows than the GPU has room for are not worth splitting: each is one work item then,
         so that the grid is fixed without the padding and the merging that a graph else needs."""
-        return rows.fixed and count * self._shape(window).num_kv_heads > self._room
+        return inputs.step.padded and count * self._shape(window).num_kv_heads > self._room
 
-    def _plan_window(self, rows: PagedRows, window: int | None, begin: int, end: int) -> WindowPlan:
+    def _plan_window(
+        self, inputs: PlanInputs, window: int | None, begin: int, end: int
+    ) -> WindowPlan:
         staging, count = self._staging[window], end - begin
-        if not self._whole(rows, window, count):
-            workspace = staging.fixed if rows.fixed else staging.device[rows.parity]
-            return self._plan_into(workspace, rows, window, begin, end)
+        if not self._whole(inputs, window, count):
+            workspace = staging.fixed if inputs.step.padded else staging.device[inputs.parity]
+            return self._plan_into(workspace, inputs, window, begin, end)
         if (window, count) not in self._unsplit:
             workspace = torch.empty(
                 UNSPLIT_BYTES * count + 4096, dtype=torch.uint8, device=self._device
             )
-            plan = self._plan_into(workspace, rows, window, begin, end)
+            plan = self._plan_into(workspace, inputs, window, begin, end)
             self._unsplit[window, count] = plan
         return self._unsplit[window, count]
 
     def _plan_into(
-        self, workspace: torch.Tensor, rows: PagedRows, window: int | None, begin: int, end: int
+        self, workspace: torch.Tensor, inputs: PlanInputs, window: int | None, begin: int, end: int
     ) -> WindowPlan:
-        shape, whole = self._shape(window), self._whole(rows, window, end - begin)
-        host = rows.on_host
-        q_indptr, lengths = host.queries(begin, end), host.lengths[begin:end]
+        shape, whole = self._shape(window), self._whole(inputs, window, end - begin)
+        host = inputs.on_host
+        q_indptr, lengths = host.queries(begin, end), host.seq_lens[begin:end]
         kernels, module = self._modules[shape.head_dim, window is not None]
-        staging = self._staging[window].pinned[rows.parity]
+        staging = self._staging[window].pinned[inputs.parity]
         arguments = [
             self._float, workspace, staging, q_indptr, host.kv_indptr[begin : end + 1], lengths,
             int(q_indptr[-1]), len(lengths), shape.num_heads, shape.num_kv_heads, self._page_size,
-            rows.fixed and not whole, shape.head_dim, shape.head_dim, self._causal, _left(window),
+            inputs.step.padded and not whole, shape.head_dim, shape.head_dim, self._causal,
+            _left(window),
         ]  # fmt: skip
         if kernels == "fa2":
             arguments += [-1, whole, 0]  # no fixed split, whether not to split, nothing beside it
@@ -208,5 +210,5 @@ def prefill_kernel(shapes: Sequence[AttentionShape], device: torch.device) -> Fl
 FLASHINFER = PagedKind(
     decode_kernel,
     prefill_kernel,
-    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True, listed=True),
+    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True, lists_pages=True),
 )

@@ -1,14 +1,159 @@
 """The best of two on Hopper: FlashAttention-3 for prefill rows, a kernel of our own for decodes.
 
 Both read the same pages within one forward pass; everything but attention sees all tokens at once.
+Decode rows are cut into pieces on the device: nothing is planned on the host, and one long row
+among short ones does not hold up the others. What rows begin with in common is read once for
+several of them. Knows rows and pages, no model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
 from pipeinfer.attention.fa3_backend import Fa3Kernel
-from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.attention.triton_decode import TritonDecodeKernel
+from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
+from pipeinfer.kernels.decode_pieces import (
+    DecodeTiles,
+    Reads,
+    Runs,
+    cut_rows,
+    most_of_runs,
+    most_pieces,
+    room_for,
+    room_for_runs,
+)
+from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.step import AttentionShape
+
+# By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
+# small, so that all of the GPU works for them; more are cut only where they are long. What many
+# rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
+CUTS = (
+    (32, DecodeTiles(64, 32, 64, Reads(block=32, warps=2, stages=3))),
+    (64, DecodeTiles(128, 32, 128, Reads(block=32, warps=1, stages=4))),
+    (384, DecodeTiles(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
+)
+MANY = DecodeTiles(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
+OF_RUNS, RUNS = Reads(block=64, warps=4, stages=3), 256
+MEASURED_DIM = 128  # the largest head for which that was
+# Many rows with few KV heads, as ranks have, are not more programs than a GPU runs at once: then it
+# waits for the longest. Programs that read more at a time take turns. Measured on an H100.
+FEW_HEADS, OF_FEW_HEADS = 4, Reads(block=64, warps=4, stages=3)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """windows: rows of one step, for each length of window that layers have.
+
+    early: launches need not wait for the kernel before to end. Beside prompts they must: programs
+    that wait would keep the multiprocessors from a prompt's, which need one each.
+    """
+
+    windows: dict[int | None, DecodeRows]
+    early: bool
+
+
+@lru_cache(maxsize=4096)
+def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeTiles:
+    """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
+    a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
+    memory, and half the steps."""
+    found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
+    reads = found.reads
+    if narrow and reads.warps > 1:
+        reads = reads._replace(block=2 * reads.block)
+    elif found is MANY:
+        parts = max(RUNS // kv_heads, 1)
+        found = replace(found, tile=64, of_runs=OF_RUNS, parts=parts, least_shared=512)
+        if kv_heads <= FEW_HEADS and dim <= MEASURED_DIM:
+            reads = OF_FEW_HEADS
+    if dim <= MEASURED_DIM:
+        return replace(found, reads=reads)
+    # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
+    # has none for queries of several rows.
+    reads = reads._replace(block=max(reads.block // 2, TILE), warps=2 * reads.warps)
+    return replace(found, reads=reads, tile=0, of_runs=None)
+
+
+class TritonDecodeKernel:
+    """One query a row, with heads of a power of two of at least 16."""
+
+    def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
+        self._shapes = tuple(shapes)
+        self._device = device
+        self._kv_heads = max(shape.num_kv_heads for shape in shapes)
+        self._dim = max(shape.head_dim for shape in shapes)
+        windows = [shape.sliding_window for shape in shapes]
+        # The layers that cut the rows, for themselves and for those with the same window.
+        self._first = {windows.index(window): window for window in set(windows)}
+        groups = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
+        self._group = groups.pop() if len(groups) == 1 else 0  # where rows share what they read
+
+    def bind(self, pool: KVPool, most_rows: int) -> None:
+        """Makes room for what pieces of rows leave for each other."""
+        self._pool = pool
+        sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
+        cuts = [(count, self._cut(count)) for count in range(1, most_rows + 1)]
+        most = max(most_pieces(count, how, self._seats(how)) for count, how in cuts)
+        runs = max(most_of_runs(count, how, self._seats(how)) for count, how in cuts)
+        tile = max(how.tile if self._group else 0 for _, how in cuts)
+        self._scratch = {
+            size: Scratch(most_rows, most, size, self._device, runs, tile) for size in sizes
+        }
+        self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
+        self._runs = room_for_runs(most_rows, self._device)
+
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> DecodePlan:
+        """Views only."""
+        step, runs = inputs.step, None
+        lengths, indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
+        leaders, ranks = step.prefix_leaders, step.prefix_ranks
+        shares = self._seats(self._cut(end - begin)) > 0
+        if shares and leaders is not None and ranks is not None:
+            runs = Runs(leaders[begin:end], ranks[begin:end], *self._runs)
+        windows = {
+            window: DecodeRows(lengths, indptr, step.kv_indices, pieces, None if window else runs)
+            for window, pieces in self._pieces.items()
+        }
+        return DecodePlan(windows, early=end == step.shape.rows)
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: DecodePlan) -> None:
+        shape, pool = self._shapes[layer], self._pool
+        size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        window, first = shape.sliding_window, layer in self._first
+        rows, how = plan.windows[window], self._cut(len(q))
+        if first:
+            seats, page_size = self._seats(how), pool.page_size
+            cut_rows(rows.lengths, rows.pieces, how, window, rows.runs, seats, page_size)
+        decode_attention(
+            q,
+            pool.k[layer],
+            pool.v[layer],
+            rows,
+            shape.scale,
+            out,
+            self._scratch[size],
+            how,
+            window,
+            early=plan.early and not first,
+            sinks=shape.sinks,
+            scales=pool.scales[layer],
+        )
+
+    def _cut(self, rows: int) -> DecodeTiles:
+        return cut(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
+
+    def _seats(self, how: DecodeTiles) -> int:
+        """Rows whose queries share a piece."""
+        return how.seats(self._group) if self._group else 0
+
 
 # All head sizes of this backend (registry.py) are powers of two.
 HYBRID = PagedKind(
@@ -19,7 +164,7 @@ HYBRID = PagedKind(
         PREFERRED,
         captures_decode=True,
         captures_prefill=True,
-        gathered="prompts",
+        block_table="prefills",
         shares=True,
     ),
     at_once=True,

@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from pipeinfer.attention.rows import PagedRows
+from pipeinfer.kernels.tables import DeviceStep
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 Plan = Any  # what a backend makes of a step's rows: nobody else looks into it
 KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in pages only
@@ -24,12 +24,12 @@ class Traits:
     """What differs between backends, for those who call them: nobody asks which one it is.
 
     page_sizes: those that it takes, None for any. needs_kv: it attends to the step's own keys and
-    values, too; else it reads pages only. host_lengths: its plans depend on lengths and pages that
-    it reads on the host, so the rows of a graph are planned anew before each replay.
+    values, too; else it reads pages only. host_lengths: its plans depend on lengths that it reads
+    on the host (PlanInputs.host), so the rows of a graph are planned anew before each replay.
     captures_decode: a CUDA graph can hold steps of decode rows (without needs_kv only, because
     padding has keys that nobody keeps); captures_prefill: and steps with both kinds of rows.
-    listed, gathered: what it reads of RowArrays beside the page table of all slots: `indices` row
-    after row; `table` of "all" rows or of the "prompts", which have more than one query.
+    lists_pages: kv_indices has the pages of row after row, else it is the page table of all slots.
+    block_table: which rows it reads there: of "all", of the "prefills" or of "none".
     shares: keys and values that decodes begin with in common may be read once for several of them.
     """
 
@@ -39,9 +39,48 @@ class Traits:
     host_lengths: bool = False
     captures_decode: bool = False
     captures_prefill: bool = False
-    listed: bool = False
-    gathered: Literal["no", "prompts", "all"] = "no"
+    lists_pages: bool = False
+    block_table: Literal["none", "prefills", "all"] = "none"
     shares: bool = False
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """For backends that plan on the host: what DeviceStep has under these names, int32 on the CPU.
+    Made of the words that are uploaded, so the device is not waited for."""
+
+    seq_lens: torch.Tensor
+    qo_indptr: torch.Tensor
+    prefill_qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+
+    def queries(self, begin: int, end: int) -> torch.Tensor:
+        """As DeviceStep.queries."""
+        return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What a backend plans a step from: its views on the device, and what the host knows of it.
+
+    step: which is expanded already, except a graph's (`step.padded`): then its arrays stand at
+    addresses that a graph has captured, and padding rows must not write anything.
+    max_query_len: queries of the longest row. max_pages: pages of the longest row; of a graph's,
+    those of the longest request. parity: of the step's private buffers. host: for backends whose
+    traits say `host_lengths`.
+    """
+
+    step: DeviceStep
+    max_query_len: int
+    max_pages: int
+    parity: int = 0
+    host: HostLengths | None = None
+
+    @property
+    def on_host(self) -> HostLengths:
+        """Raises AssertionError for a backend whose traits do not say that it wants them."""
+        assert self.host is not None
+        return self.host
 
 
 class Attention(Protocol):
@@ -56,11 +95,11 @@ class Attention(Protocol):
         """The pool that later steps read; a step has at most `most_rows` rows."""
         ...
 
-    def plan(self, rows: PagedRows, /) -> Plan:
+    def plan(self, inputs: PlanInputs, /) -> Plan:
         """What all layers of a step share: indices, masks, work lists; copies go to the current
         stream. The plan of the next step may be made while layers still read this one, which its
-        caller keeps until they are done. Later plans of the same `rows.fixed` go to where the first
-        one lies.
+        caller keeps until they are done. Later plans of a graph's step go to where the first one
+        lies.
         """
         ...
 

@@ -12,10 +12,9 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.attention.interface import KV, Plan, Traits
-from pipeinfer.attention.rows import PagedRows
+from pipeinfer.attention.interface import KV, Plan, PlanInputs, Traits
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # that all of these kernels take
 PREFERRED = 64  # with which they were measured
@@ -28,7 +27,7 @@ class PagedKernel(Protocol):
         """The pool to read; `most_rows` bounds the rows of one step."""
         ...
 
-    def plan(self, rows: PagedRows, begin: int, end: int) -> Plan:
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> Plan:
         """Prepares rows begin..end-1 for all layers; copies go to the current stream."""
         ...
 
@@ -76,16 +75,15 @@ class PagedBackend:
         for kernel in {id(kernel): kernel for kernel in (self._decode, self._prefill)}.values():
             kernel.bind(pool, most_rows)
 
-    def plan(self, rows: PagedRows) -> PagedPlan:
-        total = len(rows.device.lengths)
+    def plan(self, inputs: PlanInputs) -> PagedPlan:
+        step, decodes, total = inputs.step, inputs.step.shape.decodes, inputs.step.shape.rows
         decode = prefill = None
-        if rows.decodes:
-            decode = self._decode.plan(rows, 0, rows.decodes)
-        if rows.decodes < total:
-            prefill = self._prefill.plan(rows, rows.decodes, total)
+        if decodes:
+            decode = self._decode.plan(inputs, 0, decodes)
+        if decodes < total:
+            prefill = self._prefill.plan(inputs, decodes, total)
         both = decode is not None and prefill is not None
-        begin = 0 if rows.fixed else rows.decodes
-        return PagedPlan(rows.decodes, decode, prefill, begin, at_once=rows.fixed and both)
+        return PagedPlan(decodes, decode, prefill, step.query_base, at_once=step.padded and both)
 
     def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: PagedPlan) -> torch.Tensor:
         out = torch.empty_like(q)

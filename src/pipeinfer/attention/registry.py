@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 if TYPE_CHECKING:
     import torch

@@ -1,26 +1,26 @@
 """Paged attention with torch operations only: for the CPU, and the reference of other backends.
 
-Knows a step's rows and the pool; no request, no model. Decode rows are gathered in buckets of
-similar length and attended to together; rows with several tokens go one by one.
+Decode rows are gathered in buckets of similar length and attended to together; rows with several
+tokens go one by one. A *place* is page * page_size + offset: the index of one token in a layer's K
+or V seen as [tokens, ...]. What torch's fused attention does not know, sinks (a key of each head
+that all queries see and that has no value: https://arxiv.org/abs/2309.17453) and soft caps
+(https://arxiv.org/abs/2408.00118), is computed by one operation after the other. Knows a step's
+rows and the pool; no request, no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipeinfer.attention import step_index
-from pipeinfer.attention.interface import KV, Traits
-from pipeinfer.attention.rows import PagedRows
-from pipeinfer.attention.step_index import Piece
-from pipeinfer.attention.unfused import attend_unfused, is_unfused
+from pipeinfer.attention.interface import KV, PlanInputs, Traits
 from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 NEVER = float("-inf")
 
@@ -72,7 +72,7 @@ class TorchBackend:
     The keys of a whole prompt are the step's own: they are not gathered from their pages.
     """
 
-    traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True, host_lengths=True)
+    traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True)
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
@@ -95,8 +95,13 @@ class TorchBackend:
         self._scales = pool.scales
         self._scratch = None
 
-    def plan(self, rows: PagedRows) -> TorchPlan:
-        return {window: self._window(rows, window) for window in self._windows}
+    def plan(self, inputs: PlanInputs) -> TorchPlan:
+        """Reads the step's arrays where they are: on a GPU that waits for the steps before."""
+        step = inputs.step
+        lengths, queries = _on_host(step.seq_lens), _on_host(step.qo_indptr)
+        pages = RowPages(_on_host(step.kv_indptr), _on_host(step.kv_indices), self._page_size)
+        rows = lengths, queries, pages, step.shape.decodes
+        return {window: self._window(*rows, window) for window in self._windows}
 
     def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: TorchPlan) -> torch.Tensor:
         assert k is not None and v is not None, "this backend needs_kv"
@@ -117,17 +122,22 @@ class TorchBackend:
 
     # ------------------------------------------------------------------------------------- a step
 
-    def _window(self, rows: PagedRows, window: int | None) -> WindowPlan:
-        host, decodes = rows.on_host, rows.decodes
-        lengths, queries, pages = host.lengths.numpy(), host.q_indptr.numpy(), host.table.numpy()
+    def _window(
+        self,
+        lengths: np.ndarray,
+        queries: np.ndarray,
+        pages: RowPages,
+        decodes: int,
+        window: int | None,
+    ) -> WindowPlan:
         pieces = [
             self._piece(pages, window, piece)
-            for piece in step_index.pieces(lengths, queries, decodes, window)
+            for piece in prefill_pieces(lengths, queries, decodes, window)
         ]
         if decodes == 0:
             return WindowPlan(None, [], pieces)
-        firsts, seen = step_index.key_spans(lengths[:decodes], window)
-        order, bounds = step_index.length_buckets(seen)
+        firsts, seen = key_spans(lengths[:decodes], window)
+        order, bounds = length_buckets(seen)
         buckets = [
             self._bucket(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
@@ -135,7 +145,7 @@ class TorchBackend:
 
     def _bucket(
         self,
-        pages: np.ndarray,
+        pages: RowPages,
         rows: np.ndarray,
         firsts: np.ndarray,
         lengths: np.ndarray,
@@ -145,7 +155,7 @@ class TorchBackend:
         steps = np.arange(longest)
         padding = steps >= lengths[rows, None]
         at = np.where(padding, 0, firsts[rows, None] + steps)
-        places = step_index.places(pages, rows[:, None], at, self._page_size)
+        places = pages.places(rows[:, None], at)
         places[padding] = 0  # the dummy page's first token: finite, and nobody's
         bias = None
         if padding[-1, -1]:
@@ -155,12 +165,12 @@ class TorchBackend:
             begin, begin + len(rows), longest, self._tensor(places.reshape(-1)), bias
         )
 
-    def _piece(self, pages: np.ndarray, window: int | None, piece: Piece) -> PrefillPiece:
+    def _piece(self, pages: RowPages, window: int | None, piece: QuerySpan) -> PrefillPiece:
         count, keys = piece.count, piece.keys
         if keys == count and (window is None or count <= window):
             return PrefillPiece(piece.first, count, None, None)
         at = np.arange(piece.key_start + keys - 1, piece.key_start - 1, -1)
-        places = step_index.places(pages, np.full_like(at, piece.row), at, self._page_size)
+        places = pages.places(piece.row, at)
         # With the keys reversed, query i sees key j iff count-1 <= i + j < count-1 + window: one
         # vector, read with strides (1, 1), is the whole mask in count + keys floats.
         band = torch.full((count + keys - 1,), NEVER, dtype=self._dtype, device=self._device)
@@ -265,3 +275,125 @@ class TorchBackend:
         scales = self._scales[layer]
         k, v = k.view(E4M3), v.view(E4M3)
         return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)
+
+
+def _on_host(tensor: torch.Tensor) -> np.ndarray:
+    """Of a tensor of the CPU the same memory."""
+    return tensor.cpu().numpy()
+
+
+# Rows of one bucket share a padded [rows, longest] gather. A bucket ends where it would hold
+# more tokens than this (so that what is gathered is still in the cache when it is read) ...
+BUCKET_TOKENS = 2048
+# ... or where a row is shorter than this share of the bucket's longest (so that little is padding).
+BUCKET_SHORTEST = 0.8
+# Rows behind a sliding window are cut into pieces of at least that many queries.
+WINDOW_PIECE = 128
+
+
+@dataclass(frozen=True)
+class QuerySpan:
+    """Consecutive queries of one row: tokens first..first+count-1 of the step, from `start` on.
+
+    The keys that they see are positions key_start .. start+count-1.
+    """
+
+    row: int
+    first: int
+    count: int
+    start: int
+    key_start: int
+
+    @property
+    def keys(self) -> int:
+        """How many keys the piece reads."""
+        return self.start + self.count - self.key_start
+
+
+@dataclass(frozen=True)
+class RowPages:
+    """Pages of rows: position p of row r lies in page indices[indptr[r] + p // page_size]."""
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    page_size: int
+
+    def places(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
+        """int64 places of `positions` of `rows` (broadcast against each other)."""
+        page, offset = np.divmod(positions, self.page_size)
+        return self.indices[self.indptr[rows] + page].astype(np.int64) * self.page_size + offset
+
+
+def key_spans(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(first key's position, number of keys), int64 [decodes] each, of single-token rows of that
+    many tokens."""
+    ends = lengths.astype(np.int64)
+    firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    return firsts, ends - firsts
+
+
+def length_buckets(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Cuts rows with that many keys into buckets of similar length.
+
+    Returns (order, bounds): `order` sorts the rows by falling length; bucket i is
+    order[bounds[i][0] : bounds[i][1]], its longest row first.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order]
+    bounds = []
+    begin = 0
+    while begin < len(order):
+        longest = int(falling[begin])
+        most = begin + max(BUCKET_TOKENS // longest, 1)
+        alike = int(np.searchsorted(-falling, -longest * BUCKET_SHORTEST, side="right"))
+        end = min(most, max(alike, begin + 1), len(order))
+        bounds.append((begin, end))
+        begin = end
+    return order, bounds
+
+
+def prefill_pieces(
+    lengths: np.ndarray, q_indptr: np.ndarray, decodes: int, window: int | None
+) -> Iterator[QuerySpan]:
+    """The rows after the `decodes`; under a sliding window long rows come in several pieces.
+
+    Without the cut, every query of a long row would read the keys of all its windows. The arrays
+    are DeviceStep's.
+    """
+    for row in range(decodes, len(lengths)):
+        first, count = int(q_indptr[row]), int(q_indptr[row + 1] - q_indptr[row])
+        start = int(lengths[row]) - count
+        size = count if window is None else max(window, WINDOW_PIECE)
+        for offset in range(0, count, size):
+            begin = start + offset
+            key_start = 0 if window is None else max(begin + 1 - window, 0)
+            yield QuerySpan(row, first + offset, min(size, count - offset), begin, key_start)
+
+
+def is_unfused(shape: AttentionShape) -> bool:
+    """Whether heads of that shape need `attend_unfused`."""
+    return shape.sinks is not None or shape.soft_cap is not None
+
+
+def attend_unfused(
+    shape: AttentionShape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [..., queries, dim], k, v [..., keys, dim], bias [.., queries, keys], or None, sinks
+    [..., 1 or queries, 1], those of `shape`, all but q broadcast: q's shape. Weights in float32."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * shape.scale
+    if shape.soft_cap is not None:
+        scores = torch.tanh(scores / shape.soft_cap) * shape.soft_cap
+    if bias is not None:
+        scores += bias
+    if sinks is None:
+        return torch.matmul(scores.softmax(dim=-1).to(v.dtype), v)
+    sinks = sinks.float()
+    most = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+    weights = (scores - most).exp_()
+    weights /= weights.sum(dim=-1, keepdim=True) + (sinks - most).exp()
+    return torch.matmul(weights.to(v.dtype), v)

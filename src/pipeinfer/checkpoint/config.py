@@ -11,20 +11,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from pipeinfer.checkpoint.architectures import ARCHITECTURES
-from pipeinfer.checkpoint.experts import (
-    glm4_experts,
-    gpt_oss_experts,
-    mixtral_experts,
-    qwen2_experts,
-    qwen_experts,
-)
 from pipeinfer.checkpoint.fields import Fields, read_json
 from pipeinfer.checkpoint.quantization import Quantization, read_quantization
-from pipeinfer.checkpoint.rope import GPT_OSS_ROPE, read_partial_rope, read_rope, read_two_ropes
-from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope import (
+    GPT_OSS_ROPE,
+    RopeConfig,
+    read_partial_rope,
+    read_rope,
+    read_two_ropes,
+)
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -214,6 +212,103 @@ def _missing(
     return found if kv_heads is None else {**found, "num_key_value_heads": kv_heads}
 
 
+class Experts(TypedDict, total=False):
+    """Fields of a ModelConfig, see there."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: tuple[bool, ...]
+    shared_intermediate_size: int
+    qk_norm: bool
+    expert_groups: int
+    top_expert_groups: int
+    routed_scale: float
+    swiglu: tuple[float, float]
+    sinks: bool
+
+
+def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> Experts:
+    """num_experts is called num_local_experts by transformers 5."""
+    experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers") or []
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": _chosen(fields, experts, chosen),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.boolean("norm_topk_prob", False),
+        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    }
+
+
+def qwen2_experts(fields: Fields, layers: int) -> Experts:
+    """The same, and one for all tokens."""
+    size = fields.integer("shared_expert_intermediate_size", 5632)
+    return {**qwen_experts(fields, layers, chosen=4), "shared_intermediate_size": size}
+
+
+def mixtral_experts(fields: Fields, layers: int) -> Experts:
+    """Every layer is sparse, and an expert as large as another model's dense block."""
+    experts = fields.integer("num_local_experts", 8)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": _chosen(fields, experts, 2),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "norm_topk_prob": True,
+        "sparse_layers": (True,) * layers,
+    }
+
+
+def glm4_experts(fields: Fields, layers: int) -> Experts:
+    """Experts in groups, of which the best are looked at; the first layers are dense."""
+    experts, (groups, top_groups) = fields.integer("n_routed_experts", 128), _groups(fields)
+    if experts % groups or (groups > 1 and experts < 2 * groups):
+        raise fields.error(f"n_group {groups} does not fit n_routed_experts {experts}")
+    size = fields.integer("moe_intermediate_size")
+    first = fields.integer("first_k_dense_replace", 1, least=0)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": _chosen(fields, experts // groups * top_groups, 8),
+        "moe_intermediate_size": size,
+        "norm_topk_prob": fields.boolean("norm_topk_prob", True),
+        "sparse_layers": tuple(i >= first for i in range(layers)),
+        "shared_intermediate_size": size * fields.integer("n_shared_experts", 1, least=0),
+        "qk_norm": fields.boolean("use_qk_norm", False),
+        "expert_groups": groups,
+        "top_expert_groups": top_groups,
+        "routed_scale": fields.number("routed_scaling_factor", 1.0),
+    }
+
+
+def gpt_oss_experts(fields: Fields, layers: int) -> Experts:
+    """As Mixtral's, with bounds; attention has sinks wherever it has such experts."""
+    return {
+        "num_experts": (experts := fields.integer("num_local_experts", 128)),
+        "num_experts_per_tok": _chosen(fields, experts, 4),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "norm_topk_prob": True,
+        "sparse_layers": (True,) * layers,
+        "swiglu": (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
+        "sinks": True,
+    }
+
+
+def _groups(fields: Fields) -> tuple[int, int]:
+    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if top_groups > groups:
+        raise fields.error(f"topk_group {top_groups} is above n_group {groups}")
+    return groups, top_groups
+
+
+def _chosen(fields: Fields, among: int, default: int) -> int:
+    chosen = fields.integer("num_experts_per_tok", default)
+    if chosen > among:
+        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {among}")
+    return chosen
+
+
 GLM = Family(
     _full_attention,
     _missing(131_072, kv_heads=2, rms_norm_eps=1.5625e-7),
@@ -346,3 +441,112 @@ def read_dtype(fields: Fields) -> str:
     if name not in DTYPES:
         raise fields.error(f"dtype {name!r} is not supported, only {', '.join(DTYPES)}")
     return name
+
+
+# What configurations call the most tokens of a sequence.
+CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len")
+DECODERS = ("ForCausalLM", "LMHeadModel")  # how transformers ends the names of decoders
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """own: what our own implementation goes by; None: transformers builds the model."""
+
+    architecture: str
+    vocab_size: int
+    context_length: int
+    dtype: str
+    config: ModelConfig | None = None
+
+
+def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
+    """`model_impl` as in Settings. Raises ConfigurationError in one line."""
+    if model_impl == "transformers" and is_gguf(checkpoint):
+        raise ConfigurationError(
+            f"--model-impl transformers: {checkpoint} is a GGUF file, read by pipeinfer's own"
+        )
+    fields = read_json(checkpoint, "config.json")
+    named = [str(name) for name in fields.raw.get("architectures") or []]
+    have = any(name in ARCHITECTURES for name in named)
+    foreign = [name for name in named if name.endswith(DECODERS)]
+    if model_impl == "pipeinfer" or (model_impl == "auto" and have) or not foreign:
+        return _own(read_config(checkpoint))
+    return _foreign(fields, foreign[0])
+
+
+def _own(config: ModelConfig) -> ModelOutline:
+    return ModelOutline(
+        config.architecture, config.vocab_size, config.context_length, config.dtype, config
+    )
+
+
+def _foreign(fields: Fields, architecture: str) -> ModelOutline:
+    if read_quantization(fields) is not None:
+        raise fields.error(
+            f"quantization_config is not supported for {architecture}, which transformers builds"
+        )
+    context = next((name for name in CONTEXTS if fields.raw.get(name) is not None), CONTEXTS[0])
+    return ModelOutline(
+        architecture, fields.integer("vocab_size"), fields.integer(context), read_dtype(fields)
+    )
+
+
+# Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
+    "Glm4ForCausalLM": "pipeinfer.models.glm4:build",
+    "Glm4MoeForCausalLM": "pipeinfer.models.glm4_moe:build",
+    "GlmForCausalLM": "pipeinfer.models.glm:build",
+    "GptOssForCausalLM": "pipeinfer.models.gpt_oss:build",
+    "LlamaForCausalLM": "pipeinfer.models.llama:build",
+    "MistralForCausalLM": "pipeinfer.models.mistral:build",
+    "MixtralForCausalLM": "pipeinfer.models.mixtral:build",
+    "Qwen2ForCausalLM": "pipeinfer.models.qwen2:build",
+    "Qwen2MoeForCausalLM": "pipeinfer.models.qwen2_moe:build",
+    "Qwen3ForCausalLM": "pipeinfer.models.qwen3:build",
+    "Qwen3MoeForCausalLM": "pipeinfer.models.qwen3_moe:build",
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """None where the checkpoint says nothing. eos_ids: config.json's and generation_config's."""
+
+    eos_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    def sampling(self) -> dict[str, float]:
+        """The sampling defaults that are given, under the names of SamplingParams' fields."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in names} | {"max_tokens": self.max_new_tokens}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def read_generation(folder: Path) -> GenerationDefaults:
+    """Reads config.json and, if it is there, generation_config.json; raises ConfigurationError."""
+    eos = read_json(folder, "config.json").ids("eos_token_id")
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return GenerationDefaults(eos_ids=eos)
+    fields = read_json(folder, path.name)
+    return GenerationDefaults(
+        eos_ids=tuple(dict.fromkeys(eos + fields.ids("eos_token_id"))),
+        temperature=_number(fields, "temperature"),
+        top_k=fields.optional_integer("top_k", least=0),
+        top_p=_number(fields, "top_p"),
+        min_p=_number(fields, "min_p"),
+        repetition_penalty=_number(fields, "repetition_penalty"),
+        max_new_tokens=fields.optional_integer("max_new_tokens"),
+    )
+
+
+def _number(fields: Fields, name: str) -> float | None:
+    value = fields.raw.get(name)
+    if value is None or value == 0:  # a temperature or min_p of zero is a proper default
+        return None if value is None else 0.0
+    return fields.number(name)

@@ -11,8 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.gguf.documents import document
-from pipeinfer.gguf.filename import is_gguf
+from pipeinfer.gguf.config import document
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 
@@ -86,10 +86,10 @@ def read_json(checkpoint: Path, name: str) -> Fields:
     return Fields(checkpoint if is_gguf(checkpoint) else checkpoint / name, raw)
 
 
-POINTER = "version https://git-lfs"  # what stands in place of a file that Git LFS keeps
+LFS_POINTER = "version https://git-lfs"  # what stands in place of a file that Git LFS keeps
 
 
-def is_pointer(path: Path) -> str:
+def pointer_error(path: Path) -> str:
     """What is wrong with a checkout without the files of Git LFS."""
     return f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
 
@@ -102,8 +102,8 @@ def read_object(checkpoint: Path, name: str) -> JsonObject | None:
     path = checkpoint / name
     try:
         text = path.read_text(encoding="utf-8")
-        if text.startswith(POINTER):
-            raise ConfigurationError(is_pointer(path))
+        if text.startswith(LFS_POINTER):
+            raise ConfigurationError(pointer_error(path))
         raw = json.loads(text)
     except FileNotFoundError:
         return None

@@ -30,9 +30,9 @@ class Fp8:
     """
 
     scale: str = "weight_scale"
-    shared: Literal["row", "tensor", "block"] = "row"
+    scale_scope: Literal["row", "tensor", "block"] = "row"
     block: tuple[int, int] = (1, 1)
-    at_load: bool = False
+    quantize_at_load: bool = False
     bits: ClassVar[int] = 8
 
 
@@ -79,15 +79,17 @@ class Quantization:
 
     method: str
     format: Format
-    kept: tuple[re.Pattern[str], ...] = ()
-    decoded: bool = False
+    unquantized_modules: tuple[re.Pattern[str], ...] = ()
+    dequantize_at_load: bool = False
 
     def of(self, modules: Iterable[str]) -> Format | None:
         """The format of `modules`, which are computed with as one; None: plain.
 
         Raises ConfigurationError if some of them are plain and others are not.
         """
-        plain = {name: any(one.search(name) for one in self.kept) for name in modules}
+        plain = {
+            name: any(one.search(name) for one in self.unquantized_modules) for name in modules
+        }
         if len(set(plain.values())) > 1:
             kept = next(name for name, one in plain.items() if one)
             others = next(name for name, one in plain.items() if not one)
@@ -120,14 +122,14 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return Quantization(str(method), reader(how), _kept(how))
 
 
-def chosen(stored: Quantization | None, asked: str) -> Quantization | None:
+def choose_quantization(stored: Quantization | None, asked: str) -> Quantization | None:
     """What `--quantization` makes of a checkpoint; raises ConfigurationError if it cannot be."""
     if asked == "auto" or (stored is not None and asked == stored.method):
         return stored
     if asked == "none":
-        return None if stored is None else replace(stored, decoded=True)
+        return None if stored is None else replace(stored, dequantize_at_load=True)
     if asked == "fp8" and stored is None:
-        return Quantization("fp8", Fp8(at_load=True))
+        return Quantization("fp8", Fp8(quantize_at_load=True))
     if asked == "int8" and stored is None:
         return Quantization("int8", Int8(), EXPERTS)
     if asked == "fp8" and stored is not None and stored.format.bits == 8:
@@ -146,7 +148,7 @@ def _fine_grained(how: Fields) -> Fp8:
         raise how.error("quantization_config: modules_to_convert is not supported")
     block = how.raw.get("weight_block_size")
     if block is None:
-        return Fp8(shared="tensor")
+        return Fp8(scale_scope="tensor")
     return Fp8("weight_scale_inv", "block", _block(how, "weight_block_size", block))
 
 
@@ -171,7 +173,7 @@ def _compressed(how: Fields) -> Fp8 | Int4:
     _only(weights, "symmetric", (True,), True)
     strategy = _only(weights, "strategy", ("tensor", "channel", "block"), "tensor")
     if strategy != "block":
-        return Fp8(shared="row" if strategy == "channel" else "tensor")
+        return Fp8(scale_scope="row" if strategy == "channel" else "tensor")
     block = weights.raw.get("block_structure")
     return Fp8("weight_scale", "block", _block(how, "block_structure", block))
 

@@ -7,10 +7,10 @@ Knows no torch; what the numbers do is in layers/rope.py.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from pipeinfer.checkpoint.fields import Fields
-from pipeinfer.checkpoint.rope_config import ROPE_TYPES, RopeConfig
 from pipeinfer.json_values import JsonObject
 
 # What a file of gpt-oss means that says nothing.
@@ -142,3 +142,35 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     if rope.raw.get("mscale") and rope.raw.get("mscale_all_dim"):
         return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
     return scale(1.0)
+
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`original_max` is the context of the pretraining, before any scaling, in tokens.
+
+    rotary: how much of a head is rotated, from its first value on. interleaved: in files, a value
+    is rotated with its neighbour; otherwise with the one half of what is rotated behind it.
+    factor: all types but default. low_freq, high_freq: llama3. beta_fast, beta_slow, truncate,
+    attention_factor (multiplies cos and sin): yarn.
+    """
+
+    type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max: int = 0
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    rotary: float = 1.0
+    interleaved: bool = False
+
+    def rotated(self, head_dim: int) -> int:
+        """How many values of a head are."""
+        return int(head_dim * self.rotary)

@@ -6,13 +6,15 @@ Knows no model and no torch. Format: 8 bytes little-endian length, that many byt
 from __future__ import annotations
 
 import json
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.checkpoint.fields import POINTER, is_pointer, read_json
+from pipeinfer.checkpoint.fields import LFS_POINTER, pointer_error, read_json
 from pipeinfer.settings import ConfigurationError
 
 INDEX = "model.safetensors.index.json"
@@ -27,7 +29,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlice:
     """Tensor `name` of a file; of several matrices in it, number `index` from row `first` on."""
 
     name: str
@@ -43,7 +45,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    within: Place
+    slice: TensorSlice
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -93,8 +95,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
-        if prefix == POINTER[:8].encode():
-            raise ConfigurationError(is_pointer(file))
+        if prefix == LFS_POINTER[:8].encode():
+            raise ConfigurationError(pointer_error(file))
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if len(prefix) < 8 or (length <= LONGEST_HEADER and 8 + length > size):
             raise ConfigurationError(f"{file} is truncated: {size} bytes, header not complete")
@@ -159,4 +161,74 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
         raise ConfigurationError(
             f"{broken} has {elements} values of {dtype!r} in {stop - start} bytes"
         )
-    return StoredTensor(file, dtype, shape, stop - start, Place(name))
+    return StoredTensor(file, dtype, shape, stop - start, TensorSlice(name))
+
+
+# As transformers does, where a name means something only with it, or without one of them.
+WITHOUT_PREFIX = re.compile(r"(?:layers|embed_tokens|norm)\..*")
+TWO_PREFIXES = re.compile(r"model\.((?:model|lm_head)\..*)")
+MIXTRAL = re.compile(r"(.*\.)block_sparse_moe\.(?:(gate)|experts\.(\d+)\.(w[123]))\.(\w+)")
+MERGED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+MIXTRAL_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+MERGED_PARTS = {
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}  # rows, one below the other
+
+
+def with_model_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`stored` with names as models ask for them, and with each expert's matrices by themselves, as
+    mlp.experts.N.gate_proj and so on.
+
+    Merged experts with biases are left as they are: only gpt-oss has them, its rows are mixed.
+    Raises ConfigurationError if two tensors would have one name.
+    """
+    stored = _with_prefixes(stored)
+    return dict(
+        pair for name, entry in stored.items() for pair in _model_names(name, entry, stored)
+    )
+
+
+def _with_prefixes(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    for name, entry in stored.items():
+        wrapped = TWO_PREFIXES.fullmatch(name)
+        wanted = (
+            wrapped[1] if wrapped else f"model.{name}" if WITHOUT_PREFIX.fullmatch(name) else name
+        )
+        if (other := found.setdefault(wanted, entry)) is not entry:
+            raise ConfigurationError(
+                f"{entry.file} has two tensors for {wanted}: {other.slice.name} and {name}"
+            )
+    return found
+
+
+def _model_names(
+    name: str, entry: StoredTensor, stored: Mapping[str, StoredTensor]
+) -> Iterator[tuple[str, StoredTensor]]:
+    if (found := MIXTRAL.fullmatch(name)) is not None:
+        layer, router, number, part, kind = found.groups()
+        yield f"{layer}mlp.{router or f'experts.{number}.{MIXTRAL_PARTS[part]}'}.{kind}", entry
+    elif (found := MERGED_EXPERTS.fullmatch(name)) is not None and f"{name}_bias" not in stored:
+        yield from _experts(found[1], MERGED_PARTS[found[2]], entry)
+    else:
+        yield name, entry
+
+
+def _experts(
+    prefix: str, parts: tuple[str, ...], entry: StoredTensor
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Of a tensor [experts, rows of all parts, columns]."""
+    experts, rows, columns = entry.shape if len(entry.shape) == 3 else (0, 0, 0)
+    rows //= len(parts)
+    for expert in range(experts):
+        for index, part in enumerate(parts):
+            yield (
+                f"{prefix}.{expert}.{part}.weight",
+                replace(
+                    entry,
+                    shape=(rows, columns),
+                    nbytes=entry.nbytes // (experts * len(parts)),
+                    slice=TensorSlice(entry.slice.name, expert, index * rows),
+                ),
+            )

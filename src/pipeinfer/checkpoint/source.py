@@ -6,26 +6,39 @@ Knows no torch and not what the files say.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import os
-from collections.abc import Callable
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from tqdm import tqdm
 
 from pipeinfer.checkpoint.fields import read_object
-from pipeinfer.checkpoint.hub import fetch
+from pipeinfer.checkpoint.transfer import Say, Transfer, size
 from pipeinfer.demo import demo_path
-from pipeinfer.gguf.filename import is_gguf
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
+from pipeinfer.urls import without_password
 
 log = logging.getLogger(__name__)
 
-RANDOM_WEIGHTS = "dummy"  # of --load-format
+DUMMY_WEIGHTS = "dummy"  # of --load-format
 
 
 def find_model(settings: Settings, say: Callable[[str], object]) -> Path:
     """`resolve_model` of `settings`: what everything that loads a model asks."""
     return resolve_model(
-        settings.model, settings.revision, say, settings.load_format != RANDOM_WEIGHTS
+        settings.model, settings.revision, say, settings.load_format != DUMMY_WEIGHTS
     )
 
 
@@ -66,3 +79,476 @@ def _check_whole(folder: Path) -> None:
         raise ConfigurationError(
             f"model {str(folder)!r} is an adapter of {base}, not a model: merge it into that first"
         )
+
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+UNWANTED = ["original/*", "consolidated*", "onnx/*", "adapter_*"]
+WEIGHTS = ".safetensors"
+OTHER_WEIGHTS = (".gguf", ".bin", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
+
+TOKEN = "HF_TOKEN"  # the client's own variable
+AT_ONCE = 8  # files
+TRIES = 5  # in a row without a new byte
+PAUSE, LONGEST_PAUSE = 1.0, 16.0  # seconds before the second try; doubled from try to try
+TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses that may pass
+PARTIAL = 206  # of HTTP
+ANSWER = 20.0  # seconds for what the hub says of a model or a file
+LOOK = 1.0  # seconds between two looks at a lock that is waited for
+SHA256 = re.compile("[0-9a-f]{64}")  # an ETag that is the hash of a large file
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A model `name` at commit `revision` of the hub; `sizes`: bytes of its files by name."""
+
+    name: str
+    revision: str
+    sizes: Mapping[str, int]
+
+
+def fetch(name: str, revision: str, say: Say, weights: bool = True) -> Path:
+    """The folder of model `name`, with all files that are wanted.
+
+    `revision`: branch, tag or commit, "" for the main branch. `say` is told what takes time, and
+    how far it is. `weights`: whether a model without any is an error. Where the hub cannot be
+    asked, the cache has to do. Raises ConfigurationError that names what is missing.
+    """
+    with _no_line_for_each_request():
+        return _fetch(name, revision, say, weights)
+
+
+def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download  # slow to import, and rarely needed
+
+    wanted: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    try:
+        snapshot = _listed(HfApi(), name, revision)
+    except Exception as error:  # the hub, the network and the disk each have their own families
+        try:
+            wanted |= {"revision": revision or None, "local_files_only": True}
+            return Path(snapshot_download(name, **wanted))
+        except Exception as local:
+            raise _refusal(name, revision, error, local) from error
+    if weights:
+        _check_weights(snapshot)
+    try:
+        if _missing(snapshot):
+            with _alone(name, say):
+                _download(snapshot, say)
+        # Links, and under which commit the cache knows the revision; nothing large is left.
+        wanted |= {"revision": revision or None, "tqdm_class": _NoBar}
+        return Path(snapshot_download(name, **wanted))
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise _refusal(name, revision, error) from error
+
+
+@contextmanager
+def _no_line_for_each_request() -> Iterator[None]:
+    """The client's HTTP libraries log each at the level "info"; with "debug" one sees them."""
+    loggers = [logging.getLogger(name) for name in ("httpx", "httpx2")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        if not logger.isEnabledFor(logging.DEBUG):
+            logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _listed(api: HfApi, name: str, revision: str) -> Snapshot:
+    """What the hub has."""
+    info = api.model_info(name, revision=revision or None, files_metadata=True, timeout=ANSWER)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return Snapshot(name, info.sha or revision, sizes)
+
+
+def _wanted(snapshot: Snapshot) -> list[str]:
+    from huggingface_hub.utils import filter_repo_objects
+
+    found = filter_repo_objects(
+        list(snapshot.sizes), allow_patterns=WANTED, ignore_patterns=UNWANTED
+    )
+    return sorted(found)
+
+
+def _missing(snapshot: Snapshot) -> list[str]:
+    """Wanted files that the cache lacks, or has with another length, the largest first."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def there(file: str) -> bool:
+        found = try_to_load_from_cache(snapshot.name, file, revision=snapshot.revision)
+        size = snapshot.sizes[file]  # 0 where the hub does not say it
+        return isinstance(found, str) and size in (0, Path(found).stat().st_size)
+
+    lacking = [file for file in _wanted(snapshot) if not there(file)]
+    return sorted(lacking, key=lambda file: -snapshot.sizes[file])
+
+
+def _check_weights(snapshot: Snapshot) -> None:
+    if any(file.endswith(WEIGHTS) for file in _wanted(snapshot)):
+        return
+    others = sorted(file for file in snapshot.sizes if file.endswith(OTHER_WEIGHTS))
+    shown = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
+    there = f"it has {shown}" if others else "it has none in any other form either"
+    if any(file.endswith(".gguf") for file in others):
+        there += "; download the .gguf file that you want, and give its path"
+    raise ConfigurationError(
+        f"model {snapshot.name!r} of the hub has no weights as *.safetensors: {there}"
+    )
+
+
+# -------------------------------------------------------------------------------------- one process
+
+
+@contextmanager
+def _alone(name: str, say: Say) -> Iterator[None]:
+    """Of all processes that use this cache, one downloads a model; the others wait for it here."""
+    folder = _cache() / ".locks" / _folder_name(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "download.lock").open("a")
+    except OSError as error:
+        raise ConfigurationError(
+            f"model {name!r} cannot be downloaded to {_cache()}: {error}; HF_HUB_CACHE names "
+            "another folder"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{name}: another process downloads it, waiting for that")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _folder_name(name: str) -> str:
+    """As the cache calls a model's folder."""
+    return f"models--{name.replace('/', '--')}"
+
+
+def _blobs(name: str) -> Path:
+    """Where the cache keeps a model's files, each under its ETag."""
+    return _cache() / _folder_name(name) / "blobs"
+
+
+# ----------------------------------------------------------------------------------------- download
+
+
+def _download(snapshot: Snapshot, say: Say) -> None:
+    """What is still missing now. Raises what the client raises, and ConfigurationError."""
+    files = _missing(snapshot)
+    if not files:
+        return  # another process has
+    sizes = {file: snapshot.sizes[file] for file in files}
+    total = sum(sizes.values())
+    _check_room(snapshot.name, total)
+    say(f"{snapshot.name}: downloading {len(files)} files, {size(total)}, to {_cache()}")
+    halt = threading.Event()
+    with (
+        Transfer(snapshot.name, sizes, say) as transfer,
+        ThreadPoolExecutor(AT_ONCE, "download") as workers,
+    ):
+        jobs = [_File(snapshot, file, transfer, halt) for file in files]
+        made = [workers.submit(job.fetch) for job in jobs]
+        try:
+            wait(made, return_when=FIRST_EXCEPTION)
+        finally:  # also at Ctrl-C
+            halt.set()
+            workers.shutdown(wait=False, cancel_futures=True)
+        ended = (one.exception() for one in made if one.done() and not one.cancelled())
+        failed = [error for error in ended if error is not None]
+        for error in sorted(failed, key=lambda one: isinstance(one, _Halted)):
+            raise error
+
+
+def _check_room(name: str, total: int) -> None:
+    kept = sum(part.stat().st_size for part in _blobs(name).glob("*.incomplete"))
+    free, needed = shutil.disk_usage(_cache()).free, max(total - kept, 0)
+    if free < needed:
+        more = " more" if kept else ""
+        raise ConfigurationError(
+            f"model {name!r} needs {size(needed)}{more} in {_cache()}, where {size(free)} are "
+            "free; HF_HUB_CACHE names another folder"
+        )
+
+
+def _hub() -> str:
+    """The hub's address, without a password that may stand in it."""
+    from huggingface_hub import constants
+
+    return without_password(constants.ENDPOINT)
+
+
+def _takes_chunks() -> bool:
+    """Whether the client can have files of Xet as chunks."""
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None
+
+
+class _NoBar(tqdm):
+    """Shows nothing, whatever the client asks for."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        more.pop("name", None)
+        super().__init__(*given, **{**more, "disable": True})
+
+
+class _Halted(Exception):
+    """Another file of the model has failed, or the person does not want to wait."""
+
+
+class _File:
+    """One file on its way, until `halt` is set."""
+
+    def __init__(
+        self, snapshot: Snapshot, file: str, transfer: Transfer, halt: threading.Event
+    ) -> None:
+        self._snapshot, self._file = snapshot, file
+        self._transfer, self._halt = transfer, halt
+        self._size = snapshot.sizes[file]
+        self._kept = False  # whether what came of it outlives this process
+
+    def fetch(self) -> None:
+        """Until it is in the cache, or TRIES in a row have brought nothing."""
+        tries, most = 0, 0
+        while True:
+            try:
+                self._try()
+                self._transfer.set(self._file, self._size)
+                return
+            except Exception as error:
+                if not _may_pass(error):
+                    raise
+                here = self._transfer.of(self._file)
+                tries, most = (1, here) if here > most else (tries + 1, most)
+                if tries == TRIES:
+                    raise self._gave_up(error) from error
+                self._transfer.log(
+                    f"{self._file}: {_reason(error)} at {size(here)}; going on from there"
+                )
+                self._halt.wait(min(PAUSE * 2 ** (tries - 1), LONGEST_PAUSE))
+
+    def _try(self) -> None:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+        name, revision = self._snapshot.name, self._snapshot.revision
+        url = hf_hub_url(name, self._file, revision=revision)
+        about = get_hf_file_metadata(url, timeout=ANSWER)
+        if about.size is not None:
+            self._size = about.size
+            self._transfer.expect(self._file, about.size)
+        by_chunks = about.xet_file_data is not None and _takes_chunks()
+        if about.etag is not None and about.size is not None:
+            blob = _blobs(name) / about.etag
+            with self._locked(about.etag):
+                if blob.exists() and blob.stat().st_size != about.size:
+                    blob.unlink()  # a disk lost its end; the client would take it for whole
+                if not by_chunks and not blob.exists():
+                    self._kept = True
+                    self._by_range(url, blob)
+        hf_hub_download(name, self._file, revision=revision, tqdm_class=self._counter())
+
+    @contextmanager
+    def _locked(self, etag: str) -> Iterator[None]:
+        """With the lock under which the client, in any program, writes the file."""
+        from huggingface_hub.utils import WeakFileLock
+
+        path = _cache() / ".locks" / _folder_name(self._snapshot.name) / f"{etag}.lock"
+        with ExitStack() as held:
+            waits = False
+            while True:
+                try:
+                    held.enter_context(WeakFileLock(path, timeout=LOOK))
+                    break
+                except TimeoutError:
+                    if self._halt.is_set():
+                        raise _Halted from None
+                if not waits:
+                    said = "another program downloads it, waiting for that"
+                    self._transfer.log(f"{self._file}: {said}")
+                    waits = True
+            yield
+
+    def _by_range(self, url: str, blob: Path) -> None:
+        """What is missing of `blob`, which is named so when it is whole."""
+        from huggingface_hub import constants, get_session
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        part = blob.with_name(f"{blob.name}.incomplete")
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        with part.open("ab") as target:
+            if target.tell() > self._size:
+                target.truncate(0)
+            here = target.tell()
+            if here:
+                headers["Range"] = f"bytes={here}-"
+            self._transfer.set(self._file, here)
+            if here < self._size:
+                limit = constants.HF_HUB_DOWNLOAD_TIMEOUT
+                with get_session().stream("GET", url, headers=headers, timeout=limit) as response:
+                    hf_raise_for_status(response)
+                    if here and response.status_code != PARTIAL:  # the whole comes once more
+                        target.truncate(0)
+                        self._transfer.set(self._file, 0)
+                    self._copy(response.iter_bytes(), target)
+        if part.stat().st_size != self._size:
+            raise ConnectionError("the file ended too early")
+        self._check_hash(part, blob.name, here > 0)
+        part.replace(blob)
+
+    def _check_hash(self, part: Path, etag: str, resumed: bool) -> None:
+        """That large files are what the hub names: of what another process left, a disk may have
+        lost something, and then all of it comes once more."""
+        if not SHA256.fullmatch(etag):
+            return
+        with part.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == etag:
+                return
+        part.unlink()
+        self._transfer.set(self._file, 0)
+        if resumed:
+            raise ConnectionError("what came has another SHA-256 than the hub names")
+        raise ConfigurationError(
+            f"model {self._snapshot.name!r}: what {_hub()} sends as {self._file} has another "
+            "SHA-256 than it names"
+        )
+
+    def _copy(self, pieces: Iterator[bytes], target: BinaryIO) -> None:
+        for piece in pieces:
+            if self._halt.is_set():
+                raise _Halted
+            target.write(piece)
+            self._transfer.add(self._file, len(piece))
+
+    def _counter(self) -> Any:
+        """A class in place of the client's bars, as far as it uses one."""
+        transfer, file, halt = self._transfer, self._file, self._halt
+
+        class Counter:
+            def __init__(self, *_: object, **given: Any) -> None:
+                self.total, self.n = given.get("total"), given.get("initial", 0)
+                transfer.set(file, self.n)
+
+            def __enter__(self) -> Counter:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                return
+
+            def update(self, n: float | None = 1) -> None:
+                if halt.is_set():
+                    raise _Halted
+                transfer.add(file, int(n or 0))
+
+            def _nothing(self, *_: object, **__: object) -> None:
+                return
+
+            close = refresh = update_transfer = _nothing
+            set_postfix_str = set_transfer_postfix_str = _nothing
+
+        return Counter
+
+    def _gave_up(self, error: Exception) -> ConfigurationError:
+        here = self._transfer.of(self._file)
+        kept = "it" if self._kept else "what is complete of the model"
+        return ConfigurationError(
+            f"model {self._snapshot.name!r}: {size(here)} of {size(self._size)} of {self._file} "
+            f"came, then nothing in {TRIES} tries: {_reason(error)}. The same command goes on from "
+            f"there: {kept} is kept"
+        )
+
+
+# ------------------------------------------------------------------------------------ what is wrong
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same may succeed soon: connections break, hubs are busy."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return response.status_code in TRANSIENT
+    if isinstance(error, OSError):  # of files there is a number; a file that came short has none
+        return isinstance(error, (ConnectionError, TimeoutError)) or error.errno is None
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "hf_xet")
+
+
+def _reason(error: Exception) -> str:
+    """In one line."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the hub answered {response.status_code} {response.reason_phrase}".rstrip()
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
+
+
+def _refusal(
+    name: str, revision: str, error: Exception, local: Exception | None = None
+) -> ConfigurationError:
+    """Why there is no model, by what the client raised; `local`: when it looked into its cache."""
+    from huggingface_hub import errors, get_token
+
+    at = f" at revision {revision!r}" if revision else ""
+    given = f"the token of {TOKEN}" if get_token() else f"no token is given as {TOKEN}"
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    nowhere = f"model {name!r}: there is no such folder, and "
+    match error:
+        case errors.OfflineModeIsEnabled():
+            return ConfigurationError(_offline(name, at, nowhere, local))
+        case errors.GatedRepoError():
+            why = f"{given} has no access" if get_token() else given
+            return ConfigurationError(
+                f"model {name!r} is gated: {why}. Ask for access at {_hub()}/{name}, "
+                f"and set {TOKEN} to a token of the account that has it"
+            )
+        case errors.RevisionNotFoundError():
+            return ConfigurationError(f"model {name!r} of the hub has no revision {revision!r}")
+        case errors.RepositoryNotFoundError():
+            return ConfigurationError(
+                f"{nowhere}the hub at {_hub()} has no model of that name, or a private one: {given}"
+            )
+        case errors.HFValidationError():
+            return ConfigurationError(f"{nowhere}no model of the hub is called so")
+        case _ if status in (401, 403):
+            why = f"does not accept {given}" if get_token() else f"wants a token: {given}"
+            return ConfigurationError(f"model {name!r}: the hub at {_hub()} {why}")
+        case _ if local is not None:
+            return ConfigurationError(
+                f"{nowhere}the hub at {_hub()} cannot be asked for it{at}: "
+                f"{_reason(error)}; in {_cache()} {_lacking(name, local)}"
+            )
+        case _:
+            return ConfigurationError(f"model {name!r}{at}: {_reason(error)}")
+
+
+def _offline(name: str, at: str, nowhere: str, local: Exception | None) -> str:
+    assert local is not None
+    return f"{nowhere}HF_HUB_OFFLINE is set, and in {_cache()}{at} {_lacking(name, local)}"
+
+
+def _lacking(name: str, local: Exception) -> str:
+    """What the cache has not, by the client's error."""
+    folder = getattr(local, "snapshot_path", None)
+    if folder is None:
+        return "is no copy of it"
+    import huggingface_hub
+
+    # Only a client that raises this error keeps lists of files.
+    tree = huggingface_hub.get_cached_repo_tree(name, revision=Path(folder).name)
+    files = _wanted(Snapshot(name, "", {one.path: one.size for one in tree}))
+    missing = [file for file in files if not Path(folder, file).exists()]
+    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    return f"its copy lacks {shown}"

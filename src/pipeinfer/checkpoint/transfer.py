@@ -64,7 +64,7 @@ class Transfer:
             return sum(self._done.values())
 
     @property
-    def came(self) -> int:
+    def received(self) -> int:
         """Bytes of those that came in this transfer."""
         with self._lock:
             return sum(self._done.values()) - self._resumed
@@ -89,7 +89,7 @@ class Transfer:
         with self._lock:
             self._done[file] = self.of(file) + count
 
-    def note(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Something that happened meanwhile."""
         if self._stream.isatty():
             tqdm.write(text, file=self._stream)
@@ -110,7 +110,7 @@ class Transfer:
         self._thread.join()
         if kind is None:
             seconds = max(time.monotonic() - self._began, 1e-3)
-            came = self.came
+            came = self.received
             said = f"{size(came)} came in {duration(seconds)}, {size(came / seconds)}/s"
             self._say(f"{self._name}: {said}")
 
@@ -118,9 +118,9 @@ class Transfer:
         if self._stream.isatty():
             self._bar()
             return
-        lines = Lines(self._began)
+        lines = ProgressLines(self._began)
         while not self._over.wait(LOOK):
-            line = lines.due(self.done, self.total, self.came, time.monotonic())
+            line = lines.due(self.done, self.total, self.received, time.monotonic())
             if line:
                 self._say(f"{self._name}: {line}")
 
@@ -140,11 +140,11 @@ class Transfer:
             file=self._stream,
         ) as bar:
             while not self._over.wait(LOOK):
-                bar.initial, bar.total = self.done - self.came, self.total
+                bar.initial, bar.total = self.done - self.received, self.total
                 bar.update(more) if (more := self.done - bar.n) else bar.refresh()
 
 
-class Lines:
+class ProgressLines:
     """When a line is due, and what it says. Knows no clock: `began` and `now` are its seconds."""
 
     def __init__(self, began: float) -> None:

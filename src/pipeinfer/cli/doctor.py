@@ -146,15 +146,15 @@ def _model(settings: Settings) -> Finding:
 def _texts(settings: Settings) -> Finding:
     """What the tokenizer and the gateway read of the checkpoint."""
     from pipeinfer.gateway.stage import terms
-    from pipeinfer.tokenizer.building import make_encoder
+    from pipeinfer.tokenizer.prompts import load_encoder
 
     folder = Path(settings.model)
     try:
-        built, granted = make_encoder(folder, settings), terms(settings, folder)
+        built, granted = load_encoder(folder, settings), terms(settings, folder)
     except ConfigurationError as error:
         return "bad", "texts", str(error)
-    if built.without and settings.grammar_backend != "none":
-        return "note", "texts", built.without
+    if built.no_grammars_because and settings.grammar_backend != "none":
+        return "note", "texts", built.no_grammars_because
     reading = granted.reading
     parsers = f"tools by {reading.tools or 'none'}, thoughts by {reading.reasoning or 'none'}"
     return "ok", "texts", f"end tokens {', '.join(map(str, built.eos_ids)) or 'none'}; {parsers}"

@@ -90,7 +90,8 @@ class _Pipeinfer(CommandLine):
 
 def _meant(command: str) -> str:
     """The end of the error about a subcommand that there is not."""
-    return did_you_mean(command, COMMANDS) or f": there are {', '.join(COMMANDS)}"
+    known = [*COMMANDS, "--help", "--version"]
+    return did_you_mean(command, known) or f": there are {', '.join(COMMANDS)}"
 
 
 @contextmanager

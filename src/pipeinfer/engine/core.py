@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeinfer.core import LOCAL, Send
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step_builder import StepBuilder
+from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.events import Compiled, Drain, GraphDue, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
-from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import (
     Admitted,
     Begin,
@@ -38,7 +37,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import LogprobRows, ScoredChunk, Step
+from pipeinfer.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
 
 
@@ -97,7 +96,7 @@ class _InFlight:
     """A plan whose result is not sent yet. `sampled` [S]: rows of the plan, in the step's order.
     `logprobs`, `prompts`: what is asked for beside tokens."""
 
-    applied: Applied
+    rows: Rows
     sampled: np.ndarray
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
@@ -334,7 +333,7 @@ class EngineCore:
         epoch.expected += 1
         self._unchecked = True
         try:
-            applied = self.memory.apply(plan)
+            rows = self.memory.apply(plan)
         except (ProtocolError, IntegrityError) as error:
             return self._fault(f"plan {plan.number}: {error}")
         if plan.releases:
@@ -345,10 +344,10 @@ class EngineCore:
             ids = unpack(extend.ids)
             first = int(self.memory.slots.known[extend.slot]) - len(ids)
             self._requests.extend(extend.slot, first, ids)
-        self._count(plan, applied)
-        step, sampled = self._steps.build(plan.epoch, applied)
-        epoch.in_flight.append(_InFlight(applied, sampled, step.logprobs, step.prompts))
-        sends = self._decided(epoch, applied) if self.hello.rank else self._admitted(epoch, applied)
+        self._count(plan, rows)
+        step, sampled = self._steps.build(plan.epoch, rows)
+        epoch.in_flight.append(_InFlight(rows, sampled, step.logprobs, step.prompts))
+        sends = self._decided(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(step.slots):
             self._totals["steps_total"] += 1
             sends.append(Send(LOCAL, "", Compute(step)))
@@ -357,37 +356,37 @@ class EngineCore:
         epoch.in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
         return sends + self._finished(epoch)
 
-    def _count(self, plan: Plan, applied: Applied) -> None:
-        totals, rows = self._totals, applied.rows
+    def _count(self, plan: Plan, rows: Rows) -> None:
+        totals = self._totals
         totals["plans_total"] += 1
         totals["rows_total"] += len(rows.slots)
-        if rows.again:  # decodes and nothing else
+        if rows.same_as_previous:  # decodes and nothing else
             totals["computed_tokens_total"] += len(rows.slots)
             return
         totals["rows_deferred_total"] += int(np.count_nonzero(rows.deferred))
         totals["computed_tokens_total"] += int(rows.counts.sum())
-        for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
+        for admit, cached in zip(plan.admits, rows.cached.tolist(), strict=True):
             known = len(admit.token_ids) // 4
             if known == admit.prompt_len:  # else it was preempted: not a client's prompt
                 totals["prompt_tokens_total"] += known
                 totals["cached_tokens_total"] += cached
 
-    def _admitted(self, epoch: _Epoch, applied: Applied) -> list[Send]:
-        if not len(applied.admitted):
+    def _admitted(self, epoch: _Epoch, rows: Rows) -> list[Send]:
+        if not len(rows.admitted):
             return []
         message = Admitted(
             epoch=epoch.number,
-            number=applied.number,
-            slots=pack(applied.admitted),
-            cached=pack(applied.cached),
-            free=applied.free,
-            evictable=applied.evictable,
-            evicted=applied.evicted,
+            number=rows.number,
+            slots=pack(rows.admitted),
+            cached=pack(rows.cached),
+            free=rows.free,
+            evictable=rows.evictable,
+            evicted=rows.evicted,
         )
         return [self._to_scheduler(message)]
 
-    def _decided(self, epoch: _Epoch, applied: Applied) -> list[Send]:
-        epoch.digests.append(applied.digest)
+    def _decided(self, epoch: _Epoch, rows: Rows) -> list[Send]:
+        epoch.digests.append(rows.digest)
         return self._tell_digests(epoch) if len(epoch.digests) >= DIGESTS else []
 
     def _tell_digests(self, epoch: _Epoch) -> list[Send]:
@@ -407,8 +406,8 @@ class EngineCore:
         if epoch is None or done.epoch != epoch.number:
             return []
         waiting = next((one for one in epoch.in_flight if one.done is None), None)
-        if waiting is None or waiting.applied.number != done.number:
-            expected = "none" if waiting is None else str(waiting.applied.number)
+        if waiting is None or waiting.rows.number != done.number:
+            expected = "none" if waiting is None else str(waiting.rows.number)
             return self._fault(f"step {done.number} ended where {expected} was expected")
         counts, ids = unpack(done.counts), len(done.token_ids) // 4
         if (len(counts), ids) != (len(waiting.sampled), int(counts.sum())):
@@ -443,10 +442,10 @@ class EngineCore:
 
 def _result(plan: _InFlight, done: StepDone) -> Result:
     """Of the plan's rows in the plan's order."""
-    applied, sampled = plan.applied, plan.sampled
-    rows, produced, token_ids = applied.rows, done.counts, done.token_ids
+    rows, sampled = plan.rows, plan.sampled
+    produced, token_ids = done.counts, done.token_ids
     logprobs = done.logprobs
-    if not rows.again:  # else every row samples, in the plan's order
+    if not rows.same_as_previous:  # else every row samples, in the plan's order
         counts = unpack(done.counts)
         of_all = np.zeros(len(rows.slots), dtype=np.int32)
         of_all[sampled] = counts
@@ -465,11 +464,11 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
         produced=produced,
         token_ids=token_ids,
         deferred=pack(rows.slots[rows.deferred]),
-        free=applied.free,
-        evictable=applied.evictable,
-        digest=applied.digest,
+        free=rows.free,
+        evictable=rows.evictable,
+        digest=rows.digest,
         bad=bad,
-        evicted=applied.evicted,
+        evicted=rows.evicted,
         logprobs=logprobs,
         refused={int(rows.slots[sampled[row]]): why for row, why in done.refused.items()},
         mask_units={int(rows.slots[sampled[row]]): n for row, n in done.mask_units.items()},

@@ -1,7 +1,7 @@
 """Where steps are computed: in the order of their submission, while their submitter goes on.
 
 A CPU and a GPU differ in this: what is submitted to the host is called by a thread of its own,
-what is submitted to a GPU is called at once and queues its kernels (cuda/device.py). Knows calls,
+what is submitted to a GPU is called at once and queues its kernels (engine/cuda.py). Knows calls,
 tensors and an event loop, no step.
 """
 
@@ -26,7 +26,7 @@ def nothing() -> None:
     """There is nothing to prepare."""
 
 
-class Mark(Protocol):
+class StepEvent(Protocol):
     """The end of one piece of work."""
 
     @property
@@ -66,8 +66,8 @@ class Replay:
 class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
-    def submit(self, work: Work, prepare: Work = nothing, /) -> Mark:
-        """Queues `work`; what it raises belongs to its mark. `prepare` is called right before it,
+    def submit(self, work: Work, prepare: Work = nothing, /) -> StepEvent:
+        """Queues `work`; what it raises belongs to its event. `prepare` is called right before it,
         at the host's expense: a GPU that has nothing else to do is not busy with it."""
         ...
 
@@ -93,7 +93,7 @@ class Device(Protocol):
 
 
 class Failed:
-    """The mark of what could not even be submitted."""
+    """The event of what could not even be submitted."""
 
     ready, busy, idle = True, 0.0, 0.0
 
@@ -107,16 +107,16 @@ class Failed:
         loop.call_soon(call)
 
 
-class InTwoParts:
+class TwoPhaseEvent:
     """The end of work whose second part is submitted later; `then` is for those who know that it
     was."""
 
-    def __init__(self, first: Mark) -> None:
+    def __init__(self, first: StepEvent) -> None:
         self._first = first
-        self._second: Mark = first
+        self._second: StepEvent = first
         self._whole = False
 
-    def complete(self, second: Mark) -> None:
+    def complete(self, second: StepEvent) -> None:
         """The other part was submitted."""
         self._second, self._whole = second, True
 
@@ -143,8 +143,8 @@ class InTwoParts:
         self._second.then(loop, call)
 
 
-class HostMark:
-    """See Mark; the device's thread ends it."""
+class HostEvent:
+    """See StepEvent; the device's thread ends it."""
 
     def __init__(self) -> None:
         self.busy = self.idle = 0.0
@@ -186,21 +186,21 @@ class HostDevice:
     """A thread, from the first piece of work on, so that the event loop stays free meanwhile."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Work, Work, HostMark] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Work, Work, HostEvent] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work, prepare: Work = nothing) -> HostMark:
+    def submit(self, work: Work, prepare: Work = nothing) -> HostEvent:
         """From within other work it is done at once: whoever waits for it there would wait for
         itself."""
-        mark = HostMark()
+        event = HostEvent()
         if threading.current_thread() is self._thread:
-            _do(prepare, work, mark)
-            return mark
+            _do(prepare, work, event)
+            return event
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="steps", daemon=True)
             self._thread.start()
-        self._work.put((prepare, work, mark))
-        return mark
+        self._work.put((prepare, work, event))
+        return event
 
     def run(self, work: Work) -> None:
         self.submit(work).wait()
@@ -240,15 +240,15 @@ class HostDevice:
             one = self._work.get()
             if one is None:
                 return
-            prepare, work, mark = one
+            prepare, work, event = one
             if starved and ended is not None:
-                mark.idle = time.perf_counter() - ended
-            ended = _do(prepare, work, mark)
-            del one, prepare, work, mark  # what they hold may be large
+                event.idle = time.perf_counter() - ended
+            ended = _do(prepare, work, event)
+            del one, prepare, work, event  # what they hold may be large
 
 
-def _do(prepare: Work, work: Work, mark: HostMark) -> float:
-    """Ends the mark; returns when that was."""
+def _do(prepare: Work, work: Work, event: HostEvent) -> float:
+    """Ends the event; returns when that was."""
     began, error = time.perf_counter(), None
     try:
         prepare()
@@ -256,6 +256,6 @@ def _do(prepare: Work, work: Work, mark: HostMark) -> float:
     except Exception as raised:  # whatever it is, it belongs to who submitted the work
         error = raised
     ended = time.perf_counter()
-    mark.busy = ended - began
-    mark.end(error)
+    event.busy = ended - began
+    event.end(error)
     return ended

@@ -1,21 +1,46 @@
 """Launches steps on a device and reports their ends on the event loop, in order.
 
-Knows a runner that launches, and an event loop; no plan, no model, and no kind of device.
+    DeviceDriver         takes Compute, Compile and Capture from the core, gives back StepDone
+    Executor             launches steps, finishes those with masked rows, reports ends
+    LaunchedStep         a step on its way through the device
+    BackgroundCapture    CUDA graphs that are captured while there is no step
+
+Knows a runner that launches, and an event loop; no plan, no model, no torch and no kind of device.
+A step that fails ends the process, because what it left on the device is unknown.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pipeinfer.engine.device import Device, Failed, Mark
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
+from pipeinfer.engine.device import Failed, StepEvent
+from pipeinfer.engine.phases import Phases
+from pipeinfer.events import Compiled, GraphDue, StepDone
+from pipeinfer.messages import Message
+from pipeinfer.packing import pack
+from pipeinfer.params import StructuredOutputs
+from pipeinfer.runtime.logs import DETAILS
+from pipeinfer.step import Sampled, Step
+
+if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
+    import torch
+
+    from pipeinfer.engine.masks import Masks
+    from pipeinfer.engine.runner import PackedStep, Runner
+    from pipeinfer.engine.sampling import StepScores
+    from pipeinfer.engine.step_buffers import StepBuffers
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
@@ -25,6 +50,10 @@ MOST_UNFINISHED = 4
 # Writes the masks of a step's masked rows, int32 [N, W]; returns the rows that must not sample
 # anything, with the reason.
 Fill = Callable[[np.ndarray], dict[int, str]]
+
+
+def unwatched(step: Step) -> None:
+    """Nobody looks on."""
 
 
 class Watch(Protocol):
@@ -39,55 +68,38 @@ class Watch(Protocol):
         ...
 
 
-class LaunchedStep(Protocol):
-    """A launched step; `mark` is its end, which is not ready before the step was finished."""
+@dataclass
+class LaunchedStep:
+    """`step` on its way through the device, in `buffers` of its parity.
 
-    @property
-    def mark(self) -> Mark: ...
+    event: its end, which is not ready before a step with masked rows was finished.
+    packed: what is left to be computed: from its launch on, and of a step with masked rows until it
+    was finished. refused: those of its rows that must not sample, with the reason.
+
+    Written by the device's work, read when the step has ended:
+    drawn: int64 [S, 2], how many tokens each row of logits gave, and which. rows: those of `drawn`
+    that belong to rows that sample, in their order. scores: where log-probs are asked for.
+    logits: [S, vocab], if they are kept.
+    """
+
+    step: Step
+    buffers: StepBuffers
+    event: StepEvent = field(init=False)
+    packed: PackedStep | None = None
+    refused: dict[int, str] = field(default_factory=dict[int, str])
+    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    scores: StepScores | None = None
+    logits: torch.Tensor | None = None
+    _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
         """What it gave, waited for if need be; raises what the step raised."""
-        ...
-
-    def finish(self, fill: Fill, /) -> None:
-        """Queues the rest of a step with masked rows, before any other is launched."""
-        ...
-
-
-class Runner(Protocol):
-    """See engine/runner.py."""
-
-    @property
-    def device(self) -> Device: ...
-
-    def launch(self, step: Step, before: Callable[[Step], None], /) -> LaunchedStep:
-        """Queues `step` behind those that were launched before. Calls `before` with it right before
-        its kernels are launched, on the thread that launches them. A step with masked rows is
-        computed up to their logits."""
-        ...
-
-
-@dataclass(frozen=True)
-class NotLaunched:
-    """In place of a step whose launch raised."""
-
-    mark: Failed
-
-    def take(self) -> Sampled:
-        self.mark.wait()
-
-    def finish(self, fill: Fill) -> None:
-        """There is nothing to finish."""
-
-
-class Masks(Protocol):
-    """What rows with a grammar may sample; see engine/masks.py."""
-
-    def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]: ...
-
-    def take(self, step: Step, sampled: Sampled, /) -> Sampled: ...
-
-    def close(self) -> None: ...
+        if self._sampled is None:
+            self.event.wait()
+            sampled = Sampled.of(self.drawn[self.rows], self.refused)
+            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
+        return self._sampled
 
 
 class Executor:
@@ -116,7 +128,8 @@ class Executor:
         self._watch = watch
         self._before = unwatched if watch is None else watch.before
         self._masks = masks
-        self._launched: deque[tuple[Step, LaunchedStep]] = deque()  # not yet reported, oldest first
+        # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
+        self._launched: deque[tuple[Step, StepEvent, LaunchedStep | None]] = deque()
         self._unfinished = False  # the one that was launched last waits for its masks
         self._behind: deque[Step] = deque()  # it
         self._closed = False
@@ -138,7 +151,7 @@ class Executor:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
         if self.unreported >= MOST_UNFINISHED:
-            unfinished = sum(not one.mark.ready for _, one in self._launched) + len(self._behind)
+            unfinished = sum(not event.ready for _, event, _ in self._launched) + len(self._behind)
             if unfinished >= MOST_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"
@@ -160,50 +173,277 @@ class Executor:
     def _go_on(self) -> None:
         """Launches what waits, up to a step whose masks cannot be known yet."""
         while self._behind and not self._unfinished:
-            step = self._behind.popleft()
+            step, launched = self._behind.popleft(), None
             try:
                 launched = self._runner.launch(step, self._before)
                 self._unfinished = step.masked is not None
+                event = launched.event
             except Exception as error:  # whatever it is, it belongs to this step's owner
-                launched = NotLaunched(Failed(error))
-            self._launched.append((step, launched))
+                event = Failed(error)
+            self._launched.append((step, event, launched))
             if self._unfinished:
                 self._finish()
             else:
-                launched.mark.then(self._loop, self._report)
+                event.then(self._loop, self._report)
 
     def _finish(self) -> None:
         """The step that waits for its masks, if all before it were reported."""
         if not self._unfinished or len(self._launched) > 1:
             return
-        assert self._masks is not None
-        step, launched = self._launched[0]
+        step, event, launched = self._launched[0]
+        assert self._masks is not None and launched is not None
         try:
-            launched.finish(partial(self._masks.fill, step))
+            self._runner.finish(launched, partial(self._masks.fill, step))
         except Exception as error:
-            launched = NotLaunched(Failed(error))
-            self._launched[0] = step, launched
+            event = Failed(error)
+            self._launched[0] = step, event, None
         self._unfinished = False
-        launched.mark.then(self._loop, self._report)
+        event.then(self._loop, self._report)
 
     def _report(self) -> None:
         """Whatever has ended; a step that was never launched may have called too early."""
-        while self._launched and self._launched[0][1].mark.ready:
-            step, launched = self._launched.popleft()
+        while self._launched and self._launched[0][1].ready:
+            step, event, launched = self._launched.popleft()
             try:
+                event.wait()  # raises why a launch has failed; a fault of a kernel shows only here
+                assert launched is not None
                 sampled = launched.take()
                 if self._masks is not None:
                     sampled = self._masks.take(step, sampled)
-            except Exception as error:  # a fault of a kernel shows only here
+            except Exception as error:
                 self._on_error(step, error)
                 continue
             self.steps += 1
-            self.busy_seconds += launched.mark.busy
-            self.idle_seconds += launched.mark.idle
-            self._on_done(step, sampled, launched.mark.busy)
+            self.busy_seconds += event.busy
+            self.idle_seconds += event.idle
+            self._on_done(step, sampled, event.busy)
         self._finish()
         self._go_on()
 
 
-def unwatched(step: Step) -> None:
-    """Nobody looks on."""
+log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, float] = MappingProxyType({})
+PAUSE = 0.5  # seconds without a step after which percentiles begin anew
+
+
+StartExecutor = Callable[
+    [Callable[[Step, Sampled, float], None], Callable[[Step, Exception], None]], Executor
+]
+
+
+# Has a grammar compiled, which may be slow, and tells the other why it cannot be, or ""; in these
+# slots no request has one any more.
+PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool, Sequence[int]], None]
+
+
+def nothing_to_prepare(
+    spec: StructuredOutputs, then: Callable[[str], None], slow: bool, released: Sequence[int]
+) -> None:
+    """For engines without grammars."""
+    then("this engine serves no grammars")
+
+
+class DeviceDriver:
+    """Hands every Compute that the core sends to an executor, in order, every Compile to `prepare`,
+    and every Capture to `late`.
+
+    `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
+    runner note what a step costs; the driver adds what it takes to hand the result on. `late`:
+    captures what is left; `start`: what the engine's start took.
+    """
+
+    def __init__(
+        self,
+        begin: StartExecutor,
+        phases: Phases,
+        prepare: PrepareGrammar = nothing_to_prepare,
+        late: BackgroundCapture | None = None,
+        start: Mapping[str, float] = NOTHING,
+    ) -> None:
+        self._begin = begin
+        self._phases = phases
+        self._prepare = prepare
+        self._late = late
+        self._start = start
+        self._unreported = 0
+        self._quiet_since = 0.0
+        self._executor: Executor | None = None
+        self._feed: Callable[[Message], None] | None = None
+
+    async def start(self, feed: Callable[[Message], None]) -> None:
+        self._feed = feed
+        self._executor = self._begin(self._done, self._failed)
+        if self._late is not None:
+            self._late.start(self._quiet, lambda: feed(GraphDue()))
+
+    def _quiet(self) -> float:
+        """For how many seconds there was no step."""
+        return 0.0 if self._unreported else time.monotonic() - self._quiet_since
+
+    def deliver(self, message: Message) -> None:
+        assert self._executor is not None
+        match message:
+            case Compile():
+                self._compile(message)
+            case Compute():
+                self._compute(message)
+            case Capture():
+                assert self._late is not None
+                self._late.capture()
+            case _:
+                raise TypeError(f"a device takes no {type(message).__name__}")
+
+    def _compile(self, message: Compile) -> None:
+        loop = asyncio.get_running_loop()
+
+        def then(error: str) -> None:
+            """Called on whichever thread."""
+            compiled = Compiled(message.request_id, error)
+            with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
+                loop.call_soon_threadsafe(self._tell, compiled)
+
+        self._prepare(message.spec, then, message.slow, message.released)
+
+    def _tell(self, event: Message) -> None:
+        assert self._feed is not None
+        self._feed(event)
+
+    def _compute(self, message: Compute) -> None:
+        assert self._executor is not None
+        if not self._unreported and time.monotonic() - self._quiet_since > PAUSE:
+            self._phases.begin_anew()
+        self._unreported += 1
+        self._executor.submit(message.step)
+
+    async def stop(self) -> None:
+        if self._late is not None:
+            self._late.close()
+        if self._executor is not None:
+            self._executor.close()
+
+    def stats(self) -> dict[str, float]:
+        """Seconds in which the device computed, and in which it had no step queued; phases.py's; of
+        the start, and how many graphs there are."""
+        executor = self._executor
+        if executor is None:
+            return {}
+        return {
+            "busy_seconds": executor.busy_seconds,
+            "idle_seconds": executor.idle_seconds,
+            **self._phases.statistics(),
+            **self._start,
+            **(self._late.stats() if self._late is not None else {}),
+        }
+
+    def _done(self, step: Step, sampled: Sampled, seconds: float) -> None:
+        assert self._feed is not None
+        self._unreported -= 1
+        self._quiet_since = time.monotonic()
+        with self._phases.span("result", step.number):
+            self._feed(step_done(step, sampled, seconds))
+        self._phases.done(step.number, len(step.slots), step.decodes)
+
+    def _failed(self, step: Step, error: Exception) -> None:
+        assert self._feed is not None
+        self._unreported -= 1
+        log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
+        self._feed(StepFailed(step.epoch, step.number, str(error)))
+
+
+def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
+    """What the core is told of a step that gave `sampled`."""
+    counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
+    return StepDone(
+        epoch=step.epoch,
+        number=step.number,
+        counts=counts,
+        token_ids=ids,
+        seconds=seconds,
+        bad=bad,
+        logprobs=sampled.logprobs,
+        prompts=sampled.prompts,
+        refused=dict(sampled.refused),
+        mask_units=dict(sampled.mask_units),
+    )
+
+
+details = logging.getLogger(DETAILS)
+
+FIRST = 0.5  # seconds that the engine is left to meet its scheduler
+QUIET = 0.05  # seconds without a step: who sends one request after the other is not disturbed
+GAP = 0.01  # seconds between two captures
+
+
+class BackgroundCapture:
+    """Of one engine; all calls are on the event loop. `runner` has them.
+
+    That one is due is told to the core, as everything that steps depend on: so a recorded engine
+    has each graph from the same step on again.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._quiet: Callable[[], float] = lambda: 0.0
+        self._due: Callable[[], None] = lambda: None
+        self._next: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._began = 0.0
+
+    def start(self, quiet: Callable[[], float], due: Callable[[], None]) -> None:
+        """Begins; quiet(): for how many seconds there was no step, 0.0 while there is one. due():
+        has `capture` called, at once or never."""
+        self._quiet, self._due = quiet, due
+        self._began = asyncio.get_running_loop().time()
+        self._later(FIRST)
+
+    def close(self) -> None:
+        """No capture begins any more; to be called before its device is closed."""
+        self._closed = True
+        if self._next is not None:
+            self._next.cancel()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of graphs."""
+        return {"graphs": self._runner.graphs, "graphs_left": self._runner.graphs_left}
+
+    def capture(self) -> None:
+        """Captures the next one, if any is left, and looks for a moment for another."""
+        if not self._runner.graphs_left:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            event = self._runner.capture_next()
+        except Exception as error:  # a GPU's captures are made before it returns
+            self._failed(error)
+            return
+        event.then(loop, lambda: self._captured(event))
+
+    def _later(self, seconds: float) -> None:
+        if self._runner.graphs_left and not self._closed:
+            self._next = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        quiet = self._quiet()
+        if quiet < QUIET:
+            self._later(QUIET - quiet)
+        else:
+            self._due()
+
+    def _captured(self, event: StepEvent) -> None:
+        try:
+            event.wait()
+        except Exception as error:
+            self._failed(error)
+            return
+        if self._runner.graphs_left:
+            self._later(GAP)
+        else:
+            took = asyncio.get_running_loop().time() - self._began
+            details.info("all %d CUDA graphs are there, %.1f s later", self._runner.graphs, took)
+
+    def _failed(self, error: Exception) -> None:
+        """Without it the engine is slower and not wrong. If the device is out of order, the next
+        step says so, and ends the process."""
+        self._runner.stop_capturing()
+        log.warning("no more CUDA graphs than %d: %s", self._runner.graphs, error, exc_info=error)

@@ -17,10 +17,10 @@ from itertools import pairwise
 import torch
 
 from pipeinfer.attention.interface import Plan
-from pipeinfer.engine.arrays import Cut
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, SHARING, Room
-from pipeinfer.steps.step import Step
+from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, decode_only, holds
+from pipeinfer.kernels.tables import DeviceStep, GraphShape
+from pipeinfer.step import Step
 
 SMALL = 8
 REPLAYS = 8
@@ -31,136 +31,137 @@ class Captured:
     """One size; `logits` and `drawn` are what it leaves behind until the next replay, or capture,
     of any."""
 
-    cut: Cut
+    views: DeviceStep
     replay: Work
     logits: torch.Tensor
     drawn: torch.Tensor
 
 
-# (cut, plan) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
-Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
+# (views, plan) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
+Body = Callable[[DeviceStep, Plan], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Graphs:
-    """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
-    prompts that have one, either of which share only where no other is there; sharing: all rooms
-    for decodes that share. All ascend. left: rooms that get one later, the next one first. slow:
-    tokens of rooms with prompts whose steps take the next larger one's graph, if it fits them.
+    """Of a device, by shape.
+
+    decodes: numbers of decode rows that have a graph; mixed: shapes with prefills that have one.
+    Either is the shared-prefix variant only where there is no other. sharing: all shapes that are
+    shared-prefix variants. All ascend. left: shapes whose capture is deferred, the next one first.
+    slow: tokens of mixed shapes whose steps take the next larger one's graph, if it fits them.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.decodes: tuple[int, ...] = ()
-        self.mixed: tuple[Room, ...] = ()
-        self.sharing: tuple[Room, ...] = ()
-        self.left: list[Room] = []
+        self.mixed: tuple[GraphShape, ...] = ()
+        self.sharing: tuple[GraphShape, ...] = ()
+        self.left: list[GraphShape] = []
         self.slow: frozenset[int] = frozenset()
-        self._captured: dict[Room, Captured] = {}
+        self._captured: dict[GraphShape, Captured] = {}
 
-    def __getitem__(self, room: Room) -> Captured:
-        return self._captured[room]
+    def __getitem__(self, shape: GraphShape) -> Captured:
+        return self._captured[shape]
 
-    def seconds(self, room: Room, times: int = REPLAYS) -> float:
+    def seconds(self, shape: GraphShape, times: int = REPLAYS) -> float:
         """What a replay takes of whatever graphs read now: enough to compare sizes."""
-        return self._device.seconds(self[room].replay, times)
+        return self._device.seconds(self[shape].replay, times)
 
-    def __contains__(self, room: Room) -> bool:
-        return room in self._captured
+    def __contains__(self, shape: GraphShape) -> bool:
+        return shape in self._captured
 
     def __len__(self) -> int:
         return len(self._captured)
 
     @property
-    def planned(self) -> tuple[Room, ...]:
+    def planned(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
-        later = (room for room in self.left if room.prefills and not room.shares)
+        later = (shape for shape in self.left if shape.prefills and not shape.shares)
         return tuple(sorted({*self.mixed, *later}))
 
-    def like(self, room: Room, step: Step) -> Room | None:
-        """`room`, or while that has no graph, the smallest that has one, for as many tokens and for
-        the step."""
-        there = self._either(room)
+    def like(self, shape: GraphShape, step: Step) -> GraphShape | None:
+        """`shape`, or while that has no graph, the smallest that has one for as many tokens and
+        for the step."""
+        there = self._either(shape)
         if there in self:
             return there
-        same = (other for other in self.mixed if other.tokens == room.tokens)
-        return next((other for other in same if other.holds(step)), None)
+        same = (other for other in self.mixed if other.tokens == shape.tokens)
+        return next((other for other in same if holds(other, step)), None)
 
     def fitting(self, step: Step) -> Captured | None:
         """The smallest for the step; None if there is none, or it is far larger. Where decodes
         share, one in which they do; if there is none, each reads for itself."""
-        if step.runs is not None and step.decodes >= SHARING:
-            room = self._smallest(self.sharing, step)
-            if room is not None:
-                return self[room]
+        if step.shared_prefixes is not None and step.decodes >= SHARING:
+            shape = self._smallest(self.sharing, step)
+            if shape is not None:
+                return self[shape]
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
-            return None if at == len(self.decodes) else self[self._either(alone(self.decodes[at]))]
-        room = self._smallest(self.mixed, step)
-        return None if room is None else self[room]
+            return (
+                None
+                if at == len(self.decodes)
+                else self[self._either(decode_only(self.decodes[at]))]
+            )
+        shape = self._smallest(self.mixed, step)
+        return None if shape is None else self[shape]
 
-    def _smallest(self, rooms: Sequence[Room], step: Step) -> Room | None:
-        """Of `rooms`, ascending, the first for the step that is not slow, or else the first; None
+    def _smallest(self, shapes: Sequence[GraphShape], step: Step) -> GraphShape | None:
+        """Of `shapes`, ascending, the first for the step that is not slow, or else the first; None
         if there is none, or it is far larger."""
-        slow: Room | None = None
-        for room in rooms:
-            if _far_larger(room, len(step.tokens)):
+        slow: GraphShape | None = None
+        for shape in shapes:
+            if _far_larger(shape, len(step.tokens)):
                 break
-            if room.holds(step):
-                if not room.prefills or room.tokens not in self.slow:
-                    return room
-                slow = slow or room
+            if holds(shape, step):
+                if not shape.prefills or shape.tokens not in self.slow:
+                    return shape
+                slow = slow or shape
         return slow
 
-    def _either(self, room: Room) -> Room:
-        """`room`, or where that has no graph, the one of that size whose decodes share."""
-        return room if room in self else replace(room, shares=True)
+    def _either(self, shape: GraphShape) -> GraphShape:
+        """`shape`, or where that has no graph, the one of that size whose decodes share."""
+        return shape if shape in self else replace(shape, shares=True)
 
     def capture(
         self,
-        rooms: Sequence[Room],
-        prepare: Callable[[Room], tuple[Cut, Plan]],
+        shapes: Sequence[GraphShape],
+        prepare: Callable[[GraphShape], tuple[DeviceStep, Plan]],
         body: Body,
         progress: Callable[[], None],
     ) -> None:
-        """Captures every room, the largest first, from within the device's `run`. prepare(room)
+        """Captures every shape, the largest first, from within the device's `run`. prepare(shape)
         puts a step of padding rows where graphs read, and plans it. progress() after each.
         """
-        for room in sorted(rooms, reverse=True):
-            cut, plan = prepare(room)
-            made = self._device.capture(partial(body, cut, plan))
-            self._captured[room] = Captured(cut, made.again, *made.tensors)
+        for shape in sorted(shapes, reverse=True):
+            views, plan = prepare(shape)
+            made = self._device.capture(partial(body, views, plan))
+            self._captured[shape] = Captured(views, made.again, *made.tensors)
             progress()
         self._list()
 
     def _list(self) -> None:
         """What was captured, by kind."""
         every = sorted(self._captured)
-        self.decodes = tuple(sorted({room.decodes for room in every if not room.prefills}))
-        mixed = {self._either(replace(room, shares=False)) for room in every if room.prefills}
+        self.decodes = tuple(sorted({shape.decodes for shape in every if not shape.prefills}))
+        mixed = {self._either(replace(shape, shares=False)) for shape in every if shape.prefills}
         self.mixed = tuple(sorted(mixed))
-        self.sharing = tuple(room for room in every if room.shares)
+        self.sharing = tuple(shape for shape in every if shape.shares)
 
-    def drop_slower_small_ones(self, prepare: Callable[[Room], object]) -> None:
+    def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
         libraries' matrix kernels are not always faster. As `capture`, after it.
         """
         small = [size for size in self.decodes if size <= SMALL]
         seconds: dict[int, float] = {}
         for size in small:
-            prepare(alone(size))  # all read the same words, each in its own way
-            seconds[size] = self.seconds(alone(size))
+            prepare(decode_only(size))  # all read the same words, each in its own way
+            seconds[size] = self.seconds(decode_only(size))
         for size, larger in reversed(list(pairwise(small))):
             best = min(seconds[other] for other in small if other >= larger)
             if seconds[size] > best:
-                del self._captured[alone(size)]
+                del self._captured[decode_only(size)]
         self._list()
 
 
-def _far_larger(room: Room, tokens: int) -> bool:
+def _far_larger(shape: GraphShape, tokens: int) -> bool:
     """Whether a step of so many tokens would be padded too much."""
-    return room.tokens - tokens > max(MOST_PADDING, room.tokens // PADDING_SHARE)
-
-
-def alone(decodes: int) -> Room:
-    """For so many decodes and nothing else."""
-    return Room(decodes, decodes, 0)
+    return shape.tokens - tokens > max(MOST_PADDING, shape.tokens // PADDING_SHARE)

@@ -6,8 +6,10 @@ message, no plan and no process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,26 +17,30 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.checkpoint.outline import Outline, read_outline
-from pipeinfer.checkpoint.quantization import chosen
+from pipeinfer.checkpoint.config import ModelConfig, ModelOutline, read_outline
+from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
-from pipeinfer.engine.building import Shape, build_runner
+from pipeinfer.distributed.collectives import TorchCollectives
+from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
+from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.engine.start import Start
-from pipeinfer.gguf.filename import is_gguf
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import few_bits
+from pipeinfer.gguf.header import is_gguf, read_header
+from pipeinfer.gguf.weights import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
+from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.interface import Model
 from pipeinfer.models.kv_scales import read_scales
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.weights import Stored
+from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_budget import Targets, most_tokens, prefill_budget, said
+from pipeinfer.step_cost import TOKENS, StepCost
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
@@ -50,7 +56,7 @@ class EngineChoices:
     None where they are random. kv_scales: of each layer's keys and values, if they are stored as
     e4m3."""
 
-    outline: Outline
+    outline: ModelOutline
     foreign: Foreign | None
     device: str
     dtype: torch.dtype
@@ -72,8 +78,8 @@ class EngineChoices:
     @property
     def config(self) -> ModelConfig:
         """Of our own implementation."""
-        assert self.outline.own is not None, "the model is transformers'"
-        return self.outline.own
+        assert self.outline.config is not None, "the model is transformers'"
+        return self.outline.config
 
     @property
     def kv_dtype(self) -> str:
@@ -119,7 +125,7 @@ def choose(
     max_model_len = _max_model_len(settings.max_model_len, outline)
     dtype = _dtype(settings.dtype, outline, device)
     outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
-    foreign, config = None, outline.own
+    foreign, config = None, outline.config
     narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
         foreign = _foreign(settings, folder, outline, max_model_len)
@@ -139,7 +145,7 @@ def choose(
     stored = None
     if config is not None and settings.load_format != "dummy":
         config, stored = check_checkpoint(folder, config, shard)
-        outline = replace(outline, own=config)
+        outline = replace(outline, config=config)
     return EngineChoices(
         outline=outline,
         foreign=foreign,
@@ -184,7 +190,7 @@ def load_engine(
             model = _model(settings, folder, choices, collectives, progress)
         with start.phase("attention"):
             kernels.join()
-        shape = Shape(
+        shape = EngineShape(
             choices.attention,
             choices.page_size,
             choices.max_model_len,
@@ -241,7 +247,7 @@ def _model(
     return model
 
 
-def _foreign(settings: Settings, folder: Path, outline: Outline, most_tokens: int) -> Foreign:
+def _foreign(settings: Settings, folder: Path, outline: ModelOutline, most_tokens: int) -> Foreign:
     """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
     named = f"{outline.architecture} is served through transformers"
     if settings.tp > 1:
@@ -288,7 +294,7 @@ def _foreign_model(
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:
     """What `device` ("cpu" or "cuda") stands for; `ordinal`: of the GPU on its host."""
     if device == "cuda":
-        from pipeinfer.engine.cuda.machine import CudaMachine  # which needs triton
+        from pipeinfer.engine.cuda import CudaMachine  # which needs triton
 
         return CudaMachine(ordinal, settings.threads)
     return HostMachine(settings.threads, settings.tp)
@@ -307,17 +313,17 @@ def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchColle
         )
 
 
-def _in_format(outline: Outline, asked: str) -> Outline:
+def _in_format(outline: ModelOutline, asked: str) -> ModelOutline:
     """With the number format that `--quantization` makes of the checkpoint's."""
-    if outline.own is None:
+    if outline.config is None:
         if asked not in ("auto", "none"):
             raise ConfigurationError(
                 f"--quantization {asked}: {outline.architecture} is built by transformers, whose "
                 "weights are plain"
             )
         return outline
-    how = chosen(outline.own.quantization, asked)
-    return replace(outline, own=replace(outline.own, quantization=how))
+    how = choose_quantization(outline.config.quantization, asked)
+    return replace(outline, config=replace(outline.config, quantization=how))
 
 
 def _device(name: str) -> str:
@@ -371,7 +377,7 @@ def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[Scales, .
     return (ONES,) * layers if stored is None else read_scales(stored, layers)
 
 
-def _dtype(name: str, outline: Outline, device: str) -> torch.dtype:
+def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
     """`auto` is the checkpoint's dtype, but float32 on a CPU without instructions for bfloat16.
 
     Which it is follows from the CPU alone and not from a measurement: an engine that starts anew
@@ -406,10 +412,153 @@ def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> s
     return name
 
 
-def _max_model_len(asked: int, outline: Outline) -> int:
+def _max_model_len(asked: int, outline: ModelOutline) -> int:
     limit = outline.context_length
     if asked > limit:
         raise ConfigurationError(
             f"--max-model-len: {asked} is more than the checkpoint's {limit} tokens"
         )
     return asked or limit
+
+
+log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What a runner is built for: names and sizes that settings and a checkpoint come to.
+
+    scales: of each layer's keys and values if pages hold e4m3, see KVPool.
+    """
+
+    attention: str
+    page_size: int
+    max_model_len: int
+    dtype: torch.dtype
+    scales: tuple[Scales, ...] | None = None
+
+    @property
+    def pages_each(self) -> int:
+        """Of the longest request."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def build_runner(
+    model: Model,
+    settings: Settings,
+    shape: EngineShape,
+    machine: Machine,
+    collectives: TorchCollectives | None = None,
+    start: Start | None = None,
+) -> Runner:
+    """A runner with its pool and graphs; `start` is told what takes how long. `collectives`: of the
+    ranks that this one computes with, `model` being its share.
+
+    Raises ConfigurationError if not a single page fits.
+    """
+    layers = model.attention_shapes()
+    tokens = settings.max_step_tokens or machine.step_tokens
+    largest = LargestStep(min(settings.max_running, tokens), tokens, shape.pages_each)
+    start = start or Start()
+    with start.phase("attention"):
+        backend = registry.create(shape.attention, layers, machine.where)
+
+    shifts = _shifts(model, shape, machine)
+
+    def pool(pages: int) -> KVPool:
+        size = (pages, shape.page_size)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, shifts)
+
+    if collectives is None:
+        sampler = WholeSampler(model, machine.kernels)
+    else:
+        sampler = SplitSampler(model, collectives, machine.kernels)
+    with start.phase("attention"):
+        runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
+    with start.phase("warm_up"):
+        machine.warm_up(runner, shape.max_model_len)
+    with start.phase("pool"):
+        bytes_each = runner.pool.bytes_per_page
+        pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, bytes_each))
+        runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
+    if not settings.no_cuda_graph:
+        with start.phase("graphs"):
+            _capture(runner, settings, largest, model, start)
+    with start.phase("step_times"):
+        runner.measure(partial(all_find, int if collectives is None else collectives.smallest))
+    if runner.step_cost is not None:
+        _tell(runner.step_cost, settings, tokens)
+    return runner
+
+
+def _shifts(model: Model, shape: EngineShape, machine: Machine) -> tuple[Shift, ...] | None:
+    """What each layer's keys are stored less, if pages hold e4m3."""
+    if shape.scales is None:
+        return None
+    found: list[tuple[Shift, ...]] = []
+    machine.device.run(lambda: found.append(key_shifts(model, shape.max_model_len, machine.where)))
+    return found[0]
+
+
+def all_find(least: Callable[[int], int], slow: Container[int]) -> frozenset[int]:
+    """Of numbers of tokens, those that every rank has in `slow`; least: of what all ranks say."""
+    return frozenset(tokens for tokens in TOKENS if least(tokens in slow))
+
+
+def _agreed(collectives: TorchCollectives, pages: int) -> int:
+    """Pages with the dummy that all ranks have room for: each has measured for itself."""
+    least = collectives.smallest(pages)
+    if least < pages:
+        log.info(
+            "rank %d has room for %s pages, but another rank for %s, which all ranks use",
+            collectives.rank,
+            f"{pages - 1:,}",
+            f"{least - 1:,}",
+        )
+    return least
+
+
+def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
+    """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
+    details.info("what steps take, in ms: %s", cost)
+    if not settings.mixed_step_tokens:
+        targets = Targets(settings.itl_target, settings.ttft_target)
+        details.info("%s", said(targets, *prefill_budget(0, tokens, cost, targets).allows()))
+
+
+def _capture(
+    runner: Runner, settings: Settings, largest: LargestStep, model: Model, start: Start
+) -> None:
+    sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
+    budget = most_tokens(settings.mixed_step_tokens, largest.tokens)
+    mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
+    # Ranks sum within steps, so each step must take the same graph on all of them. That a model
+    # cannot be captured is known when its first graph is.
+    alone = settings.tp == 1
+    later = alone and not settings.all_graphs_first
+    try:
+        runner.capture(sizes, mixed, start.captured, choose=alone, later=later)
+    except RuntimeError as error:
+        if not model.may_not_capture:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
+    if sizes and runner.graph_sizes and sizes[-1] < largest.rows:
+        log.warning(
+            "steps with more than %d decodes run kernel by kernel, several times slower: there may "
+            "be %d, which --cuda-graph-max-batch %d is for",
+            sizes[-1], largest.rows, largest.rows,
+        )  # fmt: skip
+
+
+def _pages(settings: Settings, shape: EngineShape, machine: Machine, page_bytes: int) -> int:
+    """Pages without the dummy: what fits, and no more than all slots can use."""
+    free = machine.free_for_pages(settings.memory_fraction)
+    pages = free // page_bytes - 1
+    if pages < 1:
+        raise ConfigurationError(
+            f"no memory for KV pages: {max(free, 0) / 2**20:,.1f} MiB are left for them, a page of "
+            f"{shape.page_size} tokens takes {page_bytes:,} bytes; try a higher --memory-fraction, "
+            "a smaller --max-step-tokens or --page-size, or --kv-pages"
+        )
+    return min(pages, settings.max_running * shape.pages_each)

@@ -1,6 +1,6 @@
 """What an engine stands on: everything of it that depends on the kind of device, in one place.
 
-Knows settings and bytes; no model and no step. The GPU's is in cuda/machine.py.
+Knows settings and bytes; no model and no step. The GPU's is in engine/cuda.py.
 """
 
 from __future__ import annotations

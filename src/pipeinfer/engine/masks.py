@@ -10,32 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLExecutor
 
-from pipeinfer.grammars.bounds import COSTLY, GrammarError
-from pipeinfer.grammars.compiling import Grammar
+from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS, GrammarError
+from pipeinfer.grammars.compiling import Grammar, MaskCost, mask_cost
 from pipeinfer.grammars.masks import (
-    FreeSource,
+    FailedSource,
     MaskSource,
-    NoSource,
     RowSource,
-    ThinkingSource,
-    fill_all,
-    source_of,
+    ThinkingBudgetSource,
+    UnconstrainedSource,
+    fill_masks,
+    make_source,
 )
 from pipeinfer.grammars.store import GrammarStore
-from pipeinfer.grammars.work import Work, work_of
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
+from pipeinfer.step import Constrained, MaskRows, Sampled, Step
 
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
 
 # Of a step of an epoch that is over: nobody wants to know what it gives.
-GONE = RowSource(NoSource("its request is gone"), 0)
+GONE = RowSource(FailedSource("its request is gone"), 0)
 
 
 @dataclass
@@ -43,13 +43,46 @@ class _Cost:
     """Of one row. counted: all when it was counted last, for `masks` masks since then. units: of a
     mask, as it was told."""
 
-    counted: Work
+    counted: MaskCost
     masks: int = 0
-    units: int = COSTLY  # so that the first one is counted and told
+    units: int = COSTLY_MASK_UNITS  # so that the first one is counted and told
 
 
-class Masks:
-    """Of rank 0; its grammars come from `store`. Other ranks have ReceivedMasks.
+class Masks(Protocol):
+    """What rows with a grammar may sample: GrammarMasks of rank 0, ReceivedMasks of the others."""
+
+    def prepare(
+        self,
+        spec: StructuredOutputs,
+        then: Callable[[str], None],
+        slow: bool,
+        released: Sequence[int],
+        /,
+    ) -> None:
+        """See GrammarStore; in `released` slots there are no requests any more."""
+        ...
+
+    def wait(self) -> None:
+        """See GrammarStore."""
+        ...
+
+    def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]:
+        """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
+        sample, by number, for which nothing is allowed, with the reason."""
+        ...
+
+    def take(self, step: Step, sampled: Sampled, /) -> Sampled:
+        """What the step gave; before the masks of the next one are filled. Returned with what
+        grammars force behind it."""
+        ...
+
+    def close(self) -> None:
+        """No step follows."""
+        ...
+
+
+class GrammarMasks:
+    """Of rank 0; its grammars come from `store`. See Masks for what the functions do.
 
     store: keeps and compiles the grammars. threads: that fill masks, at most MOST_THREADS.
     """
@@ -70,36 +103,30 @@ class Masks:
         slow: bool,
         released: Sequence[int],
     ) -> None:
-        """See GrammarStore; in `released` slots there are no requests any more."""
         self._release(released)
         self._store.prepare(spec, then, slow)
 
     def wait(self) -> None:
-        """See GrammarStore."""
         self._store.wait()
 
     def fill(self, step: Step, words: np.ndarray) -> dict[int, str]:
-        """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
-        sample, by number, for which nothing is allowed, with the reason."""
         assert step.masked is not None
         begun = time.perf_counter()
         self._leave(step)
         for new in step.masked.new:
             self._sources[new.slot] = self._row(new)
         for told in step.masked.extended:
-            self._sources[told.slot].told(told.first, told.ids.tolist())
+            self._sources[told.slot].feed_from(told.first, told.ids.tolist())
         slots = step.masked.slots.tolist()
-        troubles = fill_all(self._executor, [self._sources.get(s, GONE) for s in slots], words)
+        troubles = fill_masks(self._executor, [self._sources.get(s, GONE) for s in slots], words)
         for slot, why in zip(slots, troubles, strict=True):
             if why and slot in self._grammars:
-                self._store.renew(self._grammars[slot])
+                self._store.recompile(self._grammars[slot])
         self._seconds = time.perf_counter() - begun
         rows = step.masked.rows.tolist()
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
 
     def take(self, step: Step, sampled: Sampled) -> Sampled:
-        """What the step gave; before the masks of the next one are filled. Returned with what
-        grammars force behind it."""
         if step.masked is None:
             if self._sources:
                 self._leave(step)
@@ -126,13 +153,13 @@ class Masks:
             if cost is None or matcher is None:
                 continue
             cost.masks += 1
-            if slow or cost.units >= COSTLY or cost.masks >= EVERY:
-                counted = work_of(matcher)
+            if slow or cost.units >= COSTLY_MASK_UNITS or cost.masks >= EVERY:
+                counted = mask_cost(matcher)
                 since = counted.since(cost.counted)
                 if since.fuel > 0:  # below 0: it has moved to another lexer
-                    self._store.grown(self._grammars[slot], since.fuel)
+                    self._store.on_mask_cost(self._grammars[slot], since.fuel)
                 units = max(since.units, 0) // cost.masks
-                if units >= COSTLY or cost.units >= COSTLY:
+                if units >= COSTLY_MASK_UNITS or cost.units >= COSTLY_MASK_UNITS:
                     told[row] = units
                 cost.counted, cost.masks, cost.units = counted, 0, units
         return told
@@ -143,10 +170,9 @@ class Masks:
             self._sources.pop(slot, None)
             self._costs.pop(slot, None)
             if grammar := self._grammars.pop(slot, None):
-                grammar.users -= 1
+                grammar.num_rows -= 1
 
     def close(self) -> None:
-        """No step follows."""
         self._store.close()
 
     def _leave(self, step: Step) -> None:
@@ -158,7 +184,7 @@ class Masks:
         try:
             source = self._source(new)
         except GrammarError as error:
-            source = NoSource(str(error))
+            source = FailedSource(str(error))
         return RowSource(source, new.begin + len(new.output), new.jumps)
 
     def _source(self, new: Constrained) -> MaskSource:
@@ -166,19 +192,19 @@ class Masks:
         if new.budget is None or new.thoughts is None:
             return source
         vocabulary, output = self._store.vocabulary(), new.output.tolist()
-        return ThinkingSource(vocabulary, source, new.budget, new.thoughts, output)
+        return ThinkingBudgetSource(vocabulary, source, new.budget, new.thoughts, output)
 
     def _by_grammar(self, new: Constrained) -> MaskSource:
         if new.spec is None:
-            return FreeSource(self._store.vocabulary())
+            return UnconstrainedSource(self._store.vocabulary())
         grammar = self._store.grammar(new.spec)
         self._grammars[new.slot] = grammar
-        grammar.users += 1
-        if grammar.users > 1:
-            self._store.widen(grammar, self._threads)
-        source = source_of(grammar, new.output.tolist(), new.thoughts, new.slot)
+        grammar.num_rows += 1
+        if grammar.num_rows > 1:
+            self._store.add_copies(grammar, self._threads)
+        source = make_source(grammar, new.output.tolist(), new.thoughts, new.slot)
         matcher = source.matcher
-        self._costs[new.slot] = _Cost(work_of(grammar.matcher() if matcher is None else matcher))
+        self._costs[new.slot] = _Cost(mask_cost(grammar.matcher() if matcher is None else matcher))
         return source
 
 

@@ -12,11 +12,9 @@ import importlib.util
 import logging
 import os
 import threading
+from collections.abc import MutableMapping
+from functools import lru_cache
 from pathlib import Path
-
-from pipeinfer.engine.cuda.triton_hash import hashing
-from pipeinfer.engine.onednn import keep_few_kernels
-from pipeinfer.engine.openmp import spin_briefly
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +57,47 @@ def _load(gpu: int | None) -> None:
         log.debug("GPU %d: %s", gpu, f"error {error}" if error else "awake")
         if not error:
             hashing()
+
+
+# oneDNN makes a kernel for each number of rows of each shape of weights, up to half a MB, and keeps
+# the last 1,024; so does torch, which holds them with all they need. With 128 an engine is as fast
+# and some 200 MiB smaller; see docs/benchmarks.md.
+KEPT = 128
+NAMES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN's, and torch's
+
+
+def keep_few_kernels(environ: MutableMapping[str, str]) -> None:
+    """To be called before torch is imported; what the user has set stays."""
+    for name in NAMES:
+        environ.setdefault(name, str(KEPT))
+
+
+# GNU OpenMP spins for milliseconds at every barrier. Where the other thread has lost its core to
+# another process, and the other stages are such processes, each of a step's hundreds of barriers
+# then costs a time slice, and a step ten times its time. This many spins, some 50 us, outlast most
+# gaps within a step; then a thread sleeps and leaves its core to whoever keeps it waiting. Measured
+# in docs/benchmarks.md.
+SPINS = 3_000
+
+
+def spin_briefly(environ: MutableMapping[str, str]) -> None:
+    """To be called before torch is imported; what the user has set stays."""
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+
+
+@lru_cache(maxsize=1)
+def hashing() -> threading.Thread:
+    """It makes the hash, or has; to be waited for before the first kernel is asked for."""
+    thread = threading.Thread(target=_hash, name="hash", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hash() -> None:
+    try:
+        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:  # no part of what triton promises
+        log.debug("triton's hash is left to the first kernel: %s", error)
+    else:
+        triton_key()

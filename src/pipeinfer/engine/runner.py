@@ -1,119 +1,82 @@
-"""Runs steps on a device without waiting for them: upload, forward, sample, results, all queued.
+"""Runs steps on a device without waiting for them.
+
+    launch:    pack -> upload -> expand, plan -> forward pass -> sample -> download    all queued
+    finish:    masks ----------------------------------------> sample -> download    of masked rows
 
 The device works off what it is handed in order, and is the one writer of what lies there by slot.
-Knows arrays of a step; no plan of the scheduler, no request, no policy and no kind of device.
+A forward pass is the replay of a CUDA graph, which also expands and samples by temperature, or goes
+kernel by kernel. Knows arrays of a step; no plan of the scheduler, no request, no policy and no
+kind of device.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Attention, Plan
-from pipeinfer.engine import step_times
-from pipeinfer.engine.arrays import Cut, StepArrays
-from pipeinfer.engine.artificial import empty_step
-from pipeinfer.engine.attend import StepAttention, store_for
-from pipeinfer.engine.buffers import PARITIES, StepBuffers
-from pipeinfer.engine.device import Device, InTwoParts, Mark
-from pipeinfer.engine.executor import Fill, unwatched
-from pipeinfer.engine.graphs import Captured, Graphs, alone
-from pipeinfer.engine.marks import usual_marks
-from pipeinfer.engine.mirror import Mirror
-from pipeinfer.engine.penalties import Penalties
+from pipeinfer.engine import calibrate
+from pipeinfer.engine.calibrate import empty_step
+from pipeinfer.engine.device import Device, StepEvent, TwoPhaseEvent
+from pipeinfer.engine.executor import Fill, LaunchedStep, unwatched
+from pipeinfer.engine.graph_shapes import (
+    LargestStep,
+    decode_only,
+    eager_and_deferred,
+    shape_of,
+    shared_prefix_variants,
+)
+from pipeinfer.engine.graphs import Captured, Graphs
+from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.rooms import LargestStep, Room, parted, sharing
-from pipeinfer.engine.sampling import NONE, Sampler, truncated
-from pipeinfer.engine.scores import Scores, StepScores
-from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.profiling import usual_marks
+from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, truncated
+from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
+from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels.interface import Kernels
+from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.models.interface import Model
+from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
-from pipeinfer.steps.step import Sampled, Step
 from pipeinfer.tensors import tensor_of
 
 
 @dataclass
-class LaunchedStep:
-    """A launched step; `mark` is its end.
+class PackedStep:
+    """One launch of `step`: what the host packed, and what is computed of it on the way.
 
-    drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
-    their order. scores: of its logits, where log-probs are asked for. logits: [S, vocab], if they
-    are kept. rest: what is left to be done of a step with masked rows, by `complete`. refused:
-    those of them that must not sample.
-    """
-
-    mark: Mark = field(init=False)
-    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
-    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
-    scores: StepScores | None = None
-    logits: torch.Tensor | None = None
-    rest: _Rest | None = None
-    complete: Callable[[LaunchedStep, Fill], None] | None = None
-    refused: dict[int, str] = field(default_factory=dict[int, str])
-    _sampled: Sampled | None = None
-
-    def take(self) -> Sampled:
-        """What it gave, waited for if need be."""
-        if self._sampled is None:
-            self.mark.wait()
-            sampled = Sampled.of(self.drawn[self.rows], self.refused)
-            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
-        return self._sampled
-
-    def finish(self, fill: Fill) -> None:
-        """See executor.py."""
-        assert self.complete is not None
-        self.complete(self, fill)
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A step that is to be launched, in `buffers`: the first `words` of them.
-
-    entries: see Packer.pack. late: what changes in the slots' state, int32 [2n], if it does not fit
-    there. truncated: int64, which of the rows that sample have top-k, top-p or min-p; biased:
-    whether the logits of some of them are raised or lowered.
+    buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
+    buffers. graph: that is replayed; None: kernel by kernel.
+    sample_rows: int64 [S], where in `logits` the rows that sample stand; None: they are the first.
+    late: int32 [2n], changes of the slots' state that do not fit into the words.
+    truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
+    logits of some of them are raised or lowered.
+    scores: where log-probs are asked for. logits: [S, share] once computed, None if no row samples.
     """
 
     step: Step
-    parity: int
     buffers: StepBuffers
-    cut: Cut
-    captured: Captured | None
-    words: int
-    entries: np.ndarray | None
+    views: DeviceStep
+    graph: Captured | None
+    num_words: int
+    sample_rows: np.ndarray | None
     late: np.ndarray | None
     truncated: np.ndarray
     biased: bool
+    scores: Scores | None = None
+    logits: torch.Tensor | None = None
 
     @property
     def rows(self) -> np.ndarray | slice:
-        """Which entries are those of rows that sample, in their order."""
+        """Which rows of `logits` are those of rows that sample, in their order."""
         count = int(np.count_nonzero(self.step.samples))
-        return slice(count) if self.entries is None else self.entries
-
-    def scores(self, sampler: Sampler) -> Scores | None:
-        """For log-probs, where any are asked for."""
-        step = self.step
-        asked = step.logprobs is not None or step.prompts
-        return Scores(step, self.entries, sampler) if asked else None
-
-
-@dataclass(frozen=True)
-class _Rest:
-    """Of a step: what its rows are to be sampled from."""
-
-    packed: _Packed
-    logits: torch.Tensor | None
-    scores: Scores | None
+        return slice(count) if self.sample_rows is None else self.sample_rows
 
 
 class Runner:
@@ -144,24 +107,26 @@ class Runner:
         ids = range(model.vocabulary.start, model.vocabulary.stop)
         self._penalties = Penalties(largest.rows, ids, where)
         self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
-        self._mirror = Mirror(largest.rows)  # for attention that plans on the host
-        self._arrays = StepArrays(
+        self._device_buffers = DeviceBuffers(
             largest, pool.page_size, backend.traits, self._state, where, kernels
         )
-        words = len(self._arrays.words)
-        nobody = self._state.nobody
-        self._buffers = [StepBuffers(device, words, largest.rows, nobody) for _ in range(PARITIES)]
+        words = len(self._device_buffers.words)
+        padding_slot = self._state.padding_slot
+        self._buffers = [
+            StepBuffers(parity, device, words, largest.rows, padding_slot)
+            for parity in range(PARITIES)
+        ]
         self._launched = 0
-        self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
-        # Of the rows that were packed last: their fields, and what follows for all their steps.
-        self._wishes: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
+        # Of the rows that were packed last: their sampling fields, and what follows from these for
+        # all steps of the same rows: `truncated` and `biased` of PackedStep.
+        self._sampling_flags: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
         self.bind(pool)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a graph, or get one later."""
-        left = (room.decodes for room in self._graphs.left if not room.prefills)
+        left = (shape.decodes for shape in self._graphs.left if not shape.prefills)
         return tuple(sorted({*self._graphs.decodes, *left}))
 
     @property
@@ -188,46 +153,81 @@ class Runner:
         return self.launch(step).take()
 
     def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> LaunchedStep:
-        """Queues the whole step; does not wait for the device, except for buffers still in use,
-        which the depth of the overlap loop rules out on rank 0. See engine/executor.py."""
-        parity = self._launched % PARITIES
+        """Queues the step behind those that were launched before. Does not wait for the device,
+        except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
+
+        `before` is called with it right before its kernels are launched, on the thread that
+        launches them. A step with masked rows is computed up to their logits; see `finish`.
+        """
+        buffers = self._buffers[self._launched % PARITIES]
         self._launched += 1
-        last, launched = self._latest[parity], LaunchedStep()
-        packed: list[_Packed] = []
-
-        def prepare() -> None:
-            before(step)
-            with self.phases.range("wait for buffers"):
-                if last is not None:  # what it reads is free then, and what it gave taken
-                    last.take()
-            with self.phases.span("pack", step.number):
-                packed.append(self._pack(step, parity, self._fitting(step)))
-
+        launched = LaunchedStep(step, buffers)
+        prepare = partial(self._prepare, launched, buffers.latest, before)
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
-            mark = self.device.submit(lambda: self._run(packed.pop(), launched), prepare)
-            launched.mark = mark
-            if step.masked is not None:
-                launched.mark = whole = InTwoParts(mark)
-                launched.complete = partial(self._complete, step, parity, whole)
-        self._latest[parity] = launched
+            first = self.device.submit(partial(self._compute, launched), prepare)
+        launched.event = first if step.masked is None else TwoPhaseEvent(first)
+        buffers.latest = launched
         return launched
 
-    def _complete(
-        self, step: Step, parity: int, mark: InTwoParts, launched: LaunchedStep, fill: Fill
+    def _prepare(
+        self, launched: LaunchedStep, last: LaunchedStep | None, before: Callable[[Step], None]
     ) -> None:
-        """Queues the rest of a step with masked rows, which was launched last."""
-        assert step.masked is not None
-        many, width = len(step.masked.rows), -(-self._sampler.vocab // 32)
-        words = self._buffers[parity].masks.take(many * width).view(many, width)
-        with self.phases.span("masks", step.number):
+        """On the host, before the device begins."""
+        step, buffers = launched.step, launched.buffers
+        before(step)
+        with self.phases.range("wait for buffers"):
+            if last is not None:  # what it reads is free then, and what it gave taken
+                last.take()
+        with self.phases.span("pack", step.number):
+            launched.packed = self._pack(step, buffers, self._fitting(step))
+
+    @torch.inference_mode()
+    def _compute(self, launched: LaunchedStep) -> None:
+        """As the device's work: upload, plan, forward pass, sampling and download are queued."""
+        packed, launched.packed = launched.packed, None
+        assert packed is not None
+        number, span = packed.step.number, self.phases.span
+        with span("upload", number):
+            self._upload(packed)
+        with span("attention_plan", number):
+            plan = self._plan(packed)
+        with span("forward", number):
+            packed.logits = self._forward(packed, plan)
+        if packed.step.masked is not None:
+            launched.packed = packed  # its rows are sampled when their masks are known
+            return
+        with span("sample", number):
+            self._sample(packed, launched)
+
+    def finish(self, launched: LaunchedStep, fill: Fill) -> None:
+        """Queues the rest of a step with masked rows, which was launched last. `fill` writes their
+        masks."""
+        masked, event = launched.step.masked, launched.event
+        assert masked is not None and isinstance(event, TwoPhaseEvent)
+        many, width = len(masked.rows), -(-self._sampler.vocab // 32)
+        words = launched.buffers.masks.take(many * width).view(many, width)
+        with self.phases.span("masks", launched.step.number):
             launched.refused = fill(words.numpy())
+        event.complete(self.device.submit(partial(self._finish, launched, words)))
 
-        def work() -> None:
-            rest, launched.rest = launched.rest, None
-            if rest is not None:  # else the first part has failed
-                self._finish(rest, launched, words)
-
-        mark.complete(self.device.submit(work))
+    @torch.inference_mode()
+    def _finish(self, launched: LaunchedStep, words: torch.Tensor) -> None:
+        """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
+        packed, launched.packed = launched.packed, None
+        if packed is None:  # the first part has failed
+            return
+        masked, logits, scores = packed.step.masked, packed.logits, packed.scores
+        assert masked is not None and logits is not None
+        if scores is not None and packed.graph is not None:
+            scores.keep(logits)  # of what the model said, before all else
+        launched.logits = self._kept(logits)
+        rows = masked.rows if packed.sample_rows is None else packed.sample_rows[masked.rows]
+        where = logits.device
+        at = tensor_of(rows).to(where, non_blocking=True)
+        there = self._sampler.masks(words.to(where, non_blocking=True))
+        self._kernels.mask(logits, at, there, self._sampler.first_id)
+        with self.phases.span("sample", packed.step.number):
+            self._sample(packed, launched)
 
     def _fitting(self, step: Step) -> Captured | None:
         """A graph for the step, if its logits are what is asked for: graphs have them for the rows
@@ -235,147 +235,127 @@ class Runner:
         suppressed = step.logprobs is not None and step.logprobs.suppressed
         return None if suppressed or step.prompts else self._graphs.fitting(step)
 
-    @torch.inference_mode()
-    def _run(self, packed: _Packed, launched: LaunchedStep) -> None:
-        """As the device's work."""
-        number, span, captured = packed.step.number, self.phases.span, packed.captured
-        buffers, scores = packed.buffers, packed.scores(self._sampler)
-        with span("upload", number):
-            self._upload(packed)
-        with span("attention_plan", number):
-            if captured is None or self._backend.traits.host_lengths:
-                buffers.plan = self._plan(packed)
-        with span("forward", number):
-            if captured is None:
-                logits = self._logits(packed.cut, buffers.plan, scores)
-            else:  # sampling by temperature included
-                captured.replay()
-                logits = captured.logits
-        if packed.step.masked is None:
-            self._sample(packed, logits, scores, launched)
+    def _pack(self, step: Step, buffers: StepBuffers, graph: Captured | None) -> PackedStep:
+        """The step in these buffers, for that graph or none."""
+        if graph is None:
+            samples = int(step.samples.sum())
+            views = self._device_buffers.views(shape_of(step), samples, padded=False)
         else:
-            launched.rest = _Rest(packed, logits, scores)
+            views = graph.views
+        return self._packed(step, buffers, views, graph)
 
-    @torch.inference_mode()
-    def _finish(self, rest: _Rest, launched: LaunchedStep, words: torch.Tensor) -> None:
-        """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
-        packed, logits, scores = rest.packed, rest.logits, rest.scores
-        masked = packed.step.masked
-        assert masked is not None and logits is not None
-        if scores is not None and packed.captured is not None:
-            scores.keep(logits)  # of what the model said, before all else
-        launched.logits = self._kept(logits)
-        rows = masked.rows if packed.entries is None else packed.entries[masked.rows]
-        where = logits.device
-        at = tensor_of(rows).to(where, non_blocking=True)
-        there = self._sampler.masks(words.to(where, non_blocking=True))
-        self._kernels.mask(logits, at, there, self._sampler.first_id)
-        self._sample(packed, logits, scores, launched)
-
-    def _sample(
-        self,
-        packed: _Packed,
-        logits: torch.Tensor | None,
-        scores: Scores | None,
-        launched: LaunchedStep,
-    ) -> None:
-        """What the rows draw, and what is said of it, on their way to the host."""
-        buffers = packed.buffers
-        with self.phases.span("sample", packed.step.number):
-            if logits is not None:
-                drawn = self._drawn(packed, logits)
-                launched.drawn = buffers.download(drawn)
-                launched.rows = packed.rows
-                if packed.step.masked is None:
-                    launched.logits = self._kept(logits)
-                if scores is not None:
-                    scores.rows(logits, drawn)
-            if scores is not None:
-                launched.scores = scores.download(buffers.logprobs)
-
-    def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
-        """The step in this parity's buffer, for that graph or none."""
-        if captured is None:
-            cut = self._arrays.cut(Room.of(step), int(step.samples.sum()), graph=False)
-        else:
-            cut = captured.cut
-        return self._packed(step, parity, cut, captured)
-
-    def _packed(self, step: Step, parity: int, cut: Cut, captured: Captured | None) -> _Packed:
-        buffers = self._buffers[parity]
+    def _packed(
+        self, step: Step, buffers: StepBuffers, views: DeviceStep, graph: Captured | None
+    ) -> PackedStep:
         changes, late = self._state.changes(step.delta), None
-        if len(changes) > 2 * self._arrays.most_pairs:
+        if len(changes) > 2 * self._device_buffers.most_changes:
             changes, late = changes[:0], changes
-        words, entries = buffers.packer.pack(step, cut.room, cut.samples, changes)
-        if self._wishes[0] is not step.fields:
+        num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
+        if self._sampling_flags[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
-            self._wishes = step.fields, truncated(step.fields), biased
-        return _Packed(
-            step, parity, buffers, cut, captured, words, entries, late, *self._wishes[1:]
+            self._sampling_flags = step.fields, truncated(step.fields), biased
+        packed = PackedStep(
+            step, buffers, views, graph, num_words, sample_rows, late, *self._sampling_flags[1:]
         )
+        if step.logprobs is not None or step.prompts:
+            packed.scores = Scores(step, sample_rows, self._sampler)
+        return packed
 
-    def _upload(self, packed: _Packed) -> None:
+    def _upload(self, packed: PackedStep) -> None:
         """What changes in the slots, and the step, on the current stream."""
         cleared, late = packed.step.delta.cleared, packed.late
-        if self._backend.traits.host_lengths:
-            self._mirror.apply(packed.step.delta)
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.clear(cleared)
         if late is not None:
             pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
-        packed.buffers.upload(packed.words, self._arrays.words)
+        packed.buffers.upload(packed.num_words, self._device_buffers.words)
 
-    def _plan(self, packed: _Packed) -> Plan:
-        """Of a graph's rows: into where its first plan lies."""
-        cut, table = packed.cut, None
-        exact = None if cut.graph else packed.step
-        if exact is not None and self._backend.traits.host_lengths:
-            table = self._mirror.pages(exact, self.pool.page_size)
-        rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
-        return self._backend.plan(rows)
+    def _plan(self, packed: PackedStep) -> Plan:
+        """What attention makes of the step; None where a graph holds what it needs. Of a graph's
+        rows: into where its first plan lies."""
+        buffers = packed.buffers
+        if packed.graph is None:
+            self._device_buffers.expand(packed.views)
+        elif not self._backend.traits.host_lengths:
+            return None
+        buffers.plan = self._planned(packed)
+        return buffers.plan
 
-    def _logits(self, cut: Cut, plan: Plan, scores: Scores | None = None) -> torch.Tensor | None:
-        """Logits [S, vocab], ready to be sampled; None if no row samples. What `scores` wants to
-        know of them and of others it is given."""
-        self._arrays.expand(cut)
-        out = cut.expanded
-        attend = StepAttention(self._backend, plan, self._store, out.places)
-        rows = cut.last if cut.samples else None
+    def _planned(self, packed: PackedStep) -> Plan:
+        views, buffers = packed.views, packed.buffers
+        return self._backend.plan(
+            self._device_buffers.plan_inputs(
+                views, buffers.parity, buffers.packer.words, packed.step
+            )
+        )
+
+    def _forward(self, packed: PackedStep, plan: Plan) -> torch.Tensor | None:
+        """Logits [S, share], ready to be sampled; None if no row samples."""
+        if packed.graph is None:
+            return self._logits(packed.views, plan, packed.scores)
+        packed.graph.replay()  # sampling by temperature included
+        return packed.graph.logits
+
+    def _sample(self, packed: PackedStep, launched: LaunchedStep) -> None:
+        """What the rows draw, and what is said of it, on their way to the host."""
+        buffers, logits, scores = packed.buffers, packed.logits, packed.scores
+        if logits is not None:
+            drawn = self._drawn(packed, logits)
+            launched.drawn = buffers.download(drawn)
+            launched.rows = packed.rows
+            if packed.step.masked is None:
+                launched.logits = self._kept(logits)
+            if scores is not None:
+                scores.rows(logits, drawn)
+        if scores is not None:
+            launched.scores = scores.download(buffers.logprobs)
+
+    def _logits(
+        self, views: DeviceStep, plan: Plan, scores: Scores | None = None
+    ) -> torch.Tensor | None:
+        """Logits [S, share] of a step that is expanded, ready to be sampled; None if no row
+        samples. What `scores` wants to know of them and of others it is given."""
+        attend = StepAttention(self._backend, plan, self._store, views.slot_mapping)
+        samples, rows = views.num_logits, None
+        if samples and not views.every_token:
+            rows = views.logits_indices
         if scores is not None and scores.of_prompts:
-            rows = scores.tokens(out.last)
-        hidden = self._model(out.ids, out.positions, attend, rows)
+            rows = scores.tokens(views.logits_indices)
+        hidden = self._model(views.input_ids, views.positions, attend, rows)
         if scores is not None and scores.of_prompts:
-            scores.prompts(hidden[cut.samples :])
-            hidden = hidden[: cut.samples]
-        if not cut.samples:
+            scores.prompts(hidden[samples:])
+            hidden = hidden[:samples]
+        if not samples:
             return None
         logits = self._sampler.logits(hidden)
         if scores is not None:
             scores.keep(logits)
-        self._edit(logits, cut)
+        self._edit(logits, views)
         return logits
 
-    def _edit(self, logits: torch.Tensor, cut: Cut, values: bool = False) -> None:
-        out, first = cut.expanded, self._sampler.first_id
-        edits = self._state.edits
-        self._kernels.edit(logits, out.write_slots, out.sample_positions, edits, first, values)
+    def _edit(self, logits: torch.Tensor, views: DeviceStep, values: bool = False) -> None:
+        edits, first = self._state.edits, self._sampler.first_id
+        where = views.write_slots, views.sample_positions
+        self._kernels.edit(logits, *where, edits, first, values)
 
-    def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
+    def _drawn(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
-        step, cut, captured = packed.step, packed.cut, packed.captured
-        entries, truncated = packed.entries, packed.truncated
+        step, views, graph = packed.step, packed.views, packed.graph
+        sample_rows, truncated = packed.sample_rows, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
-        if captured is not None and alike and step.masked is None:
-            return captured.drawn
+        if graph is not None and alike and step.masked is None:
+            return graph.drawn
         if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
         if packed.biased:
-            self._edit(logits, cut, values=True)
-        said = self._penalties.apply(logits, step.penalties, entries) if step.penalties else None
+            self._edit(logits, views, values=True)
+        said = None
+        if step.penalties is not None:
+            said = self._penalties.apply(logits, step.penalties, sample_rows)
         last_token = self._state.by_slot.last_token
-        truncated = truncated if entries is None else entries[truncated]
-        drawn = self._sampler.sample(logits, cut.sampling, last_token, truncated)
+        truncated = truncated if sample_rows is None else sample_rows[truncated]
+        drawn = self._sampler.sample(logits, views.sampling, last_token, truncated)
         if said is not None:
             self._penalties.count(drawn, *said)
         return drawn
@@ -389,7 +369,7 @@ class Runner:
     def capture(
         self,
         sizes: tuple[int, ...],
-        mixed: tuple[Room, ...] = (),
+        mixed: tuple[GraphShape, ...] = (),
         progress: Callable[[int, int], None] | None = None,
         choose: bool = False,
         later: bool = False,
@@ -404,15 +384,15 @@ class Runner:
         if not (traits.captures_decode and sizes):
             return
         mixed = mixed if traits.captures_prefill else ()
-        rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
-        rooms += sharing(rooms) if self.shares else []
-        first, left = parted(rooms) if later else (rooms, [])
-        graphs, count = Graphs(self.device), _counter(len(rooms), progress)
+        shapes: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
+        shapes += shared_prefix_variants(shapes) if self.shares else []
+        first, left = eager_and_deferred(shapes) if later else (shapes, [])
+        graphs, count = Graphs(self.device), _counter(len(shapes), progress)
 
         @torch.inference_mode()
         def work() -> None:
             for kind in (False, True):
-                some = [room for room in first if (room.prefills > 0) == kind]
+                some = [shape for shape in first if (shape.prefills > 0) == kind]
                 graphs.capture(some, self._padding, self._body, count)
             if choose:
                 graphs.drop_slower_small_ones(self._padding)
@@ -430,7 +410,7 @@ class Runner:
         """How many are to come, by `capture_next`."""
         return len(self._graphs.left)
 
-    def capture_next(self) -> Mark:
+    def capture_next(self) -> StepEvent:
         """Queues the capture of the next one. Only while no step is under way: it packs where steps
         are packed."""
         graphs = self._graphs
@@ -441,7 +421,7 @@ class Runner:
 
         return self.device.submit(work)
 
-    def leave_graphs(self) -> None:
+    def stop_capturing(self) -> None:
         """None comes any more."""
         self._graphs.left.clear()
 
@@ -453,8 +433,8 @@ class Runner:
         """
         if not self._backend.traits.captures_decode:
             return
-        largest, frame = self.largest, step_times.Frame(self.largest.pages, self.pool.page_size)
-        self.step_cost = step_times.measured(
+        largest, frame = self.largest, calibrate.Frame(self.largest.pages, self.pool.page_size)
+        self.step_cost = calibrate.measured(
             self._graphs,
             (largest.rows, largest.tokens),
             frame,
@@ -464,44 +444,45 @@ class Runner:
         )
         cost, graphs = self.step_cost, self._graphs
         if cost is not None and graphs.mixed:
-            graphs.slow = agreed(step_times.slow(cost))
-            self.step_cost = step_times.padded(cost, graphs.slow)
+            graphs.slow = agreed(calibrate.slow(cost))
+            self.step_cost = calibrate.padded(cost, graphs.slow)
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""
         launched = self.launch(step)
         launched.take()
-        return launched.mark.busy
+        return launched.event.busy
 
-    def _replayed(self, room: Room, step: Step) -> float:
+    def _replayed(self, shape: GraphShape, step: Step) -> float:
         """What the device takes for it by the graph of that size."""
         found: list[float] = []
 
         @torch.inference_mode()
         def work() -> None:
-            self._prepared(self._graphs[room].cut, step)
-            found.append(self._graphs.seconds(room, step_times.REPLAYS))
+            self._prepared(self._graphs[shape].views, step)
+            found.append(self._graphs.seconds(shape, calibrate.REPLAYS))
 
         self.device.run(work)
         return found[0]
 
-    def _padding(self, room: Room) -> tuple[Cut, Plan]:
-        """A step of padding rows where graphs of that size read, planned."""
-        samples = min(room.rows, self.largest.rows)
-        return self._prepared(self._arrays.cut(room, samples, graph=True), empty_step())
+    def _padding(self, shape: GraphShape) -> tuple[DeviceStep, Plan]:
+        """A step of padding rows where graphs of that shape read, planned."""
+        samples = min(shape.rows, self.largest.rows)
+        return self._prepared(self._device_buffers.views(shape, samples, padded=True), empty_step())
 
-    def _prepared(self, cut: Cut, step: Step) -> tuple[Cut, Plan]:
+    def _prepared(self, views: DeviceStep, step: Step) -> tuple[DeviceStep, Plan]:
         """The step where graphs read, planned."""
-        packed = self._packed(step, 0, cut, None)
+        packed = self._packed(step, self._buffers[0], views, None)
         self._upload(packed)
-        return cut, self._plan(packed)
+        return views, self._planned(packed)
 
-    def _body(self, cut: Cut, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    def _body(self, views: DeviceStep, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py."""
-        logits = self._logits(cut, plan)
+        self._device_buffers.expand(views)
+        logits = self._logits(views, plan)
         assert logits is not None
         last_token = self._state.by_slot.last_token
-        return logits, self._sampler.sample(logits, cut.sampling, last_token, NONE)
+        return logits, self._sampler.sample(logits, views.sampling, last_token, NONE)
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:

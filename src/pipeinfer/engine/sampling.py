@@ -1,21 +1,28 @@
 """From hidden states to ids, on one rank that has all logits or on several that have a part each.
 
-Knows rows of parameters by name, and what ranks exchange; no request, no slot and no device. The
-kernels are those of kernels/interface.py.
+    Sampler      logits, and what each row samples; WholeSampler and SplitSampler
+    Penalties    counts of ids by slot, and logits less what they cost
+    Scores       log-probs of what a step samples, and of prompt tokens, queued behind the logits
+
+Nobody waits for the device. Knows rows of parameters by name, and what ranks exchange; no request
+and no device. The kernels are those of kernels/interface.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from pipeinfer.engine.logprobs import log_probs
+from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host.truncation import is_truncated
-from pipeinfer.kernels.interface import Kernels, Knobs
+from pipeinfer.kernels.interface import Kernels, SamplingTensors
+from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.models.interface import Model
+from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows
@@ -44,7 +51,12 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray, /
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncated: np.ndarray,
+        /,
     ) -> torch.Tensor:
         """int64 [S, 2], how many tokens each row gave and which, the same on all ranks; ids also go
         to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
@@ -75,9 +87,13 @@ class WholeSampler:
         return words
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncated: np.ndarray,
     ) -> torch.Tensor:
-        return self._kernels.sample(logits, knobs, last_token, len(truncated) > 0)
+        return self._kernels.sample(logits, sampling, last_token, len(truncated) > 0)
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
         return self._kernels.scores(logits, ids, most)
@@ -121,13 +137,17 @@ class SplitSampler:
         return self._ranks.broadcast(words)
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncated: np.ndarray,
     ) -> torch.Tensor:
-        mine = self._kernels.offer(logits[:, : self._held], knobs, self.first_id)
-        drawn = self._kernels.choose(self._ranks.collect(mine), knobs, last_token)
+        mine = self._kernels.offer(logits[:, : self._held], sampling, self.first_id)
+        drawn = self._kernels.choose(self._ranks.collect(mine), sampling, last_token)
         if len(truncated):
             at = tensor_of(truncated).to(logits.device)
-            some = {name: values[at] for name, values in knobs.items()}
+            some = {name: values[at] for name, values in sampling.items()}
             whole = self.whole(logits[at])
             drawn[at] = self._kernels.sample(whole, some, last_token, True)
         return drawn
@@ -140,3 +160,215 @@ class SplitSampler:
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:
     """int64: the rows that leave out some ids, if they are random."""
     return np.flatnonzero(is_truncated(fields["top_k"], fields["top_p"], fields["min_p"]))
+
+
+# [ranks, ...]: what every rank has made.
+Collect = Callable[[torch.Tensor], torch.Tensor]
+
+
+def log_probs(
+    kernels: Kernels,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    most: int,
+    first_id: int,
+    collect: Collect,
+) -> torch.Tensor:
+    """As Kernels.scores, from logits [N, share] of the ids from `first_id` on; the same on all
+    ranks."""
+    own = collect(kernels.own_keys(logits, ids, first_id)).amax(0)
+    return kernels.tell(collect(kernels.survey(logits, own, most, first_id)), own)
+
+
+ROWS_AT_ONCE = 32  # rows, so that what is in between stays small
+IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
+
+
+class Penalties:
+    """Of one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at once,
+    because all memory that is free later is given to KV pages."""
+
+    def __init__(self, slots: int, ids: range, device: torch.device | str) -> None:
+        self._first_id = ids.start
+        self._counts = torch.zeros((slots, len(ids)), dtype=torch.int32, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """What the counts take."""
+        return self._counts.nbytes
+
+    def apply(
+        self, logits: torch.Tensor, rows: PenaltyRows, entries: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Changes logits float32 [R, ids and padding] in place, by what was said so far. Returns
+        int64 [N] each: which of them are those of `rows`, and their slots.
+
+        entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
+        """
+        for said in rows.new:
+            self._begin(said, self._counts[said.slot])
+        at = self._tensor(rows.rows if entries is None else entries[rows.rows])
+        slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
+        logits = logits[:, : self._counts.shape[1]]
+        for begin in range(0, len(at), ROWS_AT_ONCE):
+            part = slice(begin, begin + ROWS_AT_ONCE)
+            before, seen = logits[at[part]], self._counts[slots[part]]
+            logits[at[part]] = penalized(before, seen, factors[part])
+        return at, slots
+
+    def count(self, drawn: torch.Tensor, at: torch.Tensor, slots: torch.Tensor) -> None:
+        """Those rows of `drawn` int64 [R, 2], how many tokens each gave and which, are said now;
+        at, slots: as `apply` has returned them."""
+        many, ids = drawn.to(self._counts.device)[at].unbind(1)
+        column = ids - self._first_id
+        held = (many > 0) & (column >= 0) & (column < self._counts.shape[1])
+        column = torch.where(held, column, 0)
+        self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
+
+    def _begin(self, said: PenaltyHistory, counts: torch.Tensor) -> None:
+        """Sets `counts` int32 [ids] to those of one request."""
+        counts.zero_()
+        counts[self._columns(said.prompt, len(counts))] = IN_PROMPT
+        output = self._columns(said.output, len(counts))
+        counts.index_add_(0, output, torch.full_like(output, IN_OUTPUT, dtype=torch.int32))
+
+    def _columns(self, ids: np.ndarray, width: int) -> torch.Tensor:
+        """int64: where those of `ids` int32 stand that this rank has."""
+        column = ids.astype(np.int64) - self._first_id
+        return self._tensor(column[(column >= 0) & (column < width)])
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return tensor_of(array).to(self._counts.device)
+
+
+def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """float32 [n, ids] of float32 [n, ids], counts int32 [n, ids] and factors float32 [n, 3].
+
+    What is finite stays finite, whatever the factors: only the model makes logits bad.
+    """
+    finite = logits.isfinite()
+    repetition, frequency, presence = factors.chunk(3, dim=1)
+    again = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, again, logits)
+    outputs = counts // IN_OUTPUT
+    changed = logits - frequency * outputs - presence * (outputs > 0)
+    return torch.where(finite, changed.nan_to_num(), changed)
+
+
+TOKENS_AT_ONCE = 64  # tokens of a prompt whose logits there are at a time
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """Of one step, once it has ended. `words`: the scores of its rows, with as many
+    alternatives each as the one that wants most, then those of its prompts' chunks."""
+
+    words: np.ndarray
+    rows: LogprobRows | None
+    chunks: tuple[ScoredChunk, ...]
+
+    def beside(self, sampled: Sampled) -> Sampled:
+        """The same with log-probs."""
+        at, made = 0, b""
+        if self.rows is not None:
+            many, width = len(self.rows.rows), _width(int(self.rows.most.max()))
+            at = many * width
+            table = self.words[:at].reshape(many, width)
+            gave = sampled.counts[self.rows.rows] > 0
+            made = _bytes(table if gave.all() else table[gave], self.rows.most[gave])
+        prompts: list[bytes] = []
+        for chunk in self.chunks:
+            width = _width(chunk.most)
+            end = at + len(chunk.ids) * width
+            prompts.append(self.words[at:end].tobytes())
+            at = end
+        return replace(sampled, logprobs=made, prompts=tuple(prompts))
+
+
+class Scores:
+    """Of one step on its way through the device."""
+
+    def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
+        """entries: which row of logits belongs to each row that samples; None: the same."""
+        self._rows = step.logprobs
+        self._chunks = step.prompts
+        self._entries = entries
+        self._sampler = sampler
+        self._raw: torch.Tensor | None = None
+        self._words: list[torch.Tensor] = []
+
+    @property
+    def of_prompts(self) -> bool:
+        """Whether logits of more than the rows that sample are needed."""
+        return bool(self._chunks)
+
+    def tokens(self, last: torch.Tensor) -> torch.Tensor:
+        """int64: `last`, whose tokens are sampled behind, and those of the prompts' chunks."""
+        at = [
+            np.arange(chunk.at, chunk.at + len(chunk.ids), dtype=np.int64) for chunk in self._chunks
+        ]
+        return torch.cat((last, _there(np.concatenate(at), last.device)))
+
+    def prompts(self, hidden: torch.Tensor) -> None:
+        """From the hidden states of the prompts' tokens."""
+        begin = 0
+        for chunk in self._chunks:
+            ids = _there(chunk.ids.astype(np.int64), hidden.device)
+            for first in range(0, len(ids), TOKENS_AT_ONCE):
+                some = ids[first : first + TOKENS_AT_ONCE]
+                logits = self._sampler.logits(hidden[begin : begin + len(some)])
+                self._words.append(self._sampler.score(logits, some, chunk.most).flatten())
+                begin += len(some)
+
+    def keep(self, logits: torch.Tensor) -> None:
+        """Logits [S, share] as the model gave them, which may be changed from now on."""
+        if self._rows is not None:
+            at = self._at(logits.device)
+            self._raw = logits[: len(self._rows.rows)].clone() if at is None else logits[at]
+
+    def rows(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
+        """From what the rows have drawn, int64 [S, 2]. logits: [S, share] as the model gave them,
+        unless they were kept."""
+        if self._rows is None:
+            return
+        at, many = self._at(logits.device), len(self._rows.rows)
+        raw = _chosen(logits, at, many) if self._raw is None else self._raw
+        ids = _chosen(drawn[:, 1].to(logits.device), at, many)
+        made = self._sampler.score(raw, ids, int(self._rows.most.max()))
+        self._words.insert(0, made.flatten())
+
+    def download(self, buffer: Download) -> StepScores:
+        """To the host; there when the step has ended."""
+        words = torch.cat(self._words) if self._words else torch.empty(0, dtype=torch.int32)
+        return StepScores(buffer.download(words), self._rows, self._chunks)
+
+    def _at(self, where: torch.device) -> torch.Tensor | None:
+        """Where the logits of the rows lie; None: they are the first ones, in order."""
+        assert self._rows is not None
+        rows = self._rows.rows
+        at = rows if self._entries is None else self._entries[rows]
+        return None if np.array_equal(at, np.arange(len(at))) else _there(at, where)
+
+
+def _chosen(table: torch.Tensor, at: torch.Tensor | None, many: int) -> torch.Tensor:
+    """The entries of so `many` rows; `at`: see Scores._at."""
+    return table[:many] if at is None else table[at]
+
+
+def _bytes(table: np.ndarray, most: np.ndarray) -> bytes:
+    """Of scores int32 [N, words], each with the alternatives that its row asked for, `most` [N]."""
+    if len(set(most.tolist())) <= 1:
+        return narrowed(table, int(most.max(initial=0))).tobytes()
+    return b"".join(
+        narrowed(table[row : row + 1], wanted).tobytes() for row, wanted in enumerate(most.tolist())
+    )
+
+
+def _width(most: int) -> int:
+    return OWN_WORDS + 2 * most
+
+
+def _there(array: np.ndarray, where: torch.device) -> torch.Tensor:
+    """What is copied from memory that is not pinned has been read when this returns, but the copy
+    itself waits for its turn on the stream."""
+    return tensor_of(array).to(where, non_blocking=True)

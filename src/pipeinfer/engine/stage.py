@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeinfer.distributed.collectives import TorchCollectives
-    from pipeinfer.engine.driver import DeviceDriver
+    from pipeinfer.engine.executor import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
-    from pipeinfer.engine.masks import Masks, ReceivedMasks
-    from pipeinfer.engine.profile import StepProfile
+    from pipeinfer.engine.masks import Masks
+    from pipeinfer.engine.profiling import StepProfile
     from pipeinfer.memory.prefix_cache import PrefixCache
     from pipeinfer.settings import Settings
 
@@ -57,7 +57,7 @@ def build(context: StageContext) -> Stage:
 
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
-        from pipeinfer.engine.profile import StepProfile, profile_path
+        from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
 
         if not settings.in_process:  # modules stay: no search for garbage meanwhile looks at them
@@ -180,37 +180,40 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 
-def _masks(settings: Settings, folder: Path, rank: int) -> Masks | ReceivedMasks | None:
+def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
     """For requests with a grammar. Rank 0's vocabulary is built while torch's libraries are loaded:
     it holds the interpreter, which little else at the start leaves free."""
     if settings.grammar_backend == "none":
         return None
-    from pipeinfer.engine.masks import Masks, ReceivedMasks
+    from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
 
     if rank > 0:
         return ReceivedMasks()
     from pipeinfer.grammars.store import GrammarStore
-    from pipeinfer.text.ends import grammar_setup
+    from pipeinfer.text.loading import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)
     store = GrammarStore(setup, settings.grammar_cache_mib << 20)
-    return Masks(store, os.cpu_count() or 1)
+    return GrammarMasks(store, os.cpu_count() or 1)
 
 
 def _driver(
     loaded: LoadedEngine,
     watch: StepProfile | None,
-    masks: Masks | ReceivedMasks | None,
+    masks: Masks | None,
     start: Start,
 ) -> DeviceDriver:
-    from pipeinfer.engine.driver import DeviceDriver, nothing_to_prepare
-    from pipeinfer.engine.executor import Executor
-    from pipeinfer.engine.late_graphs import LateGraphs
+    from pipeinfer.engine.executor import (
+        BackgroundCapture,
+        DeviceDriver,
+        Executor,
+        nothing_to_prepare,
+    )
 
     return DeviceDriver(
         partial(Executor, loaded.runner, watch=watch, masks=masks),
         loaded.runner.phases,
         nothing_to_prepare if masks is None else masks.prepare,
-        LateGraphs(loaded.runner),
+        BackgroundCapture(loaded.runner),
         start.statistics(),
     )

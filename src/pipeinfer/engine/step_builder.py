@@ -1,4 +1,9 @@
-"""Builds the arrays of a step from what the memory decided.
+"""Builds the arrays of a step from what the memory decided: Rows become a Step and its Delta.
+
+    StepBuilder     rows of the plan -> rows of the step, decodes first; what changed by slot
+    RequestTable    how the request in each slot wants to be sampled, as arrays over slots
+    FIELDS          sampling parameters of one number each, declared once: tables over slots, what
+                    steps carry, uploads, padding and what samplers are handed follow from it
 
 Knows no policy and no torch. This is the hot path of the engine's host: nothing here loops over
 decode rows, only over rows that compute admitted tokens.
@@ -6,20 +11,37 @@ decode rows, only over rows that compute admitted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from pipeinfer.engine.requests import RequestTable
-from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.memory.runs import common_runs
-from pipeinfer.steps.step import (
+from pipeinfer.memory.rows import Rows
+from pipeinfer.memory.shared_prefixes import shared_prefixes
+from pipeinfer.messages import Admit
+from pipeinfer.packing import unpack
+from pipeinfer.params import (
+    LONGEST_BAD,
+    MOST_BAD_WORDS,
+    MOST_BIASES,
+    MOST_STOP_TOKENS,
+    SamplingParams,
+)
+from pipeinfer.step import (
     LAST_TOKEN,
     NOTHING,
+    BadWords,
+    Constrained,
     Delta,
+    Extended,
+    LogitEdits,
     LogprobRows,
+    MaskRows,
+    PenaltyHistory,
+    PenaltyRows,
     ScoredChunk,
     Step,
 )
@@ -36,34 +58,34 @@ class StepBuilder:
         self._shares = shares
         self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
-        self._unseen: list[np.ndarray] = []  # pages, since the last step that computes anything
+        self._unverified: list[np.ndarray] = []  # pages, since the last step that computes anything
 
-    def build(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
+    def build(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
         """The step of the plan that the memory applied last, and where its sampled ids belong.
 
         The second, int64 [S], has for each row that samples, in the step's order, its row in the
         plan. Rows that compute nothing are left out; rows with one token come first. What changed
         in the slots waits for a step that computes something.
         """
-        rows, last = applied.rows, self._last
-        if len(applied.unseen):
-            self._unseen.append(applied.unseen)
+        last = self._last
+        if len(rows.unverified):
+            self._unverified.append(rows.unverified)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
-        if last is not None and rows.again and before == (epoch, applied.number - 1):
-            self._last = self._next(last[0], applied), last[1]
+        if last is not None and rows.same_as_previous and before == (epoch, rows.number - 1):
+            self._last = self._next(last[0], rows), last[1]
         else:
-            self._last = self._whole(epoch, applied)
+            self._last = self._whole(epoch, rows)
         return self._last
 
-    def _whole(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
-        rows, memory = applied.rows, self._memory
+    def _whole(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
+        memory = self._memory
         order, decodes = _order(rows.counts)
         slots, samples = rows.slots[order], rows.samples[order]
         ends = rows.starts[order] + rows.counts[order]
         last = np.flatnonzero(samples)
         step = Step(
             epoch=epoch,
-            number=applied.number,
+            number=rows.number,
             decodes=decodes,
             slots=slots,
             starts=rows.starts[order],
@@ -77,13 +99,13 @@ class StepBuilder:
             prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
             # Where steps go on with the same rows, these only get pages of their own.
-            runs=common_runs(memory.table, slots[:decodes], memory.page_size)
+            shared_prefixes=shared_prefixes(memory.table, slots[:decodes], memory.page_size)
             if self._shares
             else None,
         )
         return step, order[last]
 
-    def _next(self, last: Step, applied: Applied) -> Step:
+    def _next(self, last: Step, rows: Rows) -> Step:
         """`last`, one token further."""
         penalties = last.penalties
         if penalties is not None and penalties.new:
@@ -93,20 +115,20 @@ class StepBuilder:
             masked = replace(masked, new=(), extended=())
         return Step(
             last.epoch,
-            applied.number,
+            rows.number,
             last.decodes,
             last.slots,
-            applied.rows.starts,
+            rows.starts,
             last.counts,
             last.samples,
             last.tokens,
             last.fields,
             penalties,
             self._delta(),
-            self._again(last, applied.rows),
+            self._again(last, rows),
             (),
             masked,
-            last.runs,
+            last.shared_prefixes,
         )
 
     def _again(self, last: Step, rows: Rows) -> LogprobRows | None:
@@ -137,9 +159,9 @@ class StepBuilder:
             delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
         if released := self._requests.take_released():
             delta = replace(delta, released=released)
-        if self._unseen:
-            delta = replace(delta, cleared=np.concatenate(self._unseen))
-            self._unseen.clear()
+        if self._unverified:
+            delta = replace(delta, cleared=np.concatenate(self._unverified))
+            self._unverified.clear()
         return delta
 
 
@@ -162,3 +184,216 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
         known = memory.slots.known_tokens(int(rows.slots[row]))
         tokens[end - count : end] = known[start : start + count]
     return tokens
+
+
+# Of one request: those that it names, and a model's own ends.
+MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
+LAST_POSITION = 2**31 - 1
+NOT_ASKED = -1  # in place of a number of alternatives
+NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
+
+
+class RequestTable:
+    """Sampling parameters by slot, [max_slots] each; stale in empty slots, where nobody reads."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._fields = filled(max_slots)
+        self._edits: dict[int, LogitEdits] = {}
+        self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
+        self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
+        self._penalized = np.zeros(max_slots, dtype=bool)
+        self._said: dict[int, PenaltyHistory] = {}  # of slots that have not sampled yet
+        self._alternatives = np.full(max_slots, NOT_ASKED, dtype=np.int32)  # of outputs
+        self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
+        self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
+        self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
+        self._released: set[int] = set()  # of those, since it was asked for them
+        self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
+
+    def put(self, admit: Admit) -> None:
+        """Takes the parameters of a request that enters `admit.slot`."""
+        slot, params = admit.slot, admit.params
+        self._admitted[slot] = None
+        for field in FIELDS:
+            self._fields[field.name][slot] = field.of(admit)
+        self._edits.pop(slot, None)
+        self._until[slot] = 0
+        limited = params.allowed_token_ids is not None or admit.banned
+        if limited or admit.suppress or params.logit_bias:
+            self._edits[slot] = edits = edits_of(admit)
+            self._until[slot] = LAST_POSITION if limited else edits.until.max()
+        factors = _penalties(params)
+        self._penalized[slot] = factors != NO_PENALTIES
+        if self._penalized[slot]:
+            ids = unpack(admit.token_ids)
+            self._factors[slot] = factors
+            self._said[slot] = PenaltyHistory(
+                slot, ids[: admit.prompt_len], ids[admit.prompt_len :]
+            )
+        self._constrained.pop(slot, None)
+        self._extended.pop(slot, None)
+        if params.structured_outputs is not None or params.thinking_token_budget is not None:
+            self._constrained[slot] = constrained(admit)
+        self._alternatives[slot] = NOT_ASKED if params.logprobs is None else params.logprobs
+        self.scores.pop(slot, None)
+        if params.prompt_logprobs is not None and admit.score_from >= 0:
+            self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
+
+    def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
+        """The request in `slot` was told `ids` int32 [n] from position `first` on."""
+        if slot in self._constrained:
+            self._extended.setdefault(slot, []).append(Extended(slot, first, ids))
+
+    def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
+        """Of those of the `slots` int32 [S] that ask for any, for what they sample at `positions`;
+        None if none does."""
+        rows = np.flatnonzero(self._alternatives[slots] != NOT_ASKED)
+        if len(rows) == 0:
+            return None
+        chosen = slots[rows]
+        suppressed = bool((self._until[chosen] > positions[rows]).any())
+        return LogprobRows(rows, self._alternatives[chosen], suppressed)
+
+    def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
+        """(first, end, alternatives) of the prompt tokens there that are to be scored."""
+        wanted = self.scores.get(slot)
+        if wanted is None:
+            return None
+        first, end = max(first, wanted[0]), min(end, wanted[1])
+        return (first, end, wanted[2]) if first < end else None
+
+    def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[LogitEdits, ...]] | None:
+        """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
+        edits of those that have any; None if there are none.
+        """
+        if not self._admitted:
+            return None
+        edits = tuple(self._edits[slot] for slot in self._admitted if slot in self._edits)
+        slots = np.fromiter(self._admitted, dtype=np.int32)
+        self._admitted.clear()
+        return slots, dict(self.fields(slots)), edits
+
+    def fields(self, slots: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Of `slots` int32 [S], by name."""
+        return {name: values[slots] for name, values in self._fields.items()}
+
+    def penalties(self, slots: np.ndarray) -> PenaltyRows | None:
+        """Of those of the `slots` int32 [S] that have any; None if none has."""
+        rows = np.flatnonzero(self._penalized[slots])
+        if len(rows) == 0:
+            return None
+        chosen = slots[rows].astype(np.int64)
+        new = tuple(self._said.pop(slot) for slot in chosen.tolist() if slot in self._said)
+        return PenaltyRows(rows, chosen, self._factors[chosen], new)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """The requests in these slots are gone."""
+        self._released.update(slot for slot in slots if slot in self._constrained)
+
+    def release_all(self) -> None:
+        """No slot has a request."""
+        self._released.update(self._constrained)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Slots whose requests had a grammar and are gone, since this was asked last."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
+
+    def masked(self, slots: np.ndarray) -> MaskRows | None:
+        """Those of the `slots` int32 [S] that may not sample every id; None if all may."""
+        if not self._constrained:
+            return None
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._constrained]
+        if not rows:
+            return None
+        chosen, new, extended = slots[rows], list[Constrained](), list[Extended]()
+        for slot in chosen.tolist():
+            first = self._constrained[slot]
+            if first is not None:
+                new.append(first)
+                self._constrained[slot] = None
+            extended += self._extended.pop(slot, ())
+        return MaskRows(np.array(rows, dtype=np.int64), chosen, tuple(new), tuple(extended))
+
+
+def constrained(admit: Admit) -> Constrained:
+    """What holds for a request that enters its slot. It jumps only where a forced id means nothing
+    but that it is the next one: where nobody wants its log-prob, nor counts it, nor bans it."""
+    ids, params = unpack(admit.token_ids), admit.params
+    spec, budget = params.structured_outputs, params.thinking_token_budget
+    output = ids[admit.prompt_len :]
+    jumps = params.logprobs is None and _penalties(params) == NO_PENALTIES
+    jumps = jumps and not (admit.suppress or admit.banned or params.allowed_token_ids is not None)
+    return Constrained(admit.slot, spec, budget, output, admit.thoughts, admit.prompt_len, jumps)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def edits_of(admit: Admit) -> LogitEdits:
+    """What a request must not sample, what it suppresses, and what it makes more or less likely;
+    some ids may be all of that. Where it names all that are allowed, only these are left.
+
+    Outputs are counted from the prompt's end, not from the admission: a request that was preempted
+    comes back with outputs among its known tokens.
+    """
+    params, allowed = admit.params, admit.params.allowed_token_ids
+    never = dict.fromkeys([ids[0] for ids in admit.banned if len(ids) == 1], 0.0)
+    held = never | dict.fromkeys(admit.suppress, 0.0)  # those that are not sampled come first
+    values = held | params.logit_bias
+    if allowed is not None:
+        some = frozenset(allowed)
+        never, held = ({t: 0.0 for t in named if t in some} for named in (never, held))
+        values = {token: params.logit_bias.get(token, 0.0) for token in (*held, *allowed)}
+    until = np.zeros(len(values), dtype=np.int32)
+    until[: len(held)] = min(admit.prompt_len + params.min_tokens, LAST_POSITION)
+    until[: len(never)] = LAST_POSITION
+    ids = np.fromiter(values, dtype=np.int32)
+    added = np.fromiter(values.values(), dtype=np.float32)
+    return LogitEdits(admit.slot, ids, added, until, allowed is not None, _bans(admit))
+
+
+def _bans(admit: Admit) -> BadWords | None:
+    """Of more than one id each."""
+    longer = [ids for ids in admit.banned if len(ids) > 1]
+    if not longer:
+        return None
+    known = unpack(admit.token_ids)
+    ends = np.cumsum([len(ids) for ids in longer], dtype=np.int32)
+    ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in longer])
+    recent = known[admit.prompt_len :][-LONGEST_BAD:]
+    return BadWords(ends, ids, admit.prompt_len, len(known), recent)
+
+
+# Whatever a request says, its numbers fit: the API has bounds of its own.
+MOST_K = 2**31 - 1
+HOTTEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Field:
+    """filler: of a row that is nobody's. of: the number of the request that `admit` admits."""
+
+    name: str
+    dtype: Any
+    filler: float
+    of: Callable[[Admit], float]
+
+
+FIELDS = (
+    Field("temperature", np.float32, 0.0, lambda admit: min(admit.params.temperature, HOTTEST)),
+    Field("top_k", np.int32, 0, lambda admit: min(max(admit.params.top_k, 0), MOST_K)),  # 0 is off
+    Field("top_p", np.float32, 1.0, lambda admit: admit.params.top_p),  # 1 is off
+    Field("min_p", np.float32, 0.0, lambda admit: min(admit.params.min_p, 1.0)),  # 0 is off
+    Field("seed", np.uint64, 0, lambda admit: admit.seed & (2**64 - 1)),
+)
+
+
+def filled(count: int, **values: ArrayLike) -> dict[str, np.ndarray]:
+    """[count] of each field, by name: `values`, of all or of each, and fillers for the others."""
+    return {
+        field.name: np.full(count, values.get(field.name, field.filler), dtype=field.dtype)
+        for field in FIELDS
+    }

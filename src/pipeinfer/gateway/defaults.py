@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.checkpoint.config import read_generation
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 from pipeinfer.settings import ConfigurationError
 

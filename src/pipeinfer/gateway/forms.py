@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from pipeinfer.gateway.errors import ApiError, field_in
 from pipeinfer.gateway.schema import Generation, ResponseFormat, Structured
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
-from pipeinfer.grammars.json_schema import held
+from pipeinfer.grammars.json_schema import compilable_schema
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
@@ -81,19 +81,19 @@ def _schema_form(
     name: str, spec: StructuredOutputs, schema: JsonObject | bool, strict: bool, closed: bool
 ) -> Form:
     """Raises GrammarError, also where an answer cannot be held to a strict one."""
-    found = held(schema, closed, narrow=strict)
+    found = compilable_schema(schema, closed, narrow=strict)
     if found.malformed:
         raise Malformed(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
-    if strict and found.left_out:
-        raise GrammarError(unheld(found.left_out))
+    if strict and found.unsupported:
+        raise GrammarError(unheld(found.unsupported))
     spec = replace(spec, json=msgspec.json.encode(found.schema).decode())
     check(spec)
     if strict:
         return Form(spec, field=name)
     other = _any_json(spec, schema)
     if other == spec:
-        return Form(spec, found.left_out, name)
-    return Form(spec, found.left_out, name, other, WHOLE)
+        return Form(spec, found.unsupported, name)
+    return Form(spec, found.unsupported, name, other, WHOLE)
 
 
 def _any_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:

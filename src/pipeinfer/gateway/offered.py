@@ -21,7 +21,7 @@ from pipeinfer.gateway.schema import (
     NamedTool,
     Tool,
 )
-from pipeinfer.grammars.bounds import MOST_BYTES
+from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
@@ -71,8 +71,10 @@ def offered(request: ChatRequest) -> Offered | None:
         if tool.type == "custom" and tool.custom is not None
     }
     texts = {tool.name: text for tool in customs.values() if (text := _text(tool)) is not None}
-    if sum(len(text.grammar or text.regex or "") for text in texts.values()) > MOST_BYTES:
-        message = f"tools: grammars of custom tools have at most {MOST_BYTES} letters together"
+    if sum(len(text.grammar or text.regex or "") for text in texts.values()) > MAX_GRAMMAR_BYTES:
+        message = (
+            f"tools: grammars of custom tools have at most {MAX_GRAMMAR_BYTES} letters together"
+        )
         raise ApiError(400, message, "tools", "invalid_value")
     allowed, forced = _allowed(choice, kinds)
     named = not (choice is None or isinstance(choice, str) or choice.type == "allowed_tools")

@@ -45,7 +45,7 @@ from pipeinfer.gateway.tools import (
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
-from pipeinfer.text.thoughts import spoken
+from pipeinfer.text.thoughts import content_text
 
 PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
     "temperature",
@@ -194,7 +194,7 @@ def _check_going_on(reading: Reading, last: JsonObject, params: SamplingParams) 
     if reading.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    open_thoughts = reading.left(spoken(last.get("content"))) == "open"
+    open_thoughts = reading.left(content_text(last.get("content"))) == "open"
     if params.thinking_token_budget is not None and open_thoughts:
         message = "thinking_token_budget: the last message's own thoughts would not be counted"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")

@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer.checkpoint.fields import read_json
-from pipeinfer.checkpoint.hub import WANTED
-from pipeinfer.checkpoint.source import find_model
+from pipeinfer.checkpoint.source import WANTED, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys, http_server
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
@@ -41,9 +40,12 @@ from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
-from pipeinfer.text.added import added_tokens
-from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
-from pipeinfer.text.tokenizer_info import tokenizer_info
+from pipeinfer.text.files import (
+    added_tokens,
+    read_tokenizer_config,
+    template_sources,
+    tokenizer_info,
+)
 from pipeinfer.topology.addresses import is_loopback
 from pipeinfer.version import __version__
 

@@ -21,7 +21,7 @@ from pipeinfer.gateway.reading.call_grammars import (
 from pipeinfer.gateway.reading.harmony_grammar import final_form
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.grammars.bounds import GrammarError, check
-from pipeinfer.grammars.json_schema import held
+from pipeinfer.grammars.json_schema import compilable_schema
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
@@ -119,14 +119,14 @@ def _held(
     if not schema:
         return schema, ()
     try:
-        found = held(schema, closed, narrow=strict)
+        found = compilable_schema(schema, closed, narrow=strict)
     except GrammarError as error:
         if strict:
             raise GrammarError(f"{name}: {error}") from None
         return None, (f"parameters of {name}: {error}",)
-    if strict and found.left_out:
-        raise GrammarError(f"{name}: {unheld(found.left_out)}")
-    places = tuple(f"{each} of {name}" for each in found.left_out)
+    if strict and found.unsupported:
+        raise GrammarError(f"{name}: {unheld(found.unsupported)}")
+    places = tuple(f"{each} of {name}" for each in found.unsupported)
     return found.schema if isinstance(found.schema, dict) else {}, places
 
 

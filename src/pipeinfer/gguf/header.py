@@ -9,15 +9,286 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
-from pipeinfer.gguf.quantization import BLOCKS, TYPES
-from pipeinfer.gguf.scalars import Broken, Cursor, Value
-from pipeinfer.gguf.values import shown
+import numpy as np
+
 from pipeinfer.settings import ConfigurationError
+
+STRING, ARRAY = 8, 9
+# Type of a value -> how numpy reads it; 7 is a truth value in one byte.
+NUMBERS = {
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+# Of an array that somebody asks for. The largest vocabularies have a quarter of a million tokens;
+# as Python objects an entry takes up to ten times its bytes.
+MOST_ENTRIES = 4_000_000
+DEEPEST = 3  # arrays in arrays
+
+Value: TypeAlias = "str | int | float | bool | list[Value]"
+
+
+class InvalidFile(ValueError):
+    """The file is not what it says; the text says how."""
+
+
+class Cursor:
+    """Reads one value after another from `data`, from `at` on; raises Broken at the end of it."""
+
+    def __init__(self, data: mmap.mmap | bytes, at: int = 0) -> None:
+        self._data = data
+        self.at = at
+        self._size = len(data)
+
+    @property
+    def left(self) -> int:
+        """Bytes from here to the end of the file."""
+        return self._size - self.at
+
+    def u32(self) -> int:
+        return struct.unpack_from("<I", self._data, self._skipped(4))[0]
+
+    def u64(self) -> int:
+        return struct.unpack_from("<Q", self._data, self._skipped(8))[0]
+
+    def count(self, least: int) -> int:
+        """A number of things of which each takes `least` bytes or more."""
+        number = self.u64()
+        if number * least > self.left:
+            raise InvalidFile(f"{number:,} things are said to follow in {self.left:,} bytes")
+        return number
+
+    def string(self) -> str:
+        size = self.count(1)
+        return self._text(self._skipped(size), self.at)
+
+    def value(self, kind: int) -> Value:
+        """The value of type `kind` that stands here."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self._numbers(kind, 1)[0]
+        of, number = self._array_head()
+        if number > MOST_ENTRIES:
+            raise InvalidFile(f"an array has {number:,} entries; at most {MOST_ENTRIES:,} are read")
+        if of == ARRAY:
+            raise InvalidFile("it is an array of arrays")
+        if of == STRING:
+            return [self._text(start, end) for start, end in self._strings(number)]
+        return self._numbers(of, number)
+
+    def skip(self, kind: int, depth: int = 0) -> None:
+        """Goes past it, and makes nothing of it."""
+        if kind == STRING:
+            self._skipped(self.count(1))
+        elif kind != ARRAY:
+            self._skipped(_number(kind).itemsize)
+        elif depth == DEEPEST:
+            raise InvalidFile(f"arrays lie more than {DEEPEST} deep in each other")
+        else:
+            of, number = self._array_head()
+            if of == STRING:
+                for _ in self._strings(number):
+                    pass
+            elif of == ARRAY:
+                for _ in range(number):
+                    self.skip(of, depth + 1)
+            else:
+                self._skipped(number * _number(of).itemsize)
+
+    def _text(self, start: int, end: int) -> str:
+        try:
+            return self._data[start:end].decode()
+        except UnicodeDecodeError:
+            raise InvalidFile(f"the string at byte {start} is not UTF-8") from None
+
+    def _strings(self, number: int) -> Iterator[tuple[int, int]]:
+        """Where each of them begins and ends. A vocabulary has a quarter of a million."""
+        data, size, length = self._data, self._size, struct.Struct("<Q").unpack_from
+        end = self.at
+        for _ in range(number):
+            start = end + 8
+            end = start + length(data, end)[0] if start <= size else start
+            if end > size:
+                raise InvalidFile(f"it ends at byte {size:,}, within a string")
+            yield start, end
+        self.at = end
+
+    def _array_head(self) -> tuple[int, int]:
+        of = self.u32()
+        least = {STRING: 8, ARRAY: 12}.get(of)
+        return of, self.count(_number(of).itemsize if least is None else least)
+
+    def _numbers(self, kind: int, number: int) -> list[Value]:
+        dtype = _number(kind)
+        start = self._skipped(number * dtype.itemsize)
+        # A copy: what looks into the map would hold it open.
+        return np.frombuffer(self._data[start : self.at], dtype).tolist()
+
+    def _skipped(self, size: int) -> int:
+        """Where the next `size` bytes begin; the cursor is behind them."""
+        if size > self.left:
+            raise InvalidFile(
+                f"it ends at byte {self._size:,}, {size - self.left:,} bytes too early"
+            )
+        self.at += size
+        return self.at - size
+
+
+def _number(kind: int) -> np.dtype:
+    if kind not in NUMBERS:
+        raise InvalidFile(f"{kind} is no type of a value")
+    return NUMBERS[kind]
+
+
+Metadata = Mapping[str, object]
+
+SHOWN = 60  # characters of a wrong value that an error repeats
+
+
+def metadata_error(key: str, problem: str) -> ConfigurationError:
+    """An error of one line that names the key of the file."""
+    name = key if key.isprintable() and len(key) <= SHOWN else quote(key)
+    return ConfigurationError(f"the GGUF file's {name}: {problem}")
+
+
+def quote(text: str) -> str:
+    """A text of the file as an error may repeat it: short, on one line."""
+    return ascii(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+
+
+def read_text(metadata: Metadata, key: str) -> str | None:
+    """A text, None where the key is absent. Raises ConfigurationError for anything else."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise metadata_error(key, f"not a text but {_kind(value)}")
+    _check_unicode(key, value, "the text")
+    return value
+
+
+def read_flag(metadata: Metadata, key: str, default: bool) -> bool:
+    """True or false, `default` where the key is absent. Raises ConfigurationError."""
+    value = metadata.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise metadata_error(key, f"not true or false but {_kind(value)}")
+    return value
+
+
+def read_index(metadata: Metadata, key: str, size: int) -> int | None:
+    """An id below `size`, None where the key is absent. Raises ConfigurationError."""
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise metadata_error(key, f"not a whole number but {_kind(value)}")
+    if not 0 <= value < size:
+        raise metadata_error(key, f"no token has this id, there are {size}")
+    return value
+
+
+def read_texts(metadata: Metadata, key: str) -> list[str]:
+    """A list of texts. Raises ConfigurationError, also where the key is absent."""
+    value = _list(metadata, key)
+    texts = [item for item in value if isinstance(item, str)]
+    if len(texts) != len(value):
+        raise metadata_error(key, "holds something that is not a text")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        for number, text in enumerate(texts):
+            _check_unicode(key, text, f"entry {number}")
+    return texts
+
+
+def read_integers(metadata: Metadata, key: str, size: int) -> list[int]:
+    """A list of `size` whole numbers. Raises ConfigurationError, also where the key is absent."""
+    value = _list(metadata, key)
+    numbers = [item for item in value if isinstance(item, int) and not isinstance(item, bool)]
+    if len(numbers) != len(value):
+        raise metadata_error(key, "holds something that is not a whole number")
+    _check_size(key, numbers, size)
+    return numbers
+
+
+def read_numbers(metadata: Metadata, key: str, size: int) -> list[float]:
+    """A list of `size` numbers, none of them NaN. Raises ConfigurationError, also where the key
+    is absent."""
+    value = _list(metadata, key)
+    numbers: list[float] = [
+        item for item in value if isinstance(item, float | int) and not isinstance(item, bool)
+    ]
+    if len(numbers) != len(value) or any(number != number for number in numbers):
+        raise metadata_error(key, "holds something that is not a number")
+    _check_size(key, numbers, size)
+    return numbers
+
+
+def _list(metadata: Metadata, key: str) -> list[object]:
+    value = metadata.get(key)
+    if value is None:
+        raise metadata_error(key, "missing")
+    if not isinstance(value, list):
+        raise metadata_error(key, f"not a list but {_kind(value)}")
+    return value
+
+
+def _check_size(key: str, values: Sequence[object], size: int) -> None:
+    if len(values) != size:
+        raise metadata_error(key, f"has {len(values)} entries for {size} tokens")
+
+
+def _check_unicode(key: str, text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise metadata_error(key, f"{name} is not Unicode: {quote(text)}") from None
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+SUFFIX = ".gguf"
+
+
+def is_gguf(checkpoint: Path) -> bool:
+    """Whether a checkpoint is such a file; by its name, so that nobody reads it for that."""
+    return checkpoint.suffix.lower() == SUFFIX
+
+
+# How the format numbers its types.
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
+    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+# Those that can be decoded -> (values, bytes) of one block; a row is whole blocks.
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20),
+    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "Q2_K": (256, 84),
+    "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -30,7 +301,7 @@ LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # of an empty name, one dimension, type and of
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """A tensor as it lies in the file.
 
     shape: slowest dimension first, as torch has it. type: "F32", "Q4_K" ...; offset: in bytes, from
@@ -44,7 +315,7 @@ class Tensor:
     nbytes: int
 
 
-class Metadata(Mapping[str, Value]):
+class FileMetadata(Mapping[str, Value]):
     """The key-values; each access reads the file."""
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
@@ -57,7 +328,7 @@ class Metadata(Mapping[str, Value]):
         kind, at = self._offsets[key]
         try:
             return Cursor(self._data, at).value(kind)
-        except Broken as error:
+        except InvalidFile as error:
             raise ConfigurationError(f"{self._path}: {key}: {error}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -72,8 +343,8 @@ class Header:
     """`tensors` by name."""
 
     path: Path
-    metadata: Metadata
-    tensors: dict[str, Tensor]
+    metadata: FileMetadata
+    tensors: dict[str, TensorInfo]
     data: mmap.mmap
 
     def error(self, message: str) -> ConfigurationError:
@@ -90,30 +361,30 @@ def read_header(path: Path) -> Header:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
     try:
         return _read(path, data)
-    except Broken as error:
+    except InvalidFile as error:
         raise ConfigurationError(f"{path} is a broken GGUF file: {error}") from None
 
 
 def _read(path: Path, data: mmap.mmap) -> Header:
     if data[:4] != MAGIC:
-        raise Broken("it does not begin with GGUF")
+        raise InvalidFile("it does not begin with GGUF")
     cursor = Cursor(data, 4)
     version = cursor.u32()
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "big"), "little")
         order = ", big-endian" if swapped in VERSIONS else ""
-        raise Broken(f"version {swapped if order else version}{order}; 2 and 3 can be read")
+        raise InvalidFile(f"version {swapped if order else version}{order}; 2 and 3 can be read")
     tensors = cursor.u64()
     pairs = cursor.count(LEAST_PAIR)
-    metadata = Metadata(path, data, dict(_offsets(cursor, pairs)))
+    metadata = FileMetadata(path, data, dict(_offsets(cursor, pairs)))
     if len(metadata) < pairs:
-        raise Broken("a key stands in it twice")
+        raise InvalidFile("a key stands in it twice")
     if tensors * LEAST_TENSOR > cursor.left:
-        raise Broken(f"{tensors:,} tensors are said to follow in {cursor.left:,} bytes")
+        raise InvalidFile(f"{tensors:,} tensors are said to follow in {cursor.left:,} bytes")
     listed = [_tensor(cursor) for _ in range(tensors)]
     alignment = metadata.get(ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise Broken(f"{ALIGNMENT} is {alignment}")
+        raise InvalidFile(f"{ALIGNMENT} is {alignment}")
     begin = -(-cursor.at // alignment) * alignment
     return Header(path, metadata, _located(listed, begin, len(data)), data)
 
@@ -125,18 +396,18 @@ def _offsets(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]
         yield key, (kind, cursor.at)
         try:
             cursor.skip(kind)
-        except Broken as error:
-            raise Broken(f"{shown(key)}: {error}") from None
+        except InvalidFile as error:
+            raise InvalidFile(f"{quote(key)}: {error}") from None
 
 
-def _tensor(cursor: Cursor) -> Tensor:
+def _tensor(cursor: Cursor) -> TensorInfo:
     """The next of the list; its offset counts from where the weights begin."""
     name = cursor.string()
     if len(name.encode()) > LONGEST_NAME or not name.isprintable():
-        raise Broken(f"{shown(name)} is no name of a tensor")
+        raise InvalidFile(f"{quote(name)} is no name of a tensor")
     dimensions = cursor.u32()
     if not 1 <= dimensions <= DIMENSIONS:
-        raise Broken(f"{name} has {dimensions} dimensions")
+        raise InvalidFile(f"{name} has {dimensions} dimensions")
     shape = tuple(cursor.u64() for _ in range(dimensions))[::-1]
     number = cursor.u32()
     offset = cursor.u64()
@@ -144,23 +415,25 @@ def _tensor(cursor: Cursor) -> Tensor:
     # Of a type that cannot be decoded the size is not known; who asks for the tensor is told.
     values, size = BLOCKS.get(kind, (1, 0))
     if shape[-1] % values or not 0 < math.prod(shape) <= MOST_VALUES:
-        raise Broken(f"{name} is {kind} with the shape {list(shape)}")
-    return Tensor(name, kind, shape, offset, math.prod(shape) // values * size)
+        raise InvalidFile(f"{name} is {kind} with the shape {list(shape)}")
+    return TensorInfo(name, kind, shape, offset, math.prod(shape) // values * size)
 
 
-def _located(listed: list[Tensor], begin: int, size: int) -> dict[str, Tensor]:
+def _located(listed: list[TensorInfo], begin: int, size: int) -> dict[str, TensorInfo]:
     """With offsets from the file's begin. All lie in the file, and none in another."""
-    located: dict[str, Tensor] = {}
+    located: dict[str, TensorInfo] = {}
     for tensor in listed:
         offset = begin + tensor.offset
         if offset + tensor.nbytes > size:
-            raise Broken(
+            raise InvalidFile(
                 f"truncated: {tensor.name} ends at byte {offset + tensor.nbytes:,} of {size:,}"
             )
-        located[tensor.name] = Tensor(tensor.name, tensor.type, tensor.shape, offset, tensor.nbytes)
+        located[tensor.name] = TensorInfo(
+            tensor.name, tensor.type, tensor.shape, offset, tensor.nbytes
+        )
     if len(located) < len(listed):
-        raise Broken("a tensor stands in it twice")
+        raise InvalidFile("a tensor stands in it twice")
     for left, right in pairwise(sorted(located.values(), key=lambda tensor: tensor.offset)):
         if left.offset + left.nbytes > right.offset:
-            raise Broken(f"{left.name} and {right.name} lie on each other")
+            raise InvalidFile(f"{left.name} and {right.name} lie on each other")
     return located

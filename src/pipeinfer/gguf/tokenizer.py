@@ -6,13 +6,25 @@ Knows metadata that was read already, and no file. Byte-level BPE ("gpt2") and S
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
-from pipeinfer.gguf.merges import Merge, listed_merges, scored_merges
-from pipeinfer.gguf.pre_tokenizers import PreTokenizer, read_pre_tokenizer
-from pipeinfer.gguf.values import Metadata, read_flag, read_text, shown, wrong
-from pipeinfer.gguf.vocabulary import NAMED, TYPES, Kind, Vocabulary, read_vocabulary
+from pipeinfer.gguf.header import (
+    Metadata,
+    metadata_error,
+    quote,
+    read_flag,
+    read_index,
+    read_integers,
+    read_numbers,
+    read_text,
+    read_texts,
+)
 from pipeinfer.settings import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MODEL = "tokenizer.ggml.model"
 BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
@@ -66,10 +78,10 @@ def tokenizer_config(metadata: Metadata) -> Json:
 def _model(metadata: Metadata) -> str:
     model = read_text(metadata, MODEL)
     if model is None:
-        raise wrong(MODEL, "missing")
+        raise metadata_error(MODEL, "missing")
     if model not in (BYTE_LEVEL, SENTENCE_PIECE):
         known = f"{BYTE_LEVEL}, {SENTENCE_PIECE}"
-        raise wrong(MODEL, f"{shown(model)} is not known, only: {known}")
+        raise metadata_error(MODEL, f"{quote(model)} is not known, only: {known}")
     return model
 
 
@@ -185,8 +197,8 @@ def _check_bytes(vocabulary: Vocabulary) -> None:
     texts = {f"<0x{byte:02X}>" for byte in range(256)}
     for number in vocabulary.of_kinds(frozenset((Kind.BYTE,))):
         if vocabulary.tokens[number] not in texts:
-            text = shown(vocabulary.tokens[number])
-            raise wrong(TYPES, f"{number} is a byte but reads {text}")
+            text = quote(vocabulary.tokens[number])
+            raise metadata_error(TYPES, f"{number} is a byte but reads {text}")
 
 
 def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Json:
@@ -283,3 +295,289 @@ def _template(vocabulary: Vocabulary, ends: _Ends) -> Json | None:
 
 def _special(text: str | None) -> list[Json]:
     return [] if text is None else [{"SpecialToken": {"id": text, "type_id": 0}}]
+
+
+MERGES = "tokenizer.ggml.merges"
+SCORES = "tokenizer.ggml.scores"
+# Bounds the memory that a lying file can ask for; the known vocabularies have two merges a token.
+MERGES_A_TOKEN = 32
+
+Merge = tuple[str, str]
+
+
+def listed_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
+    """The pairs in the file's list, which spells each as two tokens with a space between.
+
+    Raises ConfigurationError where a part or what they become is no token.
+    """
+    tokens, ids = vocabulary.tokens, vocabulary.ids
+    merges: dict[Merge, None] = {}
+    for number, merge in enumerate(read_texts(metadata, MERGES)):
+        # The space that divides is never the first character: that one belongs to a token.
+        cut = merge.find(" ", 1)
+        if cut < 0:
+            raise metadata_error(MERGES, f"entry {number} is not two tokens: {quote(merge)}")
+        left, right = ids.get(merge[:cut]), ids.get(merge[cut + 1 :])
+        if left is None or right is None or tokens[left] + tokens[right] not in ids:
+            raise metadata_error(MERGES, f"entry {number} names an unknown token: {quote(merge)}")
+        # Of equal ones the first counts. The vocabulary's own texts take no further memory.
+        merges.setdefault((tokens[left], tokens[right]))
+    return list(merges)
+
+
+def scored_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
+    """All pairs that make a token, in the order in which SentencePiece would join them: higher
+    scores first, then lower ids; among the pairs of a token, those with the longer left part.
+
+    Source: SentencePiece's BPE (https://aclanthology.org/D18-2012/), which takes the pair that
+    makes the token with the highest score. Only ordinary tokens take part: text cannot become a
+    control or byte token by merging. Time: linear in the characters of the vocabulary, each
+    copied at most vocabulary.LONGEST times. Raises ConfigurationError.
+    """
+    scores = read_numbers(metadata, SCORES, len(vocabulary.tokens))
+    order = vocabulary.of_kinds(ORDINARY)
+    order.sort(key=scores.__getitem__, reverse=True)
+    # Each text by itself: a part that was cut out is exchanged for the vocabulary's own.
+    known = {vocabulary.tokens[number]: vocabulary.tokens[number] for number in order}
+    most = MERGES_A_TOKEN * len(vocabulary.tokens)
+    merges: list[Merge] = []
+    for number, token in zip(order, known, strict=True):
+        vocabulary.check_length(number)
+        for cut in range(len(token) - 1, 0, -1):
+            left = known.get(token[:cut])
+            if left is not None:
+                right = known.get(token[cut:])
+                if right is not None:
+                    merges.append((left, right))
+        if len(merges) > most:
+            raise metadata_error(TOKENS, f"more than {most} pairs of tokens make another token")
+    return merges
+
+
+PRE = "tokenizer.ggml.pre"
+
+# Parts of the expressions below.
+_ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"
+_ANY_ENDINGS = rf"(?i:{_ENDINGS})"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+# Words in which capitals come first: "camelCase" is two.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_CAPITALS = rf"{_LEAD}{_UPPER}*{_LOWER}+%s|{_LEAD}{_UPPER}+{_LOWER}*%s"
+_PATH_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+_GPT2 = rf"{_ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_ANY_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}"
+_QWEN2 = rf"{_ANY_ENDINGS}|{_WORD}|\p{{N}}|{_SIGNS}|{_LINES}"
+_QWEN35 = (
+    rf"{_ANY_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}"
+)
+_TEKKEN = rf"{_CAPITALS % ('', '')}|\p{{N}}|{_PATH_SIGNS}|{_LINES}"
+_GPT4O = (
+    rf"{_CAPITALS % (_ANY_ENDINGS + '?', _ANY_ENDINGS + '?')}"
+    rf"|\p{{N}}{{1,3}}|{_PATH_SIGNS}|{_LINES}"
+)
+_SEED_CODER = rf"{_ANY_ENDINGS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _LINES
+)
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# Letters that have upper and lower case, as DeepSeek's first tokenizers list them.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
+    "\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd"
+    "\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d"
+    "\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec"
+    "\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b"
+    "\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787"
+    "\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_FULL_WIDTH = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+
+
+class PreTokenizer(NamedTuple):
+    """`splits`: expressions in Oniguruma's words; each cuts the pieces that the one before it left
+    into matches and what lies between them. `whole_words`: a piece that is a token needs no merges.
+    `add_bos`: unless the file says otherwise. `nfc`: the model was given composed characters."""
+
+    splits: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+_RULES: dict[tuple[str, ...], PreTokenizer] = {
+    ("default",): PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    ("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "jais"): PreTokenizer((_GPT2,)),
+    ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"): PreTokenizer(
+        (r"\p{N}", _GPT2)
+    ),
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (
+        PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True)
+    ),
+    ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): PreTokenizer((_LLAMA3,)),
+    ("qwen2",): PreTokenizer((_QWEN2,), nfc=True),
+    ("deepseek-r1-qwen", "kormo", "megrez", "stablelm2"): PreTokenizer((_QWEN2,)),
+    ("qwen35",): PreTokenizer((_QWEN35,), nfc=True),
+    ("tekken",): PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
+    ("gpt-4o", "llama4", "kanana2"): PreTokenizer((_GPT4O,)),
+    ("deepseek-llm",): PreTokenizer(
+        (r"[\r\n]", rf"\s?[{_CASED}]+", _FULL_WIDTH, r"\s+$", _HAN, r"\p{N}+")
+    ),
+    ("deepseek-coder",): PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    ("deepseek-v3", "hunyuan-dense"): PreTokenizer((r"\p{N}{1,3}", _KANA, _DEEPSEEK3)),
+    ("falcon",): PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    ("seed-coder",): PreTokenizer((_SEED_CODER,)),
+    ("poro-chat", "bloom", "gpt3-finnish"): PreTokenizer((_BLOOM,)),
+    ("viking",): PreTokenizer((_BLOOM, r"\p{N}")),
+}
+PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
+
+
+def read_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
+    """The rule that the file names. Raises ConfigurationError for a name that is absent or not
+    known: any other rule would give the model tokens that it was not trained on."""
+    name = read_text(metadata, PRE)
+    if name is None:
+        raise metadata_error(PRE, "missing")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise metadata_error(PRE, f"{quote(name)} is not known, only: {known}")
+    return PRE_TOKENIZERS[name]
+
+
+TOKENS = "tokenizer.ggml.tokens"
+TYPES = "tokenizer.ggml.token_type"
+# What tokenizer_config.json calls a token, and the key of its id. The file format spells
+# "separator" so.
+NAMED = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
+# Bounds on the work and memory that a lying file can ask for. SentencePiece's tokens have 16
+# characters unless its trainer was told otherwise, and a vocabulary some thousand added tokens.
+LONGEST = 512  # characters of a token that is looked for, or made from others
+MOST_ADDED = 1 << 20  # characters of all tokens that are looked for
+
+
+class Kind(IntEnum):
+    """The numbers in `tokenizer.ggml.token_type`."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Found in a text before anything else splits it; of these, USER_DEFINED ones are shown to users.
+ADDED = frozenset((Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED))
+# Made from shorter ones. Files that give no kind to a token mean an ordinary token.
+ORDINARY = frozenset((Kind.UNDEFINED, Kind.NORMAL))
+
+
+class Vocabulary(NamedTuple):
+    """`tokens`: all different, by id. `kinds`: of the same length, each a Kind. `ids`: the id of
+    each token. `named`: ids by the names of tokenizer_config.json, as far as the file has them."""
+
+    tokens: list[str]
+    kinds: list[int]
+    ids: dict[str, int]
+    named: dict[str, int]
+
+    def of_kinds(self, kinds: frozenset[Kind]) -> list[int]:
+        """The ids of all tokens of one of these kinds, ascending."""
+        return [number for number, kind in enumerate(self.kinds) if kind in kinds]
+
+    def added(self) -> list[int]:
+        """The ids of the tokens that are looked for in a text. Raises ConfigurationError where
+        they are too long to be meant."""
+        numbers = self.of_kinds(ADDED)
+        for number in numbers:
+            self.check_length(number)
+        if sum(len(self.tokens[number]) for number in numbers) > MOST_ADDED:
+            raise metadata_error(
+                TYPES, f"control and user-defined tokens exceed {MOST_ADDED} characters"
+            )
+        return numbers
+
+    def check_length(self, number: int) -> None:
+        """Raises ConfigurationError for a token of more than LONGEST characters."""
+        size = len(self.tokens[number])
+        if size > LONGEST:
+            raise metadata_error(TOKENS, f"{number} has {size} characters, more than {LONGEST}")
+
+
+def read_vocabulary(metadata: Metadata) -> Vocabulary:
+    """Raises ConfigurationError for keys that are absent, contradict each other or lie."""
+    tokens = read_texts(metadata, TOKENS)
+    if not tokens:
+        raise metadata_error(TOKENS, "empty")
+    if "" in tokens:
+        # Nothing can be encoded as an empty token, but its id needs some text.
+        tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(n for n, token in enumerate(tokens) if ids[token] != n)
+        other = ids[tokens[twice]]
+        raise metadata_error(TOKENS, f"{twice} and {other} are the same, {quote(tokens[twice])}")
+    kinds = read_integers(metadata, TYPES, len(tokens))
+    unknown = set(kinds) - set(Kind)
+    if unknown:
+        raise metadata_error(TYPES, f"a token's type must be one of 0 to 6, not {min(unknown)}")
+    return Vocabulary(tokens, kinds, ids, _named(metadata, len(tokens)))
+
+
+def _named(metadata: Metadata, size: int) -> dict[str, int]:
+    found = {name: read_index(metadata, key, size) for name, key in NAMED.items()}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+class _Added(TypedDict):
+    content: str
+    special: bool
+    normalized: bool
+
+
+def load_tokenizer(metadata: Metadata) -> Tokenizer:
+    """What `Tokenizer.from_str` makes of `tokenizer_json`, without writing the vocabulary as JSON,
+    which would take twice as long. Raises ConfigurationError."""
+    from tokenizers import AddedToken, Tokenizer, models  # most readers of a file need none
+
+    parts = tokenizer_json(metadata)
+    model = cast(dict[str, object], parts["model"])
+    added = cast(list[_Added], parts["added_tokens"])
+    rest = {**parts, "model": {**model, "vocab": {}, "merges": []}, "added_tokens": []}
+    given = {key: value for key, value in model.items() if value is not None and key != "type"}
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(rest))
+        tokenizer.model = models.BPE(**given)  # pyright: ignore[reportArgumentType]
+        tokenizer.add_tokens(
+            [
+                AddedToken(
+                    token["content"], special=token["special"], normalized=token["normalized"]
+                )
+                for token in added
+            ]
+        )
+    except Exception as error:  # the library raises bare Exception
+        raise metadata_error(MODEL, f"cannot be built: {error}") from None
+    return tokenizer

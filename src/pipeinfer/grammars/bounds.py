@@ -14,24 +14,36 @@ from pipeinfer.params import StructuredOutputs
 
 # Chains of references recurse in the compiler, and no limit of its own counts them. So much text
 # holds chains of a few thousand, which STACK in compiling.py survives.
-MOST_BYTES = 64 * 1024
+MAX_GRAMMAR_BYTES = 64 * 1024
 # Levels of brackets outside of strings in a JSON schema, and of any brackets in the other forms.
 # The compiler refuses objects that are nested 62 deep; each level of objects takes two here.
-MOST_DEPTH = 128
-MOST_GBNF = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
+MAX_GRAMMAR_DEPTH = 128
+MAX_GBNF_LETTERS = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
 # Why an engine does not take a grammar now, which another time it may.
-FULL = "the grammars in use leave no memory for another one; try again later"
+NO_GRAMMAR_MEMORY = "the grammars in use leave no memory for another one; try again later"
+# Of the stack that a validation has; an engine's thread has twice as much (compiling.py).
+VALIDATION_STACK_BYTES = 32 * 1024 * 1024
 FORMS = ("json", "regex", "choice", "grammar")
 # Units of work (work.py) from which on a mask is costly: engines report it, and schedulers count
 # it. Of ambiguous rules so many take 0.05 to 0.3 ms, of a lexer that is being built about 10 ms.
-COSTLY = 1_000
+COSTLY_MASK_UNITS = 1_000
 
 # What a JSON schema within a grammar would tell the compiler, which would let white space go on
 # without end. Of schemas by themselves it is replaced.
-OPTIONS = "x-guidance"
+COMPILER_OPTIONS = "x-guidance"
 _ESCAPES = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 _OPEN, _CLOSE = "[{(", "]})"
+
+
+class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
+    """What the vocabulary is made of, see compiling.Vocabulary; `stack`: bytes, to compile with."""
+
+    tokenizer: str
+    width: int
+    end_ids: tuple[int, ...]
+    known_ids: tuple[int, ...]
+    stack: int = VALIDATION_STACK_BYTES
 
 
 class GrammarError(ValueError):
@@ -55,13 +67,13 @@ def check(spec: StructuredOutputs) -> str:
     text = getattr(spec, form)
     _check_bytes(form, len(text.encode()))
     if form == "grammar":
-        if "::=" in text and len(text) > MOST_GBNF:
-            raise GrammarError(f"a GBNF grammar may have at most {MOST_GBNF} letters")
-        if OPTIONS in _ESCAPES.sub(_unescaped, text):
-            raise GrammarError(f"{OPTIONS} is the server's: a grammar must not have it")
+        if "::=" in text and len(text) > MAX_GBNF_LETTERS:
+            raise GrammarError(f"a GBNF grammar may have at most {MAX_GBNF_LETTERS} letters")
+        if COMPILER_OPTIONS in _ESCAPES.sub(_unescaped, text):
+            raise GrammarError(f"{COMPILER_OPTIONS} is the server's: a grammar must not have it")
     depth = _depth(text, strings=form == "json")
-    if depth > MOST_DEPTH:
-        raise GrammarError(f"{form} is nested deeper than {MOST_DEPTH} levels")
+    if depth > MAX_GRAMMAR_DEPTH:
+        raise GrammarError(f"{form} is nested deeper than {MAX_GRAMMAR_DEPTH} levels")
     return form
 
 
@@ -88,8 +100,8 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _check_bytes(form: str, size: int) -> None:
-    if size > MOST_BYTES:
-        raise GrammarError(f"{form} has {size} bytes, at most {MOST_BYTES} are served")
+    if size > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"{form} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are served")
 
 
 def _depth(text: str, strings: bool) -> int:

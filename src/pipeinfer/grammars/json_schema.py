@@ -13,24 +13,25 @@ from dataclasses import dataclass
 from itertools import combinations, islice, permutations
 from typing import cast
 
-from pipeinfer.grammars.lookaround import spelled, without_lookaround
+from pipeinfer.grammars.regex import to_compiler_dialect, without_lookaround
 from pipeinfer.grammars.schema_facts import (
     DEFINITIONS,
-    MOST_STEPS,
+    MAX_REFERENCE_STEPS,
     REMARKS,
-    Facts,
     Schema,
+    SchemaFacts,
     different,
     exactly,
     fits,
     listed,
+    malformed,
     named,
+    normalized,
     split,
     type_of,
     types,
     values,
 )
-from pipeinfer.grammars.schema_shapes import malformed, tidied
 from pipeinfer.json_values import JsonObject, JsonValue
 
 # Formats of strings that the compiler knows. JSON Schema lets others be ignored.
@@ -38,15 +39,15 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
      "unknown")
 )  # fmt: skip
-MOST_ARRAYS = 400  # of a set, written out
-MOST_ALTERNATIVES = 64  # that are compared, each with each
-MOST_BRANCHES = 8  # of dependencies, and items that an array must contain
+MAX_SET_ARRAYS = 400  # of a set, written out
+MAX_ALTERNATIVES = 64  # that are compared, each with each
+MAX_BRANCHES = 8  # of dependencies, and items that an array must contain
 EXACT = 2**53  # whole numbers up to here are themselves in the compiler's float64
 LEAST_INT64, LARGEST_INT64 = -(2**63), 2**63 - 1
-LEAST_HELD = LEAST_INT64 + 1024  # the next float64: the compiler cannot count to LEAST_INT64
+LEAST_COMPILABLE = LEAST_INT64 + 1024  # the next float64: the compiler cannot count to LEAST_INT64
 
 # What the compiler holds, and where references point to. All else is dealt with here.
-_HELD = frozenset(
+_SUPPORTED = frozenset(
     ("anyOf", "oneOf", "allOf", "$ref", "const", "enum", "type", "items", "additionalItems",
      "prefixItems", "minItems", "maxItems", "properties", "additionalProperties",
      "patternProperties", "required", "minProperties", "maxProperties", "minLength", "maxLength",
@@ -65,35 +66,37 @@ _DEFINED = re.compile(r"#/(?:\$defs|definitions)/[^/]*$")
 
 
 @dataclass(frozen=True)
-class Held:
+class CompilableSchema:
     """`schema`: to be compiled. `left_out`: keywords that it does not hold an answer to, each with
     its place, such as "uniqueItems at properties.tags". `malformed`: those of them whose values are
     no JSON Schema."""
 
     schema: JsonObject | bool
-    left_out: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
     malformed: tuple[str, ...] = ()
 
 
-def held(schema: JsonObject | bool, closed: bool = True, narrow: bool = False) -> Held:
+def compilable_schema(
+    schema: JsonObject | bool, closed: bool = True, narrow: bool = False
+) -> CompilableSchema:
     """`schema` in the compiler's words. `closed`: objects have no properties but those that are
     named, unless `additionalProperties` or its like is given. `narrow`: rather less is allowed than
     left out. Raises GrammarError if it is too large."""
     if isinstance(schema, bool):
-        return Held(schema)
-    rewriting = _Rewriting(schema, closed, narrow)
+        return CompilableSchema(schema)
+    rewriting = _SchemaRewriter(schema, closed, narrow)
     made = rewriting.whole(schema)
-    return Held(made, tuple(rewriting.left_out), tuple(rewriting.malformed))
+    return CompilableSchema(made, tuple(rewriting.unsupported), tuple(rewriting.malformed))
 
 
-class _Rewriting:
+class _SchemaRewriter:
     """Of one schema, part by part. Each part is a copy that is changed."""
 
     def __init__(self, root: JsonObject, closed: bool, narrow: bool) -> None:
-        self._facts = Facts(root)
+        self._facts = SchemaFacts(root)
         self._closed = closed
         self._narrow = narrow
-        self.left_out: dict[str, None] = {}
+        self.unsupported: dict[str, None] = {}
         self.malformed: dict[str, None] = {}
         self._moved: dict[str, str] = {}  # names of definitions, by what refers to them
 
@@ -110,14 +113,14 @@ class _Rewriting:
         """`within`: it is about the same value as the schema around it, which closes the object."""
         if isinstance(given, bool):
             return given
-        self._facts.look()
+        self._facts.count_visit()
         if not isinstance(given, dict):
-            self._bad("schema", at)
+            self._note_malformed("schema", at)
             return True
-        made, more = tidied(given), list[Schema]()  # what holds beside it
+        made, more = normalized(given), list[Schema]()  # what holds beside it
         for key in malformed(made):
             del made[key]
-            self._bad(key, at)
+            self._note_malformed(key, at)
         if self._closed and not within and "additionalProperties" not in made:
             self._close(made, self._facts.names(made))
         self._literals(made, at)
@@ -134,9 +137,9 @@ class _Rewriting:
         self._unevaluated(made)
         for key in _UNKNOWN:
             if key in made:
-                self._leave(key, at)
+                self._note_unsupported(key, at)
         self._reference(made, at)
-        made = {key: value for key, value in made.items() if key in _HELD}
+        made = {key: value for key, value in made.items() if key in _SUPPORTED}
         if more:
             made["allOf"] = [*listed(made, "allOf"), *more]
         self._inner(made, at, within)
@@ -161,11 +164,11 @@ class _Rewriting:
                     for i, part in enumerate(listed(made, key))
                 ]
 
-    def _leave(self, key: str, at: str) -> None:
-        self.left_out[f"{key} at {at}" if at else key] = None
+    def _note_unsupported(self, key: str, at: str) -> None:
+        self.unsupported[f"{key} at {at}" if at else key] = None
 
-    def _bad(self, key: str, at: str) -> None:
-        self._leave(key, at)
+    def _note_malformed(self, key: str, at: str) -> None:
+        self._note_unsupported(key, at)
         self.malformed[f"{key} at {at}" if at else key] = None
 
     def _reference(self, made: JsonObject, at: str) -> None:
@@ -173,16 +176,16 @@ class _Rewriting:
         to = made.get("$ref")
         if not isinstance(to, str):
             return
-        if self._facts.found(to):
+        if self._facts.has_reference(to):
             if to.startswith("#/") and not _DEFINED.match(to):
                 name = self._moved.setdefault(to, f"moved-{len(self._moved)}")
                 made["$ref"] = f"#/$defs/{name}"
             return
         del made["$ref"]
         if to.startswith("#"):
-            self._bad("$ref", at)
+            self._note_malformed("$ref", at)
         else:
-            self._leave("$ref", at)
+            self._note_unsupported("$ref", at)
 
     # ------------------------------------------------------------------------------------- scalars
 
@@ -193,7 +196,7 @@ class _Rewriting:
             if some is not None and any(map(_rounded, some)):
                 made.setdefault("type", cast(JsonValue, sorted(set(map(type_of, some)))))
                 del made[key]
-                self._leave(key, at)
+                self._note_unsupported(key, at)
 
     def _numbers(self, made: JsonObject, at: str) -> None:
         """Limits that are no float64, or beyond what the compiler counts to."""
@@ -205,10 +208,10 @@ class _Rewriting:
             if whole and key == "maximum" and limit == LARGEST_INT64:
                 continue
             if whole and key == "minimum" and limit == LEAST_INT64 and self._narrow:
-                made[key] = LEAST_HELD
+                made[key] = LEAST_COMPILABLE
             elif abs(limit) > (LARGEST_INT64 if whole else EXACT) or _rounded(limit):
                 del made[key]
-                self._leave(key, at)
+                self._note_unsupported(key, at)
 
     def _text(self, made: JsonObject, more: list[Schema], at: str) -> None:
         """Formats that are unknown say nothing; what looks ahead is said by several patterns."""
@@ -222,7 +225,7 @@ class _Rewriting:
             for other in patterns[1:]:
                 more.append({"pattern": other})
             if not whole:
-                self._leave("pattern", at)
+                self._note_unsupported("pattern", at)
         if "patternProperties" in made:
             made["patternProperties"] = self._by_pattern(made, at)
 
@@ -234,7 +237,7 @@ class _Rewriting:
             if patterns:
                 plain[patterns[0]] = part
             if len(patterns) != 1 or not whole:
-                self._leave("patternProperties", at)
+                self._note_unsupported("patternProperties", at)
         return plain
 
     def _negation(self, made: JsonObject) -> None:
@@ -275,16 +278,16 @@ class _Rewriting:
         if "oneOf" not in made:
             return
         closed = self._closed and not within and "properties" not in made
-        if name := self._facts.tag(branches):
+        if name := self._facts.discriminator(branches):
             must: Schema = {"required": [name]}
             branches = [
                 branch if name in self._facts.required(branch) else _both(branch, must)
                 for branch in branches
             ]
-        elif len(branches) > MOST_ALTERNATIVES or not all(
-            self._facts.apart(one, other, closed) for one, other in combinations(branches, 2)
+        elif len(branches) > MAX_ALTERNATIVES or not all(
+            self._facts.are_disjoint(one, other, closed) for one, other in combinations(branches, 2)
         ):
-            self._leave("oneOf", at)
+            self._note_unsupported("oneOf", at)
         del made["oneOf"]
         if "anyOf" in made:
             more.append({"anyOf": branches})
@@ -304,7 +307,7 @@ class _Rewriting:
             rest = {key: value for key, value in part.items() if key not in _CONDITION}
             branches = self._branches(made, part)
             if branches is None:
-                self._leave("if", at)
+                self._note_unsupported("if", at)
             elif branches:
                 rest["allOf"] = [*listed(rest, "allOf"), {"anyOf": branches}]
             if rest:
@@ -367,10 +370,10 @@ class _Rewriting:
         if part is None:
             return
         if "maxContains" in made:
-            self._leave("maxContains", at)
+            self._note_unsupported("maxContains", at)
         if least == 0:
             del made["contains"]
-        elif isinstance(least, int) and 0 < least <= MOST_BRANCHES and types(made) == {"array"}:
+        elif isinstance(least, int) and 0 < least <= MAX_BRANCHES and types(made) == {"array"}:
             items, given = made.get("items", True), made.get("minItems", 0)
             if "prefixItems" not in made and not isinstance(items, list):
                 del made["contains"]
@@ -417,9 +420,9 @@ class _Rewriting:
             if least == 1 and shut:
                 more.append({"anyOf": [{"required": [name]} for name in known]})
             else:
-                self._leave("minProperties", at)
+                self._note_unsupported("minProperties", at)
         if isinstance(most, int) and not (shut and most >= len(known)):
-            self._leave("maxProperties", at)
+            self._note_unsupported("maxProperties", at)
 
     def _dependencies(self, made: JsonObject, more: list[Schema], at: str) -> None:
         """What a property asks for is there, or the property is not."""
@@ -428,8 +431,8 @@ class _Rewriting:
             for name, part in named(made, key).items():
                 asked.append((name, {"required": part} if isinstance(part, list) else part))
             made.pop(key, None)
-        if len(asked) > MOST_BRANCHES:
-            self._leave("dependentRequired", at)
+        if len(asked) > MAX_BRANCHES:
+            self._note_unsupported("dependentRequired", at)
             return
         for name, part in asked:
             there: Schema = {"required": [name], "allOf": [part]}
@@ -471,7 +474,7 @@ class _Rewriting:
     def _written_out(self, part: Schema, level: int = 0) -> Schema:
         """Without references: a definition by itself is closed to what stands beside it."""
         target = self._facts.resolved(part)
-        if not isinstance(target, dict) or target is part or level > MOST_STEPS:
+        if not isinstance(target, dict) or target is part or level > MAX_REFERENCE_STEPS:
             return part
         made = {key: value for key, value in target.items() if key not in DEFINITIONS}
         for key in ("allOf", "anyOf", "oneOf"):
@@ -498,7 +501,7 @@ def _list(made: JsonObject, some: list[JsonValue]) -> None:
 def _patterns(pattern: str) -> tuple[list[str], bool]:
     """As without_lookaround, in the compiler's dialect; perhaps none."""
     patterns, whole = without_lookaround(pattern)
-    each = [spelled(one) for one in patterns]
+    each = [to_compiler_dialect(one) for one in patterns]
     return [one for one in each if one is not None], whole and None not in each
 
 
@@ -520,7 +523,7 @@ def _arrays(some: list[JsonValue], least: int, most: int) -> list[JsonValue] | N
     for ways in (permutations, combinations):
         many = range(least, min(most, len(unique)) + 1)
         every = (list(array) for count in many for array in ways(unique, count))
-        found: list[JsonValue] = list(islice(every, MOST_ARRAYS + 1))
-        if len(found) <= MOST_ARRAYS:
+        found: list[JsonValue] = list(islice(every, MAX_SET_ARRAYS + 1))
+        if len(found) <= MAX_SET_ARRAYS:
             return found
     return None

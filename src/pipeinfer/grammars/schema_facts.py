@@ -6,7 +6,8 @@ Knows JSON Schema's words; changes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import cast
 from urllib.parse import unquote
@@ -22,8 +23,8 @@ REMARKS = frozenset(
 VALUES = REMARKS | {"const", "enum", "type"}
 DEFINITIONS = ("$defs", "definitions")
 ALTERNATIVES = ("anyOf", "oneOf")
-MOST_STEPS = 16  # from one reference to the next, and of schemas within schemas
-MOST_LOOKS = 20_000  # at a schema, each of 3 microseconds
+MAX_REFERENCE_STEPS = 16  # from one reference to the next, and of schemas within schemas
+MAX_SCHEMAS_VISITED = 20_000  # at a schema, each of 3 microseconds
 
 Schema = JsonValue
 
@@ -122,23 +123,23 @@ def _text(value: JsonValue) -> str:
     return json.dumps(value)
 
 
-class Facts:
+class SchemaFacts:
     """Of schemas within one, `root`, in which references are looked up."""
 
     def __init__(self, root: JsonObject) -> None:
         self._root = root
         self._looks = 0
 
-    def look(self) -> None:
+    def count_visit(self) -> None:
         """Counts. Raises GrammarError where schemas within schemas are too many."""
         self._looks += 1
-        if self._looks > MOST_LOOKS:
+        if self._looks > MAX_SCHEMAS_VISITED:
             raise GrammarError("the schema has too many parts that are about the same values")
 
     def resolved(self, schema: Schema) -> Schema:
         """What a reference stands for, if nothing that matters stands beside it."""
-        for _ in range(MOST_STEPS):
-            self.look()
+        for _ in range(MAX_REFERENCE_STEPS):
+            self.count_visit()
             if not isinstance(schema, dict) or not isinstance(to := schema.get("$ref"), str):
                 break
             if not to.startswith("#") or set(schema) - {"$ref"} - REMARKS:
@@ -159,7 +160,7 @@ class Facts:
             found = found.get(key) if isinstance(found, dict) else None
         return found
 
-    def found(self, to: str) -> bool:
+    def has_reference(self, to: str) -> bool:
         """Whether the compiler finds what a reference names. Parts with an address of their own
         are found by it, which is not looked into here."""
         if to == "#" or (to.startswith("#/") and isinstance(self.at(to), dict | bool)):
@@ -180,20 +181,20 @@ class Facts:
                 parts += part
         return False
 
-    def together(self, schema: Schema, level: int = 0) -> Iterator[JsonObject]:
+    def all_of(self, schema: Schema, level: int = 0) -> Iterator[JsonObject]:
         """The schema and those that a value must fit as well, by allOf and references."""
         schema = self.resolved(schema)
-        if isinstance(schema, dict) and level < MOST_STEPS:
+        if isinstance(schema, dict) and level < MAX_REFERENCE_STEPS:
             yield schema
             for part in listed(schema, "allOf"):
-                yield from self.together(part, level + 1)
+                yield from self.all_of(part, level + 1)
             if "$ref" in schema:
-                yield from self.together({"$ref": schema["$ref"]}, level + 1)
+                yield from self.all_of({"$ref": schema["$ref"]}, level + 1)
 
     def properties(self, schema: Schema) -> dict[str, list[JsonValue]]:
         """The schemas that a value of each property must fit, by its name."""
         found: dict[str, list[JsonValue]] = {}
-        for part in self.together(schema):
+        for part in self.all_of(schema):
             for name, one in named(part, "properties").items():
                 found.setdefault(name, []).append(one)
         return found
@@ -208,19 +209,19 @@ class Facts:
 
     def required(self, schema: Schema) -> set[str]:
         """Names of properties that must be there."""
-        each = (name for part in self.together(schema) for name in listed(part, "required"))
+        each = (name for part in self.all_of(schema) for name in listed(part, "required"))
         return {name for name in each if isinstance(name, str)}
 
     def types(self, schema: Schema) -> set[str]:
         """That a value must be one of; none where nothing is known."""
         found: set[str] = set()
-        for part in self.together(schema):
+        for part in self.all_of(schema):
             more = types(part)
             if more:
                 found = (_wide(found) & _wide(more)) if found else more
         return found
 
-    def apart(self, one: Schema, other: Schema, closed: bool) -> bool:
+    def are_disjoint(self, one: Schema, other: Schema, closed: bool) -> bool:
         """Whether certainly no value fits both. `closed`: objects that are open by themselves, and
         not by a word for that, have no properties but those that are named."""
         one, other = self.resolved(one), self.resolved(other)
@@ -234,14 +235,14 @@ class Facts:
         kinds, others = self.types(one), self.types(other)
         if kinds and others and not _wide(kinds) & _wide(others):
             return True
-        return kinds == others == {"object"} and self._objects_apart(one, other, closed)
+        return kinds == others == {"object"} and self._objects_disjoint(one, other, closed)
 
-    def _objects_apart(self, one: JsonObject, other: JsonObject, closed: bool) -> bool:
+    def _objects_disjoint(self, one: JsonObject, other: JsonObject, closed: bool) -> bool:
         first, second = self.properties(one), self.properties(other)
         needs, wants = self.required(one), self.required(other)
         for name in (needs | wants) & set(first) & set(second):
             pairs = ((a, b) for a in first[name] for b in second[name])
-            if any(self.apart(a, b, closed) for a, b in pairs):
+            if any(self.are_disjoint(a, b, closed) for a, b in pairs):
                 return True
         lacking, missing = bool(needs - set(second)), bool(wants - set(first))
         if lacking and other.get("additionalProperties") is False:
@@ -251,7 +252,7 @@ class Facts:
         shut = closed and None not in (self.names(one), self.names(other))
         return shut and lacking and missing
 
-    def tag(self, branches: list[JsonValue]) -> str:
+    def discriminator(self, branches: list[JsonValue]) -> str:
         """A property whose values tell all the branches apart; "" if there is none."""
         each = [self.properties(branch) for branch in branches]
         for name in each[0] if each else ():
@@ -275,7 +276,7 @@ class Facts:
             return
         opening = any(key in schema for key in _OPENING)
         opening = opening or schema.get("additionalProperties", False) is not False
-        if opening or level > MOST_STEPS or (level and "unevaluatedProperties" in schema):
+        if opening or level > MAX_REFERENCE_STEPS or (level and "unevaluatedProperties" in schema):
             yield None
             return
         own = named(schema, "properties")
@@ -300,3 +301,92 @@ _OPENING = ("patternProperties", "propertyNames")
 def _wide(kinds: set[str]) -> set[str]:
     """A whole number is a number."""
     return kinds | {"integer"} if "number" in kinds else kinds
+
+
+TYPES = frozenset(("null", "boolean", "object", "array", "number", "string", "integer"))
+ValueTest = Callable[[JsonValue], bool]
+
+
+def _is_schema(value: JsonValue) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_schema_list(value: JsonValue) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_object(value: JsonValue) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number(value: JsonValue) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: JsonValue) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 == value % 1
+    )
+
+
+def _is_string(value: JsonValue) -> bool:
+    return isinstance(value, str)
+
+
+def _is_string_list(value: JsonValue) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_type(value: JsonValue) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, str) and each in TYPES for each in value)
+    return isinstance(value, str) and value in TYPES
+
+
+_SHAPES: dict[str, ValueTest] = {
+    "type": _is_type,
+    "enum": lambda value: isinstance(value, list),
+    "required": _is_string_list,
+    "items": lambda value: isinstance(value, dict | bool | list),
+    # Draft 4 says true and false, of minimum and maximum.
+    "exclusiveMinimum": lambda value: isinstance(value, bool) or _is_number(value),
+    "exclusiveMaximum": lambda value: isinstance(value, bool) or _is_number(value),
+    "multipleOf": lambda value: _is_number(value) and isinstance(value, int | float) and value > 0,
+    **dict.fromkeys(
+        ("properties", "patternProperties", "$defs", "definitions", "dependentRequired",
+         "dependentSchemas", "dependencies"), _is_object
+    ),
+    **dict.fromkeys(
+        ("additionalItems", "additionalProperties", "not", "if", "then", "else", "contains",
+         "propertyNames", "unevaluatedItems", "unevaluatedProperties"), _is_schema
+    ),
+    **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _is_schema_list),
+    **dict.fromkeys(("minimum", "maximum"), _is_number),
+    **dict.fromkeys(
+        ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties",
+         "minContains", "maxContains"), _is_count
+    ),
+    **dict.fromkeys(("pattern", "format", "$ref", "$anchor", "$id", "id", "$schema"), _is_string),
+}  # fmt: skip
+_WHOLE = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_DRAFT = re.compile(r"https?://json-schema\.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?")
+
+
+def malformed(schema: JsonObject) -> list[str]:
+    """Keywords of it whose values are none of theirs."""
+    return [key for key, shape in _SHAPES.items() if key in schema and not shape(schema[key])]
+
+
+def normalized(schema: JsonObject) -> JsonObject:
+    """A copy that says the same in the way that the compiler reads: counts as integers, and no name
+    of a dialect that it does not have."""
+    made = dict(schema)
+    for key in _WHOLE:
+        if isinstance(count := made.get(key), float):
+            made[key] = int(count)
+    draft = made.pop("$schema", None)
+    if isinstance(draft, str) and _DRAFT.fullmatch(draft):
+        made["$schema"] = (
+            ("https" if "/20" in draft else "http") + "://" + draft.partition("://")[2]
+        )
+    return made

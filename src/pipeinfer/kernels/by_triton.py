@@ -10,7 +10,7 @@ import torch
 from pipeinfer.kernels import gumbel, offers
 from pipeinfer.kernels.edits import edit
 from pipeinfer.kernels.expand import expand, write_words
-from pipeinfer.kernels.interface import Knobs
+from pipeinfer.kernels.interface import SamplingTensors
 from pipeinfer.kernels.masks import mask
 from pipeinfer.kernels.scores import own_keys, scores, survey, tell
 
@@ -30,28 +30,28 @@ __all__ = [
 
 
 def sample(
-    logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncate: bool
+    logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool
 ) -> torch.Tensor:
     """See interface.py, here and below."""
     return gumbel.sample(
         logits,
-        knobs["temperature"],
-        knobs["top_k"],
-        knobs["top_p"],
-        knobs["min_p"],
-        knobs["seed"],
-        knobs["sample_positions"],
+        sampling["temperature"],
+        sampling["top_k"],
+        sampling["top_p"],
+        sampling["min_p"],
+        sampling["seed"],
+        sampling["sample_positions"],
         truncate=truncate,
         last_token=last_token,
-        slots=knobs["write_slots"],
+        slots=sampling["write_slots"],
     )
 
 
-def offer(logits: torch.Tensor, knobs: Knobs, first_id: int) -> torch.Tensor:
+def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
     return offers.offer(
-        logits, knobs["temperature"], knobs["seed"], knobs["sample_positions"], first_id
+        logits, sampling["temperature"], sampling["seed"], sampling["sample_positions"], first_id
     )
 
 
-def choose(made: torch.Tensor, knobs: Knobs, last_token: torch.Tensor) -> torch.Tensor:
-    return offers.choose(made, knobs["temperature"], last_token, knobs["write_slots"])
+def choose(made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor) -> torch.Tensor:
+    return offers.choose(made, sampling["temperature"], last_token, sampling["write_slots"])

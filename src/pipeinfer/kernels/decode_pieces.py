@@ -36,7 +36,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class DecodeTiles:
     """How rows are cut: into at most `extra` pieces more than there are rows, into at most `splits`
     each, and not below `least` tokens.
 
@@ -165,12 +165,12 @@ def _cut(
         tl.store(pieces + rest * WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
 
 
-def most_pieces(rows: int, cut: Cut, seats: int = 0) -> int:
+def most_pieces(rows: int, cut: DecodeTiles, seats: int = 0) -> int:
     """Of so many rows, of which `seats` share a piece of a run; 0: they have no runs."""
     return rows + cut.extra + most_of_runs(rows, cut, seats)
 
 
-def most_of_runs(rows: int, cut: Cut, seats: int) -> int:
+def most_of_runs(rows: int, cut: DecodeTiles, seats: int) -> int:
     """Pieces of runs, which stand before all others."""
     return cut.parts + packing.MOST_RUNS + rows // seats if seats else 0
 
@@ -189,7 +189,7 @@ def room_for_runs(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.
 def cut_rows(
     lengths: torch.Tensor,
     pieces: torch.Tensor,
-    cut: Cut,
+    cut: DecodeTiles,
     window: int | None = None,
     runs: Runs | None = None,
     seats: int = 0,
@@ -222,7 +222,7 @@ def cut_rows(
 
 
 def cut_rows_reference(
-    lengths: torch.Tensor, cut: Cut, window: int | None = None
+    lengths: torch.Tensor, cut: DecodeTiles, window: int | None = None
 ) -> list[tuple[int, int, int, int, int]]:
     """(row, first token, token after the last, first piece of the row, its pieces) of all pieces
     in order, in plain Python."""

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.tables import NOBODY, BySlot, Expanded, Rows
+from pipeinfer.kernels.tables import NO_LOGITS, BySlot, DeviceStep
 
 BLOCK = 1024  # tokens, pages or words that a program writes at a time
 MOST_PROGRAMS = 8  # that share one row, or what is to be written
-_NOBODY = tl.constexpr(NOBODY)
+_NO_LOGITS = tl.constexpr(NO_LOGITS)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _sample(
 ):  # fmt: skip
     """One entry for sampling, the row's or nobody's, if there is any."""
     entry = tl.load(its_entry)
-    real, any = entry >= 0, entry != _NOBODY
+    real, any = entry >= 0, entry != _NO_LOGITS
     at = tl.where(real, entry, -1 - entry)
     slot = tl.where(real, slot, slots - 1)
     tl.store(last + at, tl.where(real, token, 0), mask=any)
@@ -145,19 +145,18 @@ def _expand(
                     sample_positions, fields, slot_count, entry_count, WIDE, NARROW)  # fmt: skip
 
 
-def expand(
-    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
-) -> None:
-    count, capacity = len(rows.counts), len(out.positions)
-    prompts, width = len(out.prompt_offsets) - 1, held.table.shape[1]
+def expand(step: DeviceStep, held: BySlot, page_size: int) -> None:
+    count, capacity = len(step.counts), len(step.positions)
+    width, listed = held.table.shape[1], step.lists_pages
     shares = min(triton.cdiv(max(capacity, width), BLOCK), MOST_PROGRAMS)
     _expand[(count + 1, shares)](
-        rows.slots, rows.starts, rows.counts, rows.entries, rows.tokens,
+        step.slots, step.starts, step.counts, step.logits_rows, step.tokens,
         held.table, held.fields, held.last_token,
-        out.positions, out.places, out.ids, out.offsets, out.prompt_offsets, out.lengths,
-        out.last_page, out.begins, out.listed, out.gathered, out.last, out.write_slots,
-        out.sample_positions, out.fields,
-        count, capacity, len(out.listed), len(held.table), width, count - prompts, base,
-        count - len(out.gathered), len(out.last), PAGE=page_size, PAD=padding,
-        LISTED=len(out.listed) > 0, WIDE=held.wide, NARROW=held.narrow, BLOCK=BLOCK, num_warps=4,
+        step.positions, step.slot_mapping, step.input_ids, step.qo_indptr, step.prefill_qo_indptr,
+        step.seq_lens, step.last_page_len, step.kv_indptr, step.kv_indices, step.block_table,
+        step.logits_indices, step.write_slots, step.sample_positions, step.sampling_words,
+        count, capacity, len(step.kv_indices), len(held.table), width, step.shape.decodes,
+        step.query_base, count - len(step.block_table), step.num_logits, PAGE=page_size,
+        PAD=step.padding, LISTED=listed, WIDE=held.wide, NARROW=held.narrow, BLOCK=BLOCK,
+        num_warps=4,
     )  # fmt: skip

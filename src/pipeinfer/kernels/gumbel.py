@@ -127,7 +127,7 @@ def sample(
     """int64 [S, 2], of each row how many tokens it gave and which, from logits [S, vocab] (float32,
     bfloat16 or float16, unit last stride).
 
-    Parameters [S] on the device, as in steps/step.py; seeds int64, the bits of the uint64.
+    Parameters [S] on the device, as in step.py; seeds int64, the bits of the uint64.
     truncate False promises that no row has top_k, top_p or min_p, and saves two launches. A row
     with a NaN, or whose maximum is not finite, gives none, and its id is 0. With last_token int64
     and slots int [S], last_token[slots[r]] becomes row r's id. No synchronisation.

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.int4_layout import BLOCK_WORDS, EACH, RUN
-from pipeinfer.kernels.int4_tiles import Cut
+from pipeinfer.kernels.int4_tiles import Int4Tiles
 from pipeinfer.kernels.prefetch import prefetch
 
 COLUMNS = tl.constexpr(RUN)
@@ -202,7 +202,7 @@ def few_rows(
     x: torch.Tensor,
     numbers: torch.Tensor,
     kept: torch.Tensor,
-    cut: Cut,
+    cut: Int4Tiles,
     bias: torch.Tensor | None = None,
     arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -17,7 +17,7 @@ WIDE = 256  # tiles of 128 columns: two for each multiprocessor
 
 
 @dataclass(frozen=True)
-class Cut:
+class Int4Tiles:
     """Of one program: rows, columns of the result, `runs` of the depth at a time; `splits` programs
     share a tile's depth."""
 
@@ -30,23 +30,27 @@ class Cut:
 
 
 @lru_cache(maxsize=1024)
-def cut(rows: int, width: int, depth: int) -> Cut | None:
+def cut(rows: int, width: int, depth: int) -> Int4Tiles | None:
     """For x [rows, depth] and weights [width, depth], of whole tiles and runs; None: not here."""
     runs, tiles = depth // RUN, width // COLUMNS
     if rows <= 8 and width // 128 >= WIDE and width % 128 == 0 and runs % 4 == 0:
-        return Cut(8, 128, 1, 4)
+        return Int4Tiles(8, 128, 1, 4)
     if rows <= 16:
         splits = _splits(runs, tiles, ENOUGH)
-        return Cut(16, COLUMNS, 2 if runs // splits % 2 == 0 else 1, splits)
+        return Int4Tiles(16, COLUMNS, 2 if runs // splits % 2 == 0 else 1, splits)
     if rows <= 32:
         splits = _splits(runs, tiles, ENOUGH)
         if splits == 1 and runs % 2 == 0:
-            return Cut(32, COLUMNS, 2, 1)
-        return Cut(32, COLUMNS, 1, splits, stages=4)
+            return Int4Tiles(32, COLUMNS, 2, 1)
+        return Int4Tiles(32, COLUMNS, 1, splits, stages=4)
     if rows <= 64:
-        return Cut(64, COLUMNS, 2, 2) if runs % 4 == 0 else Cut(64, COLUMNS, 1, 1, stages=4)
+        return (
+            Int4Tiles(64, COLUMNS, 2, 2)
+            if runs % 4 == 0
+            else Int4Tiles(64, COLUMNS, 1, 1, stages=4)
+        )
     if rows <= FEW:
-        return Cut(FEW, COLUMNS, 1, _splits(runs, tiles, ENOUGH // 4), stages=4)
+        return Int4Tiles(FEW, COLUMNS, 1, _splits(runs, tiles, ENOUGH // 4), stages=4)
     return None
 
 

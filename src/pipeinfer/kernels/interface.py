@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.tables import BySlot, EditsBySlot, Expanded, Rows
+from pipeinfer.kernels.tables import BySlot, DeviceStep, EditsBySlot
 
-# Of S entries, by name: the fields of engine/fields.py, a seed as the bits of the uint64;
-# sample_positions, write_slots: int64.
-Knobs = Mapping[str, torch.Tensor]
+# Sampling tensors of S rows of logits, by name: the fields of engine/step_builder.py, a seed as the
+# bits of the uint64; sample_positions, write_slots: int64.
+SamplingTensors = Mapping[str, torch.Tensor]
 
 
 class Kernels(Protocol):
@@ -26,15 +26,8 @@ class Kernels(Protocol):
         int32 [2n], of which no two have one index and different values."""
         ...
 
-    def expand(
-        self, rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded, /
-    ) -> None:
-        """Fills `out` from a step's rows and what lies in their slots.
-
-        padding: tokens and keys, 0 or 1, of a row that is nobody's; they are id 0 at position 0,
-        nowhere, and so are the tokens of `out` past the last row's. `out` must hold R rows; with
-        room in `listed` for the pages of all of them, or for none.
-        """
+    def expand(self, step: DeviceStep, held: BySlot, page_size: int, /) -> None:
+        """Fills what DeviceStep says from what was uploaded of the step and lies in its slots."""
         ...
 
     def edit(
@@ -58,7 +51,12 @@ class Kernels(Protocol):
         ...
 
     def sample(
-        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncate: bool, /
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingTensors,
+        last_token: torch.Tensor,
+        truncate: bool,
+        /,
     ) -> torch.Tensor:
         """int64 [S, 2], of each row how many tokens it gave and which, from logits [S, vocab]; ids
         also go to last_token at `write_slots`. A row with a NaN, or whose maximum is not finite,
@@ -66,14 +64,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def offer(self, logits: torch.Tensor, knobs: Knobs, first_id: int, /) -> torch.Tensor:
+    def offer(
+        self, logits: torch.Tensor, sampling: SamplingTensors, first_id: int, /
+    ) -> torch.Tensor:
         """What a rank offers for rows of logits [S, share], those of ids `first_id` and following:
         one row of numbers each, which only `choose` reads. For rows that nothing truncates.
         """
         ...
 
     def choose(
-        self, offers: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, /
+        self, offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, /
     ) -> torch.Tensor:
         """As `sample`, from the offers of all ranks [ranks, S, ...]; of equal scores the lowest
         id."""

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.moe_align import Alignment, align
-from pipeinfer.kernels.moe_tiles import Cut, Tiles, tiles
+from pipeinfer.kernels.moe_tiles import MoeTiles, Tiles, tiles
 from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.scaled_dot import (
     BY_BLOCK,
@@ -381,7 +381,7 @@ def weighted_products(
     return out
 
 
-def of_cut(cut: Cut) -> dict[str, int]:
+def of_cut(cut: MoeTiles) -> dict[str, int]:
     """The options of one product."""
     options = {"COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": cut.turned}
     return options | {"num_warps": cut.warps, "num_stages": cut.stages}

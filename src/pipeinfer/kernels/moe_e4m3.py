@@ -23,7 +23,7 @@ from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.fp8 import LEAST_SCALE
 from pipeinfer.kernels.moe import ahead, of_cut, tile_of
 from pipeinfer.kernels.moe_align import Alignment, align
-from pipeinfer.kernels.moe_tiles import Cut, Tiles, rounded_tiles
+from pipeinfer.kernels.moe_tiles import MoeTiles, Tiles, rounded_tiles
 from pipeinfer.kernels.rounding import Room, round_parts_reference, store_tile
 from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
 from pipeinfer.kernels.triton_e4m3 import as_seen
@@ -203,7 +203,7 @@ def weighted_products(
     return out
 
 
-def _options(matrices: Scaled, plan: Alignment, cut: Cut, group: int) -> dict[str, int]:
+def _options(matrices: Scaled, plan: Alignment, cut: MoeTiles, group: int) -> dict[str, int]:
     """What both products are launched with. BLOCKS: with a scale of their own, in a row of a
     matrix; 0 where rows have one."""
     weight, scale = matrices

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cut:
+class MoeTiles:
     """Of one product: columns, and `depth` at a time.
 
     turned: weights are the first operand, of which tensor cores take 64 rows or more at their full
@@ -29,8 +29,8 @@ class Tiles:
     """Of both products: rows (pairs) of a tile; `group` tiles of rows share columns in L2."""
 
     rows: int
-    gate_up: Cut
-    down: Cut
+    gate_up: MoeTiles
+    down: MoeTiles
     group: int = 8
 
 
@@ -38,39 +38,39 @@ MANY = float("inf")
 # Up to which mean number of pairs an expert gets, which tiles. Weights bound small steps,
 # arithmetic large ones.
 PLAIN: tuple[tuple[float, Tiles], ...] = (
-    (0.06, Tiles(16, Cut(64, 128, 4, 4), Cut(128, 128, 4, 4, turned=True))),
-    (0.25, Tiles(16, Cut(32, 256, 4, 3), Cut(256, 64, 4, 3, turned=True))),
-    (8, Tiles(16, Cut(32, 256, 4, 3), Cut(64, 128, 4, 3, turned=True))),
-    (24, Tiles(32, Cut(128, 128, 8, 2), Cut(128, 64, 4, 5))),
-    (48, Tiles(64, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 4, 2))),
-    (128, Tiles(128, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 3))),
-    (MANY, Tiles(128, Cut(128, 64, 8, 3), Cut(128, 64, 8, 3))),
+    (0.06, Tiles(16, MoeTiles(64, 128, 4, 4), MoeTiles(128, 128, 4, 4, turned=True))),
+    (0.25, Tiles(16, MoeTiles(32, 256, 4, 3), MoeTiles(256, 64, 4, 3, turned=True))),
+    (8, Tiles(16, MoeTiles(32, 256, 4, 3), MoeTiles(64, 128, 4, 3, turned=True))),
+    (24, Tiles(32, MoeTiles(128, 128, 8, 2), MoeTiles(128, 64, 4, 5))),
+    (48, Tiles(64, MoeTiles(64, 64, 4, 3, turned=True), MoeTiles(128, 64, 4, 2))),
+    (128, Tiles(128, MoeTiles(64, 64, 4, 3, turned=True), MoeTiles(128, 64, 8, 3))),
+    (MANY, Tiles(128, MoeTiles(128, 64, 8, 3), MoeTiles(128, 64, 8, 3))),
 )
 # Of weights in MXFP4, not measured yet; depth divides 128, the columns of a word of exponents. The
 # compiler itself turns these, and loads ahead what it does not load ahead where they are turned.
 FOUR_BITS: tuple[tuple[float, Tiles], ...] = (
-    (16, Tiles(16, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
-    (32, Tiles(32, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
-    (128, Tiles(64, Cut(128, 128, 8, 3), Cut(128, 128, 8, 3))),
-    (MANY, Tiles(128, Cut(128, 64, 8, 3), Cut(128, 128, 8, 3))),
+    (16, Tiles(16, MoeTiles(64, 128, 4, 4), MoeTiles(64, 128, 4, 4))),
+    (32, Tiles(32, MoeTiles(64, 128, 4, 4), MoeTiles(64, 128, 4, 4))),
+    (128, Tiles(64, MoeTiles(128, 128, 8, 3), MoeTiles(128, 128, 8, 3))),
+    (MANY, Tiles(128, MoeTiles(128, 64, 8, 3), MoeTiles(128, 128, 8, 3))),
 )
 # Of weights in e4m3; depth and columns divide 128, the side of a block that shares a scale.
 EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
-    (0.06, Tiles(16, Cut(64, 128, 4, 4), Cut(128, 128, 4, 4))),
-    (0.5, Tiles(16, Cut(64, 128, 8, 3), Cut(128, 128, 4, 4))),
-    (16, Tiles(16, Cut(128, 128, 4, 3), Cut(128, 128, 4, 4))),
-    (32, Tiles(32, Cut(64, 128, 4, 3, turned=True), Cut(64, 128, 4, 3, turned=True))),
-    (128, Tiles(64, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 4))),
-    (MANY, Tiles(128, Cut(64, 64, 4, 3), Cut(64, 64, 4, 4, turned=True))),
+    (0.06, Tiles(16, MoeTiles(64, 128, 4, 4), MoeTiles(128, 128, 4, 4))),
+    (0.5, Tiles(16, MoeTiles(64, 128, 8, 3), MoeTiles(128, 128, 4, 4))),
+    (16, Tiles(16, MoeTiles(128, 128, 4, 3), MoeTiles(128, 128, 4, 4))),
+    (32, Tiles(32, MoeTiles(64, 128, 4, 3, turned=True), MoeTiles(64, 128, 4, 3, turned=True))),
+    (128, Tiles(64, MoeTiles(64, 64, 4, 3, turned=True), MoeTiles(128, 64, 8, 4))),
+    (MANY, Tiles(128, MoeTiles(64, 64, 4, 3), MoeTiles(64, 64, 4, 4, turned=True))),
 )
 # Of weights and rows in e4m3; a depth is of what shares a scale in a row.
 ROUNDED: tuple[tuple[float, Tiles], ...] = (
-    (8, Tiles(16, Cut(64, 128, 4, 5, turned=True), Cut(64, 64, 4, 6, turned=True))),
-    (16, Tiles(32, Cut(64, 128, 4, 5, turned=True), Cut(64, 64, 4, 5, turned=True))),
-    (32, Tiles(64, Cut(64, 128, 4, 4), Cut(64, 64, 4, 5))),
-    (64, Tiles(64, Cut(64, 128, 4, 4), Cut(128, 64, 4, 5))),
-    (128, Tiles(64, Cut(64, 128, 4, 4), Cut(128, 64, 4, 4))),
-    (MANY, Tiles(128, Cut(64, 128, 8, 5), Cut(64, 64, 8, 4))),
+    (8, Tiles(16, MoeTiles(64, 128, 4, 5, turned=True), MoeTiles(64, 64, 4, 6, turned=True))),
+    (16, Tiles(32, MoeTiles(64, 128, 4, 5, turned=True), MoeTiles(64, 64, 4, 5, turned=True))),
+    (32, Tiles(64, MoeTiles(64, 128, 4, 4), MoeTiles(64, 64, 4, 5))),
+    (64, Tiles(64, MoeTiles(64, 128, 4, 4), MoeTiles(128, 64, 4, 5))),
+    (128, Tiles(64, MoeTiles(64, 128, 4, 4), MoeTiles(128, 64, 4, 4))),
+    (MANY, Tiles(128, MoeTiles(64, 128, 8, 5), MoeTiles(64, 64, 8, 4))),
 )
 
 BY_BITS = {16: PLAIN, 8: EIGHT_BITS, 4: FOUR_BITS}

@@ -5,36 +5,133 @@ Knows rows, slots and pages as tensors; no request, no kernel and no device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-NOBODY = -(2**31)  # in Rows.entries: the row has no entry
-NOWHERE = -1  # in Expanded.places: keep nothing of this token
+NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled behind the row
+NO_SLOT = -1  # in DeviceStep.slot_mapping: keys and values of this token are not kept
 NO_KEY = -(2**63)  # in a record of scores: no id is there
 GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A step's rows, int32: slots, starts, counts [R], and tokens [T or more], each where it stands
-    in Expanded, -1 for last_token[slot]. A row of count 0 is nobody's: it must have the last slot
-    and start 0.
+@dataclass(frozen=True, order=True)
+class GraphShape:
+    """The size of steps: `tokens` of all rows, `decodes` rows of one token, `prefills` of more.
+    Of a CUDA graph it is the capacity. shares: what decodes begin with in common is read once, by
+    kernels that others need not take."""
 
-    entries [R]: which of the S entries for sampling is the row's; -1 - e: entry e is nobody's;
-    NOBODY: none. Together they name each entry once.
+    tokens: int
+    decodes: int
+    prefills: int
+    shares: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Decode rows, then prefill rows."""
+        return self.decodes + self.prefills
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step on the device: views, of one shape, of buffers at fixed addresses.
+
+    The last of four descriptions of a step: Plan (messages.py), Rows (memory/rows.py), Step
+    (step.py), DeviceStep. R rows, T tokens, P prefill rows and S rows of logits are
+    capacities: in a graph some are padding. Everything is written on the forward stream and read by
+    kernels alone, except by attention backends of the CPU. What the host uploads, int32, as
+    step_buffers.py lays it out and packs it:
+
+    num_changes [1], changes [2n]: so many pairs (index, value) of what changes in SlotState.words
+    before. slots, starts, counts [R]: as in Step; a padding row has the padding slot, which is the
+    last one, start 0 and count 0. logits_rows [R]: which row of logits is the row's; -1 - s: row s
+    is a padding row; NO_LOGITS: none. Together they name each once. tokens [T]: known ids, -1 for
+    last_token[slot]. prefix_leaders, prefix_ranks [R]: as in Step.shared_prefixes, in shapes that
+    share.
+
+    What Kernels.expand makes of them, and of what lies by slot:
+
+    input_ids, positions, slot_mapping int64 [T]: slot_mapping is page * page_size + offset; tokens
+    past the last row's, and of padding rows, are id 0 at position 0 in NO_SLOT. qo_indptr int32
+    [R + 1]: where each row's tokens begin. prefill_qo_indptr int32 [P + 1]: the same of prefill
+    rows, less `query_base`. seq_lens, last_page_len int32 [R]: tokens of a row after the step, and
+    in its last page. kv_indptr int32 [R + 1], kv_indices int32: a row's pages begin at
+    kv_indices[kv_indptr[r]]; `lists_pages`: row after row, else kv_indices is the whole page table
+    of all slots. block_table int32 [n, pages]: pages of the last n rows, for backends that want
+    them by row. logits_indices int64 [S]: the token that a row of logits is computed from.
+    write_slots, sample_positions int64 [S]: where the sampled id goes in last_token, and its
+    position. sampling_words int32: fields of the rows of logits, as BySlot's.
+
+    padded: a graph's, whose rows may be padding. sampling: sampling tensors [S] by name, views of
+    sampling_words, write_slots and sample_positions.
     """
 
+    shape: GraphShape
+    padded: bool
+    num_changes: torch.Tensor
+    changes: torch.Tensor
     slots: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-    entries: torch.Tensor
+    logits_rows: torch.Tensor
     tokens: torch.Tensor
+    prefix_leaders: torch.Tensor | None
+    prefix_ranks: torch.Tensor | None
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    qo_indptr: torch.Tensor
+    prefill_qo_indptr: torch.Tensor
+    seq_lens: torch.Tensor
+    last_page_len: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    block_table: torch.Tensor
+    logits_indices: torch.Tensor
+    write_slots: torch.Tensor
+    sample_positions: torch.Tensor
+    sampling_words: torch.Tensor
+    sampling: Mapping[str, torch.Tensor]
+    lists_pages: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """S: rows of logits."""
+        return len(self.logits_indices)
+
+    @property
+    def every_token(self) -> bool:
+        """Whether each token has the row of logits of its number: in graphs of decodes."""
+        return self.padded and not self.shape.prefills
+
+    @property
+    def padding(self) -> int:
+        """Tokens and keys of a padding row: 1 in a step of decodes, which all have one; 0 beside
+        prompts, where it must not read or write anything."""
+        return int(not self.shape.prefills)
+
+    @property
+    def query_base(self) -> int:
+        """The token from which prefill_qo_indptr counts: of a graph the first one, because how many
+        decode rows are real changes from replay to replay; else the first one behind the decodes.
+        """
+        return 0 if self.padded else self.shape.decodes
+
+    def queries(self, begin: int, end: int) -> torch.Tensor:
+        """[end - begin + 1], where queries of rows begin..end-1 begin, which are the decodes or all
+        the others."""
+        return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
+
+    def rows_of_pages(self, begin: int, end: int) -> torch.Tensor:
+        """int32 [end - begin, pages]: block_table of rows begin..end-1."""
+        missing = len(self.seq_lens) - len(self.block_table)
+        return self.block_table[begin - missing : end - missing]
 
 
 @dataclass(frozen=True)
 class BySlot:
-    """What lies on the device by slot; the last slot is nobody's.
+    """What lies on the device by slot; the last slot is the padding slot.
 
     table: int32 [slots, P]. fields: int32 words, field after field, `wide` of two words a slot and
     then `narrow` of one. last_token: int64 [slots].
@@ -78,32 +175,3 @@ class EditsBySlot:
     counts: torch.Tensor
     words: torch.Tensor
     bans: BansBySlot
-
-
-@dataclass(frozen=True)
-class Expanded:
-    """What a step's kernels index with; R rows, T tokens, S entries and N pages are capacities.
-
-    positions, places (page * page_size + offset), ids: int64 [T]. offsets: int32 [R + 1], where a
-    row's tokens begin; prompt_offsets: int32 [prompts + 1], the same of the rows behind the
-    decodes, less `base`. lengths, last_page: int32 [R], tokens after the step, and in the last
-    page. begins: int32 [R + 1], where a row's pages begin in `listed` int32 [N], row after row, or
-    where that has no room, in the page table of all slots. gathered: int32 [n, P], pages of the
-    last n rows. last: int64 [S], the token that an entry samples behind; write_slots,
-    sample_positions: int64 [S]; fields: as BySlot's, by entry.
-    """
-
-    positions: torch.Tensor
-    places: torch.Tensor
-    ids: torch.Tensor
-    offsets: torch.Tensor
-    prompt_offsets: torch.Tensor
-    lengths: torch.Tensor
-    last_page: torch.Tensor
-    begins: torch.Tensor
-    listed: torch.Tensor
-    gathered: torch.Tensor
-    last: torch.Tensor
-    write_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    fields: torch.Tensor

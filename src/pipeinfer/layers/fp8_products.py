@@ -31,7 +31,7 @@ Many = Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], 
 def fp8_products(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8Products | None:
     """None where such a matrix has to become plain: on this device, or of this size."""
     skinny = _where_it_stays(form, size, placement)
-    return None if skinny is None else Fp8Products(skinny, form.shared == "block")
+    return None if skinny is None else Fp8Products(skinny, form.scale_scope == "block")
 
 
 def fp8_stack(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp8Values | None:
@@ -53,7 +53,7 @@ def products_on(placement: Placement) -> SkinnyProducts | None:
 def _where_it_stays(
     form: Fp8, size: tuple[int, int], placement: Placement
 ) -> SkinnyProducts | None:
-    blocks = form.shared == "block"
+    blocks = form.scale_scope == "block"
     fits = all(side % (SIDE if blocks else MULTIPLE) == 0 for side in size)
     if not fits or (blocks and form.block != (SIDE, SIDE)):
         return None

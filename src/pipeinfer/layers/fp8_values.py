@@ -35,7 +35,7 @@ class Fp8Values:
     def empty(cls, size: tuple[int, ...], form: Fp8, placement: Placement) -> Fp8Values:
         """Not yet filled; `size` ends with rows and columns."""
         *stack, rows, columns = size
-        high, wide = form.block if form.shared == "block" else (1, columns)
+        high, wide = form.block if form.scale_scope == "block" else (1, columns)
         scales = (*stack, -(-rows // high), -(-columns // wide))
         return cls(
             torch.empty(size, dtype=E4M3, device=placement.device),
@@ -50,14 +50,14 @@ class Fp8Values:
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = self.weight.shape
         scale = self.scale
-        if self.form.shared == "block":
+        if self.form.scale_scope == "block":
             high, wide = self.form.block
             scale = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
         return self.weight.float().mul_(scale).to(dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
         """ConfigurationError if rows would leave their block."""
-        if self.form.shared == "block":
+        if self.form.scale_scope == "block":
             high = self.form.block[0]
             if not torch.equal(rows // high, torch.arange(len(rows)) // high):
                 raise ConfigurationError(
@@ -74,12 +74,12 @@ class Fp8Values:
     ) -> Iterator[Source]:
         """ConfigurationError if `slices` cut through a block."""
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
-        if self.form.at_load:
+        if self.form.quantize_at_load:
             rounding = Rounding(self.weight[rows], self.scale[rows], round_rows_closely)
             yield Source(weight, shape, slices, rounding)
             return
         yield Source(weight, shape, slices, self.weight[rows], STORED, dummy=DUMMY_VALUES)
-        if self.form.shared == "block":
+        if self.form.scale_scope == "block":
             high, wide = self.form.block
             total = (-(-shape[0] // high), -(-shape[1] // wide))
             held = (
@@ -87,7 +87,7 @@ class Fp8Values:
                 _blocks(name, slices[1], shape[1], wide),
             )
             target = self.scale[_blocks(name, rows, self.weight.shape[0], high)]
-        elif self.form.shared == "row":
+        elif self.form.scale_scope == "row":
             total, held, target = (shape[0], 1), (slices[0], slice(0, 1)), self.scale[rows]
         else:
             total, held, target = (1,), (slice(0, 1),), self.scale[rows]

@@ -103,7 +103,7 @@ class Placement:
     @property
     def decodes(self) -> bool:
         """Weights become plain as they are loaded."""
-        return self.quantization is None or self.quantization.decoded
+        return self.quantization is None or self.quantization.dequantize_at_load
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""

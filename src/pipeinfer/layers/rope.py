@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope import RopeConfig
 
 
 class Angles(NamedTuple):

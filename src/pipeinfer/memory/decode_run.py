@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.page_table import PageTable
+from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.slot_arrays import SlotArrays
 from pipeinfer.messages import Plan
 
@@ -73,4 +73,5 @@ class DecodeRun:
         self.left -= 1
         if len(growing):
             self.room[growing] += self._page
-        return Rows(self.slots, starts, self._ones, self._yes, self._no, self._no, again=True)
+        ones, yes, no = self._ones, self._yes, self._no
+        return Rows(self.slots, starts, ones, yes, no, no, same_as_previous=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.memory.allocator import PageAllocator
-from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.decode_run import DecodeRun
 from pipeinfer.memory.digest import RunningDigest
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.integrity import check_balance, check_everything
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.prefix_cache import make_cache
+from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.slot_arrays import SlotArrays
 from pipeinfer.messages import Admit, Extend, Plan, Release
 
@@ -41,12 +41,12 @@ class MemoryManager:
         self.cache = make_cache(cache, page_size)
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = SlotArrays(max_slots)
-        self._unseen: list[np.ndarray] = []  # pages, since the last plan
+        self._unverified: list[np.ndarray] = []  # pages, since the last plan
         self.reset()
 
     def reset(self) -> None:
         """Empty slots, empty cache, all pages free, digest 0."""
-        self._unseen += [
+        self._unverified += [
             self.table.own(slot) for slot in np.flatnonzero(self.slots.active).tolist()
         ]
         self.allocator.reset()
@@ -73,13 +73,12 @@ class MemoryManager:
         """Pages of the prefix cache that nobody has locked."""
         return self.cache.evictable
 
-    def apply(self, plan: Plan) -> Applied:
+    def apply(self, plan: Plan) -> Rows:
         """Carries out `plan` in the fixed order: releases, inserts, shares, what a reset forgets,
         matches and locks, extends, evictions and allocations.
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
-        admitted = cached = _NONE
         rows = self._go_on(plan)
         if rows is None:
             slots, counts = self._rows_of(plan)
@@ -91,27 +90,22 @@ class MemoryManager:
             if plan.reset:
                 self._evict(self.evictable)
             cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
-            admitted = np.array([admit.slot for admit in plan.admits], np.int32)
             for extend in plan.extends:
                 self._extend(extend)
             rows = self._advance(slots, counts)
+            rows.cached = cached
+            rows.admitted = np.array([admit.slot for admit in plan.admits], np.int32)
             self._run = None
             if DecodeRun.begins(plan, rows) and not any(map(len, self._prompts_done)):
                 self._run = DecodeRun(plan, rows, self.slots, self.table, self.page_size)
         check_balance(self.allocator, self.cache, self.table)
-        self._note(cached, rows.starts, rows.counts, rows.deferred)
-        unseen, self._unseen = self._unseen, []
-        return Applied(
-            plan.number,
-            rows,
-            admitted,
-            cached,
-            self.free,
-            self.evictable,
-            self.evicted_pages,
-            self._digest.close(),
-            np.concatenate(unseen) if unseen else _NONE,
-        )
+        self._note(rows.cached, rows.starts, rows.counts, rows.deferred)
+        rows.number = plan.number
+        rows.free, rows.evictable, rows.evicted = self.free, self.evictable, self.evicted_pages
+        rows.digest = self._digest.close()
+        if self._unverified:
+            rows.unverified, self._unverified = np.concatenate(self._unverified), []
+        return rows
 
     def check_integrity(self) -> None:
         """Checks every invariant, at the cost of walking everything; raises IntegrityError."""
@@ -141,7 +135,7 @@ class MemoryManager:
         if release.forget:
             given.append(self.cache.forget(tokens, self.slots.salt[slot]))
         if not release.keep:
-            self._unseen += given
+            self._unverified += given
         for pages in given:
             self._give(pages)
         self.table.clear(slot)

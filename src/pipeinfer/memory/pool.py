@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
 Shift = torch.Tensor | None  # float32 [kv_heads, head_dim]: what a layer's keys are stored less

@@ -11,8 +11,7 @@ from typing import cast
 
 import torch
 
-from pipeinfer.checkpoint.architectures import ARCHITECTURES
-from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
 from pipeinfer.layers import moe_backends
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import GATES

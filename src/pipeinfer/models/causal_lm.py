@@ -20,7 +20,7 @@ from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation
 from pipeinfer.layers.rounded import RowRounding, Rows
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 class FeedForward(Protocol):

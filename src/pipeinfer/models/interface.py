@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from pipeinfer.layers.attention import Attend
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 class Vocabulary(Protocol):

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.layers.placement import Source, whole
 from pipeinfer.layers.rope import inverse_frequencies
 from pipeinfer.models.weights import Opened, Stored, open_weights

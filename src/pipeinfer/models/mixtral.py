@@ -1,6 +1,6 @@
 """Mixtral: Mistral with a mixture of experts in every layer; a sliding window is the exception.
 
-Knows no file and no cache; by what names files have the experts is in checkpoint/spellings.py.
+Knows no file and no cache; by what names files have the experts is in checkpoint/safetensors.py.
 Source: https://arxiv.org/abs/2401.04088.
 """
 

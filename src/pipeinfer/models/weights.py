@@ -14,18 +14,14 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers
-from pipeinfer.checkpoint.spellings import respelled
-from pipeinfer.gguf.filename import is_gguf
-from pipeinfer.gguf.header import read_header
-from pipeinfer.gguf.names import Packed, packed_tensors
-from pipeinfer.gguf.quantization import BLOCKS
-from pipeinfer.gguf.weights import WeightFile
+from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_model_names
+from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
+from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.layers.placement import Source
 from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
-Stored = StoredTensor | Packed
+Stored = StoredTensor | GgufTensor
 
 
 class Opened(Protocol):
@@ -42,8 +38,8 @@ def read_stored(checkpoint: Path) -> Mapping[str, Stored]:
     Raises ConfigurationError for a file that is missing, cut or lies.
     """
     if is_gguf(checkpoint):
-        return packed_tensors(read_header(checkpoint))
-    return respelled(read_headers(checkpoint))
+        return model_tensors(read_header(checkpoint))
+    return with_model_names(read_headers(checkpoint))
 
 
 def dtypes(file: Path) -> tuple[str, ...]:
@@ -74,7 +70,7 @@ class _Plain:
         self._stored = stored
 
     def fill(self, source: Source) -> None:
-        within = self._stored[source.name].within
+        within = self._stored[source.name].slice
         slices = source.slices
         if within.index is not None:
             rows, columns = slices

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.outline import read_outline
+from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls

@@ -16,7 +16,7 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline.keywords import asks_nothing
 from pipeinfer.offline.outputs import Asked, RequestError
-from pipeinfer.offline.sampling import AnyParams, public
+from pipeinfer.offline.sampling import AnyParams, public, wrong_types
 from pipeinfer.offline.sampling import SamplingParams as OfCallers
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
 from pipeinfer.packing import pack
@@ -24,6 +24,11 @@ from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
 T = TypeVar("T")
 Message: TypeAlias = Mapping[str, JsonValue]
+# Parts of a message that are texts, and which of their fields is the text.
+TEXT_PARTS = {
+    "text": "text", "input_text": "text", "output_text": "text",
+    "refusal": "refusal", "thinking": "thinking",
+}  # fmt: skip
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 
 
@@ -55,17 +60,25 @@ class Options(TypedDict, total=False):
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several: a text, a dict or a sequence of ids is one."""
+    """One prompt, or several: a text, a dict or a sequence of ids is one. Raises RequestError."""
+    if not isinstance(prompts, (str, Mapping)) and not hasattr(prompts, "__len__"):
+        what = type(prompts).__name__
+        message = f"a prompt is text, a list of token ids or a dict with one of them, not {what}"
+        raise RequestError(message, "prompts")
     if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and _is_id(prompts[0])):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def as_chats(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """One chat, or several."""
-    if len(messages) > 0 and isinstance(messages[0], dict):
-        return [list(messages)]  # type: ignore[arg-type]
-    return [list(chat) for chat in messages]  # type: ignore[arg-type]
+    """One chat, or several. Raises RequestError for what is neither."""
+    many: list[object] = list(messages) if _is_list(messages) else []
+    if many and all(isinstance(one, Mapping) for one in many):
+        return [cast("list[Message]", many)]
+    if not _is_list(messages) or not all(_is_list(chat) for chat in many):
+        form = 'a list of dicts with "role" and "content"'
+        raise RequestError(f"messages are a chat, {form}, or a list of chats", "messages")
+    return [list(chat) for chat in cast("list[Sequence[Message]]", many)]
 
 
 def each_params(given: AnyParams | Sequence[AnyParams], count: int) -> list[AnyParams]:
@@ -125,17 +138,18 @@ def without_texts(given: AnyParams) -> OfCallers:
 
 def checked(given: AnyParams) -> SamplingParams:
     """As stages take them. Raises RequestError for a wrong value or type."""
-    params = given.plain() if isinstance(given, OfCallers) else given
-    if not isinstance(params, SamplingParams):
-        message = f"sampling_params must be SamplingParams, not {type(params).__name__}"
+    if not isinstance(given, (OfCallers, SamplingParams)):
+        message = f"sampling_params must be SamplingParams, not {type(given).__name__}"
         raise RequestError(message, "params")
+    params = given.plain() if isinstance(given, OfCallers) else given
     try:
         params = normalized(params)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     except InvalidParameter as error:
         raise RequestError(str(error), error.param) from None
     except UNSENDABLE as error:
-        raise RequestError(f"{params}: {error}", "params") from None
+        wrong = ", ".join(wrong_types(params)) or str(error)
+        raise RequestError(f"SamplingParams: {wrong}", "params") from None
 
 
 def completion(
@@ -197,7 +211,7 @@ def chat(
     call = Call(
         request_id,
         params,
-        chat=cast(list[JsonObject], list(messages)),
+        chat=[_message(i, one) for i, one in enumerate(messages)],
         template_arguments=cast(JsonObject, arguments or {}),  # looked at when it is packed
         return_prompt_text=True,
         **options,
@@ -245,6 +259,41 @@ def _parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str]:
     if text is None and ids is None:
         raise RequestError('a prompt has "prompt" or "prompt_token_ids"', "prompt")
     return text, ids, salt
+
+
+def _message(i: int, given: Message) -> JsonObject:
+    """With parts that are texts as templates know them. Raises RequestError for what none shows."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise RequestError(f'messages[{i}] must be a dict with a text as its "role"', "messages")
+    content = given.get("content")
+    if isinstance(content, (list, tuple)):
+        parts: list[object] = list(content)
+        shown = [_part(f"messages[{i}].content[{j}]", part) for j, part in enumerate(parts)]
+        return {**given, "content": shown}
+    if content is not None and not isinstance(content, str):
+        what = f"must be a text or a list of parts, not {type(content).__name__}"
+        raise RequestError(f"messages[{i}].content {what}", "messages")
+    return dict(given)
+
+
+def _part(where: str, part: object) -> JsonValue:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    given = dict(cast("Message", part)) if isinstance(part, Mapping) else {}
+    kind = str(given.get("type"))
+    field = TEXT_PARTS.get(kind)
+    if field is None:
+        what = f"a part of type {kind:.60}" if "type" in given else "a part without a type"
+        message = f"{where} is {what}. {TEXTS_ONLY} Say it in a part of type text."
+        raise RequestError(message, "messages")
+    text = given.get(field)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{field} must be a text", "messages")
+    return given if kind == "thinking" else {"type": "text", "text": text}
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _sendable(call: Call, param: str) -> Call:

@@ -7,7 +7,7 @@ request.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -43,6 +43,7 @@ OF_FORMS: Refusals = {
     "whitespace_pattern": (None, "use grammar"),
     "structural_tag": (None, "use grammar, or after for text that goes before"),
 }
+ELSEWHERE = ("logit_bias", "structured_outputs")  # whose types are checked where they are read
 ANY_OBJECT = '{"type":"object"}'
 
 
@@ -51,10 +52,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
     as a dict. regex: a regular expression. choice: one of these texts. grammar: in llguidance's
     Lark, or GBNF. json_object: any JSON object. after: what comes up to this text is free.
 
-    The other fields are vLLM's. RequestError names all that ask for something that there is not.
+    The other fields are vLLM's. RequestError names all that ask for something that there is not,
+    and fields of another type.
     """
 
-    json: Any = None
+    json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -65,7 +67,27 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
     whitespace_pattern: str | None = None
     structural_tag: Any = None
 
+    @classmethod
+    def of(cls, given: object) -> StructuredOutputsParams | params.StructuredOutputs | None:
+        """`given`, of a dict with these fields what it says. Raises RequestError."""
+        fields = params.StructuredOutputs.__struct_fields__
+        if given is None or all(hasattr(given, name) for name in fields):
+            return cast("StructuredOutputsParams | params.StructuredOutputs | None", given)
+        if not isinstance(given, Mapping):
+            what = f"{given!r:.60}" if isinstance(given, str) else type(given).__name__
+            message = f"structured_outputs is StructuredOutputsParams or a dict, not {what}"
+            raise RequestError(message, "structured_outputs")
+        said: dict[str, Any] = {str(name): value for name, value in given.items()}
+        if unknown := [name for name in said if name not in cls.__struct_fields__]:
+            known = ", ".join(cls.__struct_fields__)
+            message = f"structured_outputs has no {', '.join(unknown)}; its fields are {known}"
+            raise RequestError(message, "structured_outputs")
+        return cls(**said)
+
     def __post_init__(self) -> None:
+        if wrong := _wrong_types(self):
+            said = ", ".join(f"structured_outputs.{one}" for one in wrong)
+            raise RequestError(said, "structured_outputs")
         _refuse(self, OF_FORMS, "structured_outputs")
         kinds = ("json", "regex", "choice", "grammar")
         given = [name for name in kinds if getattr(self, name) is not None]
@@ -78,7 +100,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
     def plain(self) -> params.StructuredOutputs:
         """As stages know it."""
         self.__post_init__()  # fields may have been set since
-        json = ANY_OBJECT if self.json_object else self.json
+        json: Any = ANY_OBJECT if self.json_object else self.json
         choice = None if self.choice is None else tuple(self.choice)
         return params.StructuredOutputs(
             json=json, regex=self.regex, choice=choice, grammar=self.grammar, after=self.after
@@ -90,9 +112,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     Up to truncation_side these are the fields of pipeinfer.params.SamplingParams, which says what
     they are. `stop` and `bad_words` may be one text; these, `stop_token_ids` and `logit_bias` may
-    be None. A seed of -1 and a thinking_token_budget of -1 are None; logprobs of True are 1.
-    max_tokens may be 0: the prompt alone is computed, for its prompt_logprobs or for the prefix
-    cache. detokenize: False leaves `text` empty; not with `stop`.
+    be None, and `structured_outputs` a dict of its fields. A seed of -1 and a
+    thinking_token_budget of -1 are None; logprobs of True are 1. max_tokens may be 0: the prompt
+    alone is computed, for its prompt_logprobs or for the prefix cache. detokenize: False leaves
+    `text` empty; not with `stop`.
 
     The other fields are vLLM's, for scripts that give their defaults. RequestError names all that
     ask for something that there is not; values out of range are refused when a call is made.
@@ -116,7 +139,9 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logit_bias: Mapping[int, float] | Mapping[str, float] | None = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputsParams | params.StructuredOutputs | None = None
+    structured_outputs: (
+        StructuredOutputsParams | params.StructuredOutputs | Mapping[str, Any] | None
+    ) = None
     n: int = 1
     allowed_token_ids: Sequence[int] | None = None
     bad_words: str | Sequence[str] | None = ()
@@ -144,6 +169,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         _refuse(self, OF_SAMPLING, "SamplingParams")
+        self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self.seed = None if self.seed == -1 else self.seed
         if self.thinking_token_budget == -1:
             self.thinking_token_budget = None
@@ -193,6 +219,24 @@ AnyParams = SamplingParams | params.SamplingParams
 def public(given: params.SamplingParams) -> SamplingParams:
     """The same for callers, who may change it."""
     return SamplingParams(**{name: getattr(given, name) for name in given.__struct_fields__})
+
+
+def wrong_types(given: AnyParams) -> list[str]:
+    """The fields whose values are of no type that they may have, each with its type and theirs."""
+    names = params.SamplingParams.__struct_fields__
+    return _wrong_types(SamplingParams(**{name: getattr(given, name) for name in names}))
+
+
+def _wrong_types(given: msgspec.Struct) -> list[str]:
+    wrong: list[str] = []
+    for field in msgspec.structs.fields(given):
+        if field.name in ELSEWHERE:
+            continue
+        try:
+            msgspec.convert(getattr(given, field.name), field.type)
+        except msgspec.ValidationError as error:
+            wrong.append(f"{field.name}: {error}")
+    return wrong
 
 
 def _refuse(given: msgspec.Struct, table: Refusals, whole: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeinfer.gguf.filename import is_gguf
+from pipeinfer.gguf.header import is_gguf
+from pipeinfer.text.files import read_tokenizer_config, template_sources
 from pipeinfer.text.loading import load_tokenizer, special_tokens
-from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ from pipeinfer.awake import SuspendAwareClock
 from pipeinfer.beats import FORGET
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
-from pipeinfer.grammars.bounds import FULL
+from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.histogram import Histogram
 from pipeinfer.messages import (
     Abort,
@@ -426,7 +426,9 @@ class SchedulerCore:
 
     def _on_prepared(self, told: Prepared, _now: float) -> None:
         for request in self._planner.on_prepared(told):
-            self._without_grammar(request, told.error, 503 if told.error == FULL else 400)
+            self._without_grammar(
+                request, told.error, 503 if told.error == NO_GRAMMAR_MEMORY else 400
+            )
 
     def _on_admitted(self, admitted: Admitted, now: float) -> None:
         if not self._epochs.running or admitted.epoch != self._epochs.epoch:
@@ -476,7 +478,7 @@ class SchedulerCore:
 
     def _on_row_error(self, request: Request, trouble: str) -> None:
         """A step could give no token of it."""
-        if trouble == FULL:
+        if trouble == NO_GRAMMAR_MEMORY:
             self._without_grammar(request, trouble, 503)
             return
         if trouble is BAD_LOGITS:

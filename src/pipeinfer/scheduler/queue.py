@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from pipeinfer.fair_queue import FairQueue
-from pipeinfer.grammars.bounds import COSTLY
+from pipeinfer.grammars.bounds import COSTLY_MASK_UNITS
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
@@ -495,8 +495,8 @@ class GrammarQueue:
 
 
 # What costly masks may cost in each step on average, where others run, and where nobody else does;
-# in units of work (grammars/work.py). Of ambiguous rules SHARE takes 0.3 to 2 ms of a step, of a
-# lexer that is being built, which ends soon, about 60 ms.
+# in units of cost (grammars/compiling.py). Of ambiguous rules SHARE takes 0.3 to 2 ms of a step,
+# of a lexer that is being built, which ends soon, about 60 ms.
 SHARE = 6_000
 ALONE = 60_000
 REMEMBERED = 128  # grammars with costly masks
@@ -541,7 +541,7 @@ class MaskBudget:
 
     def left_out(self, running: Collection[Request]) -> list[Request]:
         """Those that have no part in the next step, because it cannot pay for their masks."""
-        for request in [r for r in running if r.mask_units >= COSTLY]:
+        for request in [r for r in running if r.mask_units >= COSTLY_MASK_UNITS]:
             self._remember(request)
         if not self._prices:
             return []
@@ -573,7 +573,7 @@ class MaskBudget:
     def _price(self, request: Request) -> int:
         """What a mask of it costs, as far as that is known; 0 if that is not much."""
         if request.mask_units >= 0:
-            return request.mask_units if request.mask_units >= COSTLY else 0
+            return request.mask_units if request.mask_units >= COSTLY_MASK_UNITS else 0
         spec = request.work.params.structured_outputs
         return 0 if spec is None or not self._prices else self._prices.get(spec, 0)
 

@@ -14,7 +14,7 @@ from pipeinfer.params import ThoughtState
 SPACE = " \t\r\n"
 
 
-class Tags(NamedTuple):
+class ThoughtTags(NamedTuple):
     """Texts around the thoughts. `answer`: those around what the model says behind them, which is
     content without them; none if it has no such tags. `never`: what a template has only where
     `answer` stands around something else, such as the results of tools."""
@@ -30,13 +30,13 @@ class Tags(NamedTuple):
         return self.opening, self.closing
 
 
-THINK = Tags("<think>", "</think>")
+THINK = ThoughtTags("<think>", "</think>")
 COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
 # By the names that vLLM has for them. A template shows the first one of which it has all tags of
 # answers, and a tag of thoughts.
-REASONING_PARSERS: dict[str, Tags] = {
-    "hunyuan_a13b": Tags(*THINK.pair, ("<answer>", "</answer>")),
-    "ernie45": Tags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
+REASONING_PARSERS: dict[str, ThoughtTags] = {
+    "hunyuan_a13b": ThoughtTags(*THINK.pair, ("<answer>", "</answer>")),
+    "ernie45": ThoughtTags(*THINK.pair, ("<response>", "</response>"), ("<minimax:tool_call>",)),
     **dict.fromkeys(
         (
             "qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47",
@@ -45,13 +45,13 @@ REASONING_PARSERS: dict[str, Tags] = {
         ),
         THINK,
     ),
-    "seed_oss": Tags("<seed:think>", "</seed:think>"),
-    "mistral": Tags("[THINK]", "[/THINK]"),
-    "minimax_m3": Tags("<mm:think>", "</mm:think>"),
-    "cohere_command3": Tags(*COHERE, ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
-    "cohere_command4": Tags(*COHERE, ("<|START_TEXT|>", "<|END_TEXT|>")),
-    "plamo3": Tags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
-    "granite": Tags("Here is my thought process:", "Here is my response:"),
+    "seed_oss": ThoughtTags("<seed:think>", "</seed:think>"),
+    "mistral": ThoughtTags("[THINK]", "[/THINK]"),
+    "minimax_m3": ThoughtTags("<mm:think>", "</mm:think>"),
+    "cohere_command3": ThoughtTags(*COHERE, ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    "cohere_command4": ThoughtTags(*COHERE, ("<|START_TEXT|>", "<|END_TEXT|>")),
+    "plamo3": ThoughtTags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    "granite": ThoughtTags("Here is my thought process:", "Here is my response:"),
 }  # fmt: skip
 
 
@@ -65,12 +65,12 @@ def parser_of(template: str) -> str:
     return ""
 
 
-def tags_of(parser: str, template: str) -> Tags | None:
+def thought_tags(parser: str, template: str) -> ThoughtTags | None:
     """For a setting that names a parser, "auto" or "none", and the text of a chat template."""
     return REASONING_PARSERS.get(parser_of(template) if parser == "auto" else parser)
 
 
-def left(prompt: str, tags: Tags) -> ThoughtState:
+def thought_state(prompt: str, tags: ThoughtTags) -> ThoughtState:
     """Where a prompt leaves the thoughts of the answer: open where the opening tag comes last, over
     where it ends with the closing tag. One that stands further up belongs to another answer."""
     opened, closed = prompt.rfind(tags.opening), prompt.rfind(tags.closing)
@@ -79,8 +79,17 @@ def left(prompt: str, tags: Tags) -> ThoughtState:
     return "over" if prompt.rstrip(SPACE).endswith(tags.closing) else "before"
 
 
-def spoken(content: JsonValue) -> str:
+def content_text(content: JsonValue) -> str:
     """The text of a message's content, whose parts go on from each other."""
     if isinstance(content, list):
         return "".join(str(part.get("text")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
+
+
+START, END, MESSAGE = "<|start|>", "<|end|>", "<|message|>"
+CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
+RETURN, CALL = "<|return|>", "<|call|>"
+# What ends an answer: its last message, or a call that waits for a result. END does not.
+HARMONY_ENDS = (RETURN, CALL)
+# Of a tokenizer that has the format; <|constrain|> some leave out.
+HARMONY_TOKENS = frozenset((START, END, MESSAGE, CHANNEL, *HARMONY_ENDS))

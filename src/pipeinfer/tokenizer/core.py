@@ -1,8 +1,9 @@
-"""The tokenizer stage without its I/O: requests in, tokenized work out to the chosen group.
+"""The tokenizer without its I/O: requests in, token ids out to the chosen data-parallel group.
 
-Keeps every unfinished request with the group that it went to, so that its end takes the same way
-and a restarted scheduler can be told. Knows no transport, no clock and no model beyond its
-vocabulary and its length.
+Every unfinished request is kept with the group that it was sent to, so that aborts follow it and a
+restarted scheduler gets it again (requests.py). Short prompts are encoded here, long ones and
+grammars by worker processes (workers.py), to which the local events below go. Knows no transport
+and no clock; of the model only its vocabulary and its context length.
 """
 
 from __future__ import annotations
@@ -38,30 +39,103 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.packing import unpack
+from pipeinfer.params import Thoughts, ThoughtState
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
-from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, without
-from pipeinfer.tokenizer.events import Encode, Encoded, EncodeNext, Tried, Try
-from pipeinfer.tokenizer.group_watch import GroupWatch
-from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
-from pipeinfer.tokenizer.routing import Report, Router
-from pipeinfer.tokenizer.verdicts import Verdict, digest
+from pipeinfer.tokenizer.requests import (
+    PendingPrompt,
+    PendingPrompts,
+    RoutedRequest,
+    RoutedRequests,
+    Verdict,
+    first_choice,
+    grammar_digest,
+    without_choice,
+)
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, Router
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
-# Bytes of text up to which a prompt is encoded when it comes.
-AT_ONCE = 1024
-# Bytes up to which it is encoded here, when it is its client's turn. That takes 2 to 3 ms for most
-# texts of this length and 8 ms for the worst (one-letter words). So long everything else waits.
-HERE = 8 * 1024
-GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
+# Bytes of text up to which a prompt is encoded on arrival.
+ENCODE_AT_ONCE_BYTES = 1024
+# Bytes up to which a prompt is encoded in this process, in its client's turn. That takes 2 to 3 ms
+# for most texts of this length and 8 ms for the worst (one-letter words), in which all else waits.
+ENCODE_HERE_BYTES = 8 * 1024
+GRAMMAR_PARAM = "structured_outputs"  # the parameter that a refusal of a grammar names
+
+
+class Encode(Message, frozen=True):
+    """core -> driver: encode the prompt of this request (TokenizerCore.submit_to_encode).
+
+    weight: about how many bytes there are to render and to encode.
+    client: as in Submit.
+    """
+
+    request_id: str
+    attempt: int
+    weight: int
+    client: str = ""
+
+
+class Encoded(Message, frozen=True):
+    """driver -> core: the ids of a prompt, or why the prompt is refused.
+
+    prompt_ids: int32 bytes.
+    status, message, param, code: of the refusal; status 0: none.
+    left, thoughts: thought_state and thoughts of Prompt.
+    """
+
+    request_id: str
+    attempt: int
+    prompt_ids: bytes = b""
+    status: int = 0
+    message: str = ""
+    param: str | None = None
+    code: str | None = None
+    left: ThoughtState = "before"
+    thoughts: Thoughts | None = None
+
+
+class EncodeNext(Message, frozen=True):
+    """core -> driver and back: encode one of the short prompts that wait in the core. The driver
+    gives one back in each turn of its loop, so that other messages come in between."""
+
+
+class Try(Message, frozen=True):
+    """core -> driver: validate the grammar of this request (TokenizerCore.submit_to_validate).
+
+    client: as in Submit.
+    """
+
+    request_id: str
+    attempt: int
+    client: str = ""
+
+
+class Tried(Message, frozen=True):
+    """driver -> core: the verdict on a grammar.
+
+    status, message: why it is not served; status 0: it is served.
+    grammar: digest of the grammar; empty if the verdict holds for this request only.
+    slow: it took so long to compile that other grammars must not wait for it.
+    """
+
+    request_id: str
+    attempt: int
+    status: int = 0
+    message: str = ""
+    grammar: bytes = b""
+    slow: bool = False
 
 
 class TokenizerCore:
-    """Encodes requests and sends each to one scheduler.
+    """Encodes requests and sends each to one scheduler. See core.Core.
 
-    `watch`: over its groups. `eos_ids`: ids that end a request by themselves. `stage` and
-    `incarnation`: of this process. `gateways`: stages that are asked at the start for the requests
-    of the process before this one.
+    encoder: prompts to token ids.
+    router: chooses the group.
+    monitor: which groups are up.
+    eos_ids: ids that end a request by themselves.
+    stage, incarnation: of this process.
+    gateways: stages that are asked at the start for the requests of the process before this one.
     """
 
     __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone
@@ -70,7 +144,7 @@ class TokenizerCore:
         self,
         encoder: PromptEncoder,
         router: Router,
-        watch: GroupWatch,
+        monitor: GroupMonitor,
         eos_ids: tuple[int, ...],
         stage: str = "tokenizer-0",
         incarnation: int = 0,
@@ -78,15 +152,15 @@ class TokenizerCore:
     ) -> None:
         self._encoder = encoder
         self._router = router
-        self._watch = watch
+        self._monitor = monitor
         self._eos_ids = eos_ids
-        self._ledger = Ledger(watch.groups)
-        self._encoding = Encoding()
-        self._here: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
+        self._routed = RoutedRequests(monitor.groups)
+        self._pending = PendingPrompts()
+        self._short_prompts: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
-        self._left = False
-        self._asked: dict[int, float] = {}  # when a group was asked to hand over what it has
+        self._has_left = False
+        self._asked_at: dict[int, float] = {}  # when a group was asked to hand over what it has
         self._counts = dict.fromkeys(
             ("accepted", "encoded", "refused", "moved", "prompt_tokens"), 0
         )
@@ -99,153 +173,155 @@ class TokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._left else "ready", "")
+        return ("draining" if self._draining or self._has_left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         return {
-            "abandoned_total": self._encoding.abandoned,
+            "abandoned_total": self._pending.abandoned,
             **{f"{name}_total": count for name, count in self._counts.items()},
-            "ledger": len(self._ledger),
-            "encoding": len(self._encoding),
+            "ledger": len(self._routed),
+            "encoding": len(self._pending),
             "groups_up": self._router.up,
         }
 
     def idle(self) -> bool:
-        return not len(self._encoding)
+        return not len(self._pending)
 
-    def encoding(self, request_id: str, attempt: int) -> Submit | None:
-        """For the driver: the request that it was told to encode, while somebody wants it."""
-        waiting = self._encoding.get(request_id, attempt)
-        if waiting is None or waiting.submit.choices == (0,):
-            return None if waiting is None else waiting.submit
-        return msgspec.structs.replace(waiting.submit, request_id=request_id, choices=(0,))
+    def submit_to_encode(self, request_id: str, attempt: int) -> Submit | None:
+        """For the driver: the request of an Encode; None if nobody wants it any more."""
+        pending = self._pending.get(request_id, attempt)
+        if pending is None or pending.submit.choices == (0,):
+            return None if pending is None else pending.submit
+        return msgspec.structs.replace(pending.submit, request_id=request_id, choices=(0,))
 
-    def untried(self, request_id: str, attempt: int) -> Submit | None:
-        """For the driver: the request whose grammar it was told to try, while it has no verdict and
-        somebody wants one."""
-        waiting = self._encoding.get(request_id, attempt)
-        untried = waiting is not None and waiting.untried
-        return self.encoding(request_id, attempt) if untried else None
+    def submit_to_validate(self, request_id: str, attempt: int) -> Submit | None:
+        """For the driver: the request of a Try; None if its grammar has a verdict by now, or if
+        nobody wants it any more."""
+        pending = self._pending.get(request_id, attempt)
+        without_verdict = pending is not None and pending.grammar_to_validate
+        return self.submit_to_encode(request_id, attempt) if without_verdict else None
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
-        unknown = None if self._left else self._unknown(event)
+        unknown = None if self._has_left else self._without_known(event)
         if unknown is None:
             return []  # the gateway tells the successor; a repeated one was passed on before
         event = unknown
         if self._draining:
             return self._refuse_all(event, 503, "the server is shutting down")
         # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
-        alone = self._roll_call.complete
+        in_one_group = self._roll_call.complete
         try:
             weight = self._encoder.weigh(event)
         except Rejected as error:
             return self._reject(event, error)
-        prompt, verdict = self._judged(LongPrompt(event, alone))
+        pending, verdict = self._with_verdict(PendingPrompt(event, in_one_group))
         if verdict is None:
-            self._encoding.put(prompt)
-            return [_to_try(prompt)]
+            self._pending.put(pending)
+            return [_validate(pending)]
         if verdict.refusal:
-            return self._refuse_all(event, 400, verdict.refusal, GRAMMAR)
-        if weight > AT_ONCE:
-            self._encoding.put(prompt)
-            return self._in_turn(event, weight)
-        return self._encode(prompt)
+            return self._refuse_all(event, 400, verdict.refusal, GRAMMAR_PARAM)
+        if weight > ENCODE_AT_ONCE_BYTES:
+            self._pending.put(pending)
+            return self._enqueue(event, weight)
+        return self._encode(pending)
 
-    def _judged(self, prompt: LongPrompt) -> tuple[LongPrompt, Verdict | None]:
-        """`prompt` with the first of its grammars that is not refused, and what is known of that;
-        None where it is to be tried."""
-        submit = prompt.submit
+    def _with_verdict(self, pending: PendingPrompt) -> tuple[PendingPrompt, Verdict | None]:
+        """`pending` with the first of its grammars that is not refused, and the verdict on that
+        one; None if the grammar must be validated first."""
+        submit = pending.submit
         spec = None if submit.only_encode else submit.params.structured_outputs
         if spec is None:
-            return prompt, Verdict()
-        grammar = digest(spec)
-        verdict = self._encoding.verdicts.get(grammar)
+            return pending, Verdict()
+        grammar = grammar_digest(spec)
+        verdict = self._pending.verdicts.get(grammar)
         if verdict is None:
-            return replace(prompt, untried=grammar), None
+            return replace(pending, grammar_to_validate=grammar), None
         if verdict.refusal and submit.otherwise is not None:
-            return self._judged(prompt.with_other_grammar(verdict.refusal))
-        return prompt, verdict
+            return self._with_verdict(pending.with_other_grammar(verdict.refusal))
+        return pending, verdict
 
-    def _in_turn(self, event: Submit, weight: int) -> list[Send]:
-        """Its prompt is encoded when it is its client's turn, here or in another process."""
+    def _enqueue(self, event: Submit, weight: int) -> list[Send]:
+        """Has the prompt encoded in its client's turn, here or by a worker process."""
         name = first_choice(event)
-        if weight > HERE:
+        if weight > ENCODE_HERE_BYTES:
             return [Send(LOCAL, "", Encode(name, event.attempt, weight, event.client))]
-        self._here.put(event.client, max(weight, 1), (name, event.attempt))
+        self._short_prompts.put(event.client, max(weight, 1), (name, event.attempt))
         return [Send(LOCAL, "", EncodeNext())]
 
     def _on_encode_next(self, _event: EncodeNext, _now: float) -> list[Send]:
-        """One prompt that somebody wants still."""
-        while len(self._here):
-            name, attempt = self._here.take()
-            waiting = self._encoding.get(name, attempt)
-            if waiting is not None:
-                self._encoding.encoded(name)
-                return self._encode(waiting)
+        """Encodes the next prompt that somebody still wants."""
+        while len(self._short_prompts):
+            name, attempt = self._short_prompts.take()
+            pending = self._pending.get(name, attempt)
+            if pending is not None:
+                self._pending.pop(name)
+                return self._encode(pending)
         return []
 
-    def _encode(self, asked: LongPrompt) -> list[Send]:
+    def _encode(self, pending: PendingPrompt) -> list[Send]:
         try:
-            prompt = self._encoder.prompt(asked.submit)
+            prompt = self._encoder.prompt(pending.submit)
         except Rejected as error:
-            return self._reject(asked.submit, error)
-        return self._pass_on(asked, prompt)
+            return self._reject(pending.submit, error)
+        return self._route(pending, prompt)
 
     def _reject(self, event: Submit, error: Rejected) -> list[Send]:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
     def _on_tried(self, event: Tried, _now: float) -> list[Send]:
-        """The verdict holds for all that wait for one on this grammar."""
+        """Goes on with all requests that wait for a verdict on this grammar."""
         if event.grammar and event.status in (0, 400):
-            # Also where who asked for it has left, who may come again.
-            self._encoding.verdicts.put(event.grammar, Verdict(event.message, event.slow))
-            names = self._encoding.untried(event.grammar)
+            # Also if the client has left meanwhile, who may come again.
+            self._pending.verdicts.put(event.grammar, Verdict(event.message, event.slow))
+            names = self._pending.waiting_for_verdict(event.grammar)
         else:
-            names = [event.request_id] * (self.untried(event.request_id, event.attempt) is not None)
+            names = [event.request_id] * (
+                self.submit_to_validate(event.request_id, event.attempt) is not None
+            )
         out: list[Send] = []
         here = 0
         for name in names:
-            waiting = self._encoding.tried(name)
+            pending = self._pending.end_validation(name)
             status, message = event.status, event.message
             if event.grammar and status == 400:
-                waiting, verdict = self._judged(waiting)
-                self._encoding.waits(name, waiting)
+                pending, verdict = self._with_verdict(pending)
+                self._pending.replace(name, pending)
                 if verdict is None:
-                    out.append(_to_try(waiting))
+                    out.append(_validate(pending))
                     continue
                 status, message = (400, verdict.refusal) if verdict.refusal else (0, "")
-            submit = waiting.submit
+            submit = pending.submit
             weight = 0 if status else self._encoder.weigh(submit)  # which it has passed
             here += weight
-            if weight > AT_ONCE or here > HERE:
-                out += self._in_turn(submit, weight)
+            if weight > ENCODE_AT_ONCE_BYTES or here > ENCODE_HERE_BYTES:
+                out += self._enqueue(submit, weight)
                 continue
-            self._encoding.encoded(name)
+            self._pending.pop(name)
             if status:
-                out += self._refuse_all(submit, status, message, GRAMMAR)
+                out += self._refuse_all(submit, status, message, GRAMMAR_PARAM)
             else:
-                out += self._encode(waiting)
+                out += self._encode(pending)
         return out
 
-    def _unknown(self, event: Submit) -> Submit | None:
-        """`event` with the choices that are not known here yet; None if all are."""
+    def _without_known(self, event: Submit) -> Submit | None:
+        """`event` with the choices that have not come before; None if all have."""
         left: Submit | None = event
-        for name in _names(event):
-            known = self._ledger.knows(name, event.attempt)
-            if left and (known or self._encoding.knows(name, event.attempt)):
-                left = without(left, name)
+        for name in _choice_names(event):
+            known = self._routed.has(name, event.attempt)
+            if left and (known or self._pending.has(name, event.attempt)):
+                left = without_choice(left, name)
         return left
 
     def _on_encoded(self, event: Encoded, _now: float) -> list[Send]:
-        waiting = self._encoding.get(event.request_id, event.attempt)
-        if waiting is None:
+        pending = self._pending.get(event.request_id, event.attempt)
+        if pending is None:
             return []  # it has ended meanwhile, or is the successor's
-        self._encoding.encoded(event.request_id)
+        self._pending.pop(event.request_id)
         if event.status:
             why = (event.status, event.message, event.param, event.code)
-            return self._refuse_all(waiting.submit, *why)
+            return self._refuse_all(pending.submit, *why)
         prompt = Prompt(unpack(event.prompt_ids), event.left, event.thoughts)
-        return self._pass_on(waiting, prompt)
+        return self._route(pending, prompt)
 
     def _refuse_all(
         self,
@@ -255,8 +331,8 @@ class TokenizerCore:
         param: str | None = None,
         code: str | None = None,
     ) -> list[Send]:
-        """Every choice of it."""
-        each = [msgspec.structs.replace(event, request_id=name) for name in _names(event)]
+        """Refuses every choice of the request."""
+        each = [msgspec.structs.replace(event, request_id=name) for name in _choice_names(event)]
         return [s for one in each for s in self._refuse(one, status, message, param, code)]
 
     def _refuse(
@@ -279,32 +355,34 @@ class TokenizerCore:
         )
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
-    def _pass_on(self, asked: LongPrompt, prompt: Prompt) -> list[Send]:
-        """To a group, all choices to one."""
-        event, alone = asked.submit, asked.alone
-        names, ids = _names(event), prompt.ids
+    def _route(self, pending: PendingPrompt, prompt: Prompt) -> list[Send]:
+        """Chooses a group and sends all choices there."""
+        event, in_one_group = pending.submit, pending.in_one_group
+        names, ids = _choice_names(event), prompt.ids
         for name in names:
-            self._encoding.forget(name)  # an attempt before this one
+            self._pending.discard(name)  # an attempt before this one
         self._counts["prompt_tokens"] += len(ids)
         if event.only_encode:
             self._counts["encoded"] += len(names)
-            return [self._accepted(asked, prompt, -1)]
-        routed = event.group in self._watch.groups
+            return [self._accepted(pending, prompt, -1)]
+        routed = event.group in self._monitor.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
-            self._router.sent(event.group, *request) if routed else self._router.choose(*request)
+            self._router.record_sent(event.group, *request)
+            if routed
+            else self._router.choose(*request)
         )
         for name in names[1:]:
-            self._router.follows(name, group, event.params.max_tokens)
+            self._router.add_follower(name, group, event.params.max_tokens)
         self._counts["accepted"] += len(names)
         works = self._works(event, prompt)
         for work in works:
-            self._ledger.put(Entry(work, group, routed or alone, alone))
-        accepted = self._accepted(asked, prompt, group)
+            self._routed.put(RoutedRequest(work, group, routed or in_one_group, in_one_group))
+        accepted = self._accepted(pending, prompt, group)
         return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
-    def _accepted(self, asked: LongPrompt, prompt: Prompt, group: int) -> Send:
-        event, ids = asked.submit, prompt.ids
+    def _accepted(self, pending: PendingPrompt, prompt: Prompt, group: int) -> Send:
+        event, ids = pending.submit, prompt.ids
         texted = event.return_prompt_text and event.text is None
         # What a template made of a chat: without special tokens its turns would run together.
         skip = event.params.skip_special_tokens and event.chat is None
@@ -316,14 +394,14 @@ class TokenizerCore:
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
             prompt_text=self._encoder.text(ids, skip) if texted else "",
             choices=event.choices,
-            thoughts=prompt.left,
-            refusal=asked.refusal,
+            thoughts=prompt.thought_state,
+            refusal=pending.refusal,
             token_strs=self._encoder.token_strs(ids) if event.return_token_strs else (),
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
 
     def _works(self, event: Submit, prompt: Prompt) -> list[Work]:
-        """One for each choice. They share the bytes of their prompt here."""
+        """One Work for each choice. Here they share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
             return [first]
@@ -339,7 +417,7 @@ class TokenizerCore:
 
     def _work(self, event: Submit, prompt: Prompt) -> Work:
         spec = event.params.structured_outputs
-        verdict = None if spec is None else self._encoding.verdicts.get(digest(spec))
+        verdict = None if spec is None else self._pending.verdicts.get(grammar_digest(spec))
         return Work(
             request_id=event.request_id,
             attempt=event.attempt,
@@ -353,7 +431,7 @@ class TokenizerCore:
             timeout=event.timeout,
             cache_salt=event.cache_salt,
             trace=event.trace,
-            banned=self._encoder.banned(event.params),
+            banned=self._encoder.bad_word_ids(event.params),
             client=event.client,
             slow_grammar=verdict is not None and verdict.slow,
             thoughts=prompt.thoughts,
@@ -361,8 +439,9 @@ class TokenizerCore:
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
-        """A scheduler or the gateway cannot be told of it; the gateway's Done ends what was."""
-        entry = self._ledger.get(event.request_id)
+        """A message about a request could not be sent: the request is refused. The gateway's
+        Done ends what has been sent of it."""
+        entry = self._routed.get(event.request_id)
         if entry is None or entry.work.attempt != event.attempt:
             return []
         message = f"the request cannot be passed on: {event.reason}"
@@ -371,28 +450,28 @@ class TokenizerCore:
     # ---------------------------------------------------------------------------------- their end
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
-        self._router.ended(event.request_id)
-        self._encoding.forget(event.request_id)
-        entry = self._ledger.get(event.request_id)
+        self._router.on_ended(event.request_id)
+        self._pending.discard(event.request_id)
+        entry = self._routed.get(event.request_id)
         if entry is not None and entry.work.attempt > event.attempt:  # it has moved meanwhile
             event = msgspec.structs.replace(event, attempt=entry.work.attempt)
-        groups = self._ledger.forget(event.request_id)
+        groups = self._routed.remove(event.request_id)
         if groups is None:  # of a gateway that died, or one that only the last tokenizer knew
-            groups = self._watch.groups
+            groups = self._monitor.groups
         return [Send("work", f"scheduler-{to}", event) for to in groups]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         ended: dict[int, list[str]] = {}
         for request_id in event.request_ids:
-            self._router.ended(request_id)
-            returned = self._encoding.returned(request_id)
-            self._encoding.forget(request_id)
-            groups = self._ledger.forget(request_id)
+            self._router.on_ended(request_id)
+            returned = self._pending.may_be_elsewhere(request_id)
+            self._pending.discard(request_id)
+            groups = self._routed.remove(request_id)
             if groups is None:
                 # It was refused here; or, before the gateways have told all, it may run anywhere,
                 # as may one that they told of.
                 here = self._roll_call.complete and not returned
-                groups = () if here else self._watch.groups
+                groups = () if here else self._monitor.groups
             for group in groups:
                 ended.setdefault(group, []).append(request_id)
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
@@ -401,21 +480,21 @@ class TokenizerCore:
         """To every group. Work that is sent later comes behind it; what is still being encoded
         is later work."""
         event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
-        return [Send("work", f"scheduler-{group}", event) for group in self._watch.groups]
+        return [Send("work", f"scheduler-{group}", event) for group in self._monitor.groups]
 
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
         group, gateway = number(event.stage, "scheduler"), number(event.stage, "gateway")
         if group is not None:
-            works = self._ledger.of_group(group)
+            works = self._routed.of_group(group)
             known = (Send("work", event.stage, work) for work in works)
             return answer(self._roll_call.stage, event, known)
         out: list[Send] = []
         if gateway is None:
             return out
-        self._encoding.forget_gateway(gateway)
-        for work in self._ledger.of_gateway(gateway):
+        self._pending.discard_gateway(gateway)
+        for work in self._routed.of_gateway(gateway):
             gone = Abort(work.request_id, work.attempt, "its gateway was restarted")
             out += self._on_abort(gone, now)
         return out
@@ -426,25 +505,25 @@ class TokenizerCore:
 
     # ---------------------------------------------------------------------------- to another group
 
-    def _take_over(self, now: float, deserted: Sequence[int]) -> list[Send]:
-        """Asks groups without engines for their requests, while there is another to take them."""
+    def _hand_over(self, now: float, deserted: Sequence[int]) -> list[Send]:
+        """Asks groups without engines for their requests, while another group can take them."""
         out: list[Send] = []
         for group in deserted if self._router.up else ():
             if self._is_due(group, now):
-                for work in self._ledger.leaving(group):
+                for work in self._routed.mark_leaving(group):
                     asked = HandOver(work.request_id, work.attempt)
                     out.append(Send("work", f"scheduler-{group}", asked))
         return out
 
-    def _leave_lost(self, now: float) -> list[Send]:
-        """The same for groups that cannot be asked: gateways know what of it clients have. What
-        nobody takes fails in the end."""
+    def _hand_over_lost(self, now: float) -> list[Send]:
+        """The same for groups that cannot be asked: gateways hand over, since they know the output
+        that clients have. Requests that no group takes fail in the end."""
         out: list[Send] = []
-        for group, seconds in self._watch.lost(now):
-            over = seconds > GIVE_UP * self._watch.host_loss
+        for group, seconds in self._monitor.lost(now):
+            over = seconds > GIVE_UP * self._monitor.host_loss
             if not (over or self._router.up) or not self._is_due(group, now):
                 continue
-            for work in self._ledger.leaving(group):
+            for work in self._routed.mark_leaving(group):
                 if over:
                     why = f"scheduler-{group} has not been heard for {seconds:.0f} s"
                     out += self._refuse(work, 503, why, code="host_lost")
@@ -454,10 +533,10 @@ class TokenizerCore:
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
-        """Whether it is time to ask again for what the group has."""
-        due = now >= self._asked.get(group, float("-inf")) + REPEAT
+        """Whether it is time to ask again for the requests of `group`."""
+        due = now >= self._asked_at.get(group, float("-inf")) + REPEAT
         if due:
-            self._asked[group] = now
+            self._asked_at[group] = now
         return due
 
     def _on_delivered(self, event: Delivered, now: float) -> list[Send]:
@@ -467,22 +546,24 @@ class TokenizerCore:
         if event.ended:
             gone = Abort(event.request_id, event.attempt, "nobody has taken its end")
             return self._on_abort(gone, now)
-        entry = self._ledger.get(event.request_id)
+        entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
         ids = unpack(entry.work.prompt_ids)
         work, left = entry.work, list[Send]()
         if event.attempt > work.attempt:
             gone = Abort(work.request_id, work.attempt, "another group goes on with it")
-            groups = (entry.group,) if entry.alone else self._watch.groups
+            groups = (entry.group,) if entry.in_one_group else self._monitor.groups
             left += [Send("work", f"scheduler-{group}", gone) for group in groups]
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
-        beside = self._ledger.beside(entry)
-        self._router.ended(event.request_id)
+        beside = self._routed.group_of_leader(entry)
+        self._router.on_ended(event.request_id)
         group = (
-            self._router.choose(*request) if beside is None else self._router.sent(beside, *request)
+            self._router.choose(*request)
+            if beside is None
+            else self._router.record_sent(beside, *request)
         )
-        work = self._ledger.move(event.request_id, group, event.attempt)
+        work = self._routed.move(event.request_id, group, event.attempt)
         self._counts["moved"] += 1
         accepted = Accepted(
             request_id=event.request_id, attempt=event.attempt, group=group, prompt_tokens=len(ids)
@@ -496,30 +577,30 @@ class TokenizerCore:
 
     # ------------------------------------------------------------------------------ time and stop
 
-    def _on_group(self, event: GroupStatus, now: float) -> list[Send]:
-        if not 0 <= event.group < len(self._watch.groups):
+    def _on_group_status(self, event: GroupStatus, now: float) -> list[Send]:
+        if not 0 <= event.group < len(self._monitor.groups):
             return []
-        return self._report(event.group, self._watch.hear(event, now), now)
+        return self._on_report(event.group, self._monitor.on_status(event, now), now)
 
     def _on_ended(self, event: Ended, now: float) -> list[Send]:
-        group, report = self._watch.ended(event)
-        return self._report(group, report, now)
+        group, report = self._monitor.on_ended(event)
+        return self._on_report(group, report, now)
 
-    def _report(self, group: int, report: Report | None, now: float) -> list[Send]:
+    def _on_report(self, group: int, report: GroupReport | None, now: float) -> list[Send]:
         if report is None:
             return []
         before = self._router.up
         self._router.report(group, report)
         if not before:
-            return self._take_over(now, self._watch.deserted())
-        # One group: what is said of one may not cost more the more of them there are.
-        return self._take_over(now, [group] * self._watch.is_deserted(group))
+            return self._hand_over(now, self._monitor.deserted())
+        # One group: the report of one may not cost more the more groups there are.
+        return self._hand_over(now, [group] * self._monitor.is_deserted(group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
-        self._watch.tick(now)
-        for group, report in self._watch.silent(now):
+        self._monitor.tick(now)
+        for group, report in self._monitor.newly_silent(now):
             self._router.report(group, report)
-        moved = [*self._take_over(now, self._watch.deserted()), *self._leave_lost(now)]
+        moved = [*self._hand_over(now, self._monitor.deserted()), *self._hand_over_lost(now)]
         return [*self._roll_call.ask(now), *moved]
 
     def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
@@ -527,8 +608,8 @@ class TokenizerCore:
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
-        self._left = True
-        self._encoding.clear()  # the gateways tell the successor of all that is unfinished
+        self._has_left = True
+        self._pending.clear()  # the gateways tell the successor of all that is unfinished
         return []
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
@@ -545,7 +626,7 @@ class TokenizerCore:
         Recover: _on_recover,
         Recovered: _on_recovered,
         Delivered: _on_delivered,
-        GroupStatus: _on_group,
+        GroupStatus: _on_group_status,
         Ended: _on_ended,
         GroupFault: _ignore,  # and RankStatus: others are meant
         RankStatus: _ignore,
@@ -556,12 +637,12 @@ class TokenizerCore:
     }
 
 
-def _to_try(prompt: LongPrompt) -> Send:
-    """To the driver: its grammar."""
+def _validate(prompt: PendingPrompt) -> Send:
+    """Has the driver validate the grammar."""
     submit = prompt.submit
     return Send(LOCAL, "", Try(first_choice(submit), submit.attempt, submit.client))
 
 
-def _names(event: Submit) -> list[str]:
-    """The ids of its choices."""
+def _choice_names(event: Submit) -> list[str]:
+    """The request ids of its choices."""
     return choice_ids(event.request_id, event.choices)

@@ -1,36 +1,61 @@
-"""A request's prompt as token ids, and every reason to refuse it.
+"""Prompts to token ids, and every reason to refuse one.
 
-Text, chat and given ids end as the same thing: ids of the model's vocabulary that leave room for an
-answer. Knows no stage and no channel.
+A text, a chat and given ids end as ids of the model's vocabulary that leave room for an answer.
+`load_encoder` makes a PromptEncoder from a checkpoint's files and the settings; the stage has one,
+and so has each worker process. Knows no stage and no channel.
 """
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipeinfer.checkpoint.config import read_outline
+from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, SPACE, Tags, left
-from pipeinfer.tokenizer.bounds import cover
-from pipeinfer.tokenizer.chats import Chats
-from pipeinfer.tokenizer.client_strings import weight
-from pipeinfer.tokenizer.control_texts import NoMarks, Rendered
-from pipeinfer.tokenizer.standins import CannotTell, StandIns, folds
-from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.text.files import read_tokenizer_config, template_sources
+from pipeinfer.text.loading import load_tokenizer, read_end_ids, vocabulary_setup
+from pipeinfer.text.thoughts import (
+    REASONING_PARSERS,
+    SPACE,
+    ThoughtTags,
+    thought_state,
+    thought_tags,
+)
+from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
+from pipeinfer.tokenizer.control_tokens import (
+    AmbiguousControlTokens,
+    ChatRenderer,
+    NoEscapeCharacters,
+    PlaceholderTokens,
+    RenderedPrompt,
+    may_fold_into_special,
+    text_weight,
+)
+from pipeinfer.tokenizer.token_bounds import token_length_bound
 
-# Ids at the end of a prompt that are read again: for a text that it may end with; and for tags that
-# are several tokens, which a longer prompt costs too much to be searched for.
-LAST, FAR = 32, 4096
-# Contexts: whoever asks how long a prompt is hears it also of one that is too long, up to so many.
-COUNTED = 16
+TAIL_IDS = 32  # at the end of a prompt, decoded to see with which text the prompt ends
+# Ids at the end of a prompt in which tags of several tokens are searched for, since a search in all
+# of a long prompt costs too much.
+TAG_SEARCH_IDS = 4096
+# Context lengths up to which a prompt is encoded if only its length is asked for.
+COUNTED_CONTEXTS = 16
 
 
 class Rejected(ValueError):
-    """The client's mistake: an HTTP status, the parameter at fault and OpenAI's error code."""
+    """A prompt that is refused; the text is for the client.
+
+    status: of HTTP, 400.
+    param: the parameter at fault.
+    code: OpenAI's error code, None if there is none.
+    """
 
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -40,16 +65,31 @@ class Rejected(ValueError):
 
 
 class Prompt(NamedTuple):
-    """`ids`: int32 [n], 0 < n < max_model_len. `left`: where a chat leaves the thoughts of its
-    answer. `thoughts`: as for Work."""
+    """An encoded prompt.
+
+    ids: int32 [n], 0 < n < max_model_len.
+    thought_state: where a chat's prompt leaves the thoughts of the answer.
+    thoughts: as for Work.
+    """
 
     ids: np.ndarray
-    left: ThoughtState = "before"
+    thought_state: ThoughtState = "before"
     thoughts: Thoughts | None = None
 
 
 class PromptEncoder:
-    """Encodes prompts for one model. `counts`: its engines end thoughts that exceed a budget."""
+    """Encodes prompts for one model.
+
+    tokenizer: None: only token ids are accepted.
+    templates: for chats.
+    vocab_size: ids of the model.
+    max_model_len: tokens of prompt and output.
+    eos_ids: ids that end a request by themselves.
+    allow_control_tokens: messages may spell control tokens.
+    own_process: the process has nothing else to do, so the library may start threads.
+    tags: around the thoughts in answers to chats, if those are told apart.
+    thought_budgets: whether engines end thoughts that exceed a budget.
+    """
 
     def __init__(
         self,
@@ -58,47 +98,46 @@ class PromptEncoder:
         vocab_size: int,
         max_model_len: int,
         eos_ids: tuple[int, ...] = (),
-        control_tokens: bool = False,
-        alone: bool = False,
-        tags: Tags | None = None,
+        allow_control_tokens: bool = False,
+        own_process: bool = False,
+        tags: ThoughtTags | None = None,
     ) -> None:
-        """`tokenizer` None: only token ids are accepted. `max_model_len`: prompt plus output.
-
-        `eos_ids`: ids that end a request by themselves. `control_tokens`: messages may spell them.
-        `alone`: the process has nothing else to do, so the library may start threads.
-        `tags`: around the thoughts in answers to chats, if those are told apart.
-        """
         self._tokenizer = tokenizer
         self._tags = tags
-        # A budget counts thoughts also where nobody tells them apart.
-        self._counted = tags or _tags_of(tokenizer)
-        self.counts = True
+        # A budget counts thoughts also if answers do not tell them apart.
+        self._budget_tags = tags or _find_tags(tokenizer)
+        self.thought_budgets = True
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
-        self._alone = alone
-        self._spelled: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # the last
-        self._cover = None if tokenizer is None else cover(tokenizer)
-        self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
-        texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
-        always = tokenizer is not None and not control_tokens and folds(tokenizer)
-        self._chats = Chats(texts, templates, always)
+        self._own_process = own_process
+        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
+            (),
+            (),
+        )  # the last
+        self._length_bound = None if tokenizer is None else token_length_bound(tokenizer)
+        self._placeholders = None if tokenizer is None else PlaceholderTokens(tokenizer)
+        texts = () if tokenizer is None or allow_control_tokens else special_texts(tokenizer)
+        always = (
+            tokenizer is not None and not allow_control_tokens and may_fold_into_special(tokenizer)
+        )
+        self._renderer = ChatRenderer(texts, templates, always)
 
     def weigh(self, submit: Submit) -> int:
         """About how many bytes `encode` has to look at one by one; token ids weigh nothing.
 
         Raises Rejected for what can be seen without encoding anything.
         """
-        self._check_named(submit.params)
+        self._check_params(submit.params)
         if submit.chat is not None:
             try:
-                return self._chats.weigh(submit.chat, submit.template_arguments)
+                return self._renderer.weigh(submit.chat, submit.template_arguments)
             except TemplateFailed as error:
                 raise Rejected(str(error), error.param) from None
         if submit.text is None:
             return 0
-        self._check_bytes(submit.text, submit, "prompt")
-        return weight(submit.text)
+        self._check_text_length(submit.text, submit, "prompt")
+        return text_weight(submit.text)
 
     def encode(self, submit: Submit) -> np.ndarray:
         """The ids of `prompt`."""
@@ -107,11 +146,11 @@ class PromptEncoder:
     def prompt(self, submit: Submit) -> Prompt:
         """Raises Rejected."""
         param, state = "prompt" if submit.chat is None else "messages", None
-        self._check_named(submit.params)
+        self._check_params(submit.params)
         if submit.chat is not None:
-            ids, state = self._chat(submit)
+            ids, state = self._encode_chat(submit)
         elif submit.text is not None:
-            self._check_bytes(submit.text, submit, param)
+            self._check_text_length(submit.text, submit, param)
             ids = self._tokenize(submit.text, submit.add_special_tokens, param)
         elif submit.prompt_ids is not None:
             ids = unpack(submit.prompt_ids)
@@ -122,62 +161,66 @@ class PromptEncoder:
                 return Prompt(ids)  # whoever counts texts has empty ones among them
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
-        kept = self._truncated(ids, submit.params)
+        kept = self._truncate(ids, submit.params)
         if len(kept) < len(ids) and submit.params.truncation_side == "right":
             state = None  # what the template wrote last is gone
-        if not _counted(submit):
+        if not _counts_only(submit):
             self._check_length(len(kept), submit.params, param)
-        return self._left(submit, kept, state)
+        return self._with_thoughts(submit, kept, state)
 
-    def _left(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
-        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: the ids
-        themselves tell."""
+    def _with_thoughts(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
+        """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
+        from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
         spec, budget = params.structured_outputs, params.thinking_token_budget is not None
         if budget:
-            tags = self._counted
+            tags = self._budget_tags
         if spec is not None and spec.after and (tags is None or spec.after != tags.closing):
-            # The client says what its form waits for, whatever that is.
-            over = self._said(ids[-LAST:]).rstrip(SPACE).endswith(spec.after)
+            # The client names the text behind which its grammar begins.
+            over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
             thoughts = Thoughts("", spec.after, "over" if over else "open")
             return Prompt(ids, state or "before", thoughts)
         if tags is None or not (chat or budget or spec is not None):
             return Prompt(ids)
         if state is None:
-            state = self._state(ids, tags)
+            state = self._thought_state(ids, tags)
         waits = budget or spec is not None
         if spec is not None and not chat and not spec.after:
-            # All of a completion's text is its form, unless the prompt has begun the thoughts.
-            at_end = self._said(ids[-LAST:]).rstrip(SPACE).endswith(tags.opening)
+            # A completion's grammar is about all of its text, unless the prompt begins thoughts.
+            at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
         return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
-    def _state(self, ids: np.ndarray, tags: Tags) -> ThoughtState:
-        """Where a prompt that no template has made leaves the thoughts."""
+    def _thought_state(self, ids: np.ndarray, tags: ThoughtTags) -> ThoughtState:
+        """Where a prompt that was not made by a template leaves the thoughts."""
         assert self._tokenizer is not None
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
-            return left(self._said(ids[-FAR:]), tags)
+            return thought_state(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
         places = np.flatnonzero((ids == opening) | (ids == closing))
-        return left(self._said(ids[places[-1] :][:LAST]), tags) if len(places) else "before"
+        return (
+            thought_state(self._decode(ids[places[-1] :][:TAIL_IDS]), tags)
+            if len(places)
+            else "before"
+        )
 
-    def _said(self, ids: np.ndarray) -> str:
-        """Their text, with special tokens."""
+    def _decode(self, ids: np.ndarray) -> str:
+        """The text of `ids`, with special tokens."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    def banned(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """How the bad words are spelled, each at the beginning of a text and behind a space. A
-        spelling that ends with another one is left out: what completes it completes the other.
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The bad words as ids, each as at the beginning of a text and as behind a space. Ids that
+        end with those of another word are left out: their last token is suppressed by the other.
 
         Raises Rejected.
         """
-        if self._spelled[0] != params.bad_words:
-            self._spelled = params.bad_words, self._spell(params.bad_words)
-        return self._spelled[1]
+        if self._last_bad_words[0] != params.bad_words:
+            self._last_bad_words = params.bad_words, self._encode_bad_words(params.bad_words)
+        return self._last_bad_words[1]
 
-    def _spell(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         spelled: dict[tuple[int, ...], None] = {}
         for word in words:
             bare = word.lstrip()
@@ -195,46 +238,50 @@ class PromptEncoder:
         return tuple(ids)
 
     def text(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
-        """What these ids say; nothing where there is no tokenizer."""
+        """The text of `ids`; empty if there is no tokenizer."""
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
     def token_strs(self, ids: np.ndarray) -> tuple[str, ...]:
-        """These ids as the vocabulary writes them; nothing for ids that it pads itself with, and
-        where there is no tokenizer."""
+        """`ids` as the vocabulary writes them; empty texts for padding of the vocabulary, and if
+        there is no tokenizer."""
         if self._tokenizer is None:
             return ("",) * len(ids)
         return tuple(self._tokenizer.id_to_token(token) or "" for token in ids.tolist())
 
     # ------------------------------------------------------------------------------------- encoding
 
-    def _chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
+    def _encode_chat(self, submit: Submit) -> tuple[np.ndarray, ThoughtState | None]:
         """Its ids, and where its template leaves the thoughts, if they can be told."""
         assert submit.chat is not None
-        tags, state = self._tags or self._counted, None
+        tags, state = self._tags or self._budget_tags, None
         try:
-            rendered = self._chats.render(submit.chat, submit.template_arguments)
+            rendered = self._renderer.render(submit.chat, submit.template_arguments)
             if tags is not None:
                 text = rendered.text
-                state = self._chats.left(submit.chat, submit.template_arguments, text, tags)
-            self._check_bytes(rendered.text, submit, "messages")
-            if rendered.marked is None or self._stand_ins is None:
+                state = self._renderer.thought_state(
+                    submit.chat, submit.template_arguments, text, tags
+                )
+            self._check_text_length(rendered.text, submit, "messages")
+            if rendered.escaped is None or self._placeholders is None:
                 # The template has written the special tokens already.
                 return self._tokenize(rendered.text, False, "messages"), state
-            return self._apart(rendered, self._stand_ins), state
+            return self._encode_with_placeholders(rendered, self._placeholders), state
         except TemplateFailed as error:
             raise Rejected(str(error), error.param) from None
-        except (NoMarks, CannotTell) as error:
+        except (NoEscapeCharacters, AmbiguousControlTokens) as error:
             raise Rejected(str(error), "messages") from None
 
-    def _apart(self, rendered: Rendered, stand_ins: StandIns) -> np.ndarray:
+    def _encode_with_placeholders(
+        self, rendered: RenderedPrompt, placeholders: PlaceholderTokens
+    ) -> np.ndarray:
         """With the template's control tokens as tokens and the client's as text."""
-        assert rendered.marked is not None
-        text, first = stand_ins.write(rendered.marked.text)
-        if rendered.marked.marks is not None:
-            text = rendered.marked.marks.remove(text)
-        return stand_ins.encode(text, first, self._alone)
+        assert rendered.escaped is not None
+        text, first = placeholders.insert_placeholders(rendered.escaped.text)
+        if rendered.escaped.escapes is not None:
+            text = rendered.escaped.escapes.unescape(text)
+        return placeholders.encode(text, first, self._own_process)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> np.ndarray:
         if self._tokenizer is None:
@@ -242,7 +289,7 @@ class PromptEncoder:
                 "the model has no tokenizer.json, so it takes prompts as token ids only", param
             )
         try:
-            if self._alone:  # several times as fast, and lets other threads run
+            if self._own_process:  # several times as fast, and lets other threads run
                 (encoding,) = self._tokenizer.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
@@ -252,8 +299,8 @@ class PromptEncoder:
             raise Rejected(f"the text cannot be tokenized: {error}", param) from None
         return np.asarray(encoding.ids, dtype="<i4")
 
-    def _truncated(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
-        """As many of them as are to be kept."""
+    def _truncate(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+        """`ids`, cut to truncate_prompt_tokens."""
         most = params.truncate_prompt_tokens
         if not most:
             return ids
@@ -264,12 +311,12 @@ class PromptEncoder:
 
     # ------------------------------------------------------------------------------------- refusing
 
-    def _check_bytes(self, text: str, submit: Submit, param: str) -> None:
-        """Refuses what has too many tokens however it is encoded, unless they are cut off."""
+    def _check_text_length(self, text: str, submit: Submit, param: str) -> None:
+        """Refuses a text that has too many tokens however it is encoded, unless it is truncated."""
         if submit.params.truncate_prompt_tokens:
             return
-        fewest = 0 if self._cover is None else self._cover.fewest(text)
-        if fewest >= self._max_model_len * (COUNTED if _counted(submit) else 1):
+        fewest = 0 if self._length_bound is None else self._length_bound.min_token_count(text)
+        if fewest >= self._max_model_len * (COUNTED_CONTEXTS if _counts_only(submit) else 1):
             raise self._too_long(f"at least {fewest}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
@@ -277,15 +324,17 @@ class PromptEncoder:
             wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise self._unknown_token(int(wrong[0]), param)
 
-    def _check_named(self, params: SamplingParams) -> None:
-        if params.thinking_token_budget is not None and not (self.counts and self._counted):
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.thinking_token_budget is not None and not (
+            self.thought_budgets and self._budget_tags
+        ):
             message = "this model, or this server, has no <think> and </think> to count between"
             raise Rejected(message, "thinking_token_budget")
         for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, param) or ():
                 if not 0 <= token < self._vocab_size:
                     raise self._unknown_token(token, param)
-        banned = frozenset(ids[0] for ids in self.banned(params) if len(ids) == 1)
+        banned = frozenset(ids[0] for ids in self.bad_word_ids(params) if len(ids) == 1)
         if params.allowed_token_ids is None:
             allowed, all_there_are = None, f"all {self._vocab_size} tokens of the vocabulary"
         else:
@@ -331,13 +380,13 @@ class PromptEncoder:
             )
 
 
-def _counted(submit: Submit) -> bool:
-    """Whether only the prompt is wanted, and no room behind it for an answer."""
+def _counts_only(submit: Submit) -> bool:
+    """Whether only the prompt's tokens are asked for, and no answer."""
     return submit.only_encode and submit.params.max_tokens == 0
 
 
-def _tags_of(tokenizer: Tokenizer | None) -> Tags | None:
-    """Those that are tokens of it."""
+def _find_tags(tokenizer: Tokenizer | None) -> ThoughtTags | None:
+    """The tags of thoughts that are tokens of `tokenizer`; None if there are none."""
     for tags in REASONING_PARSERS.values():
         if tokenizer is not None and None not in map(tokenizer.token_to_id, tags.pair):
             return tags
@@ -345,6 +394,62 @@ def _tags_of(tokenizer: Tokenizer | None) -> Tags | None:
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The texts of the tokens that control a model: those that its tokenizer calls special."""
+    """The texts of the tokenizer's special tokens, which control the model."""
     added = tokenizer.get_added_tokens_decoder().values()
     return tuple(token.content for token in added if token.special)
+
+
+class EncoderParts(NamedTuple):
+    """What `load_encoder` made of a checkpoint.
+
+    encoder: for its prompts.
+    eos_ids: ids that end a request by themselves.
+    grammar_setup: the vocabulary for grammars; None: no grammars are served.
+    no_grammars_because: what clients are told then.
+    """
+
+    encoder: PromptEncoder
+    eos_ids: tuple[int, ...]
+    grammar_setup: VocabularySetup | None
+    no_grammars_because: str
+
+
+def load_encoder(folder: Path, settings: Settings, own_process: bool = False) -> EncoderParts:
+    """The encoder of the checkpoint in `folder`; `own_process` as for PromptEncoder. Raises
+    ConfigurationError."""
+    model = read_outline(folder, settings.model_impl)
+    config = read_tokenizer_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    eos_ids = read_end_ids(folder, tokenizer, config)
+    shown = "\n".join(template_sources(folder, config, settings.chat_template).values())
+    encoder = PromptEncoder(
+        tokenizer,
+        load_templates(
+            folder,
+            config,
+            settings.chat_template,
+            _strftime_now,
+            settings.trust_request_chat_template,
+        ),
+        model.vocab_size,
+        settings.max_model_len or model.context_length,
+        eos_ids,
+        settings.control_tokens_in_messages,
+        own_process,
+        thought_tags(settings.reasoning_parser, shown),
+    )
+    if own_process:  # it encodes, and nothing else
+        return EncoderParts(encoder, eos_ids, None, "")
+    if settings.grammar_backend == "none":
+        encoder.thought_budgets = False  # engines without masks count nothing
+        return EncoderParts(encoder, eos_ids, None, "this server was started without grammars")
+    try:
+        vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)
+    except ConfigurationError as error:
+        return EncoderParts(encoder, eos_ids, None, f"this model serves no grammars: {error}")
+    return EncoderParts(encoder, eos_ids, vocabulary, "")
+
+
+def _strftime_now(template: str) -> str:
+    # Only templates that print today's date ask, so only their prompts depend on the day.
+    return datetime.now().strftime(template)

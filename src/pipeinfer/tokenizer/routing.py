@@ -1,34 +1,54 @@
-"""Chooses the data-parallel group of a request, behind one small interface.
+"""Chooses the data-parallel group of a request: prefix-aware, by load, or in turn.
 
-Knows prompts as token ids, and of groups what they report and what was sent to them. A choice
-depends on what the router was told alone, never on a clock.
+- Router: the choice by a RoutingPolicy, and an account of what was sent to which group.
+- ApproximateCache: what a group's prefix cache should hold, as hashes of token blocks. Fed by the
+  prompts that were sent there and by the number of tokens that the group says it evicted. If it is
+  wrong, a prompt is computed again; no answer changes.
+- GroupMonitor: which groups are up, from their schedulers' statuses and their silence.
+
+Knows prompts as token ids. A choice depends on the calls alone, never on a clock.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from math import inf
 from typing import Protocol
 
 import numpy as np
 
+from pipeinfer.awake import SuspendAwareClock
+from pipeinfer.beats import silence
 from pipeinfer.close_names import none_of
+from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.prefixes import BLOCK, Prefixes, chain
 
-# A prefix that is computed in another group is also kept there, in place of somebody else's.
-MOVING = 2  # times what it costs to compute it
+BLOCK_TOKENS = 64  # that should be cached, or not, together
+# Seconds without a status after which a scheduler counts as lost, or more (beats.py).
+MAX_SILENCE_SECONDS = 3.0
+NO_INCARNATION = -1  # of a group without a status
+# A token of a prompt counts as so many tokens of load: a prefix that is computed a second time, in
+# another group, also takes memory there.
+PREFILL_WEIGHT = 2
 
-_NOBODY: Set[int] = frozenset()
+_NO_GROUPS: Set[int] = frozenset()
 
-UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
+DEFAULT_OUTPUT_TOKENS = 256  # of a request without max_tokens, for the load of its group
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a group says of itself. `requests`: live ones, `tokens`: left to compute of them, their
-    prompts without regard to what is cached; `capacity`: tokens that its pool holds; `evicted`:
-    from its prefix cache so far; `epoch`: how often it began with an empty one.
+class GroupReport:
+    """The state of a group.
+
+    up: whether it can be sent requests.
+    tokens: left to compute of its live requests; prompts count in full, cached or not.
+    capacity: tokens that its KV pool holds; 0: unknown.
+    evicted: tokens evicted from its prefix cache in this epoch.
+    epoch: how often it began with an empty cache.
+    requests: live ones.
     """
 
     up: bool
@@ -39,45 +59,54 @@ class Report:
     requests: int = 0
 
 
-class Policy(Protocol):
-    """Which of the groups that are up gets a request."""
+class RoutingPolicy(Protocol):
+    """Chooses among the groups that are up."""
 
-    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
-        """One of `groups`. `keys`: the prompt's chain (see prefixes.py), `length`: its tokens."""
+    def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
+        """One of `groups`. `hashes`: block_hashes of the prompt, `length`: its tokens."""
         ...
 
 
-class Groups:
-    """What is known of all groups: who is up, how much each has to do, what each has cached."""
+class GroupTable:
+    """All groups: reports, load, cached prefixes. Lists are by group.
+
+    reports: the last of each group.
+    up_count: groups that are up.
+    caches: prefixes that each group should have cached.
+    sent_tokens: of requests that were sent from here and have not ended.
+    open_requests: the number of these requests.
+    total_sent_tokens: of all requests that were sent from here.
+    _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
+    _foreign_tokens: of requests that came from elsewhere, as of the last report.
+    """
 
     def __init__(self, count: int) -> None:
-        self.reports = [Report(up=True) for _ in range(count)]
-        self.up_count = count  # of those that are up
-        self.prefixes = [Prefixes() for _ in range(count)]
-        # By the first key of a chain: of no other group is any of the prompt believed cached.
+        self.reports = [GroupReport(up=True) for _ in range(count)]
+        self.up_count = count
+        self.caches = [ApproximateCache() for _ in range(count)]
         self._holders: dict[bytes, set[int]] = {}
-        self.sent = [0] * count  # tokens of requests sent from here that have not ended
-        self.open = [0] * count  # the number of these requests
-        self.ever = [0] * count  # of all requests sent from here
-        self._foreign = [0] * count  # tokens that came from elsewhere, as of the last report
+        self.sent_tokens = [0] * count
+        self.open_requests = [0] * count
+        self.total_sent_tokens = [0] * count
+        self._foreign_tokens = [0] * count
 
     def load(self, group: int) -> int:
         """Tokens that the group still has to compute, as far as is known here."""
-        return self.sent[group] + self._foreign[group]
+        return self.sent_tokens[group] + self._foreign_tokens[group]
 
-    def holders(self, keys: Sequence[bytes]) -> Set[int]:
-        """The groups that are believed to have the first block of a prompt with the chain `keys`,
+    def holders(self, hashes: Sequence[bytes]) -> Set[int]:
+        """The groups that should have the first block of a prompt with these block hashes cached,
         or more of it."""
-        return self._holders.get(keys[0], _NOBODY) if keys else _NOBODY
+        return self._holders.get(hashes[0], _NO_GROUPS) if hashes else _NO_GROUPS
 
-    def add(self, group: int, keys: Sequence[bytes]) -> None:
-        """A prompt with the chain `keys` went to `group`."""
-        if keys:
-            self._holders.setdefault(keys[0], set()).add(group)
-        self._forgot(group, self.prefixes[group].add(keys, self.reports[group].capacity))
+    def add(self, group: int, hashes: Sequence[bytes]) -> None:
+        """A prompt with these block hashes was sent to `group`."""
+        if hashes:
+            self._holders.setdefault(hashes[0], set()).add(group)
+        self._on_evicted(group, self.caches[group].add(hashes, self.reports[group].capacity))
 
-    def _forgot(self, group: int, keys: Sequence[bytes]) -> None:
-        for key in keys:
+    def _on_evicted(self, group: int, hashes: Sequence[bytes]) -> None:
+        for key in hashes:
             holders = self._holders.get(key)
             if holders is not None:
                 holders.discard(group)
@@ -86,9 +115,12 @@ class Groups:
 
     def loads(self) -> list[int]:
         """load() of each group."""
-        return [sent + foreign for sent, foreign in zip(self.sent, self._foreign, strict=True)]
+        return [
+            sent + foreign
+            for sent, foreign in zip(self.sent_tokens, self._foreign_tokens, strict=True)
+        ]
 
-    def report(self, group: int, report: Report) -> None:
+    def report(self, group: int, report: GroupReport) -> None:
         """Pages that were said to be evicted stay so: within an epoch they only become more."""
         before = self.reports[group]
         if report.epoch == before.epoch and report.evicted < before.evicted:
@@ -97,13 +129,13 @@ class Groups:
         self.up_count += report.up - before.up
         # By their number: of its own requests it is known here what they cost, and their tokens as
         # the group tells them would hide that behind prompts that are cached.
-        foreign = max(report.requests - self.open[group], 0)
-        self._foreign[group] = report.tokens * foreign // max(report.requests, 1)
+        foreign = max(report.requests - self.open_requests[group], 0)
+        self._foreign_tokens[group] = report.tokens * foreign // max(report.requests, 1)
         if report.epoch != before.epoch:
-            self._forgot(group, self.prefixes[group].clear())
+            self._on_evicted(group, self.caches[group].clear())
         elif report.evicted > before.evicted:
-            gone = self.prefixes[group].evicted(report.evicted - before.evicted)
-            self._forgot(group, gone)
+            gone = self.caches[group].evict(report.evicted - before.evicted)
+            self._on_evicted(group, gone)
 
     def up(self) -> list[int]:
         """Groups that may get requests; all of them if none is up, since one may come back."""
@@ -114,10 +146,10 @@ class Groups:
 class RoundRobin:
     """Each group in turn."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: GroupTable) -> None:
         self._next = 0
 
-    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+    def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
         chosen = min(groups, key=lambda group: (group < self._next, group))
         self._next = chosen + 1
         return chosen
@@ -126,27 +158,29 @@ class RoundRobin:
 class LeastLoaded:
     """The group with the fewest tokens to compute."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: GroupTable) -> None:
         self._groups = groups
 
-    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+    def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
         known = self._groups
-        return min(groups, key=lambda group: (known.load(group), known.ever[group], group))
+        return min(
+            groups, key=lambda group: (known.load(group), known.total_sent_tokens[group], group)
+        )
 
 
 class LongestPrefix:
-    """The group that has least to do with the request included: MOVING times what it has to compute
-    of the prompt, and what it has to compute before. Among equals, the one that was given least.
-    """
+    """The group with the least to compute, this request included: PREFILL_WEIGHT times the part of
+    the prompt that is not cached there, plus its load. Among equals, the group that was sent the
+    fewest tokens so far."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: GroupTable) -> None:
         self._groups = groups
 
-    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+    def choose(self, groups: Sequence[int], hashes: list[bytes], length: int) -> int:
         known = self._groups
         best, bound = (0, 0), 1 << 62  # (ever, group) of the best, and its cost
-        loads, holders, nothing = known.loads(), known.holders(keys), MOVING * length
-        least = MOVING * max(length - BLOCK * len(keys), 0)
+        loads, holders, nothing = known.loads(), known.holders(hashes), PREFILL_WEIGHT * length
+        least = PREFILL_WEIGHT * max(length - BLOCK_TOKENS * len(hashes), 0)
         # From the least loaded on, so that of a thousand groups most are never looked at.
         for group in sorted(groups, key=loads.__getitem__):
             load = loads[group]
@@ -154,13 +188,13 @@ class LongestPrefix:
                 break  # it has more to do even if it had the whole prompt cached, and so have all
             cost = nothing + load
             if group in holders:
-                cost -= MOVING * known.prefixes[group].matched(keys)
-            if cost < bound or (cost == bound and (known.ever[group], group) < best):
-                best, bound = (known.ever[group], group), cost
+                cost -= PREFILL_WEIGHT * known.caches[group].matched_tokens(hashes)
+            if cost < bound or (cost == bound and (known.total_sent_tokens[group], group) < best):
+                best, bound = (known.total_sent_tokens[group], group), cost
         return best[1]
 
 
-POLICIES: dict[str, Callable[[Groups], Policy]] = {
+ROUTING_POLICIES: dict[str, Callable[[GroupTable], RoutingPolicy]] = {
     "prefix": LongestPrefix,
     "least-loaded": LeastLoaded,
     "round-robin": RoundRobin,
@@ -172,26 +206,26 @@ class Router:
 
     def __init__(self, policy: str, groups: int) -> None:
         """ConfigurationError for a policy that there is not."""
-        if policy not in POLICIES:
-            raise ConfigurationError(f"--routing: {none_of(policy, POLICIES)}")
-        self._groups = Groups(groups)
-        self._policy = POLICIES[policy](self._groups)
-        self._alone = groups == 1
+        if policy not in ROUTING_POLICIES:
+            raise ConfigurationError(f"--routing: {none_of(policy, ROUTING_POLICIES)}")
+        self._groups = GroupTable(groups)
+        self._policy = ROUTING_POLICIES[policy](self._groups)
+        self._one_group = groups == 1
         self._open: dict[str, tuple[int, int]] = {}  # request -> (group, tokens counted for it)
 
     def choose(
         self, request_id: str, prompt_ids: np.ndarray, max_tokens: int | None, cache_salt: str
     ) -> int:
         """The group for a request, which counts as sent there. `prompt_ids`: int32 [n]."""
-        if self._alone:
+        if self._one_group:
             return 0
-        self.ended(request_id)
-        keys = chain(prompt_ids, cache_salt)
-        group = self._policy.choose(self._groups.up(), keys, len(prompt_ids))
-        self._send(request_id, group, keys, len(prompt_ids), max_tokens)
+        self.on_ended(request_id)
+        hashes = block_hashes(prompt_ids, cache_salt)
+        group = self._policy.choose(self._groups.up(), hashes, len(prompt_ids))
+        self._send(request_id, group, hashes, len(prompt_ids), max_tokens)
         return group
 
-    def sent(
+    def record_sent(
         self,
         group: int,
         request_id: str,
@@ -200,26 +234,26 @@ class Router:
         cache_salt: str,
     ) -> int:
         """The request is with `group` already, which is returned: an earlier process sent it."""
-        if not self._alone and request_id not in self._open:
-            keys = chain(prompt_ids, cache_salt)
-            self._send(request_id, group, keys, len(prompt_ids), max_tokens)
+        if not self._one_group and request_id not in self._open:
+            hashes = block_hashes(prompt_ids, cache_salt)
+            self._send(request_id, group, hashes, len(prompt_ids), max_tokens)
         return group
 
-    def follows(self, request_id: str, group: int, max_tokens: int | None) -> None:
+    def add_follower(self, request_id: str, group: int, max_tokens: int | None) -> None:
         """A request was sent to `group` behind another with the same prompt, which it finds there
         computed."""
-        if not self._alone and request_id not in self._open:
-            self._count(request_id, group, _outputs(max_tokens))
+        if not self._one_group and request_id not in self._open:
+            self._count(request_id, group, _output_tokens(max_tokens))
 
-    def ended(self, request_id: str) -> None:
+    def on_ended(self, request_id: str) -> None:
         """The request is over; unknown ones are fine."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
             group, tokens = entry
-            self._groups.sent[group] -= tokens
-            self._groups.open[group] -= 1
+            self._groups.sent_tokens[group] -= tokens
+            self._groups.open_requests[group] -= 1
 
-    def report(self, group: int, report: Report) -> None:
+    def report(self, group: int, report: GroupReport) -> None:
         """What a group says of itself now."""
         self._groups.report(group, report)
 
@@ -233,19 +267,194 @@ class Router:
         return self._groups.loads()
 
     def _send(
-        self, request_id: str, group: int, keys: list[bytes], length: int, max_tokens: int | None
+        self, request_id: str, group: int, hashes: list[bytes], length: int, max_tokens: int | None
     ) -> None:
-        missing = length - self._groups.prefixes[group].matched(keys)
-        self._count(request_id, group, missing + _outputs(max_tokens))
-        self._groups.add(group, keys)
+        missing = length - self._groups.caches[group].matched_tokens(hashes)
+        self._count(request_id, group, missing + _output_tokens(max_tokens))
+        self._groups.add(group, hashes)
 
     def _count(self, request_id: str, group: int, tokens: int) -> None:
         groups = self._groups
-        groups.sent[group] += tokens
-        groups.open[group] += 1
-        groups.ever[group] += tokens
+        groups.sent_tokens[group] += tokens
+        groups.open_requests[group] += 1
+        groups.total_sent_tokens[group] += tokens
         self._open[request_id] = (group, tokens)
 
 
-def _outputs(max_tokens: int | None) -> int:
-    return UNKNOWN_OUTPUT if max_tokens is None else max_tokens
+def _output_tokens(max_tokens: int | None) -> int:
+    return DEFAULT_OUTPUT_TOKENS if max_tokens is None else max_tokens
+
+
+def block_hashes(prompt_ids: np.ndarray, cache_salt: str) -> list[bytes]:
+    """A hash for each whole block of `prompt_ids` int32 [n], which stands for the whole prefix up
+    to the block's end.
+
+    Hashes do not depend on the process, so that a recorded run routes the same way again.
+    """
+    key = blake2b(cache_salt.encode(), digest_size=8).digest()
+    raw = np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes()
+    hashes: list[bytes] = []
+    for end in range(4 * BLOCK_TOKENS, len(raw) + 1, 4 * BLOCK_TOKENS):
+        key = blake2b(key + raw[end - 4 * BLOCK_TOKENS : end], digest_size=8).digest()
+        hashes.append(key)
+    return hashes
+
+
+class ApproximateCache:
+    """The prefixes that one group should have cached, least recently used first.
+
+    Methods that change it return the hashes of the blocks that are no longer in it.
+    _blocks: block hashes in order of use.
+    _evicted_rest: tokens that the group evicted beyond whole blocks.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted_rest = 0
+
+    def matched_tokens(self, hashes: Sequence[bytes]) -> int:
+        """Tokens at the beginning of a prompt with these block hashes that should be cached."""
+        count = 0
+        for key in hashes:
+            if key not in self._blocks:
+                break
+            count += 1
+        return count * BLOCK_TOKENS
+
+    def add(self, hashes: Sequence[bytes], capacity: int) -> list[bytes]:
+        """A prompt was sent there; the group's pool holds `capacity` tokens, 0: unknown."""
+        # The prompt's last block first, so that its first block is evicted last.
+        for key in reversed(hashes):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        blocks = max(capacity // BLOCK_TOKENS, 1)
+        return self._evict_blocks(len(self._blocks) - blocks) if capacity else []
+
+    def evict(self, tokens: int) -> list[bytes]:
+        """The group evicted so many tokens: as many go here."""
+        blocks, self._evicted_rest = divmod(self._evicted_rest + tokens, BLOCK_TOKENS)
+        return self._evict_blocks(blocks)
+
+    def clear(self) -> list[bytes]:
+        """The group began with an empty cache."""
+        self._evicted_rest = 0
+        return self._evict_blocks(len(self._blocks))
+
+    def __len__(self) -> int:
+        """Tokens that should be cached."""
+        return len(self._blocks) * BLOCK_TOKENS
+
+    def _evict_blocks(self, blocks: int) -> list[bytes]:
+        count = min(max(blocks, 0), len(self._blocks))
+        return [self._blocks.popitem(last=False)[0] for _ in range(count)]
+
+
+@dataclass
+class _GroupState:
+    """One group.
+
+    status: the last of its scheduler.
+    received_at: when it came, in seconds of the suspend-aware clock.
+    lost: whether the scheduler is silent or has ended since.
+    """
+
+    status: GroupStatus
+    received_at: float
+    lost: bool = False
+
+    @property
+    def report(self) -> GroupReport:
+        said = self.status
+        up = said.standing == "serves" and not self.lost
+        return GroupReport(up, said.tokens, said.capacity, said.evicted, said.epoch, said.requests)
+
+    @property
+    def deserted(self) -> bool:
+        return self.status.standing == "deserted" and not self.lost
+
+
+class GroupMonitor:
+    """The last status of each group. A group without a status counts as up: it starts.
+
+    groups: their numbers.
+    host_loss: seconds of silence after which a group is given up; at least the time that many
+      groups may take for one round of statuses. Seconds in which this stage was stopped do not
+      count.
+    """
+
+    def __init__(self, groups: int = 1, host_loss: float = inf) -> None:
+        self.groups = tuple(range(groups))
+        self.host_loss = max(host_loss, silence(groups, 0.0))
+        self._max_silence = min(silence(groups, MAX_SILENCE_SECONDS), self.host_loss)
+        self._not_started = set(self.groups)
+        self._awake = SuspendAwareClock()
+        self._groups: dict[int, _GroupState] = {}
+
+    def on_status(self, status: GroupStatus, now: float) -> GroupReport | None:
+        """The group's report; None for a status of an earlier scheduler or epoch. `now`: monotonic
+        s."""
+        known = self._groups.get(status.group)
+        if known is not None and _epoch(status) < _epoch(known.status):
+            return None
+        self._not_started.discard(status.group)
+        known = self._groups[status.group] = _GroupState(status, self._awake.at(now))
+        return known.report
+
+    def on_ended(self, event: Ended) -> tuple[int, GroupReport | None]:
+        """A stage has ended. If that is the scheduler of a group, and was not known: the group's
+        number and report; else (-1, None)."""
+        name, _, number = event.stage.rpartition("-")
+        if name != "scheduler" or not number.isdecimal():
+            return -1, None
+        known = self._groups.get(int(number))
+        if (
+            known is None
+            or known.lost
+            or not NO_INCARNATION < known.status.incarnation <= event.incarnation
+        ):
+            return -1, None
+        known.lost = True
+        return known.status.group, known.report
+
+    def tick(self, now: float) -> None:
+        """This stage's timer fired."""
+        self._awake.tick(now)
+
+    def newly_silent(self, now: float) -> list[tuple[int, GroupReport]]:
+        """Groups that are down from now on because their scheduler is silent."""
+        now = self._awake.at(now)
+        self._expect_all(now)
+        gone: list[tuple[int, GroupReport]] = []
+        for number, known in self._groups.items():
+            started = known.status.incarnation != NO_INCARNATION
+            patience = self._max_silence if started else self.host_loss
+            if now - known.received_at > patience and not known.lost:
+                was, known.lost = known.report.up, True
+                if was:
+                    gone.append((number, known.report))
+        return gone
+
+    def lost(self, now: float) -> list[tuple[int, float]]:
+        """Groups whose scheduler has been silent for `host_loss`, with the seconds of silence."""
+        now = self._awake.at(now)
+        silences = [(number, now - known.received_at) for number, known in self._groups.items()]
+        return [(number, seconds) for number, seconds in silences if seconds > self.host_loss]
+
+    def is_deserted(self, group: int) -> bool:
+        """Whether the scheduler of `group` has no engines and can hand its requests over."""
+        return group in self._groups and self._groups[group].deserted
+
+    def deserted(self) -> list[int]:
+        """All such groups."""
+        return sorted(group for group, known in self._groups.items() if known.deserted)
+
+    def _expect_all(self, now: float) -> None:
+        """Silence of groups without a status counts from the first call on."""
+        for group in self._not_started:
+            told = GroupStatus(group=group, incarnation=NO_INCARNATION, standing="serves")
+            self._groups[group] = _GroupState(told, now)
+        self._not_started.clear()
+
+
+def _epoch(status: GroupStatus) -> tuple[int, int]:
+    return status.incarnation, status.epoch

@@ -1,6 +1,6 @@
-"""Builds the tokenizer stage: its core, and beside it the lanes for long prompts.
+"""Builds the tokenizer stage: its core, and the driver with its worker processes.
 
-Knows which other stages it listens to; what a checkpoint's files say is read in building.py.
+Knows which other stages this one listens to.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from pathlib import Path
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.building import Built, make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.driver import TokenizerDriver
-from pipeinfer.tokenizer.group_watch import GroupWatch
-from pipeinfer.tokenizer.lanes import Lanes
-from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.trials import Trials
+from pipeinfer.tokenizer.prompts import EncoderParts, load_encoder
+from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.workers import EncodingQueues, GrammarValidation, TokenizerDriver
 
 
 def build(context: StageContext) -> Stage:
@@ -26,12 +23,14 @@ def build(context: StageContext) -> Stage:
     folder = find_model(settings, context.say)
     topology = context.topology
     gateways = topology.ids("gateway")
-    built = make_encoder(folder, settings)
+    built = load_encoder(folder, settings)
     core = _core(built, settings, context.identity.id, context.incarnation, gateways)
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
-    lanes = Lanes(folder, settings, core.encoding)
-    trials = Trials(built.vocabulary, core.untried, built.without)
-    return Stage(core, TokenizerDriver(lanes, trials), listens=listens)
+    encoding = EncodingQueues(folder, settings, core.submit_to_encode)
+    validation = GrammarValidation(
+        built.grammar_setup, core.submit_to_validate, built.no_grammars_because
+    )
+    return Stage(core, TokenizerDriver(encoding, validation), listens=listens)
 
 
 def make_core(
@@ -45,12 +44,14 @@ def make_core(
 
     The rest is as for TokenizerCore.
     """
-    return _core(make_encoder(folder, settings), settings, stage, incarnation, gateways)
+    return _core(load_encoder(folder, settings), settings, stage, incarnation, gateways)
 
 
 def _core(
-    built: Built, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
+    built: EncoderParts, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
 ) -> TokenizerCore:
     router = Router(settings.routing, settings.dp)
-    watch = GroupWatch(settings.dp, settings.host_loss)
-    return TokenizerCore(built.encoder, router, watch, built.eos_ids, stage, incarnation, gateways)
+    monitor = GroupMonitor(settings.dp, settings.host_loss)
+    return TokenizerCore(
+        built.encoder, router, monitor, built.eos_ids, stage, incarnation, gateways
+    )

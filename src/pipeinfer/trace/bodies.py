@@ -23,9 +23,9 @@ COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every co
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
     "tokenizer": (
-        "pipeinfer.tokenizer.events:Encoded",
-        "pipeinfer.tokenizer.events:EncodeNext",
-        "pipeinfer.tokenizer.events:Tried",
+        "pipeinfer.tokenizer.core:Encoded",
+        "pipeinfer.tokenizer.core:EncodeNext",
+        "pipeinfer.tokenizer.core:Tried",
     ),
     "engine": (
         "pipeinfer.events:StepDone",
@@ -41,9 +41,9 @@ LOCAL_OUT = {
         for name in ("Started", "Delta", "Failed", "StatusChanged")
     ),
     "tokenizer": (
-        "pipeinfer.tokenizer.events:Encode",
-        "pipeinfer.tokenizer.events:EncodeNext",
-        "pipeinfer.tokenizer.events:Try",
+        "pipeinfer.tokenizer.core:Encode",
+        "pipeinfer.tokenizer.core:EncodeNext",
+        "pipeinfer.tokenizer.core:Try",
     ),
     "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
 }

@@ -9,7 +9,7 @@ import struct
 from hashlib import sha256
 from pathlib import Path
 
-from pipeinfer.gguf.filename import is_gguf
+from pipeinfer.gguf.header import is_gguf
 from pipeinfer.trace.format import ModelIdentity
 
 MOST_HEADER = 100 << 20  # bytes; what safetensors itself allows

@@ -70,7 +70,7 @@ class _Arrays(Protocol):
 
 
 def step_note(step: _Arrays) -> StepNote:
-    """The numbers of an engine's step (steps/step.py, which is not imported here)."""
+    """The numbers of an engine's step (step.py, which is not imported here)."""
     return StepNote(
         step.epoch,
         step.number,

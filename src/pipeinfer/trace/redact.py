@@ -159,10 +159,9 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     End-of-sequence ids and all special tokens keep their ids. Raises ConfigurationError, or
     ValueError for a key that is none.
     """
-    from pipeinfer.checkpoint.generation import read_generation
-    from pipeinfer.checkpoint.outline import read_outline
+    from pipeinfer.checkpoint.config import read_generation, read_outline
+    from pipeinfer.text.files import read_tokenizer_config
     from pipeinfer.text.loading import load_tokenizer
-    from pipeinfer.text.template_sources import read_tokenizer_config
 
     secret = bytes.fromhex(key)
     if not 16 <= len(secret) <= 64:

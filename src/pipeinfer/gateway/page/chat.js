@@ -28,6 +28,7 @@ export class Chat {
   #messages = [];
   #runs = new Map(); // by id of a conversation: {message, messages, stop}
   #model = "";
+  #context = 0; // tokens of prompt and answer at most; 0 until it is known
   #thread = new Thread({
     edit: (message, text) => this.#edit(message, text),
     again: (message) => this.#again(message),
@@ -123,7 +124,7 @@ export class Chat {
     try {
       const { data: [model] } = await askJson("v1/models");
       this.#model = model.id;
-      const length = model.max_model_len;
+      const length = this.#context = this.#options.context = model.max_model_len ?? 0;
       put(byId("model"), length ? `${model.id} · ${count(length)} tokens` : model.id);
       byId("model").title = model.id;
       if (!this.#messages.length) this.#thread.show([], this.#welcome());
@@ -275,7 +276,7 @@ export class Chat {
 
   /** The fields of the options, or null with the wrong one pointed at. */
   #fields() {
-    const { fields, wrong } = requested(this.#now.options);
+    const { fields, wrong } = requested(this.#now.options, this.#context);
     if (wrong) this.#options.point(wrong[0]);
     return fields;
   }

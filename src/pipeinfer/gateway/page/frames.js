@@ -1,7 +1,7 @@
 // Work in slices: what takes longer than a part of a frame goes on in the next one, so that the page
 // answers to keys and pointers meanwhile.
 
-const SLICE = 10; // milliseconds of a frame; layout of what was made takes some more
+const SLICE = 5; // milliseconds of a frame; layout of what was made takes some more
 const queue = []; // the newest last, which is done first: what is at the end of a chat is looked at
 let began = 0, asked = false;
 

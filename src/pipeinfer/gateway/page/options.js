@@ -1,6 +1,7 @@
 // The options of a conversation: a form beside it, and the fields of a request that they become.
 
 import { byId, h, iconButton, put } from "./dom.js";
+import { count } from "./words.js";
 
 const WHOLE = Number.MAX_SAFE_INTEGER;
 // [field of the API, label, least, most, whether it is a whole number], as the server has them; an
@@ -16,16 +17,23 @@ const NUMBERS = [
 const STOPS = 16, STOP_LETTERS = 1024;
 const TOOL_HINT = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]';
 
-/** What a request gets of the options: {fields}, or {wrong: [field, why]}. */
-export function requested(options) {
+/**
+ * What a request gets of the options: {fields}, or {wrong: [field, why]}. context: the most tokens
+ * of prompt and answer, 0 if it is not known.
+ */
+export function requested(options, context) {
   const fields = {};
   try {
-    for (const [name, label, least, most, whole] of NUMBERS) {
+    for (const [name, label, least, own, whole] of NUMBERS) {
+      const shared = name === "max_tokens" && context > 1; // with a prompt of a token at least
+      const most = shared ? context - 1 : own;
       if (!options[name]?.trim()) continue;
       const value = Number(options[name]);
       if (Number.isNaN(value)) throw [name, `${label} is no number.`];
       if (whole && !Number.isInteger(value)) throw [name, `${label} is a whole number.`];
-      if (value < least || value > most) throw [name, said(label, least, most)];
+      if (value < least || value > most) 
+        throw [name, said(label, least, most)
+          + (shared ? ` The context, of prompt and answer, has ${count(context)}.` : "")];
       fields[name] = value;
     }
     const stops = (options.stop ?? "").split("\n").filter((line) => line !== "");
@@ -55,7 +63,7 @@ export function requested(options) {
   }
 }
 
-const said = (label, least, most) => (most < 1e6 ? `${label} is between ${least} and ${most}.`
+const said = (label, least, most) => (most < 1e9 ? `${label} is between ${least} and ${most}.`
   : Math.abs(least) < 1e6 ? `${label} is at least ${least}.` : `${label} has at most 15 digits.`);
 
 function parsed(options, name, label) {
@@ -80,6 +88,7 @@ export class Options {
   #fields = {};
   #errors = {};
   #options = {};
+  #context = 0;
   #changed;
 
   constructor(changed) {
@@ -123,6 +132,13 @@ export class Options {
 
   get open() {
     return !this.#panel.hidden;
+  }
+
+  /** The most tokens of prompt and answer. */
+  set context(length) {
+    this.#context = length;
+    if (length > 1) this.#fields.max_tokens.max = length - 1;
+    this.#checkAll();
   }
 
   /** Shows the options of another conversation. */
@@ -169,7 +185,7 @@ export class Options {
   }
 
   #checkAll() {
-    const [wrong, why] = requested(this.#options).wrong ?? [];
+    const [wrong, why] = requested(this.#options, this.#context).wrong ?? [];
     for (const [name, error] of Object.entries(this.#errors)) {
       put(error, name === wrong ? why : "");
       this.#fields[name].toggleAttribute("aria-invalid", false);

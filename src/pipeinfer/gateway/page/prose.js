@@ -8,6 +8,7 @@ import { blocksOf, codeBlock, elementsOf } from "./markdown.js";
 import { dress } from "./typeset.js";
 
 const PART = 4000; // letters that are parsed at once
+const LINES = 400; // of them: each is laid out
 const BLOCKS = 120; // of them that are shown at once
 const PATIENCE = 3; // times as long as reading the end took, nothing of it is read again
 const HEAD = 600; // letters of a table's head that is said again
@@ -73,7 +74,7 @@ export class Prose {
 
   /** Reads a part. Whether there is another. */
   #part() {
-    const rest = this.#text.slice(this.#from, this.#from + PART);
+    const rest = this.#rest();
     const whole = this.#from + rest.length === this.#text.length;
     if (this.#fence) return this.#codeOn(rest, whole);
     const text = whole && !(this.#live && DEFINES.test(rest))
@@ -101,6 +102,16 @@ export class Prose {
     return !whole;
   }
 
+  /** What comes next: at most so many letters, and so many lines. */
+  #rest() {
+    const most = Math.min(this.#from + PART, this.#text.length);
+    let end = this.#from;
+    for (let line = 0; line < LINES && end < most; line++) {
+      end = this.#text.indexOf("\n", end) + 1 || most;
+    }
+    return this.#text.slice(this.#from, Math.min(end, most));
+  }
+
   #blocks(text) {
     const blocks = blocksOf(this.#head + text, this.#env);
     for (const block of blocks) block.start -= this.#head.length;
@@ -120,7 +131,7 @@ export class Prose {
     } else {
       // It goes on as another one of its kind, best with a line that is not within anything.
       let end = text.length;
-      for (let at = end - 1; at > PART / 2; at = text.lastIndexOf("\n", at - 1)) {
+      for (let at = end - 1; at > text.length / 2; at = text.lastIndexOf("\n", at - 1)) {
         if (/\S/.test(text[at + 1] ?? " ")) {
           end = at + 1;
           break;

@@ -20,11 +20,11 @@ from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
 from pipeinfer.gateway.reading.pythonic import KEY, NAME, CallList
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
-from pipeinfer.grammars.lookaround import with_plain_digits
+from pipeinfer.grammars.regex import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.added import Added
+from pipeinfer.text.files import AddedId
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "/(?s:.*)/"
@@ -67,7 +67,7 @@ class Wanted:
     schemas: Mapping[str, JsonObject | None]
     many: bool
     free: bool = False
-    tokens: Mapping[str, Added] | None = None
+    tokens: Mapping[str, AddedId] | None = None
     thinks: bool = False
     form: StructuredOutputs | None = None
     texts: Mapping[str, StructuredOutputs] = field(default_factory=dict[str, StructuredOutputs])

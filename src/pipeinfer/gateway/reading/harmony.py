@@ -22,7 +22,7 @@ from pipeinfer.gateway.reading.held import find
 from pipeinfer.gateway.reading.json_text import CallObject, decodes
 from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
-from pipeinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
+from pipeinfer.text.thoughts import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 ASSISTANT = "assistant"

@@ -16,7 +16,7 @@ from pipeinfer.gateway.reading.call_grammars import (
     slashed,
 )
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from pipeinfer.text.thoughts import CHANNEL, CONSTRAIN, END, MESSAGE, START
 
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
 # `opening`: the prompt has it already, but a template that opens no answer leaves it to the model.

@@ -64,9 +64,16 @@ from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import Added
-from pipeinfer.text.harmony import CHANNEL, MESSAGE, START
-from pipeinfer.text.thoughts import REASONING_PARSERS, Tags, left, parser_of
+from pipeinfer.text.files import AddedId
+from pipeinfer.text.thoughts import (
+    CHANNEL,
+    MESSAGE,
+    REASONING_PARSERS,
+    START,
+    ThoughtTags,
+    parser_of,
+    thought_state,
+)
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
@@ -226,7 +233,7 @@ class Reading:
     tools: str = ""
     reasoning: str = ""
     takes_tools: bool = False
-    added: Mapping[str, Added] = field(default_factory=dict[str, Added])
+    added: Mapping[str, AddedId] = field(default_factory=dict[str, AddedId])
     goes_on: bool = False
     off: bool = False
     unread: str = ""
@@ -272,7 +279,7 @@ class Reading:
         return replace(self, goes_on=True)
 
     @property
-    def tags(self) -> Tags | None:
+    def tags(self) -> ThoughtTags | None:
         """Around the thoughts."""
         return REASONING_PARSERS.get(self.reasoning)
 
@@ -288,7 +295,7 @@ class Reading:
 
     def left(self, said: str) -> ThoughtState:
         """Where what was `said` of an answer leaves its thoughts."""
-        return "over" if self.tags is None else left(said, self.tags)
+        return "over" if self.tags is None else thought_state(said, self.tags)
 
     def reader(
         self,
@@ -389,7 +396,7 @@ def reading(
     tool_parser: str,
     reasoning_parser: str,
     template: str,
-    added: Mapping[str, Added] | None = None,
+    added: Mapping[str, AddedId] | None = None,
 ) -> Reading:
     """For settings that name parsers, "auto" or "none", and the text of a chat template.
     Raises ConfigurationError for a name that is unknown."""

@@ -12,7 +12,7 @@ from typing import Literal
 from pipeinfer.gateway.pieces import SPACE, Piece, Reader
 from pipeinfer.gateway.reading.held import find
 from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
-from pipeinfer.text.thoughts import Tags
+from pipeinfer.text.thoughts import ThoughtTags
 
 
 class Thinking:
@@ -22,7 +22,7 @@ class Thinking:
     def __init__(
         self,
         behind: Reader,
-        tags: Tags,
+        tags: ThoughtTags,
         begun: bool,
         shown: bool = True,
         padded: bool = False,

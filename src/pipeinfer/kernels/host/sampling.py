@@ -14,7 +14,7 @@ import torch
 
 from pipeinfer.kernels import noise
 from pipeinfer.kernels.host.truncation import is_truncated, thresholds
-from pipeinfer.kernels.interface import Knobs
+from pipeinfer.kernels.interface import SamplingTensors
 from pipeinfer.kernels.tables import GREEDY_BELOW
 
 BLOCK_VALUES = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
@@ -23,8 +23,8 @@ NO_ID = 2**52  # a rank without an id of its own loses every tie
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Knobs of S rows, seeds as uint64."""
+class SamplingRows:
+    """SamplingTensors of S rows, seeds as uint64."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -34,18 +34,20 @@ class Rows:
     positions: np.ndarray
 
     @classmethod
-    def of(cls, knobs: Knobs) -> Rows:
+    def of(cls, sampling: SamplingTensors) -> SamplingRows:
         """The same arrays."""
         names = "temperature", "top_k", "top_p", "min_p", "seed", "sample_positions"
-        temperature, top_k, top_p, min_p, seeds, positions = (knobs[name].numpy() for name in names)
+        temperature, top_k, top_p, min_p, seeds, positions = (
+            sampling[name].numpy() for name in names
+        )
         return cls(temperature, top_k, top_p, min_p, seeds.view(np.uint64), positions)
 
 
 def sample(
-    logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncate: bool = True
+    logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool = True
 ) -> torch.Tensor:
     """See interface.py, here and below. Of equal best candidates the lowest id wins."""
-    values, rows = logits.float().numpy(), Rows.of(knobs)
+    values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
     finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
@@ -59,12 +61,12 @@ def sample(
             ids[block] = _over_all(_scaled(values, peaks, rows, block), rows, block)
         for block in _blocks(random & truncated, vocab):
             ids[block] = _over_kept(_scaled(values, peaks, rows, block), rows, block)
-    return _drawn(ids, finite, knobs, last_token)
+    return _drawn(ids, finite, sampling, last_token)
 
 
-def offer(logits: torch.Tensor, knobs: Knobs, first_id: int) -> torch.Tensor:
+def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
     """float64 [S, 3]: | what candidates are compared by | id of the best | the greatest logit |"""
-    values, rows = logits.float().numpy(), Rows.of(knobs)
+    values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     count, width = values.shape
     mine = np.full((count, 3), -np.inf)
     mine[:, 1] = NO_ID
@@ -82,22 +84,24 @@ def offer(logits: torch.Tensor, knobs: Knobs, first_id: int) -> torch.Tensor:
     return torch.from_numpy(mine)
 
 
-def choose(offers: torch.Tensor, knobs: Knobs, last_token: torch.Tensor) -> torch.Tensor:
+def choose(
+    offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+) -> torch.Tensor:
     scores, candidates, greatest = np.moveaxis(offers.numpy(), -1, 0)
     good = np.isfinite(greatest.max(axis=0, initial=-np.inf))
     ids = np.where(scores == scores.max(axis=0), candidates, np.inf).min(axis=0)
-    return _drawn(np.where(good, ids, 0).astype(np.int64), good, knobs, last_token)
+    return _drawn(np.where(good, ids, 0).astype(np.int64), good, sampling, last_token)
 
 
 def _drawn(
-    ids: np.ndarray, good: np.ndarray, knobs: Knobs, last_token: torch.Tensor
+    ids: np.ndarray, good: np.ndarray, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
     """int64 [S, 2]: one token, of `ids` [S], for the rows in `good` bool [S], else none."""
     made = np.empty((len(ids), 2), dtype=np.int64)
     made[:, 0] = good
     # A bad row may be part of one more step: it goes on from an id that exists.
     made[:, 1] = ids * good
-    last_token.numpy()[knobs["write_slots"].numpy()] = made[:, 1]
+    last_token.numpy()[sampling["write_slots"].numpy()] = made[:, 1]
     return torch.from_numpy(made)
 
 
@@ -108,7 +112,9 @@ def _blocks(chosen: np.ndarray, vocab: int) -> list[np.ndarray]:
     return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
 
 
-def _scaled(values: np.ndarray, peaks: np.ndarray, rows: Rows, block: np.ndarray) -> np.ndarray:
+def _scaled(
+    values: np.ndarray, peaks: np.ndarray, rows: SamplingRows, block: np.ndarray
+) -> np.ndarray:
     """Logits of the block's rows over temperature, shifted so that each maximum is 0.
 
     The peak goes first: differences are exact where they matter, and nothing overflows upwards.
@@ -120,12 +126,12 @@ def _scaled(values: np.ndarray, peaks: np.ndarray, rows: Rows, block: np.ndarray
     return x
 
 
-def _over_all(x: np.ndarray, rows: Rows, block: np.ndarray) -> np.ndarray:
+def _over_all(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     x += noise.gumbel(rows.seeds[block], rows.positions[block], x.shape[1])
     return x.argmax(axis=-1)
 
 
-def _over_kept(x: np.ndarray, rows: Rows, block: np.ndarray) -> np.ndarray:
+def _over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     """Gumbel-max over what truncation leaves; noise is made only for that, if it is little."""
     keep = x >= thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
     flat = np.flatnonzero(keep)

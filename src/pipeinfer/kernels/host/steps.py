@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels.host.bans import ban
-from pipeinfer.kernels.tables import NOBODY, NOWHERE, BySlot, EditsBySlot, Expanded, Rows
+from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, BySlot, DeviceStep, EditsBySlot
 
 
 def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
@@ -21,26 +21,21 @@ def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -
         words.numpy()[changes[0::2]] = changes[1::2]
 
 
-def expand(
-    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
-) -> None:
-    counts, slots = rows.counts.numpy(), rows.slots.numpy()
-    starts, sizes = rows.starts.numpy(), counts
+def expand(step: DeviceStep, held: BySlot, page_size: int) -> None:
+    counts, slots = step.counts.numpy(), step.slots.numpy()
+    starts, sizes = step.starts.numpy(), counts
     if not counts.all():
-        starts, sizes = np.where(counts, starts, 0), np.where(counts, counts, padding)
+        starts, sizes = np.where(counts, starts, 0), np.where(counts, counts, step.padding)
     lengths = starts + sizes
-    used = -(-lengths // page_size)
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(sizes, out=firsts[1:])
-    _tokens(rows, held, page_size, (slots, starts, counts, sizes, firsts), out)
-    _rows(held, slots, lengths, used, page_size, firsts, base, out)
-    _entries(rows.entries.numpy(), held, slots, lengths, firsts, out)
+    _tokens(step, held, page_size, (slots, starts, counts, sizes, firsts))
+    _rows(step, held, page_size, slots, lengths, firsts)
+    _logits_rows(step, held, slots, lengths, firsts)
 
 
-def _tokens(
-    rows: Rows, held: BySlot, page_size: int, by_row: tuple[np.ndarray, ...], out: Expanded
-) -> None:
-    """What stands once for each token; those past the last row's, and padding, are nobody's."""
+def _tokens(step: DeviceStep, held: BySlot, page_size: int, by_row: tuple[np.ndarray, ...]) -> None:
+    """What stands once for each token; those past the last row's, and padding, have no slot."""
     slots, starts, counts, sizes, firsts = by_row
     many, row, index = int(firsts[-1]), None, None
     slot, position = slots, starts  # of one token each
@@ -50,63 +45,64 @@ def _tokens(
         slot, position = slots[row], starts[row] + index
     page = held.table.numpy()[slot, position // page_size].astype(np.int64)
     place = page * page_size + position % page_size
-    ids = rows.tokens.numpy()[:many].astype(np.int64)
+    ids = step.tokens.numpy()[:many].astype(np.int64)
     unknown = np.flatnonzero(ids < 0)
     ids[unknown] = held.last_token.numpy()[slot[unknown]]
     if sizes is not counts and index is not None:
-        nobody = index >= counts[row]
-        position[nobody], place[nobody], ids[nobody] = 0, NOWHERE, 0
+        padding = index >= counts[row]
+        position[padding], place[padding], ids[padding] = 0, NO_SLOT, 0
     for target, values, filler in (
-        (out.positions, position, 0), (out.places, place, NOWHERE), (out.ids, ids, 0)
+        (step.positions, position, 0), (step.slot_mapping, place, NO_SLOT), (step.input_ids, ids, 0)
     ):  # fmt: skip
         target = target.numpy()
         target[:many], target[many:] = values, filler
 
 
 def _rows(
-    held: BySlot, slots: np.ndarray, lengths: np.ndarray, used: np.ndarray, page_size: int,
-    firsts: np.ndarray, base: int, out: Expanded,
+    step: DeviceStep, held: BySlot, page_size: int, slots: np.ndarray, lengths: np.ndarray,
+    firsts: np.ndarray,
 ) -> None:  # fmt: skip
     """What stands once for each row, and pages row after row."""
-    width, decodes = held.table.shape[1], len(slots) + 1 - len(out.prompt_offsets)
-    out.offsets.numpy()[:] = firsts
-    out.prompt_offsets.numpy()[:] = firsts[decodes:] - base
-    out.lengths.numpy()[:] = lengths
-    out.last_page.numpy()[:] = lengths - (used - 1) * page_size
-    begins, table = out.begins.numpy(), held.table.numpy()
-    if len(out.listed):
+    width, used = held.table.shape[1], -(-lengths // page_size)
+    step.qo_indptr.numpy()[:] = firsts
+    step.prefill_qo_indptr.numpy()[:] = firsts[step.shape.decodes :] - step.query_base
+    step.seq_lens.numpy()[:] = lengths
+    step.last_page_len.numpy()[:] = lengths - (used - 1) * page_size
+    begins, table = step.kv_indptr.numpy(), held.table.numpy()
+    if step.lists_pages:
         begins[0] = 0
         np.cumsum(used, out=begins[1:])
         row = np.repeat(np.arange(len(slots)), used)
         listed = table[slots[row], np.arange(len(row)) - begins[row]]
-        shown = min(len(listed), len(out.listed))
-        out.listed.numpy()[:shown] = listed[:shown]
+        shown = min(len(listed), len(step.kv_indices))
+        step.kv_indices.numpy()[:shown] = listed[:shown]
     else:
         begins[:-1], begins[-1] = slots * width, 0
-    if len(out.gathered):
-        some = slice(len(slots) - len(out.gathered), None)
+    if len(step.block_table):
+        some = slice(len(slots) - len(step.block_table), None)
         shown = np.arange(width) < used[some, None]
-        np.copyto(out.gathered.numpy(), table[slots[some]], where=shown)
+        np.copyto(step.block_table.numpy(), table[slots[some]], where=shown)
 
 
-def _entries(
-    entries: np.ndarray, held: BySlot, slots: np.ndarray, lengths: np.ndarray, firsts: np.ndarray,
-    out: Expanded,
-) -> None:  # fmt: skip
-    """What stands once for each entry for sampling."""
-    rows = np.flatnonzero(entries != NOBODY)
-    entry = entries[rows]
-    of = np.empty(len(rows), dtype=np.int64)  # of each entry, its row
+def _logits_rows(
+    step: DeviceStep, held: BySlot, slots: np.ndarray, lengths: np.ndarray, firsts: np.ndarray
+) -> None:
+    """What stands once for each row of logits."""
+    logits_rows = step.logits_rows.numpy()
+    rows = np.flatnonzero(logits_rows != NO_LOGITS)
+    entry = logits_rows[rows]
+    of = np.empty(len(rows), dtype=np.int64)  # of each row of logits, its row
     of[np.where(entry >= 0, entry, -1 - entry)] = rows
     slot, token, position = slots[of], firsts[of + 1] - 1, lengths[of]
     if entry.min(initial=0) < 0:
-        nobody = entries[of] < 0
-        slot, position = np.where(nobody, len(held.table) - 1, slot), np.where(nobody, 0, position)
-        token[nobody] = 0
-    out.last.numpy()[:] = token
-    out.write_slots.numpy()[:] = slot
-    out.sample_positions.numpy()[:] = position
-    theirs, mine, wide = held.fields.numpy(), out.fields.numpy(), 2 * held.wide
+        padding = logits_rows[of] < 0
+        slot = np.where(padding, len(held.table) - 1, slot)
+        position = np.where(padding, 0, position)
+        token[padding] = 0
+    step.logits_indices.numpy()[:] = token
+    step.write_slots.numpy()[:] = slot
+    step.sample_positions.numpy()[:] = position
+    theirs, mine, wide = held.fields.numpy(), step.sampling_words.numpy(), 2 * held.wide
     from_here, to_here = wide * len(held.table), wide * len(of)
     for source, target, shape in (
         (theirs[:from_here], mine[:to_here], (held.wide, -1, 2)),

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as theirs
 
-from pipeinfer.checkpoint.outline import Outline
+from pipeinfer.checkpoint.config import ModelOutline
 from pipeinfer.layers.placement import DUMMY_STD
 from pipeinfer.models.foreign import hook
 from pipeinfer.models.foreign.model import ForeignModel
@@ -37,13 +37,13 @@ Found = Mapping[str, Set[object]]  # names of tensors, by what is wrong with the
 class Foreign:
     """What is known of a model before its weights are read."""
 
-    outline: Outline
+    outline: ModelOutline
     kind: type[PreTrainedModel]
     config: PreTrainedConfig
     traced: Traced
 
 
-def look_at(folder: Path, outline: Outline, most_tokens: int) -> Foreign:
+def look_at(folder: Path, outline: ModelOutline, most_tokens: int) -> Foreign:
     """Finds the class and what attention it wants; `most_tokens`: of a request.
 
     Raises ConfigurationError for what cannot be served, with the reason.

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from pipeinfer.layers.attention import Attend, ReadyHeads
 from pipeinfer.models.foreign.hook import Called, hooked
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 
 @dataclass(frozen=True)

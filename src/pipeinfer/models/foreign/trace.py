@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from pipeinfer.models.foreign import hook
 from pipeinfer.models.foreign.hook import Called, Sees
 from pipeinfer.models.foreign.refusals import refused
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 TOKENS = 4
 MOST_HEAD_DIM = 256

@@ -13,10 +13,10 @@ from typing import NamedTuple, cast
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from pipeinfer.checkpoint.outline import Outline
+from pipeinfer.checkpoint.config import ModelOutline
 from pipeinfer.models.foreign.hook import Called, hooked
 from pipeinfer.models.foreign.refusals import refused
-from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.step import AttentionShape
 
 TOKENS = 8
 TOLERANCE = 0.02  # of the largest value; a median over tokens, since experts may be near ties
@@ -33,7 +33,7 @@ class Tried(NamedTuple):
 def tried(
     model: PreTrainedModel,
     shapes: Sequence[AttentionShape],
-    outline: Outline,
+    outline: ModelOutline,
     most_tokens: int,
 ) -> Tried:
     """`shapes`: as traced; `most_tokens`: of a request.

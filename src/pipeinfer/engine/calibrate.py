@@ -1,0 +1,319 @@
+"""What steps take on this GPU: dummy steps of all sizes, by graphs or without, are timed.
+
+All ranks of a group measure the same steps in the same order, because steps hold collectives. Dummy
+steps are steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy
+page, and leave nothing in the first slots that anybody reads. Knows sizes and arrays of steps; no
+request, and not what the times are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unaided
+from pipeinfer.engine.graphs import Graphs
+from pipeinfer.engine.step_builder import filled
+from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.packing import PART
+from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.step import (
+    Delta,
+    LogitEdits,
+    LogprobRows,
+    MaskRows,
+    PenaltyRows,
+    SharedPrefixes,
+    Step,
+)
+from pipeinfer.step_cost import PER_SECOND, StepCost
+
+REPLAYS = 3
+ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
+CONTEXT = 1024  # tokens before each decode where their price is measured
+DEPTH, LEAST_DEPTH = 2048, 512  # tokens of a prompt before those that are measured
+SLOWER = 105  # percent of a larger step's time from which on a step is called slow
+FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the largest is measured
+
+
+@dataclass(frozen=True)
+class Frame:
+    """pages: of the longest row, of `page_size` tokens."""
+
+    pages: int
+    page_size: int
+
+
+def measured(
+    graphs: Graphs,
+    largest: tuple[int, int],
+    frame: Frame,
+    pages: int,
+    replayed: Callable[[GraphShape, Step], float],
+    run: Callable[[Step], float],
+) -> StepCost | None:
+    """As step_cost(): of graphs where there are some, else of steps up to `largest` (rows, tokens).
+    `replayed` gives the device's seconds for a step by the graph of that size, `run` kernel by
+    kernel.
+    """
+    most_rows, most_tokens = largest
+    few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
+
+    def seconds(shape: GraphShape, step: Step) -> float:
+        at = graphs.like(shape, step)
+        if at is None:
+            return min(run(step) for _ in range(REPLAYS))
+        return replayed(at, step)
+
+    return step_cost(
+        graphs.decodes or few,
+        graphs.planned or unaided(most_tokens, most_rows),
+        frame,
+        pages,
+        lambda rows, step: seconds(decode_only(rows), step),
+        seconds,
+    )
+
+
+def step_cost(
+    rows: Sequence[int],
+    sizes: Sequence[GraphShape],
+    frame: Frame,
+    pages: int,
+    of_decodes: Callable[[int, Step], float],
+    of_prompts: Callable[[GraphShape, Step], float],
+) -> StepCost | None:
+    """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
+    ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
+    step.
+
+    None without sizes of prompts beside decodes, or where a row has only one page.
+    """
+    beside = [size for size in sizes if size.decodes]
+    longest = (frame.pages - 1) * frame.page_size
+    if not beside or not longest:
+        return None
+
+    def alone(rows: int, deep: int) -> int:
+        step = deep_decodes(rows, deep, frame.page_size)
+        return round(of_decodes(rows, step) * PER_SECOND)
+
+    timed = priced(_with_prompts(beside, longest, frame, of_prompts))
+    together = without_outliers(interpolated(timed, [size.tokens for size in beside], longest))
+    measured = [some for some in rows if some in ROWS or some == rows[-1]]
+    shallow = {some: alone(some, 0) for some in measured}
+    many = max((some for some in measured if some <= DECODES), default=measured[0])
+    deep = min(frame.pages - 1, (pages - 1) // many, -(-CONTEXT // frame.page_size))
+    more = max(alone(many, deep) - shallow[many], 0)
+    each = more // (many * deep * frame.page_size) if deep else 0
+    return StepCost(tuple(shallow.items()), tuple(together), each)
+
+
+def _with_prompts(
+    sizes: Sequence[GraphShape],
+    longest: int,
+    frame: Frame,
+    seconds: Callable[[GraphShape, Step], float],
+) -> list[tuple[int, int, int | None]]:
+    """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
+    tokens, the one with the fewest decodes. None where a prompt cannot be deep."""
+
+    def amid(size: GraphShape, depth: int) -> int:
+        return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
+
+    found: list[tuple[int, int, int | None]] = []
+    for tokens, size in sorted({size.tokens: size for size in reversed(sizes)}.items()):
+        if FULL < tokens < sizes[-1].tokens:
+            continue
+        begun, depth = amid(size, 0), min(DEPTH, longest - tokens)
+        deep = depth >= LEAST_DEPTH
+        found.append((tokens, begun, max(amid(size, depth) - begun, 0) // depth if deep else None))
+    return found
+
+
+def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int, int]]:
+    """`sizes` (tokens, time, more), ascending. Where `more` is None it is, by the token, that of
+    the largest size that has one; 0 if none has."""
+    last, most = next(((size, more) for size, _, more in sizes[::-1] if more is not None), (1, 0))
+    return [
+        (tokens, time, most * tokens // last if more is None else more)
+        for tokens, time, more in sizes
+    ]
+
+
+def interpolated(
+    sizes: Sequence[tuple[int, int, int]], every: Sequence[int], longest: int
+) -> list[tuple[int, int, int]]:
+    """`sizes` (tokens, time, more) ascending, and between them what others of `every` number of
+    tokens come to; `longest`: tokens of a prompt at most.
+
+    Of a step's time, pairs of a prompt's tokens grow with its square. `more` tells their price, as
+    that of as many pairs as there are tokens: that of the smaller step, since a larger one's may be
+    measured too long, or its prompts may not be longer. What is left lies on a line.
+    """
+    found = {size[0]: size for size in sizes}
+    for tokens in every:
+        if tokens in found:
+            continue
+        low = max(size for size in sizes if size[0] < tokens)
+        high = min(size for size in sizes if size[0] > tokens)
+        share = (tokens - low[0]) / (high[0] - low[0])
+        price = low[2] / low[0]
+        first, last = (time - price * _pairs(size, longest) for size, time, _ in (low, high))
+        time = round(first + share * (last - first) + price * _pairs(tokens, longest))
+        found[tokens] = tokens, time, round(low[2] + share * (high[2] - low[2]))
+    return sorted(found.values())
+
+
+def _pairs(tokens: int, longest: int) -> float:
+    """Of tokens of one prompt, in a step of so many by `amid_prompts`."""
+    return tokens * tokens / _prompts(tokens, longest) / 2
+
+
+def _prompts(tokens: int, longest: int) -> int:
+    """As few as it takes."""
+    return -(-tokens // longest)
+
+
+def slow(cost: StepCost) -> frozenset[int]:
+    """Tokens of steps with prompts that take longer than larger ones: libraries do not choose as
+    good a kernel for each number of rows."""
+    found: set[int] = set()
+    least = cost.mixed[-1][1]
+    for tokens, time, _ in reversed(cost.mixed):
+        if time > least * SLOWER // 100:
+            found.add(tokens)
+        least = min(least, time)
+    return frozenset(found)
+
+
+def padded(cost: StepCost, few: Container[int]) -> StepCost:
+    """`cost` where steps of so many tokens, not the most, are padded to the next larger size."""
+    sizes: list[tuple[int, int, int]] = []
+    for tokens, time, more in reversed(cost.mixed):
+        sizes.append((tokens, sizes[-1][1] if tokens in few else time, more))
+    return msgspec.structs.replace(cost, mixed=tuple(sizes[::-1]))
+
+
+def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """`sizes` (tokens, time, more) ascending, none of them with more for depth than a larger one.
+
+    What is measured is at times too long, never too short: one such price, five times too high,
+    kept steps of that size from being made at all.
+    """
+    found: list[tuple[int, int, int]] = []
+    least = sizes[-1][2]
+    for tokens, begun, more in reversed(sizes):
+        least = min(least, more)
+        found.append((tokens, begun, least))
+    return found[::-1]
+
+
+def amid_prompts(size: GraphShape, longest: int, depth: int, frame: Frame) -> Step:
+    """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
+    `longest`: tokens of a row at most.
+    """
+    prompts = _prompts(size.tokens, longest)
+    decodes = max(size.decodes - prompts, 0)
+    each, rest = divmod(size.tokens - decodes, prompts)
+    counts = [each + (prompt < rest) for prompt in range(prompts)]
+    return deep_prompts(decodes, counts, depth, frame.page_size)
+
+
+USUAL = {"temperature": 1.0}  # as most requests have it
+LARGE_TOP_K = 20
+
+
+def dummy_step(
+    counts: np.ndarray,
+    page_size: int,
+    starts: np.ndarray | None = None,
+    own: bool = False,
+    **fields: float,
+) -> Step:
+    """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
+    all sampling; `fields` of all rows, by the names of engine/step_builder.py.
+
+    They lie in the first slots and compute into the dummy page. What is before it they read there,
+    too, or, with `own`, in pages of which no two rows have one.
+    """
+    rows, values = len(counts), filled(len(counts), **(USUAL | fields))
+    starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
+    slots, held = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
+    slot = np.repeat(slots, held)
+    column = np.arange(len(slot), dtype=np.int32) - np.repeat(np.cumsum(held) - held, held)
+    before = column < np.repeat(starts // page_size, held) if own else np.zeros(len(slot), bool)
+    pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
+    return Step(
+        epoch=0,
+        number=0,
+        decodes=int((counts == 1).sum()),
+        slots=slots,
+        starts=starts,
+        counts=counts,
+        samples=np.ones(rows, dtype=bool),
+        tokens=np.zeros(int(counts.sum()), dtype=np.int32),
+        fields=values,
+        delta=Delta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
+    )
+
+
+def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
+    """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
+    all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To
+    be finished with `allow_all`."""
+    rows = min(largest.rows, largest.tokens)
+    counts = np.ones(rows, dtype=np.int32)
+    left = largest.tokens - rows
+    for row in range(rows - 1, -1, -1):
+        counts[row] += min(left, max_model_len - 1)
+        left -= int(counts[row]) - 1
+    step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
+    every, most = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
+    edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
+    return replace(
+        step,
+        delta=replace(step.delta, edits=edits),
+        penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
+        logprobs=LogprobRows(every, most, suppressed=True),
+        masked=MaskRows(every, step.slots),
+    )
+
+
+def allow_all(words: np.ndarray) -> dict[int, str]:
+    """Masks int32 [N, W] that forbid nothing."""
+    words.fill(-1)
+    return {}
+
+
+def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
+    """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
+    starts = np.full(rows, pages * page_size, dtype=np.int32)
+    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
+
+
+def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
+    """Decodes that all begin with the dummy page, beside so many prompts of two tokens."""
+    counts = np.array([1] * rows + [2] * prompts, dtype=np.int32)
+    starts = np.where(counts > 1, 0, page_size).astype(np.int32)
+    ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+    step = dummy_step(counts, page_size, starts)
+    return replace(step, shared_prefixes=SharedPrefixes(one_page, ranks * PART + rows))
+
+
+def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:
+    """Decodes of nothing, and chunks of so many tokens (2 or more) of prompts, each after `before`
+    tokens; everything lies in the dummy page.
+    """
+    counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
+    starts = np.where(counts > 1, before, 0).astype(np.int32)
+    return dummy_step(counts, page_size, starts)
+
+
+def empty_step() -> Step:
+    """A step of no rows, which packing for a graph fills up with padding rows."""
+    return dummy_step(np.zeros(0, dtype=np.int32), 1)

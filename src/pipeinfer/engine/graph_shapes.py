@@ -1,0 +1,156 @@
+"""Shapes of steps: so many tokens, decode rows and prefill rows. CUDA graphs are captured for a
+few of them, and a graph runs every step that fits into its shape.
+
+Knows sizes of steps alone; no device and no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.step import Step
+from pipeinfer.step_cost import steps_up_to
+
+FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
+STEP = 8
+FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
+PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts
+DECODES = 64  # the smallest class of decode rows beside prompts, each other has twice as many
+SHARING = 9  # decodes that share what they read, at least
+LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
+MOST_PADDING = 128  # tokens, or
+PADDING_SHARE = 4  # that part of a shape's
+
+
+def shape_of(step: Step) -> GraphShape:
+    """What the step needs."""
+    shares = step.shared_prefixes is not None
+    return GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
+
+
+def holds(shape: GraphShape, step: Step) -> bool:
+    """Whether it is large enough, and for steps of that kind."""
+    prompts = len(step.slots) - step.decodes
+    enough = shape.tokens >= len(step.tokens) and shape.prefills >= prompts
+    return enough and shape.decodes >= step.decodes and (prompts > 0) == (shape.prefills > 0)
+
+
+_NO_SHAPE = GraphShape(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class LargestStep:
+    """The largest step: rows, tokens, and pages of one row."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+    def hold(self, shape: GraphShape) -> bool:
+        """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
+        return shape.tokens <= self.tokens and max(shape.decodes, shape.prefills) <= self.rows
+
+
+def decode_ladder(most: int) -> tuple[int, ...]:
+    """Numbers of decode rows up to `most`, itself included: 1, 2, 4, 8, 16, 24 ..."""
+    if most <= 0:
+        return ()
+    sizes = {size for size in (*FIRST, *range(STEP, most + 1, STEP)) if size < most}
+    return tuple(sorted(sizes | {most}))
+
+
+def mixed_ladder(
+    most_tokens: int, most_rows: int, most_decodes: int, mixed: int
+) -> tuple[GraphShape, ...]:
+    """Rooms for steps of up to `most_tokens` and `most_rows`, ascending: of prompts alone, and of
+    prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
+    nearly have. None if graphs of decodes are off (most_decodes 0).
+    """
+    if not most_decodes:
+        return ()
+    doubled = (DECODES << power for power in range(most_decodes.bit_length()))
+    classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
+    largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
+    every = steps_up_to(most_tokens)
+    alone = [(tokens, 0, min(_prompts(tokens, FEW), most_rows)) for tokens in every]
+    beside: list[tuple[int, int, int]] = []
+    for tokens in every:
+        some = min(_prompts(tokens, SOME), most_rows)
+        # Of each size also one with as many decodes as it has room for.
+        full = min(max(tokens - some, classes[0]), most_decodes)
+        if tokens < largest + DECODES:
+            rows = {*classes, full} if tokens <= LARGE else {most_decodes}
+            beside += [(tokens, decodes, some) for decodes in rows]
+    shapes = (GraphShape(*one) for one in (*alone, *beside))
+    return tuple(sorted(shape for shape in shapes if shape.rows <= shape.tokens <= most_tokens))
+
+
+def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
+    """`shapes` of graphs as those that are captured at once, so that every step finds one that is
+    not much larger, and those whose capture is deferred, in the order in which they are worth it.
+    First come, of decodes alone, powers of two, one and a half times those, and the most; of each
+    number of tokens with prompts, the one for most rows, which holds those for fewer. Where one of
+    those has a shared-prefix variant, that comes first, since it serves every step.
+    """
+    every = set(shapes)
+    first = [
+        twin if (twin := replace(shape, shares=True)) in every else shape
+        for shape in (*_few_alone(shapes), *_largest(shapes))
+    ]
+    there = set(first)
+    return first, sorted((shape for shape in shapes if shape not in there), key=_worth)
+
+
+def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Of `shapes`, none of which shares, those that are wanted a second time for steps that do: as
+    many decodes alone as are there first, and beside prompts the smallest class and the largest.
+    """
+    beside = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
+    beside |= {shape for shape in _largest(shapes) if shape.decodes}
+    enough = [shape for shape in (*_few_alone(shapes), *sorted(beside)) if shape.decodes >= SHARING]
+    return [replace(shape, shares=True) for shape in enough]
+
+
+def _few_alone(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shares))
+    few = [shape for shape in alone if _rough(shape.decodes)]
+    return few + [shape for shape in alone[-1:] if shape not in few]
+
+
+def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    """Of each number of tokens with prompts, the one for most rows."""
+    largest: dict[int, GraphShape] = {}
+    for shape in shapes:
+        most = largest.get(shape.tokens, _NO_SHAPE).rows
+        if shape.prefills and not shape.shares and shape.rows > most:
+            largest[shape.tokens] = shape
+    return list(largest.values())
+
+
+def _rough(size: int) -> bool:
+    return size // (size & -size) in (1, 3)
+
+
+def _worth(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
+    """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
+    once saves more than prompts' graphs of the right size."""
+    return shape.prefills > 0 and not shape.shares, shape.shares, shape
+
+
+def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:
+    """To be measured where no prompts are captured: of one prompt beside a few decodes."""
+    decodes = min(DECODES, most_rows - 1)
+    shapes = (GraphShape(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
+    return tuple(shape for shape in shapes if decodes > 0 and shape.rows < shape.tokens)
+
+
+def _prompts(tokens: int, few: int) -> int:
+    """That a step of so many tokens has room for, at least `few`."""
+    return max(few, min(tokens // PROMPT, MANY)) if tokens > LARGE else few
+
+
+def decode_only(decodes: int) -> GraphShape:
+    """For so many decodes and nothing else."""
+    return GraphShape(decodes, decodes, 0)

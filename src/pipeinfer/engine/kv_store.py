@@ -1,0 +1,215 @@
+"""Keys and values of a step on their way into the pool's pages, and what a model calls of it.
+
+A `Store` takes the heads of one layer, norms and rotates them and writes keys and values to the
+step's slot mapping; then an attention backend reads pages. There are two: TorchStore for backends
+that attend to the step's own keys, too, and FusedStore, one kernel. For pages of 8 bits
+`key_shifts` finds, when a model is loaded, the vector that each layer's keys are stored less. Knows
+a pool and a backend's plan; no step and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from pipeinfer.attention.interface import KV, Attention, Plan, Traits
+from pipeinfer.attention.torch_backend import attend_unfused
+from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
+from pipeinfer.kernels.hadamard import turned
+from pipeinfer.layers.attention import LayerHeads
+from pipeinfer.memory.pool import KVPool, Shift
+from pipeinfer.models.interface import Model
+from pipeinfer.step import AttentionShape
+from pipeinfer.tensors import tensor_of
+
+TOKENS = 512  # of the sequence for key_shifts: 256 were a little worse, 1024 no better
+
+Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
+# (layer, heads, slot_mapping [T]: page * page_size + offset of each token): norms and rotates the
+# heads, and stores keys and values. TorchStore or FusedStore.
+Store = Callable[[int, LayerHeads, torch.Tensor], Stored]
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """The `Attend` that a model calls in one step, layer after layer (layers/attention.py).
+
+    plan: what `backend` planned of the step. slot_mapping: int64 [T], where its tokens are stored.
+    """
+
+    backend: Attention
+    plan: Plan
+    store: Store
+    slot_mapping: torch.Tensor
+
+    def __call__(self, layer: int, heads: LayerHeads) -> torch.Tensor:
+        """Stores first: a token sees itself."""
+        q, k, v = self.store(layer, heads, self.slot_mapping)
+        return self.backend.attend(layer, q, k, v, self.plan)
+
+
+def store_for(pool: KVPool, traits: Traits) -> Store:
+    """TorchStore for backends that need the step's own keys and values, FusedStore for others."""
+    return TorchStore(pool) if traits.needs_kv else FusedStore(pool)
+
+
+def store_kept(pool: KVPool, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
+    """As FusedStore, by torch operations of fixed shapes, which a graph can hold: a token without a
+    slot (negative) leaves zeros in the dummy page."""
+    q, k, v = _ready(pool, layer, heads)
+    kept, at = (slot_mapping >= 0).view(-1, 1, 1), slot_mapping.clamp(min=0).long()
+    scales = pool.scales[layer]
+    for part, new, scale in ((pool.k[layer], k, scales.k), (pool.v[layer], v, scales.v)):
+        _put(part.flatten(0, 1).flatten(1), at, torch.where(kept, new, 0), scale, q.dtype)
+    return q, None, None
+
+
+class TorchStore:
+    """One torch operation after another, on any device and in any dtype; gives back all three, keys
+    and values as they are read again. slot_mapping: int64, never negative.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._k, self._v = pool.by_place()
+
+    def __call__(self, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
+        """See Store."""
+        q, k, v = _ready(self._pool, layer, heads)
+        scales = self._pool.scales[layer]
+        k = _put(self._k[layer], slot_mapping, k, scales.k, q.dtype)
+        v = _put(self._v[layer], slot_mapping, v, scales.v, q.dtype)
+        return q, k, v
+
+
+class FusedStore:
+    """One kernel that norms, rotates and stores; gives back queries alone. Needs triton.
+
+    slot_mapping: int32 or int64; of a token with a negative one nothing is kept.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        from pipeinfer.kernels.store import rotate_and_store  # which needs triton
+
+        self._pool = pool
+        self._rotate_and_store = rotate_and_store
+
+    def __call__(self, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
+        """See Store. Heads that are ready are stored by torch operations."""
+        merged, pool = heads.merged, self._pool
+        if merged is None:
+            return store_kept(pool, layer, heads, slot_mapping)
+        norm, rotation, scales = merged.norm, merged.rotation, pool.scales[layer]
+        queries = self._rotate_and_store(
+            merged.product,
+            *rotation.rope.table,
+            slot_mapping,
+            pool.k[layer],
+            pool.v[layer],
+            merged.num_heads,
+            positions=rotation.positions,
+            q_norm=None if norm is None else norm.query_weight,
+            k_norm=None if norm is None else norm.key_weight,
+            eps=0.0 if norm is None else norm.eps,
+            offset=0.0 if norm is None else norm.offset,
+            k_scale=scales.k,
+            v_scale=scales.v,
+            shift=pool.shifts[layer],
+        )
+        return queries, None, None
+
+
+def _ready(
+    pool: KVPool, layer: int, heads: LayerHeads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as pages want them: of 8 bits, queries and keys turned alike."""
+    q, k, v = heads.split_and_rotate()
+    if pool.stored != E4M3:
+        return q, k, v
+    shift = pool.shifts[layer]
+    return turned(q).to(q.dtype), turned(k if shift is None else k.float() - shift), v
+
+
+def _put(
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[T, heads, dim] into rows of `pages`; what is read there afterwards, in `dtype`."""
+    if pages.dtype != E4M3:
+        pages.index_copy_(0, slot_mapping, values.reshape(len(values), -1))
+        return values
+    stored = narrowed(values, scale)
+    pages.view(torch.uint8).index_copy_(0, slot_mapping, stored.flatten(1).view(torch.uint8))
+    return widened(stored, scale, dtype)
+
+
+@torch.inference_mode()
+def key_shifts(model: Model, most_tokens: int, where: torch.device) -> tuple[Shift, ...]:
+    """What each layer's keys (after norm and RoPE) are stored less, where pages hold 8 bits.
+
+    It is the key that queries see on average; None for a layer with sinks or a soft cap, whose
+    weights would change.
+
+    Subtracted from all keys of a head it changes all scores of a query alike, which softmax does
+    not see: any vector is right, and the nearer keys are to it, the less is lost when they are
+    rounded. Found from fixed ids that mean nothing, so by the weights alone: one sequence of at
+    most `most_tokens` is computed, on all ranks of a group.
+    """
+    average = _Average(model.attention_shapes())
+    if any(map(_may_shift, average.shapes)):
+        count = min(TOKENS, most_tokens)
+        # This generator is frozen: it gives the same ids in every version of NumPy.
+        ids = np.random.RandomState(0).randint(0, model.vocabulary.vocab_size, count)
+        tokens = tensor_of(ids.astype(np.int64)).to(where)
+        model(tokens, torch.arange(count, device=where), average)
+    return tuple(average.found)
+
+
+def _may_shift(shape: AttentionShape) -> bool:
+    return shape.sinks is None and shape.soft_cap is None
+
+
+class _Average:
+    """An `Attend` of one sequence from its start, without pages."""
+
+    def __init__(self, shapes: Sequence[AttentionShape]) -> None:
+        self.shapes = shapes
+        self.found: list[Shift] = [None] * len(shapes)
+        self._bias = cache(_bias)
+
+    def __call__(self, layer: int, heads: LayerHeads) -> torch.Tensor:
+        """See layers/attention.py."""
+        shape = self.shapes[layer]
+        q, k, v = (part.transpose(0, 1) for part in heads.split_and_rotate())
+        bias = self._bias(q.shape[1], shape.sliding_window, q.device)
+        out = q.new_empty((q.shape[1], shape.num_heads, shape.head_dim))
+        seen: list[torch.Tensor] = []
+        group = shape.num_heads // shape.num_kv_heads
+        for head in range(shape.num_kv_heads):  # scores of all at once take too much memory
+            of_head = slice(head * group, (head + 1) * group)
+            sinks = None if shape.sinks is None else shape.sinks[of_head, None, None]
+            # Both in one: what is seen of values, and of keys as if they were values.
+            both = torch.cat((v[head], k[head]), dim=-1)
+            found = attend_unfused(shape, q[of_head], k[head], both, bias, sinks)
+            values, keys = found.chunk(2, dim=-1)
+            out[:, of_head] = values.transpose(0, 1)
+            seen.append(keys.float().mean(dim=(0, 1)))
+        if _may_shift(shape):
+            # Where these ids give infinite numbers others need not.
+            self.found[layer] = torch.stack(seen).nan_to_num_(0.0, 0.0, 0.0)
+        return out
+
+
+def _bias(count: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[count, count]: 0, or -inf where a query does not see a key."""
+    at = torch.arange(count, device=device)
+    back = at[:, None] - at
+    hidden = (back < 0) if window is None else (back < 0) | (back >= window)
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,526 @@
+"""The memory that a step goes through, on the host and on the device.
+
+    pinned words of its parity       words on the device        what they expand to
+    (StepBuffers, written by the  -> (DeviceBuffers.words) ->   (DeviceBuffers, viewed by
+    Packer)                               |                      a DeviceStep)
+                                          v                           ^
+                                     slot state (SlotState) ----------+
+
+Two parities of pinned words, since the host packs step N + 1 while the copy of step N may be under
+way. Of all else there is one of each, at fixed addresses, with room for the largest step: the
+forward stream alone writes and reads it, with graphs and without. In plain NumPy on the host, and
+nothing loops over rows: this is the hot path of the engine's host. Knows no model and no request.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
+from pipeinfer.engine.device import Device
+from pipeinfer.engine.graph_shapes import LargestStep
+from pipeinfer.engine.step_builder import FIELDS, filled
+from pipeinfer.kernels.interface import Kernels
+from pipeinfer.kernels.tables import (
+    BAN_HEAD,
+    NO_LOGITS,
+    BansBySlot,
+    BySlot,
+    DeviceStep,
+    EditsBySlot,
+    GraphShape,
+)
+from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
+from pipeinfer.step import BadWords, Delta, LogitEdits, Step
+from pipeinfer.tensors import tensor_of
+
+ALIGN = 4  # words: kernels load 16 bytes at once where they may
+NONE = np.empty(0, dtype=np.int32)
+MOST_VIEWS = 1024  # that are kept: making views takes as long as packing a step
+MOST_CHANGES = 1 << 14  # changes of the slots' state that are uploaded with a step
+
+
+class Layout(NamedTuple):
+    """The words, int32, at which a step's arrays begin in what is uploaded of it: one copy a step.
+
+        | num_changes | slots | starts | counts | logits_rows | leaders | ranks | tokens | changes |
+          ALIGN         R       R        R        R             R         R       T        2n
+
+    R rows and T tokens are those of the shape; kernels/tables.py says what the arrays hold. Changes
+    are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's prefix_leaders and
+    prefix_ranks. Written by Packer, read by the kernels write_words and expand.
+    """
+
+    slots: int
+    starts: int
+    counts: int
+    logits_rows: int
+    leaders: int
+    ranks: int
+    tokens: int
+    changes: int
+
+
+@lru_cache(maxsize=4096)
+def layout(shape: GraphShape) -> Layout:
+    """Every array begins at a multiple of 16 bytes."""
+    at = [ALIGN]
+    for size in (*[shape.rows] * 6, shape.tokens):
+        at.append(at[-1] + -(-size // ALIGN) * ALIGN)
+    return Layout(*at)
+
+
+class Packer:
+    """Writes steps into `words` int32, one after the other, as Layout says. Padding rows have the
+    slot `padding_slot`.
+    """
+
+    def __init__(self, words: np.ndarray, padding_slot: int) -> None:
+        self.words = words
+        self._padding_slot = padding_slot
+        self._last: tuple[GraphShape, int, Step] | None = None
+        self._sample_rows: np.ndarray | None = None
+
+    def pack(
+        self, step: Step, shape: GraphShape, samples: int, changes: np.ndarray
+    ) -> tuple[int, np.ndarray | None]:
+        """The step, and `changes` int32 [2n] of what changes before it.
+
+        Its decodes are the shape's first decode rows, its prompts the first prefill rows. There are
+        `samples` rows of logits: in a shape of decode rows with one for each, every row has its
+        own, else rows that sample have the first ones. Returns how many words are of use, and
+        which rows of logits are those of the rows that sample, None if they are the first.
+        """
+        at, words, last = layout(shape), self.words, self._last
+        _spread(words[at.starts : at.starts + shape.rows], step.starts, shape, step.decodes, 0)
+        if last is None or last[:2] != (shape, samples) or not _alike(last[2], step):
+            self._rows(step, shape, at, samples)
+        self._last = shape, samples, step
+        words[0] = len(changes) // 2
+        words[at.changes : at.changes + len(changes)] = changes
+        return at.changes + len(changes), self._sample_rows
+
+    def _rows(self, step: Step, shape: GraphShape, at: Layout, samples: int) -> None:
+        words, sampling = self.words, step.samples
+        if step.slots.max(initial=0) >= self._padding_slot:
+            raise ValueError(f"slot {step.slots.max()}, where there are {self._padding_slot}")
+        for begin, values, filler in (
+            (at.slots, step.slots, self._padding_slot), (at.counts, step.counts, 0)
+        ):  # fmt: skip
+            _spread(words[begin : begin + shape.rows], values, shape, step.decodes, filler)
+        prefixes = step.shared_prefixes
+        leaders, ranks = (NONE, NONE) if prefixes is None else (prefixes.leaders, prefixes.ranks)
+        for begin, values in ((at.leaders, leaders), (at.ranks, ranks)):
+            words[begin : begin + len(values)] = values
+            words[begin + len(values) : begin + shape.rows] = 0
+        words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
+        if len(step.slots) < shape.rows:
+            sampling = np.zeros(shape.rows, dtype=bool)
+            _spread(sampling, step.samples, shape, step.decodes, False)
+        logits_rows = words[at.logits_rows : at.logits_rows + shape.rows]
+        self._sample_rows = None
+        if samples == shape.rows and not shape.prefills:
+            own = np.arange(shape.rows, dtype=np.int32)
+            logits_rows[:] = np.where(sampling, own, -1 - own)
+            if not step.samples.all():
+                self._sample_rows = np.flatnonzero(step.samples)
+        else:
+            _number(logits_rows, sampling, samples)
+
+
+def _alike(one: Step, other: Step) -> bool:
+    """Whether they are the same but for `starts`: such steps share their arrays."""
+    return (
+        one.slots is other.slots
+        and one.counts is other.counts
+        and one.samples is other.samples
+        and one.tokens is other.tokens
+        and one.shared_prefixes is other.shared_prefixes
+    )
+
+
+def _spread(
+    view: np.ndarray, values: np.ndarray, shape: GraphShape, decodes: int, filler: int
+) -> None:
+    """Decodes where the shape has decode rows, prompts where it has prefill rows."""
+    if len(values) == len(view):
+        view[:] = values
+        return
+    end = shape.decodes + len(values) - decodes
+    view[:decodes] = values[:decodes]
+    view[decodes : shape.decodes] = filler
+    view[shape.decodes : end] = values[decodes:]
+    view[end:] = filler
+
+
+def _number(logits_rows: np.ndarray, sampling: np.ndarray, samples: int) -> None:
+    """The first rows of logits are those of rows that sample; the rest are other rows' padding."""
+    logits_rows[:] = NO_LOGITS
+    mine = np.flatnonzero(sampling)
+    logits_rows[mine] = np.arange(len(mine))
+    left = np.arange(len(mine), samples, dtype=np.int32)
+    if len(left):
+        logits_rows[np.flatnonzero(~sampling)[: len(left)]] = -1 - left
+
+
+class DeviceBuffers:
+    """For steps up to `largest`, of which attention wants what its `traits` say.
+
+    words: int32, what the host uploads of a step, see Layout. most_changes: changes of the
+    slots' state that fit into it.
+    """
+
+    def __init__(
+        self,
+        largest: LargestStep,
+        page_size: int,
+        traits: Traits,
+        state: SlotState,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        self._page_size = page_size
+        self._traits = traits
+        self._state = state
+        self._largest = largest
+        self._kernels = kernels
+        self.most_changes = MOST_CHANGES
+        self._views: dict[tuple[GraphShape, int, bool], DeviceStep] = {}
+        words = (
+            layout(GraphShape(largest.tokens, largest.rows, largest.rows)).changes
+            + 2 * MOST_CHANGES
+        )
+        self.words = torch.zeros(words, dtype=torch.int32, device=device)
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        rows, logits = 2 * largest.rows, largest.rows  # a graph has as many rows of either kind
+        self._by_token = [zeros(largest.tokens, torch.int64) for _ in range(3)]
+        self._by_row = [zeros(rows + 1) for _ in range(5)]
+        table = self._state.by_slot.table.view(-1)
+        self._kv_indices = zeros(logits * largest.pages + logits) if traits.lists_pages else table
+        with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.block_table]
+        self._block_table = zeros(with_pages * largest.rows * largest.pages)
+        self._by_logits = [zeros(logits, torch.int64) for _ in range(3)]
+        self._sampling_words = zeros(logits * FIELD_WORDS)
+
+    def views(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
+        """For steps of that shape with so many rows of logits. padded: others may be smaller, and
+        every row that is not theirs is padding.
+
+        Raises ValueError for more than there is room for.
+        """
+        known = shape, num_logits, padded
+        if known not in self._views:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[known] = self._made(shape, num_logits, padded)
+        return self._views[known]
+
+    def _made(self, shape: GraphShape, num_logits: int, padded: bool) -> DeviceStep:
+        if not self._largest.hold(shape) or num_logits > self._largest.rows:
+            raise ValueError(
+                f"{shape} with {num_logits} samples, where the largest is {self._largest}"
+            )
+        at, words, rows, tokens = layout(shape), self.words, shape.rows, shape.tokens
+        pages = self._state.by_slot.table.shape[1]
+        tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.block_table]
+        input_ids, positions, slot_mapping = (part[:tokens] for part in self._by_token)
+        qo_indptr, prefill_qo_indptr, seq_lens, last_page_len, kv_indptr = self._by_row
+        logits_indices, write_slots, sample_positions = (
+            part[:num_logits] for part in self._by_logits
+        )
+        sampling_words = self._sampling_words[: num_logits * FIELD_WORDS]
+        return DeviceStep(
+            shape=shape,
+            padded=padded,
+            num_changes=words[:1],
+            changes=words[at.changes :],
+            slots=words[at.slots : at.slots + rows],
+            starts=words[at.starts : at.starts + rows],
+            counts=words[at.counts : at.counts + rows],
+            logits_rows=words[at.logits_rows : at.logits_rows + rows],
+            tokens=words[at.tokens : at.tokens + tokens],
+            prefix_leaders=words[at.leaders : at.leaders + rows] if shape.shares else None,
+            prefix_ranks=words[at.ranks : at.ranks + rows] if shape.shares else None,
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            qo_indptr=qo_indptr[: rows + 1],
+            prefill_qo_indptr=prefill_qo_indptr[: shape.prefills + 1],
+            seq_lens=seq_lens[:rows],
+            last_page_len=last_page_len[:rows],
+            kv_indptr=kv_indptr[: rows + 1],
+            kv_indices=self._kv_indices,
+            block_table=self._block_table[: tables * pages].view(tables, pages),
+            logits_indices=logits_indices,
+            write_slots=write_slots,
+            sample_positions=sample_positions,
+            sampling_words=sampling_words,
+            sampling={
+                **fields_by_name(sampling_words, num_logits),
+                "write_slots": write_slots,
+                "sample_positions": sample_positions,
+            },
+            lists_pages=self._traits.lists_pages,
+        )
+
+    def expand(self, step: DeviceStep) -> None:
+        """On the current stream: the slots' state changes, then what was uploaded becomes what
+        kernels index with."""
+        self._kernels.write_words(step.changes, step.num_changes, self._state.words)
+        self._kernels.expand(step, self._state.by_slot, self._page_size)
+
+    def plan_inputs(
+        self, views: DeviceStep, parity: int, words: np.ndarray, step: Step
+    ) -> PlanInputs:
+        """For attention. words: the step's on the host, read only if the traits want lengths
+        there."""
+        if views.padded:  # whatever steps a graph will run
+            queries = views.shape.tokens if views.shape.prefills else 1
+            pages = self._largest.pages
+        else:
+            queries = int(step.counts.max())
+            pages = -(-int((step.starts + step.counts).max()) // self._page_size)
+        host = self._on_host(views, words) if self._traits.host_lengths else None
+        return PlanInputs(views, queries, pages, parity, host)
+
+    def _on_host(self, views: DeviceStep, words: np.ndarray) -> HostLengths:
+        """What the device makes of the words, as far as planning on the host needs it."""
+        at, rows = layout(views.shape), views.shape.rows
+        starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
+        counts = np.maximum(counts, views.padding)
+        seq_lens = starts + counts
+        queries = _indptr(counts)
+        return HostLengths(
+            tensor_of(seq_lens.astype(np.int32, copy=False)),
+            tensor_of(queries),
+            tensor_of(queries[views.shape.decodes :] - np.int32(views.query_base)),
+            tensor_of(_indptr(-(-seq_lens // self._page_size))),
+        )
+
+
+def _indptr(sizes: np.ndarray) -> np.ndarray:
+    """int32 [n + 1]: where each of them begins, and the end."""
+    found = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=found[1:])
+    return found
+
+
+if TYPE_CHECKING:
+    from pipeinfer.engine.executor import LaunchedStep
+
+PARITIES = 2
+MOST_PIECES = 1024
+BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
+
+
+class PinnedWords:
+    """As many as the largest step had; none before the first one that has any."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pinned: torch.Tensor | None = None
+
+    def take(self, count: int) -> torch.Tensor:
+        """int32 [count], until they are taken again."""
+        if self._pinned is None or len(self._pinned) < count:
+            self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
+        return self._pinned[:count]
+
+
+class Download:
+    """Words for log-probs."""
+
+    def __init__(self, device: Device) -> None:
+        self._words = PinnedWords(device)
+
+    def download(self, words: torch.Tensor) -> np.ndarray:
+        """Copies int32 [n] from the device, on the current stream: there when that is done, and
+        until the next download."""
+        here = self._words.take(len(words))
+        here.copy_(words, non_blocking=True)
+        return here.numpy()
+
+
+class StepBuffers:
+    """One parity. latest: the last step that was launched in them. plan: what attention made of it,
+    whose memory is nobody else's until the step has ended.
+    """
+
+    def __init__(
+        self, parity: int, device: Device, words: int, most_rows: int, padding_slot: int
+    ) -> None:
+        self.parity = parity
+        self.latest: LaunchedStep | None = None
+        self._pinned = device.pinned((words,), torch.int32)
+        self.packer = Packer(self._pinned.numpy(), padding_slot)
+        self.plan: Plan = None
+        self._drawn = device.pinned((most_rows, 2), torch.int64)
+        self._drawn_on_host: np.ndarray = self._drawn.numpy()
+        # Cutting tensors costs as much as a copy.
+        self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+        self.logprobs = Download(device)
+        self.masks = PinnedWords(device)
+
+    def download(self, drawn: torch.Tensor) -> np.ndarray:
+        """Copies int64 [S, 2] from the device, on the current stream: there when that is done."""
+        count = len(drawn)
+        if count not in self._rows:
+            self._rows[count] = self._drawn[:count]
+        self._rows[count].copy_(drawn, non_blocking=True)
+        return self._drawn_on_host[:count]
+
+    def upload(self, words: int, target: torch.Tensor) -> None:
+        """Copies the first `words`, or a few more, to the beginning of `target`, which is the same
+        always, on the current stream."""
+        words = min(-(-words // BLOCK) * BLOCK, len(self._pinned))
+        if words not in self._pieces:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
+            self._pieces[words] = target[:words], self._pinned[:words]
+        there, here = self._pieces[words]
+        there.copy_(here, non_blocking=True)
+
+
+# Two words a slot first, so that these begin at an even one.
+ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
+WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
+FIELD_WORDS = len(FIELDS) + WIDE
+SEQUENCES = 2 * MOST_BAD_WORDS  # each has two spellings
+BANS = BAN_HEAD + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
+TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
+
+
+class SlotState:
+    """What the device keeps of the requests in their slots, as regions of one buffer of words:
+
+        | page table    | sampling fields | numbers of edits | edits            | bad words     |
+          [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
+
+    for `slots` requests with up to `pages` pages (P) and `edits` edits (E) each; F is FIELD_WORDS,
+    B is BANS. One buffer, so that whatever changes (Step.delta) is a list of indices and values;
+    one writer, the kernel write_words on the forward stream. Beside it lies last_token, int64
+    [slots + 1], the id that each slot sampled last, which sampling kernels write.
+
+    padding_slot: the last one, which padding rows have. by_slot, edits: what kernels read. words:
+    all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
+    """
+
+    def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
+        self.padding_slot, many = slots, slots + 1
+        self._pages = pages
+        self._edits = edits
+        self.biased = np.zeros(slots, dtype=bool)
+        self._fields_at = many * pages
+        self._counts_at = self._fields_at + many * FIELD_WORDS
+        self._edits_at = self._counts_at + many
+        self._bans_at = self._edits_at + 3 * many * edits
+        words = np.zeros(self._bans_at + many * BANS, dtype=np.int32)
+        fields = filled(many)
+        words[self._fields_at : self._counts_at] = np.concatenate(
+            [fields[field.name].view(np.int32) for field in ORDER]
+        )
+        self.words = tensor_of(words).to(device)
+        self.by_slot = BySlot(
+            table=self.words[: self._fields_at].view(many, pages),
+            fields=self.words[self._fields_at : self._counts_at],
+            last_token=torch.zeros(many, dtype=torch.int64, device=device),
+            wide=WIDE,
+            narrow=len(FIELDS) - WIDE,
+        )
+        self.edits = EditsBySlot(
+            self.words[self._counts_at : self._edits_at],
+            self.words[self._edits_at : self._bans_at].view(3, many, edits),
+            BansBySlot(
+                self.words[self._bans_at :].view(many, BANS),
+                LONGEST_BAD,
+                SEQUENCES,
+                self.by_slot.last_token,
+            ),
+        )
+
+    def changes(self, delta: Delta) -> np.ndarray:
+        """int32 [2n]: the indices in `words` that `delta` changes, each with its new value."""
+        indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
+        if len(delta.admitted):
+            more = self._admitted(delta)
+            indices = np.concatenate([indices, *(index for index, _ in more)])
+            values = np.concatenate([values, *(value for _, value in more)])
+        pairs = np.empty(2 * len(indices), dtype=np.int32)
+        pairs[0::2], pairs[1::2] = indices, values
+        return pairs
+
+    def _admitted(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of slots that were filled: fields, and edits."""
+        many, slots = self.padding_slot + 1, delta.admitted
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        begin = self._fields_at
+        for field in ORDER:
+            wide = np.dtype(field.dtype).itemsize // 4
+            values = delta.fields[field.name].view(np.int32).reshape(-1, wide)
+            for word in range(wide):
+                found.append((begin + wide * slots + word, values[:, word]))
+            begin += wide * many
+        counts = dict.fromkeys(slots.tolist(), 0)
+        banned = counts.copy()
+        self.biased[slots] = False
+        for edits in delta.edits:
+            self.biased[edits.slot] = edits.values.any()
+            counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
+            found += self._edited(edits)
+            if edits.bans is not None:
+                banned[edits.slot] = len(edits.bans.ends)
+                found += self._banned(edits.slot, edits.bans)
+        found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
+        found.append((self._bans_at + slots * BANS, np.fromiter(banned.values(), np.int32)))
+        return found
+
+    def _edited(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Raises ValueError for more edits than there is room for."""
+        many, count = self.padding_slot + 1, len(edits.ids)
+        if count > self._edits:
+            raise ValueError(f"{count} edits of logits, where there is room for {self._edits}")
+        indices = self._edits_at + edits.slot * self._edits + np.arange(count)
+        parts = edits.ids, edits.values.view(np.int32), edits.until
+        return [(indices + part * many * self._edits, value) for part, value in enumerate(parts)]
+
+    def _banned(self, slot: int, bans: BadWords) -> list[tuple[np.ndarray, np.ndarray]]:
+        """All but how many there are. Raises ValueError for more than there is room for."""
+        if len(bans.ends) > SEQUENCES or len(bans.ids) > MOST_BAD_IDS:
+            raise ValueError(f"no room for {len(bans.ends)} sequences of {len(bans.ids)} ids")
+        begin = self._bans_at + slot * BANS
+        ends_at = begin + BAN_HEAD + LONGEST_BAD
+        longest = np.diff(bans.ends, prepend=0).max()
+        head = np.array((bans.begin, bans.known, longest), dtype=np.int32)
+        recent = np.arange(bans.known - len(bans.recent), bans.known) % LONGEST_BAD
+        ends, ids = np.concatenate(([0], bans.ends)), bans.ids
+        return [
+            (begin + 1 + np.arange(len(head)), head),
+            (begin + BAN_HEAD + recent, bans.recent),
+            (ends_at + np.arange(len(ends)), ends),
+            (ends_at + SEQUENCES + 1 + np.arange(len(ids)), ids),
+        ]
+
+
+def fields_by_name(words: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    """Views [count] into the words of `count` slots' or rows' fields."""
+    views: dict[str, torch.Tensor] = {}
+    begin = 0
+    for field in ORDER:
+        size = np.dtype(field.dtype).itemsize
+        part = words[begin : begin + count * size // 4]
+        views[field.name] = part.view(_torch_dtype(field.dtype))
+        begin += len(part)
+    return views
+
+
+def _torch_dtype(dtype: type) -> torch.dtype:
+    kind = np.dtype(dtype)
+    return torch.float32 if kind == np.float32 else TORCH[kind.itemsize]

@@ -1,0 +1,288 @@
+"""From a GGUF file's key-values to what config.json would say of the same model.
+
+Every value is checked against the file's own tensors before anybody sizes something by it. Knows
+the architectures by llama.cpp's names; what config.json's fields mean is checkpoint/config.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from pipeinfer.gguf.header import Header, Metadata, quote, read_header
+from pipeinfer.gguf.tokenizer import MODEL, Kind, load_tokenizer, tokenizer_config
+from pipeinfer.json_values import JsonObject
+from pipeinfer.settings import ConfigurationError
+
+# Of all sizes: three of them multiplied, in bytes, can be counted in 64 bits.
+LARGEST = 1 << 19
+# Tokens; what is sized by them are tables of angles. The longest contexts today are 10 million.
+MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
+# Control tokens that end a turn, where the file names only the end of a text: llama.cpp knows them
+# by their text too.
+ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+LOCAL_BASE = 10_000.0  # of RoPE in Gemma 3's local layers
+PATTERN = 6  # each sixth layer of Gemma 3 is global
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class Keys:
+    """The key-values that count for a model, under the architecture's name."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        name = header.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise header.error("general.architecture is missing or no text")
+        self.architecture = name
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive whole number; required if there is no default."""
+        value = self._header.metadata.get(f"{self.architecture}.{name}", default)
+        most = MOST.get(name, LARGEST)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self._wrong(name, value, f"a whole number from 1 to {most:,}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive finite number; required if there is no default."""
+        value = self._header.metadata.get(f"{self.architecture}.{name}", default)
+        if isinstance(value, (bool, str, list)) or value is None or not 0 < value < math.inf:
+            raise self._wrong(name, value, "a positive number")
+        return float(value)
+
+    def text(self, name: str, default: str) -> str:
+        value = self._header.metadata.get(f"{self.architecture}.{name}", default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a text")
+        return value
+
+    def has(self, name: str) -> bool:
+        return f"{self.architecture}.{name}" in self._header.metadata
+
+    @property
+    def heads(self) -> int:
+        return self.integer("attention.head_count")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.integer("attention.head_count_kv", self.heads)
+
+    def _wrong(self, name: str, value: object, wanted: str) -> Exception:
+        said = "is missing" if value is None else f"must be {wanted}, not {quote(str(value))}"
+        return self._header.error(f"{quote(self.architecture)[1:-1]}.{name} {said}")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`name`: transformers'. `more`: fields that only this one has."""
+
+    name: str
+    more: Callable[[Header, Keys], dict[str, object]]
+
+
+def config_json(header: Header) -> dict[str, object]:
+    """The fields that config.json would have. Raises ConfigurationError that names the key."""
+    keys = Keys(header)
+    found = ARCHITECTURES.get(keys.architecture)
+    if found is None:
+        asked, known = quote(keys.architecture), ", ".join(ARCHITECTURES)
+        raise header.error(f"unsupported architecture {asked}; supported: {known}")
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        raise header.error("it is one part of several; llama-gguf-split --merge makes one file")
+    layers, heads = keys.integer("block_count"), keys.heads
+    hidden = keys.integer("embedding_length")
+    if layers > len(header.tensors):
+        raise header.error(f"block_count is {layers} with {len(header.tensors)} tensors")
+    head_dim = _head_dim(header, keys, hidden, heads)
+    context = keys.integer("context_length")
+    return {
+        "architectures": [found.name],
+        "vocab_size": _vocab_size(header),
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_theta": keys.number("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(header, keys, head_dim),
+        "max_position_embeddings": context,
+        "dtype": "bfloat16",  # where it matters, on GPUs; ranges of float16 are too small for some
+        "eos_token_id": end_ids(header),
+        **found.more(header, keys),
+    }
+
+
+def end_ids(header: Header) -> list[int]:
+    """Ids that end a request: of the text, of the turn, of the message."""
+    named = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
+    ids = [value for value in named if isinstance(value, int) and value >= 0]
+    if named[1] is None:
+        tokens, types = (header.metadata.get(f"tokenizer.ggml.{name}") for name in
+                         ("tokens", "token_type"))  # fmt: skip
+        if isinstance(tokens, list) and isinstance(types, list):
+            both = zip(tokens, types, strict=False)
+            ends = [(text, Kind.CONTROL) for text in ENDS_OF_TURN]
+            ids += [at for at, token in enumerate(both) if token in ends]
+    return list(dict.fromkeys(ids))
+
+
+def _head_dim(header: Header, keys: Keys, hidden: int, heads: int) -> int:
+    if hidden % heads and not keys.has("attention.key_length"):
+        raise header.error(f"embedding_length {hidden} is not a multiple of {heads} heads")
+    head_dim = keys.integer("attention.key_length", max(hidden // heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(name, head_dim) != head_dim:
+            raise header.error(f"{name} {keys.integer(name)} is not the key length {head_dim}")
+    return head_dim
+
+
+def _vocab_size(header: Header) -> int:
+    """Rows of the embedding, which may be more than there are tokens."""
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise header.error("token_embd.weight is missing or no matrix")
+    return embedding.shape[0]
+
+
+def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object] | None:
+    kind = keys.text("rope.scaling.type", "none")
+    if "rope_freqs.weight" in header.tensors:
+        return _llama3(header, keys, head_dim)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise header.error(f"RoPE scaling {quote(kind)} is not supported, only linear and yarn")
+    scaling: dict[str, object] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        name = "rope.scaling.original_context_length"
+        scaling["original_max_position_embeddings"] = keys.integer(name)
+    return scaling
+
+
+def _llama3(header: Header, keys: Keys, head_dim: int) -> dict[str, object]:
+    """Llama 3.1 and later: the file has what each frequency is divided by, computed from numbers
+    that it does not have. Taken if they follow from the numbers of all these models."""
+    tensor = header.tensors["rope_freqs.weight"]
+    if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
+        raise header.error(f"rope_freqs.weight is {tensor.type} {list(tensor.shape)}")
+    raw = header.data[tensor.offset : tensor.offset + tensor.nbytes]
+    stored = struct.unpack(f"<{len(raw) // 4}f", raw)
+    base = keys.number("rope.freq_base", 10_000.0)
+    factor = max(stored)
+    if not 0 < factor < math.inf or not all(
+        math.isclose(value, _divisor(base ** (-2 * at / head_dim), factor), rel_tol=1e-3)
+        for at, value in enumerate(stored)
+    ):
+        raise header.error("rope_freqs.weight holds other factors than Llama 3's")
+    return {"rope_type": "llama3", "factor": round(factor, 6), **LLAMA3}
+
+
+def _divisor(frequency: float, factor: float) -> float:
+    """What Llama 3 divides a frequency (radians a token) by. Source: Llama 3.1's code."""
+    waves = LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    blend = min(max((waves - low) / (high - low), 0.0), 1.0)
+    return 1 / ((1 - blend) / factor + blend)
+
+
+def _llama(header: Header, keys: Keys) -> dict[str, object]:
+    if keys.has("expert_count") and keys.integer("expert_count", 1) > 1:
+        raise header.error("mixtures of experts of the llama architecture are not supported")
+    return {
+        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
+    }
+
+
+def _nothing(header: Header, keys: Keys) -> dict[str, object]:
+    return {}
+
+
+def _experts(header: Header, keys: Keys) -> dict[str, object]:
+    number = keys.integer("expert_count")
+    tensor = header.tensors.get("blk.0.ffn_gate_exps.weight")
+    if tensor is None or tensor.shape[0] != number:
+        raise header.error(f"expert_count {number} is not what blk.0.ffn_gate_exps.weight holds")
+    return {
+        "num_experts": number,
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # as in all checkpoints of the architecture, and in llama.cpp
+    }
+
+
+def _gemma3(header: Header, keys: Keys) -> dict[str, object]:
+    layers, heads = keys.integer("block_count"), keys.heads
+    head_dim = keys.integer("attention.key_length", 256)
+    # The 27B model alone scales queries by the hidden size's share of a head.
+    scalar = keys.integer("embedding_length") // heads if layers == 62 else head_dim
+    return {
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": scalar,
+        "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", LOCAL_BASE),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", PATTERN),
+    }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", _llama),
+    "qwen2": Architecture("Qwen2ForCausalLM", _nothing),
+    "qwen3": Architecture("Qwen3ForCausalLM", _nothing),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _experts),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3),
+}
+
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Made = TypeVar("Made")
+
+
+def document(path: Path, name: str) -> JsonObject | None:
+    """The object that file `name` would hold, None where there would be no such file.
+
+    Raises ConfigurationError in one line that names `path`.
+    """
+    make = DOCUMENTS.get(name)
+    return None if make is None else cast(JsonObject | None, make(read_header(path)))
+
+
+def tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a file, None where it has none. Raises ConfigurationError."""
+    return _of_vocabulary(read_header(path), load_tokenizer)
+
+
+def _tokenizer_config(header: Header) -> dict[str, object] | None:
+    return _of_vocabulary(header, tokenizer_config)
+
+
+def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | None:
+    if header.metadata.get(MODEL, "none") in ("none", "no_vocab"):
+        return None
+    try:
+        return make(header.metadata)
+    except ConfigurationError as error:
+        text = str(error)
+        raise error if str(header.path) in text else header.error(text) from None
+
+
+DOCUMENTS: dict[str, Callable[[Header], dict[str, object] | None]] = {
+    "config.json": config_json,
+    "tokenizer_config.json": _tokenizer_config,
+}

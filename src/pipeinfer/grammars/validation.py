@@ -1,0 +1,272 @@
+"""Validates grammars of strangers in a process that may die of them; also `python -m` of that one.
+
+The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is compiled
+here first, with less time, memory and stack than an engine has. The process holds the vocabulary
+and forks for each grammar: a crash ends the fork, and the next grammar need not wait for another
+vocabulary. What masks cost is found out as well, by counts, so every run of a grammar says the
+same.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
+
+import msgspec
+import numpy as np
+
+from pipeinfer import pipes
+from pipeinfer.grammars.bounds import GrammarError, VocabularySetup, check
+from pipeinfer.params import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+    from pipeinfer.grammars.compiling import Grammar
+
+# Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
+# and 5,000 optional keys take 4 s; what needs more is refused.
+MAX_SECONDS = 5.0
+# Seconds until a verdict: a machine that is busy with other things has little time for this.
+VERDICT_TIMEOUT_SECONDS = 300.0
+START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
+# Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
+MAX_ADDRESS_SPACE = 2 * 1024**3
+WALK_TOKENS = 24  # tokens of the walk that finds the cost of masks, drawn from those allowed
+# units (compiling.py) that a token of the walk may cost on average: 4 ms of each step
+# in which a row has the grammar. Honest grammars take up to 700, with a vocabulary of 262,000 up to 2,200.
+MAX_UNITS_A_TOKEN = 4_000
+# The same in fuel of the lexer, of which so much is half a MB. Honest grammars take up to 7,000.
+MAX_FUEL_A_TOKEN = 16_000
+MAX_RUNS = 2  # copies that may end over a grammar: one may have been killed by somebody else
+
+
+class ValidationTask(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar to be tried. `seconds`: of processor time. `niceness`: beside that of others."""
+
+    spec: StructuredOutputs
+    seconds: float
+    niceness: int
+
+
+class ValidationOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Of one run.
+
+    refusal: why the grammar is not served, "" if it is.
+    slow, died: there is no verdict: the time was over, or the fork crashed.
+    """
+
+    refusal: str = ""
+    slow: bool = False
+    died: bool = False
+
+
+class TooSlow(Exception):
+    """A grammar took longer than its time; the text is for the client."""
+
+
+class ValidationProcess:
+    """One process that tries grammars. Calls of `start` and `verdict` block and come from one
+    thread, and `kill` while there is none. `seconds`, `niceness`: see ValidationTask."""
+
+    def __init__(
+        self, setup: VocabularySetup, seconds: float = MAX_SECONDS, niceness: int = 0
+    ) -> None:
+        self._setup = msgspec.msgpack.encode(setup)
+        self._seconds = seconds
+        self._niceness = niceness
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self.ended_runs = 0  # that gave no verdict
+
+    def start(self) -> None:
+        """Starts the process, which `verdict` would do. Raises RuntimeError and OSError."""
+        self._running()
+
+    def verdict(self, spec: StructuredOutputs) -> str:
+        """Why the grammar is not served, for the client; "" if it is. Raises TooSlow; RuntimeError
+        or OSError where no verdict can be had."""
+        try:
+            check(spec)
+        except GrammarError as error:
+            return str(error)
+        task = msgspec.msgpack.encode(ValidationTask(spec, self._seconds, self._niceness))
+        outcome = None
+        for _ in range(MAX_RUNS):
+            outcome = self._request(task)
+            if outcome is None:
+                continue
+            if not outcome.died and not outcome.slow:
+                return outcome.refusal
+            self.ended_runs += 1
+            if outcome.slow:
+                raise TooSlow(f"it takes longer than {self._seconds:g} s to compile")
+        if outcome is None:  # which no grammar can do: it has a copy to end
+            raise RuntimeError("the process that tries grammars ended")
+        return "it is too complex to compile"
+
+    def kill(self) -> None:
+        """Ends the process, also while it compiles."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def close(self) -> None:
+        """From any thread: no process from now on, and RuntimeError for who waits for a verdict.
+        `kill` is still to be called then, to clear up."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def _request(self, task: bytes) -> ValidationOutcome | None:
+        """None if the process ended. RuntimeError after PATIENCE."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        pipes.write(cast(BinaryIO, process.stdin), task)
+        answer = pipes.read(process.stdout.fileno(), VERDICT_TIMEOUT_SECONDS)
+        if answer is not None:
+            return msgspec.msgpack.decode(answer, type=ValidationOutcome)
+        ended = bool(select.select([process.stdout.fileno()], [], [], 0)[0])
+        self.kill()
+        if not ended:
+            raise RuntimeError(f"there is no verdict after {VERDICT_TIMEOUT_SECONDS:g} s")
+        return None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Raises RuntimeError if it does not start, which is no grammar's fault."""
+        if self._closed:
+            raise RuntimeError("the process that tries grammars has ended for good")
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()
+        if self._process is None:
+            # It has nothing to print but a client's grammar, and how it died of it.
+            process = self._process = pipes.start(
+                "pipeinfer.grammars.validation", {"RAYON_NUM_THREADS": "1"}, silent=True
+            )
+            if self._closed:  # meanwhile
+                process.kill()
+            assert process.stdin is not None and process.stdout is not None
+            pipes.write(cast(BinaryIO, process.stdin), self._setup)
+            if pipes.read(process.stdout.fileno(), START_SECONDS) is None:
+                self.kill()
+                raise RuntimeError("the process that tries grammars did not start")
+        return self._process
+
+
+def _in_fork(work: Callable[[], str], task: ValidationTask) -> ValidationOutcome:
+    """What `work` says in a copy of this process, which ends with this one."""
+    source, sink = os.pipe()
+    life, held = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(held)
+        _run_in_child(work, task, sink, life)
+    os.close(sink)
+    os.close(life)
+    said = pipes.read(source)
+    os.close(source)
+    os.close(held)
+    _, status = os.waitpid(pid, 0)
+    if said is not None:
+        return ValidationOutcome(said.decode())
+    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    return ValidationOutcome(slow=slow, died=not slow)
+
+
+def _run_in_child(work: Callable[[], str], task: ValidationTask, sink: int, life: int) -> NoReturn:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # SIGPROF ends it
+        os.nice(task.niceness)
+        threading.Thread(target=_exit_when_closed, args=(life,), daemon=True).start()
+        with os.fdopen(sink, "wb", buffering=0) as answer:
+            pipes.write(cast(BinaryIO, answer), work().encode())
+    finally:
+        os._exit(0)
+
+
+def _exit_when_closed(life: int) -> NoReturn:
+    os.read(life, 1)  # nobody writes: it returns when the other side is closed
+    os._exit(0)
+
+
+def sample_walk(grammar: Grammar, executor: LLExecutor) -> str:
+    """What is wrong with the grammar's masks, or with what they cost, along one walk; "" if nothing
+    is."""
+    from pipeinfer.grammars.compiling import mask_cost
+    from pipeinfer.grammars.masks import GrammarSource, fill_masks
+
+    source, chance = GrammarSource(grammar), Random(0)
+    words = np.zeros((1, grammar.vocabulary.words), dtype=np.int32)
+    begun = mask_cost(grammar.matcher())
+    for _ in range(WALK_TOKENS):
+        [said] = fill_masks(executor, [source], words)
+        matcher = source.matcher
+        if said or matcher is None:
+            return said
+        cost = mask_cost(matcher).since(begun)
+        if (
+            cost.units > WALK_TOKENS * MAX_UNITS_A_TOKEN
+            or cost.fuel > WALK_TOKENS * MAX_FUEL_A_TOKEN
+        ):
+            return "its masks take too much work: it is too ambiguous, or counts too far"
+        goes_on = (words & grammar.vocabulary.no_end_mask).view(np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(goes_on, bitorder="little"))
+        if not len(allowed):
+            return ""
+        if said := source.feed([int(chance.choice(allowed))]):
+            return said
+    return ""
+
+
+def main() -> None:
+    """Serves until stdin ends, also while it compiles."""
+    from llguidance import LLExecutor
+
+    from pipeinfer.grammars.compiling import Grammar, Vocabulary
+
+    frames, answers = pipes.served()
+    # Of all threads the copies have the one that forks; the other one waits for a frame.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    setup = msgspec.msgpack.decode(frames.get(), type=VocabularySetup)
+    threading.stack_size(setup.stack)
+    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
+    pipes.write(answers, b"")
+
+    def tried(spec: StructuredOutputs, outcome: list[str]) -> None:
+        said = "it does not compile"  # also for a panic of the compiler, which passes by
+        try:
+            # A fork has no threads of its maker, so the executor is made here.
+            said = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))
+        except (GrammarError, ValueError) as error:
+            said = str(error) or said
+        finally:
+            outcome.append(said)
+
+    def with_stack(spec: StructuredOutputs) -> str:
+        outcome: list[str] = []
+        thread = threading.Thread(target=tried, args=(spec, outcome))
+        thread.start()
+        thread.join()
+        return outcome[0]
+
+    while True:
+        task = msgspec.msgpack.decode(frames.get(), type=ValidationTask)
+        outcome = _in_fork(partial(with_stack, task.spec), task)
+        pipes.write(answers, msgspec.msgpack.encode(outcome))
+
+
+if __name__ == "__main__":
+    main()
