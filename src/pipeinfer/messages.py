@@ -57,7 +57,7 @@ class Submit(Message, frozen=True):
     chat always with special tokens. `only_encode`: that is all that is wanted, and no group hears
     of it; with max_tokens 0 the prompt may be longer than the context. `choices`: which of it are
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
-    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py). `otherwise`:
+    `client`: who asks, as FairQueue takes it, in hashes (gateway/auth.py). `otherwise`:
     what the output must be where the grammar of `params` is refused; None: that is an error then.
     `token_offsets`: rows of its text say where the text of each token begins. `return_token_strs`:
     Accepted brings the prompt's tokens as the vocabulary writes them.

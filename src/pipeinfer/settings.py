@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = ""
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    public_address: str = ""  # gateway/address.py
+    public_address: str = ""  # gateway/http_server.py
     served_model_name: str = ""
     api_key: str = ""
     api_key_file: str = ""

@@ -10,7 +10,7 @@ import uvloop
 from gateway_pipeline import Gateway, Pipeline, StartGateway
 
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.driver import HttpDriver
+from pipeinfer.gateway.http_server import HttpDriver
 from pipeinfer.gateway.stage import build
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings

@@ -16,7 +16,7 @@ from pipeinfer.bus import frames
 from pipeinfer.choices import choice_ids
 from pipeinfer.core import LOCAL
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.driver import HttpDriver
+from pipeinfer.gateway.http_server import HttpDriver
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.cli.main import main
-from pipeinfer.gateway import keys
-from pipeinfer.gateway.limits import Limits
+from pipeinfer.gateway import api_keys
+from pipeinfer.gateway.api_keys import KeyLimits
 from pipeinfer.settings import ConfigurationError
 
-DEFAULTS = Limits(3, 30, 300)
+DEFAULTS = KeyLimits(3, 30, 300)
 
 
 def digest(text: str) -> str:
@@ -22,13 +22,13 @@ def digest(text: str) -> str:
 
 
 def test_a_file_gives_named_keys_each_with_its_own_limits_over_the_defaults() -> None:
-    found = keys.parse(
+    found = api_keys.parse_keys(
         f"# who may ask\n\nalice sha256:{digest('a')}\n"
         f"bob\tsha256:{digest('b')} concurrent=2 admin tokens=0 # he has paid\n",
         DEFAULTS,
     )
     limits = {key.name: key.limits for key in found}
-    assert limits == {"alice": DEFAULTS, "bob": Limits(2, 30, 0)}
+    assert limits == {"alice": DEFAULTS, "bob": KeyLimits(2, 30, 0)}
     for text, name in (("a", "alice"), ("b", "bob")):
         key = found.find(text.encode())
         assert key is not None and (key.name, key.admin) == (name, name == "bob")
@@ -37,11 +37,11 @@ def test_a_file_gives_named_keys_each_with_its_own_limits_over_the_defaults() ->
 
 
 def test_one_bare_word_is_a_plain_key() -> None:
-    found = keys.parse("s3cret\n", DEFAULTS)
+    found = api_keys.parse_keys("s3cret\n", DEFAULTS)
     key = found.find(b"s3cret")
     assert key is not None and (key.name, key.limits) == ("default", DEFAULTS)
     assert found.find(b"s3cret\n") is None
-    assert not keys.parse(" \n", DEFAULTS), "an empty file is no key"
+    assert not api_keys.parse_keys(" \n", DEFAULTS), "an empty file is no key"
 
 
 @pytest.mark.parametrize(
@@ -68,38 +68,40 @@ def test_a_wrong_file_is_an_error_that_names_the_line_and_quotes_no_key(
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigurationError, match=why) as caught:
-        keys.read(str(file), DEFAULTS)
+        api_keys.read_key_file(str(file), DEFAULTS)
     message = str(caught.value)
     assert str(file) in message and (line is None or f"line {line}:" in message)
     assert "SECRET" not in message and digest("a") not in message
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (keys.MOST_BYTES + 1)])
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (api_keys.MOST_FILE_BYTES + 1)])
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigurationError, match="--api-key-file"):
-        keys.read(str(file), DEFAULTS)
+        api_keys.read_key_file(str(file), DEFAULTS)
 
 
 def test_more_keys_than_are_compared_at_each_request_are_refused() -> None:
-    lines = [f"k{i} sha256:{digest(str(i))}" for i in range(keys.MOST_KEYS + 1)]
-    assert len(keys.parse("\n".join(lines[:-1]), DEFAULTS)) == keys.MOST_KEYS
-    with pytest.raises(ConfigurationError, match=f"line {keys.MOST_KEYS + 1}: more than"):
-        keys.parse("\n".join(lines), DEFAULTS)
+    lines = [f"k{i} sha256:{digest(str(i))}" for i in range(api_keys.MOST_KEYS + 1)]
+    assert len(api_keys.parse_keys("\n".join(lines[:-1]), DEFAULTS)) == api_keys.MOST_KEYS
+    with pytest.raises(ConfigurationError, match=f"line {api_keys.MOST_KEYS + 1}: more than"):
+        api_keys.parse_keys("\n".join(lines), DEFAULTS)
 
 
 def test_every_entry_is_compared_whichever_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
-    real = keys.hmac.compare_digest
+    real = api_keys.hmac.compare_digest
 
     def counted(a: bytes, b: bytes) -> bool:
         compared.append(b)
         return real(a, b)
 
-    found = keys.parse("\n".join(f"k{i} sha256:{digest(str(i))}" for i in range(5)), DEFAULTS)
-    monkeypatch.setattr(keys.hmac, "compare_digest", counted)
+    found = api_keys.parse_keys(
+        "\n".join(f"k{i} sha256:{digest(str(i))}" for i in range(5)), DEFAULTS
+    )
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", counted)
     for text in (b"0", b"4", b"none"):
         compared.clear()
         found.find(text)
@@ -109,7 +111,7 @@ def test_every_entry_is_compared_whichever_is_the_one(monkeypatch: pytest.Monkey
 @given(st.text(max_size=200))
 def test_no_text_makes_the_parser_fail_otherwise(text: str) -> None:
     try:
-        keys.parse(text, DEFAULTS)
+        api_keys.parse_keys(text, DEFAULTS)
     except ConfigurationError as error:
         assert "\n" not in str(error)
 
@@ -121,13 +123,13 @@ def test_the_command_makes_a_key_that_its_line_lets_in(capsys: pytest.CaptureFix
         out, err = capsys.readouterr()
         [key] = [word for word in err.split() if word.startswith("pik-")]
         assert key not in out and len(key) >= 4 + 43
-        found = keys.parse(out, DEFAULTS).find(key.encode())
-        assert found is not None and (found.name, found.limits) == ("alice", Limits(0, 60, 300))
+        found = api_keys.parse_keys(out, DEFAULTS).find(key.encode())
+        assert found is not None and (found.name, found.limits) == ("alice", KeyLimits(0, 60, 300))
         made.add(key)
     assert len(made) == 2 and not found.admin
     assert main(["api-key", "root", "--admin", "--tokens", "9"]) == 0
     out, err = capsys.readouterr()
-    [root] = keys.parse(out, DEFAULTS)
-    assert root.admin and root.limits == Limits(3, 30, 9)
+    [root] = api_keys.parse_keys(out, DEFAULTS)
+    assert root.admin and root.limits == KeyLimits(3, 30, 9)
     assert main(["api-key", "a b"]) == 2
-    assert keys.parse(out, DEFAULTS) and str(found.digest) not in repr(found)
+    assert api_keys.parse_keys(out, DEFAULTS) and str(found.digest) not in repr(found)

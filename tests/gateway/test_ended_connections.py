@@ -74,7 +74,7 @@ async def test_a_client_that_leaves_just_before_the_first_chunk_counts_as_gone(g
         gateway.pipeline.rows(TextRow(submit.request_id, submit.attempt, "a", 0, 0, pack([7])))
         connection.transport.abort()  # both within one iteration of the loop
         aborted = await gateway.pipeline.aborts.get()
-        while gateway.driver._answering:
+        while gateway.driver._in_flight:
             await asyncio.sleep(0.01)
     writer.close()
     assert aborted.request_id == submit.request_id

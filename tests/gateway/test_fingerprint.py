@@ -13,8 +13,8 @@ from gateway_pipeline import Gateway, StartGateway
 from test_harmony_http import events, post
 
 from pipeinfer.demo import demo_path
-from pipeinfer.gateway import fingerprint as module
-from pipeinfer.gateway.fingerprint import OF_FILES, OF_NO_ANSWER, fingerprint
+from pipeinfer.gateway import stage as module
+from pipeinfer.gateway.stage import FILE_SETTINGS, WITHOUT_EFFECT, fingerprint
 from pipeinfer.settings import Settings
 
 # Another value of each setting that is counted.
@@ -33,8 +33,10 @@ OTHERS: dict[str, Any] = {
 
 def test_every_setting_changes_answers_or_does_not() -> None:
     fields = set(Settings.__struct_fields__)
-    assert OF_NO_ANSWER | OF_FILES | OTHERS.keys() == fields
-    assert not OF_NO_ANSWER & OTHERS.keys() and not OF_FILES & (OF_NO_ANSWER | OTHERS.keys())
+    assert WITHOUT_EFFECT | FILE_SETTINGS | OTHERS.keys() == fields
+    assert not WITHOUT_EFFECT & OTHERS.keys() and not FILE_SETTINGS & (
+        WITHOUT_EFFECT | OTHERS.keys()
+    )
 
 
 def test_what_changes_answers_changes_the_fingerprint(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_another_version_has_another_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_large_files_count_by_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WHOLE", 1024)
+    monkeypatch.setattr(module, "MOST_WHOLE_FILE", 1024)
     weights = tmp_path / "m.gguf"
     weights.write_bytes(bytes(100_000))
     found = [fingerprint(Settings(), weights)]

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
-from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
-from pipeinfer.gateway.health import Expected
+from pipeinfer.gateway.health import ExpectedStage
+from pipeinfer.gateway.ledger import MOST_STALE, Backlog
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
@@ -34,7 +33,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
-EXPECTED = [Expected(stage, stage.split("-")[0]) for stage in STAGES]
+EXPECTED = [ExpectedStage(stage, stage.split("-")[0]) for stage in STAGES]
 PARAMS = SamplingParams()
 
 
@@ -267,10 +266,10 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
     harness = Harness()
     for name, timeout in (("last", 30.0), ("first", 10.0), ("second", 20.0), ("never", 0.0)):
         harness.running(name, timeout=timeout)
-    for n in range(STALE + 10):
+    for n in range(MOST_STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
         harness.do(Hangup(str(n)))
-    assert len(harness.core._deadlines) > STALE
+    assert len(harness.core._deadlines) > MOST_STALE
     assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
     for name in ("first", "second", "last"):
@@ -304,7 +303,7 @@ def test_an_abort_keeps_the_text_and_without_a_timeout_it_is_no_matter_of_time()
 
 
 def test_the_end_is_told_again_to_the_tokenizer_that_had_the_request_or_to_all() -> None:
-    two = [*EXPECTED, Expected("tokenizer-1", "tokenizer")]
+    two = [*EXPECTED, ExpectedStage("tokenizer-1", "tokenizer")]
     core = GatewayCore(two)
     for stage in two:
         core.handle(heartbeat(stage.stage), 0.0)
@@ -417,16 +416,19 @@ def test_a_silent_stage_is_lost_until_it_speaks_again() -> None:
 
 
 def test_one_whole_group_is_enough_to_answer() -> None:
-    second = [Expected("scheduler-1", "scheduler", 1), Expected("engine-1-0", "engine", 1)]
+    second = [
+        ExpectedStage("scheduler-1", "scheduler", 1),
+        ExpectedStage("engine-1-0", "engine", 1),
+    ]
     core = GatewayCore([*EXPECTED, *second])
     for stage in (*STAGES, "scheduler-1"):
         core.handle(heartbeat(stage), 0.0)
-    assert not core.answering(), "at first all stages must have been ready"
+    assert not core.can_serve(), "at first all stages must have been ready"
     core.handle(heartbeat("engine-1-0"), 0.0)
     core.handle(heartbeat("engine-1-0", "failed"), 0.0)
-    assert core.status == "degraded" and core.answering()
+    assert core.status == "degraded" and core.can_serve()
     core.handle(heartbeat("scheduler-0", "waiting"), 0.0)
-    assert not core.answering()
+    assert not core.can_serve()
 
 
 def test_a_restarted_tokenizer_is_told_every_live_request_and_where_it_runs() -> None:

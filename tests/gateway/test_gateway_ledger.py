@@ -5,16 +5,24 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from pipeinfer.gateway.ledger import LATELY, REMEMBERED, Diverged, End, Endings, Hole, Record
-from pipeinfer.gateway.submission import again
+from pipeinfer.gateway.ledger import (
+    ENDED_LIFETIME,
+    MOST_ENDED,
+    EndedRequest,
+    EndedRequests,
+    OutputDiverged,
+    RequestRecord,
+    StreamGap,
+    resubmissions,
+)
 from pipeinfer.messages import Abort, Done, Submit, TextRow
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 
-def record(timeout: float = 0.0) -> Record:
+def record(timeout: float = 0.0) -> RequestRecord:
     submit = Submit("r", 1, 0, SamplingParams(), 7, "x", timeout=timeout)
-    return Record(submit, "tokenizer-0", 100.0, 3)
+    return RequestRecord(submit, "tokenizer-0", 100.0, 3)
 
 
 def row(text: str, byte: int, token: int, ids: int) -> TextRow:
@@ -25,24 +33,24 @@ def test_a_new_record_has_delivered_nothing_and_has_no_group():
     new = record()
     assert new.prompt_tokens == -1 and not new.started and new.early == []
     assert (new.bytes, new.tokens, new.group, new.prompt_tokens) == (0, 0, -1, -1)
-    assert list(again([new])) == [new.submit] and new.submit.group == -1
+    assert list(resubmissions([new])) == [new.submit] and new.submit.group == -1
     new.group = 2
-    assert [submit.group for submit in again([new])] == [2]
+    assert [submit.group for submit in resubmissions([new])] == [2]
 
 
 def test_choices_that_live_are_told_again_together_where_they_run():
     submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1, 2, 3, 4))
-    live = [Record(submit, "tokenizer-0", 0.0, 3, number) for number in (1, 2, 4)]
+    live = [RequestRecord(submit, "tokenizer-0", 0.0, 3, number) for number in (1, 2, 4)]
     assert [one.request_id for one in live] == ["r/1", "r/2", "r/4"]
-    assert list(again(live)) == [structs.replace(submit, choices=(1, 2, 4))]
+    assert list(resubmissions(live)) == [structs.replace(submit, choices=(1, 2, 4))]
     live[1].group = 1
-    told = list(again(live))
+    told = list(resubmissions(live))
     assert [(one.choices, one.group) for one in told] == [((1, 4), -1), ((2,), 1)]
 
 
 def test_a_prompt_counts_with_its_first_choice_alone():
     submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1))
-    both = [Record(submit, "tokenizer-0", 0.0, 3, number) for number in (0, 1)]
+    both = [RequestRecord(submit, "tokenizer-0", 0.0, 3, number) for number in (0, 1)]
     assert [one.once(9) for one in both] == [9, 0]
 
 
@@ -72,7 +80,7 @@ def test_only_what_was_not_delivered_is_new():
 def test_what_does_not_continue_is_a_hole_and_nothing_of_it_is_delivered(again, message):
     new = record()
     new.advance(row("aé", 0, 0, 2))
-    with pytest.raises(Hole, match=message):
+    with pytest.raises(StreamGap, match=message):
         new.advance(again)
     assert (new.bytes, new.tokens) == (3, 2)
 
@@ -81,34 +89,34 @@ def test_ids_that_are_repeated_must_be_those_that_were_delivered():
     new = record()
     new.advance(TextRow("r", 1, "abc", 0, 0, pack([5, 6, 7])))
     for offset, ids in ((0, [5, 6, 8, 9]), (1, [7]), (2, [6, 9])):
-        with pytest.raises(Diverged):
+        with pytest.raises(OutputDiverged):
             new.advance(TextRow("r", 1, "x", offset, offset, pack(ids)))
     assert (new.bytes, new.tokens, bytes(new.ids)) == (3, 3, pack([5, 6, 7]))
     assert new.advance(TextRow("r", 1, "cd", 2, 2, pack([7, 8]))) == ("d", pack([8]))
 
 
 def test_the_ends_of_the_last_minute_are_said_again():
-    endings = Endings()
-    endings.add("early", End("tokenizer-0", 1, "", 0.0))
-    endings.add("done", End("tokenizer-0", 1, "", 1.0))
-    endings.add("aborted", End("tokenizer-0", 2, "timeout", 1.0))
-    endings.add("stray", End("", 3, "unknown", 1.0))
-    endings.add("of another", End("tokenizer-1", 1, "", 1.0))
-    assert list(endings.lately("tokenizer-0", LATELY)) == [
+    endings = EndedRequests()
+    endings.add("early", EndedRequest("tokenizer-0", 1, "", 0.0))
+    endings.add("done", EndedRequest("tokenizer-0", 1, "", 1.0))
+    endings.add("aborted", EndedRequest("tokenizer-0", 2, "timeout", 1.0))
+    endings.add("stray", EndedRequest("", 3, "unknown", 1.0))
+    endings.add("of another", EndedRequest("tokenizer-1", 1, "", 1.0))
+    assert list(endings.recent("tokenizer-0", ENDED_LIFETIME)) == [
         Done(("done",)),
         Abort("aborted", 2, "timeout"),
         Abort("stray", 3, "unknown"),
     ]
-    assert list(endings.lately("tokenizer-0", LATELY + 1)) == []
+    assert list(endings.recent("tokenizer-0", ENDED_LIFETIME + 1)) == []
 
 
 def test_the_latest_ends_are_remembered_for_a_minute():
-    endings = Endings()
-    for n in range(REMEMBERED):
-        endings.add(str(n), End("tokenizer-0", 1, "", 1.0))
-    endings.add("0", again := End("tokenizer-0", 1, "told again", 2.0))
-    endings.add("more", End("tokenizer-0", 1, "", 3.0))
+    endings = EndedRequests()
+    for n in range(MOST_ENDED):
+        endings.add(str(n), EndedRequest("tokenizer-0", 1, "", 1.0))
+    endings.add("0", again := EndedRequest("tokenizer-0", 1, "told again", 2.0))
+    endings.add("more", EndedRequest("tokenizer-0", 1, "", 3.0))
     assert endings.get("0") == again and endings.get("1") is None
-    assert endings.get(str(REMEMBERED - 1)) is not None and endings.get("more") is not None
-    endings.add("later", End("tokenizer-0", 1, "", 3.0 + LATELY))
+    assert endings.get(str(MOST_ENDED - 1)) is not None and endings.get("more") is not None
+    endings.add("later", EndedRequest("tokenizer-0", 1, "", 3.0 + ENDED_LIFETIME))
     assert endings.get("0") is None and endings.get("more") is None

@@ -15,7 +15,7 @@ from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
+from pipeinfer.gateway.metrics import MOST_LOGGED_NAMES, Metrics
 from pipeinfer.gateway.nested_fields import MOST_OBJECTS
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.requests import Terms, chat_job, completion_job
@@ -611,11 +611,11 @@ def test_of_many_objects_within_a_body_the_first_are_looked_at() -> None:
 def test_unknown_fields_are_counted_and_logged_once_by_name(caplog) -> None:
     metrics = Metrics(Health((), 5.0))
     for _ in range(3):
-        metrics.unknown_fields(["temprature", "x" * 1000])
-    metrics.unknown_fields([f"name{n}" for n in range(1000)])
+        metrics.count_unknown_fields(["temprature", "x" * 1000])
+    metrics.count_unknown_fields([f"name{n}" for n in range(1000)])
     assert metrics.registry.get_sample_value("pipeinfer_unknown_fields_total") == 1006
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == LOGGED_NAMES and sum("temprature" in one for one in said) == 1
+    assert len(said) == MOST_LOGGED_NAMES and sum("temprature" in one for one in said) == 1
     assert max(map(len, said)) < 150
 
 

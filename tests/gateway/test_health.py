@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.gateway.health import NAMED, PER_GROUP, Expected, Health
+from pipeinfer.gateway.health import MOST_NAMED, PER_GROUP, ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Heartbeat, State
 from pipeinfer.step_budget import Targets
 
 
-def expected(groups: int, ranks: int) -> list[Expected]:
-    found = [Expected("gateway-0", "gateway"), Expected("tokenizer-0", "tokenizer")]
+def expected(groups: int, ranks: int) -> list[ExpectedStage]:
+    found = [ExpectedStage("gateway-0", "gateway"), ExpectedStage("tokenizer-0", "tokenizer")]
     for group in range(groups):
-        found.append(Expected(f"scheduler-{group}", "scheduler", group))
-        found += [Expected(f"engine-{group}-{r}", "engine", group, r) for r in range(ranks)]
-    return [*found, Expected("detokenizer-0", "detokenizer")]
+        found.append(ExpectedStage(f"scheduler-{group}", "scheduler", group))
+        found += [ExpectedStage(f"engine-{group}-{r}", "engine", group, r) for r in range(ranks)]
+    return [*found, ExpectedStage("detokenizer-0", "detokenizer")]
 
 
-def beat(stage: Expected, state: State, incarnation: int = 1, reason: str = "") -> Heartbeat:
+def beat(stage: ExpectedStage, state: State, incarnation: int = 1, reason: str = "") -> Heartbeat:
     return Heartbeat(
         stage.stage, stage.name, stage.group, stage.rank, 0, 1, incarnation, state, reason
     )
@@ -44,25 +44,25 @@ events = st.one_of(
 def test_what_is_missing_and_whether_requests_are_answered_follows_from_all_rows(ready, done):
     health, now = Health(STAGES), 0.0
     for stage in STAGES if ready else ():
-        health.beat(beat(stage, "ready"), now)
+        health.on_heartbeat(beat(stage, "ready"), now)
     for event in done:
         if isinstance(event, float):
             now += event
-            health.check(now)
+            health.mark_lost(now)
         else:
             stage, state, incarnation = event
-            health.beat(beat(stage, state, incarnation, f"it is {state}"), now)
-        rows = list(health.rows.values())
+            health.on_heartbeat(beat(stage, state, incarnation, f"it is {state}"), now)
+        rows = list(health.stages.values())
         missing = [r for r in rows if r.name != "gateway" and r.state != "ready"]
-        assert health.missing() == missing and health.complete() == (not missing)
+        assert health.not_ready() == missing and health.all_ready() == (not missing)
         common = any(row.name not in PER_GROUP for row in missing)
         groups = {row.group for row in rows if row.name in PER_GROUP}
-        assert health.answering() == (not common and bool(groups - {r.group for r in missing}))
-        named = [f"{r.stage} is {r.state}" for r in missing[:NAMED]]
+        assert health.can_serve() == (not common and bool(groups - {r.group for r in missing}))
+        named = [f"{r.stage} is {r.state}" for r in missing[:MOST_NAMED]]
         assert [part.split(" (")[0] for part in health.reason().split("; ") if part][
             : len(named)
         ] == named
-        rest = len(missing) - NAMED
+        rest = len(missing) - MOST_NAMED
         assert health.reason().endswith(f"and {rest} more") == (rest > 0)
 
 
@@ -71,7 +71,7 @@ def lines(groups: int, ranks: int) -> int:
     stages = expected(groups, ranks)
     health, counted = Health(stages), 0
     for stage in stages:
-        health.beat(beat(stage, "loading"), 0.0)
+        health.on_heartbeat(beat(stage, "loading"), 0.0)
 
     def count(_frame, event, _argument):
         nonlocal counted
@@ -81,8 +81,8 @@ def lines(groups: int, ranks: int) -> int:
     gc.disable()  # what is told of collections are lines of others
     sys.settrace(count)
     for state in ("ready", "loading"):
-        health.beat(beat(stages[3], state), 1.0)
-        assert not health.answering() and not health.complete() and health.reason()
+        health.on_heartbeat(beat(stages[3], state), 1.0)
+        assert not health.can_serve() and not health.all_ready() and health.reason()
     sys.settrace(None)
     gc.enable()
     return counted
@@ -96,9 +96,11 @@ def test_a_statistic_is_summed_over_groups_and_not_over_ranks():
     health = Health(expected(3, 2))
     for group in range(2):
         for rank in range(2):
-            stage = Expected(f"engine-{group}-{rank}", "engine", group, rank)
+            stage = ExpectedStage(f"engine-{group}-{rank}", "engine", group, rank)
             told = beat(stage, "ready")
-            health.beat(structs.replace(told, stats={"pages": 10.0 + group + 100 * rank}), 0.0)
+            health.on_heartbeat(
+                structs.replace(told, stats={"pages": 10.0 + group + 100 * rank}), 0.0
+            )
     assert health.total("engine", "pages") == 10 + 11
     assert health.total("engine", "unknown") == health.total("scheduler", "pages") == 0
     assert health.total("gateway", "pages") == 0
@@ -106,41 +108,41 @@ def test_a_statistic_is_summed_over_groups_and_not_over_ranks():
 
 def test_a_stage_is_lost_after_its_silence_and_not_at_its_end():
     health = Health(STAGES)
-    health.beat(beat(STAGES[1], "ready", reason=""), 10.0)
-    health.check(10.0 + SILENCE)
-    assert STAGES[1].stage not in [row.stage for row in health.missing()]
-    health.check(10.1 + SILENCE)
-    [row] = [row for row in health.missing() if row.stage == STAGES[1].stage]
+    health.on_heartbeat(beat(STAGES[1], "ready", reason=""), 10.0)
+    health.mark_lost(10.0 + SILENCE)
+    assert STAGES[1].stage not in [row.stage for row in health.not_ready()]
+    health.mark_lost(10.1 + SILENCE)
+    [row] = [row for row in health.not_ready() if row.stage == STAGES[1].stage]
     assert (row.state, row.reason) == ("lost", f"silent for more than {SILENCE:g} s")
-    health.beat(beat(STAGES[1], "ready"), 30.0)
-    assert row.state == "ready" and row not in health.missing()
+    health.on_heartbeat(beat(STAGES[1], "ready"), 30.0)
+    assert row.state == "ready" and row not in health.not_ready()
 
 
 def test_a_process_that_was_replaced_is_not_heard():
     health = Health(STAGES)
-    health.beat(beat(STAGES[1], "ready", 5), 0.0)
-    health.beat(beat(STAGES[1], "draining", 4), 0.0)
-    health.beat(beat(Expected("stranger-0", "stranger"), "ready"), 0.0)
-    assert health.rows[STAGES[1].stage].state == "ready" and "stranger-0" not in health.rows
-    health.beat(beat(STAGES[1], "loading", 5), 0.0)
-    assert health.rows[STAGES[1].stage].state == "loading", "the same process"
+    health.on_heartbeat(beat(STAGES[1], "ready", 5), 0.0)
+    health.on_heartbeat(beat(STAGES[1], "draining", 4), 0.0)
+    health.on_heartbeat(beat(ExpectedStage("stranger-0", "stranger"), "ready"), 0.0)
+    assert health.stages[STAGES[1].stage].state == "ready" and "stranger-0" not in health.stages
+    health.on_heartbeat(beat(STAGES[1], "loading", 5), 0.0)
+    assert health.stages[STAGES[1].stage].state == "loading", "the same process"
 
 
 def test_processes_after_the_first_are_counted_and_a_last_word_is_none():
     """The supervisor says of a process that ended what the process cannot say itself."""
     health, stage = Health(STAGES), STAGES[1]
-    row = health.rows[stage.stage]
+    row = health.stages[stage.stage]
     first, second, third = 10**18, 10**18 + 10**9, 10**18 + 10**10
     heard = [(0.0, first), (1.0, first), (2.0, first + 1), (2.5, first + 1)]
     for now, process in heard:
-        health.beat(beat(stage, "ready", process), now)
-        assert (row.restarts, row.restarted) == (0, None)
+        health.on_heartbeat(beat(stage, "ready", process), now)
+        assert (row.restarts, row.restarted_at) == (0, None)
     for now, process in ((3.0, second), (4.0, second), (4.5, first), (5.0, second + 1)):
-        health.beat(beat(stage, "ready", process), now)
-        assert (row.restarts, row.restarted) == (1, 3.0)
-    health.beat(beat(stage, "starting", third), 6.0)
-    assert (row.restarts, row.restarted) == (2, 6.0)
-    assert all(other.restarts == 0 for other in health.rows.values() if other is not row)
+        health.on_heartbeat(beat(stage, "ready", process), now)
+        assert (row.restarts, row.restarted_at) == (1, 3.0)
+    health.on_heartbeat(beat(stage, "starting", third), 6.0)
+    assert (row.restarts, row.restarted_at) == (2, 6.0)
+    assert all(other.restarts == 0 for other in health.stages.values() if other is not row)
 
 
 def test_metrics_say_which_stages_are_up_and_how_often_each_began_again():
@@ -152,9 +154,9 @@ def test_metrics_say_which_stages_are_up_and_how_often_each_began_again():
         pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         return {name.removeprefix("pipeinfer_"): float(value) for name, value in pairs}
 
-    health.beat(beat(STAGES[1], "ready", 10), 0.0)
-    health.beat(beat(STAGES[2], "ready", 10), 0.0)
-    health.beat(beat(STAGES[2], "loading", 20), 1.0)
+    health.on_heartbeat(beat(STAGES[1], "ready", 10), 0.0)
+    health.on_heartbeat(beat(STAGES[2], "ready", 10), 0.0)
+    health.on_heartbeat(beat(STAGES[2], "loading", 20), 1.0)
     found, up = samples(), 'stage_up{stage="%s"}'
     assert [found[up % stage.stage] for stage in STAGES[:3]] == [0, 1, 0]
     began = 'stage_restarts_total{stage="%s"}'
@@ -164,17 +166,17 @@ def test_metrics_say_which_stages_are_up_and_how_often_each_began_again():
     assert found["ready"] == 0
     answering = True
     assert samples()["ready"] == 1
-    health.beat(beat(STAGES[2], "ready", 20), 2.0)
-    health.check(2.0 + SILENCE)  # the other was silent since 0.0
+    health.on_heartbeat(beat(STAGES[2], "ready", 20), 2.0)
+    health.mark_lost(2.0 + SILENCE)  # the other was silent since 0.0
     assert [samples()[up % stage.stage] for stage in STAGES[:3]] == [0, 0, 1]
 
 
 def test_what_schedulers_and_engines_count_is_exposed():
     health = Health(expected(2, 1))
     for group in range(2):
-        told = beat(Expected(f"scheduler-{group}", "scheduler", group), "ready")
-        health.beat(structs.replace(told, stats={"preemptions_total": 3.0 + group}), 0.0)
-        told = beat(Expected(f"engine-{group}-0", "engine", group), "ready")
-        health.beat(structs.replace(told, stats={"pages_evictable": 5.0}), 0.0)
+        told = beat(ExpectedStage(f"scheduler-{group}", "scheduler", group), "ready")
+        health.on_heartbeat(structs.replace(told, stats={"preemptions_total": 3.0 + group}), 0.0)
+        told = beat(ExpectedStage(f"engine-{group}-0", "engine", group), "ready")
+        health.on_heartbeat(structs.replace(told, stats={"pages_evictable": 5.0}), 0.0)
     lines = Metrics(health).exposition("")[0].decode().splitlines()
     assert {"pipeinfer_preemptions_total 7.0", "pipeinfer_pages_evictable 10.0"} <= set(lines)

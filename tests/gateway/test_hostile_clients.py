@@ -132,7 +132,11 @@ async def test_a_compressed_body_is_read(gateway: Gateway, encoding: str, body: 
 async def test_every_size_of_a_compressed_body_is_read_whole(gateway: Gateway) -> None:
     """Around the size of the slices in which it is decompressed."""
     async with httpx.AsyncClient() as http:
-        for size in (bodies.SLICE - 20, *range(bodies.SLICE - 2, bodies.SLICE + 3), 10**6):
+        for size in (
+            bodies.DECOMPRESSED_AT_ONCE - 20,
+            *range(bodies.DECOMPRESSED_AT_ONCE - 2, bodies.DECOMPRESSED_AT_ONCE + 3),
+            10**6,
+        ):
             text = GOOD + b" " * (size - len(GOOD))
             for encoding, body in (
                 ("gzip", gzip.compress(text)),
@@ -204,8 +208,8 @@ async def test_a_declared_length_beyond_the_bound_is_refused_before_a_byte_comes
 async def test_one_byte_at_a_time_is_not_enough_for_ever(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "STALL", 0.3)
-    monkeypatch.setattr(bodies, "WHOLE", 1.0)
+    monkeypatch.setattr(bodies, "READ_TIMEOUT", 0.3)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT", 1.0)
     gateway = await start_gateway()
     body = post({"prompt": "a " * 50})
     silent, dripping = await RawClient.connect(gateway), await RawClient.connect(gateway)
@@ -233,9 +237,9 @@ async def test_one_byte_at_a_time_is_not_enough_for_ever(
 async def test_heads_that_do_not_end_and_idle_connections_are_closed(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD", 0.3)
-    monkeypatch.setattr(connections, "KEEP_ALIVE", 1.5)
-    monkeypatch.setattr(connections, "SWEEP", 0.05)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(connections, "KEEP_ALIVE_TIMEOUT", 1.5)
+    monkeypatch.setattr(connections, "SWEEP_INTERVAL", 0.05)
     gateway = await start_gateway()
     fresh, begun, kept, hanging = [await RawClient.connect(gateway) for _ in range(4)]
     hanging.send(post({"prompt": "hang"}))
@@ -256,7 +260,7 @@ async def test_heads_that_do_not_end_and_idle_connections_are_closed(
 async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeinfer.gateway.driver.most_connections", lambda: 4)
+    monkeypatch.setattr("pipeinfer.gateway.http_server.most_connections", lambda: 4)
     gateway = await start_gateway()
     used = await RawClient.connect(gateway)
     used.send(post({"prompt": "a"}))
@@ -285,21 +289,21 @@ async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
 async def test_together_large_bodies_are_bounded_and_small_ones_pass(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "TOGETHER", 2**21)
-    taken, fill = list[bodies.Bodies](), bodies.Bodies._fill
+    monkeypatch.setattr(bodies, "MOST_BUFFERED", 2**21)
+    taken, fill = list[bodies.BodyReader](), bodies.BodyReader._fill
 
-    async def noted(self: bodies.Bodies, *args: Any) -> None:
+    async def noted(self: bodies.BodyReader, *args: Any) -> None:
         taken.append(self)
         await fill(self, *args)
 
-    monkeypatch.setattr(bodies.Bodies, "_fill", noted)
+    monkeypatch.setattr(bodies.BodyReader, "_fill", noted)
     gateway = await start_gateway(max_body_mib=1)
     whole = post({"prompt": "a " + " " * (2**20 - 100)})
     held = [await RawClient.connect(gateway) for _ in range(2)]
     for client in held:
         client.send(whole[:-1])
-    read = len(whole.partition(b"\r\n\r\n")[2]) - 1 - bodies.SMALL
-    await until(lambda: taken and taken[0]._held == 2 * read)
+    read = len(whole.partition(b"\r\n\r\n")[2]) - 1 - bodies.SMALL_BODY
+    await until(lambda: taken and taken[0]._buffered == 2 * read)
     third = await RawClient.connect(gateway)
     third.send(whole)
     head = await asyncio.wait_for(third.reader.readuntil(b"\r\n\r\n"), 60)

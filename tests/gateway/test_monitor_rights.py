@@ -13,7 +13,7 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes
-from pipeinfer.gateway.sight import Sight
+from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 
@@ -37,8 +37,8 @@ def headers(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
-def sight(gateway: Gateway) -> Sight:
-    found = gateway.driver._service.sight
+def sight(gateway: Gateway) -> PipelineMonitor:
+    found = gateway.driver._service.monitor
     assert found is not None
     return found
 
@@ -211,5 +211,5 @@ async def test_choices_of_a_request_are_its_clients(
         for choice in ("", "/1"):
             request_id = gateway.pipeline.submits[index].request_id + choice
             assert request_id.startswith(name)
-            assert sight(gateway).owned(request_id, "alice")
-            assert not sight(gateway).owned(request_id, "bob")
+            assert sight(gateway).is_owner(request_id, "alice")
+            assert not sight(gateway).is_owner(request_id, "bob")

@@ -10,11 +10,11 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.page import FOLDER, HEADERS, VENDOR, VENDOR_HEADERS
+from pipeinfer.gateway.page import PAGE_FOLDER, PAGE_HEADERS, VENDOR_FOLDER, VENDOR_HEADERS
 
-NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_file())
-VENDORED = sorted(path.name for path in (FOLDER / VENDOR).iterdir())
-FONT = f"{VENDOR}/{next(name for name in VENDORED if name.endswith('.woff2'))}"
+NAMES = sorted(path.name for path in PAGE_FOLDER.iterdir() if path.is_file())
+VENDORED = sorted(path.name for path in (PAGE_FOLDER / VENDOR_FOLDER).iterdir())
+FONT = f"{VENDOR_FOLDER}/{next(name for name in VENDORED if name.endswith('.woff2'))}"
 LIBRARIES = Path(__file__).parents[2] / "tools/page"
 
 
@@ -25,15 +25,15 @@ async def test_the_page_and_all_its_files_are_served_under_a_strict_policy(
         for path in ("/", *(f"/page/{name}" for name in NAMES)):
             answer = await http.get(path)
             assert answer.status_code == 200, path
-            for name, value in HEADERS.items():
+            for name, value in PAGE_HEADERS.items():
                 assert answer.headers[name] == value
         for name in VENDORED:
-            answer = await http.get(f"/page/{VENDOR}/{name}")
-            assert answer.content == (FOLDER / VENDOR / name).read_bytes()
+            answer = await http.get(f"/page/{VENDOR_FOLDER}/{name}")
+            assert answer.content == (PAGE_FOLDER / VENDOR_FOLDER / name).read_bytes()
             for header, value in VENDOR_HEADERS.items():
                 assert answer.headers[header] == value
     assert "immutable" in VENDOR_HEADERS["Cache-Control"]
-    policy = HEADERS["Content-Security-Policy"]
+    policy = PAGE_HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
 
 
@@ -50,12 +50,12 @@ async def test_files_are_of_the_kinds_that_browsers_insist_on(gateway: Gateway) 
 async def test_the_page_loads_nothing_from_elsewhere(gateway: Gateway) -> None:
     """No address but the namespace of SVG, and no file that is not there."""
     for name in NAMES:
-        path = FOLDER / name
+        path = PAGE_FOLDER / name
         text = path.read_text()
         assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}, path
         for name in re.findall(r'(?:from|src=|href=) ?"(?:\./|page/)([\w.]+)"', text):
             assert name in NAMES, (path, name)
-    sheet = next((FOLDER / VENDOR).glob("*.css")).read_text()
+    sheet = next((PAGE_FOLDER / VENDOR_FOLDER).glob("*.css")).read_text()
     assert set(re.findall(r"url\(([^)]*)\)", sheet)) == {
         name for name in VENDORED if name.endswith(".woff2")
     }
@@ -65,14 +65,14 @@ async def test_libraries_by_others_are_pinned_and_come_with_their_licences() -> 
     """tools/page builds them; names have a hash of what is in them, and libraries.js has all."""
     wanted = json.loads((LIBRARIES / "package.json").read_text())["devDependencies"]
     locked = json.loads((LIBRARIES / "package-lock.json").read_text())["packages"]
-    text = (FOLDER / VENDOR / "LICENSES.txt").read_text()
+    text = (PAGE_FOLDER / VENDOR_FOLDER / "LICENSES.txt").read_text()
     said = dict(re.findall(r"^([\w.@/-]+) (\d+\.\d+\.\d+) \(", text, re.MULTILINE))
     for name in wanted.keys() - {"esbuild"}:
         assert said[name] == wanted[name] == locked[f"node_modules/{name}"]["version"]
     assert all(locked[f"node_modules/{name}"]["version"] == said[name] for name in said)
-    named = set(re.findall(r"[\w]+-\w+\.(?:js|css)", (FOLDER / "libraries.js").read_text()))
+    named = set(re.findall(r"[\w]+-\w+\.(?:js|css)", (PAGE_FOLDER / "libraries.js").read_text()))
     assert named == {name for name in VENDORED if name.endswith((".js", ".css"))}
-    size = sum(path.stat().st_size for path in (FOLDER / VENDOR).iterdir())
+    size = sum(path.stat().st_size for path in (PAGE_FOLDER / VENDOR_FOLDER).iterdir())
     assert size < 1_000_000, "all of it is in each wheel"
 
 

@@ -7,7 +7,7 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from pipeinfer.gateway.app import loose
+from pipeinfer.gateway.app import slash_tolerant
 from pipeinfer.version import __version__
 
 CHAT = {"model": "test", "messages": [{"role": "user", "content": "one two"}]}
@@ -41,7 +41,7 @@ async def test_other_paths_are_still_no_paths(gateway: Gateway, path: str) -> No
 
 
 def test_a_loose_route_has_its_path_in_it() -> None:
-    assert loose("/v1/chat/completions") == "/{_:/*}v1{_0:/+}chat{_1:/+}completions"
+    assert slash_tolerant("/v1/chat/completions") == "/{_:/*}v1{_0:/+}chat{_1:/+}completions"
 
 
 async def test_version_ping_and_what_no_model_can(gateway: Gateway) -> None:

@@ -14,7 +14,7 @@ from gateway_pipeline import Gateway, StartGateway
 from test_harmony_http import CUTS, TEXTS, events, post
 from test_spoken_thoughts import ANSWERS, ENCLOSED, PARSERS, Answer, cuts, spelled
 
-from pipeinfer.gateway.ledger import Record, offsets
+from pipeinfer.gateway.ledger import RequestRecord, offsets
 from pipeinfer.gateway.pieces import MakeReader
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.messages import Submit, TextRow
@@ -115,7 +115,7 @@ def test_without_tags_nothing_is_a_thought() -> None:
 def test_what_is_said_again_is_counted_once() -> None:
     """A detokenizer that was started again cuts rows otherwise."""
     submit = Submit("r", 1, 0, SamplingParams(), 0, text="x", token_offsets=True)
-    record = Record(submit, "tokenizer-0", 0.0, 1)
+    record = RequestRecord(submit, "tokenizer-0", 0.0, 1)
     first = TextRow("r", 1, "ab", 0, 0, pack([1, 2]), offsets=pack([0, 1]))
     record.advance(first)
     again = TextRow("r", 1, "abcd", 0, 0, pack([1, 2, 3, 4]), offsets=pack([0, 1, 2, 3]))

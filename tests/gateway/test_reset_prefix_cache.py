@@ -6,7 +6,7 @@ import httpx
 import pytest
 from gateway_pipeline import StartGateway
 
-from pipeinfer.gateway import cache_resets
+from pipeinfer.gateway import sessions
 
 
 async def reset(url: str, **headers: str) -> httpx.Response:
@@ -24,7 +24,7 @@ async def test_it_is_200_and_empty_when_the_group_has_answered(start_gateway: St
 async def test_a_group_that_does_not_answer_is_named(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_resets, "RESET", 0.05)
+    monkeypatch.setattr(sessions, "RESET_TIMEOUT", 0.05)
     gateway = await start_gateway()
     gateway.pipeline.resets = [1]  # another than the one that there is
     answer = await reset(gateway.url)

@@ -18,7 +18,7 @@ from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers, post
 
 from certificates import make
-from pipeinfer.gateway import handshakes
+from pipeinfer.gateway import connections
 from pipeinfer.settings import ConfigurationError
 from waiting import until
 
@@ -99,7 +99,7 @@ def descriptors() -> int:
 @pytest.fixture
 def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
     most = 4
-    monkeypatch.setattr("pipeinfer.gateway.driver.most_connections", lambda: most)
+    monkeypatch.setattr("pipeinfer.gateway.http_server.most_connections", lambda: most)
     return most
 
 
@@ -125,7 +125,7 @@ async def test_connections_that_never_begin_their_handshake_count_and_make_room(
 async def test_a_handshake_that_does_not_end_is_ended(
     start_gateway: StartGateway, first: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshakes, "LIMIT", 0.2)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT", 0.2)
     gateway = await start_gateway(tls_cert=first[0], tls_key=first[1])
     client = await RawClient.connect(gateway)
     client.send(b"\x16\x03\x01\x02\x00\x01")  # as a handshake begins

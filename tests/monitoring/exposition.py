@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeinfer.gateway.health import Expected, Health
+from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Heartbeat
@@ -11,8 +11,8 @@ from pipeinfer.statistics_help import STATISTICS
 
 def started(vllm: bool) -> str:
     """All series, those by vLLM's names if `vllm`."""
-    health = Health([Expected(f"{name}-0", name) for name in ("scheduler", "engine")])
-    for row in list(health.rows.values()):
+    health = Health([ExpectedStage(f"{name}-0", name) for name in ("scheduler", "engine")])
+    for row in list(health.stages.values()):
         beat = Heartbeat(
             stage=row.stage,
             name=row.name,
@@ -24,7 +24,7 @@ def started(vllm: bool) -> str:
             state="ready",
             stats=dict.fromkeys(STATISTICS[row.name], 1.0),
         )
-        health.beat(beat, 0.0)
+        health.on_heartbeat(beat, 0.0)
     metrics = Metrics(health, vllm=VllmMetrics(health, "model", 4096, True) if vllm else None)
     metrics.key_counters("anonymous")
     return metrics.exposition("")[0].decode()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from collector import Collector
 from pipeinfer import traceparent
 from pipeinfer.control import Moment, Passage
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.observe import opentelemetry
 from pipeinfer.observe.opentelemetry import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
 from pipeinfer.settings import ConfigurationError, Settings
@@ -176,14 +176,19 @@ def test_ids_of_nothing_are_no_trace(wrong):
 
 
 def test_the_gateways_span_stands_in_the_clients_trace_or_a_new_one():
-    traces = Traces("process 1", on=True)
+    traces = RequestTraces("process 1", on=True)
     given = header(TRACE, CLIENT)
-    (own, mine) = map(traceparent.read, (traces.of("r", given), traces.of("r", "")))
+    (own, mine) = map(
+        traceparent.read, (traces.traceparent("r", given), traces.traceparent("r", ""))
+    )
     assert own is not None and own.trace_id == TRACE and own.span_id != CLIENT and own.sampled
     assert mine is not None and mine.trace_id != TRACE and mine.sampled
-    assert traces.of("r", "") == mine.text, "a replay says the same"
-    others = {traces.of("q", ""), Traces("process 2", on=True).of("r", "")}
+    assert traces.traceparent("r", "") == mine.text, "a replay says the same"
+    others = {traces.traceparent("q", ""), RequestTraces("process 2", on=True).traceparent("r", "")}
     assert len({traceparent.read(other).trace_id for other in others} | {mine.trace_id}) == 3
     unsampled = header(TRACE, CLIENT, "00")
-    assert traces.of("r", unsampled) == unsampled
-    assert Traces("process 1").of("r", given) == given and Traces().of("r", "") == ""
+    assert traces.traceparent("r", unsampled) == unsampled
+    assert (
+        RequestTraces("process 1").traceparent("r", given) == given
+        and RequestTraces().traceparent("r", "") == ""
+    )

@@ -27,7 +27,7 @@ from pipeinfer.engine.core import Compile
 from pipeinfer.events import Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
-from pipeinfer.gateway.health import Expected
+from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.messages import (
     PROTOCOL,
     Ended,
@@ -252,7 +252,9 @@ class Simulation:
         name, number = stage.split("-")[:2]
         schedulers = [f"scheduler-{group}" for group in range(self.groups)]
         if name == "gateway":
-            expected = [Expected(s, s.split("-")[0], int(s.split("-")[1])) for s in self.stages]
+            expected = [
+                ExpectedStage(s, s.split("-")[0], int(s.split("-")[1])) for s in self.stages
+            ]
             return GatewayCore(expected, incarnation=incarnation)
         if name == "tokenizer":
             encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 10_000)

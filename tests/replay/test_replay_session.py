@@ -219,12 +219,12 @@ def test_wrong_noise_is_found_at_the_first_step_that_draws(planted, session):
 def test_text_delivered_twice_is_found_in_the_gateway(planted, session):
     bug = (
         "from pipeinfer.gateway import ledger\n"
-        "right = ledger.Record.advance\n"
+        "right = ledger.RequestRecord.advance\n"
         "def advance(self, row):\n"
         "    text, ids = right(self, row)\n"
         "    self.tokens -= row.finish is None and self.tokens > 0\n"
         "    return text, ids\n"
-        "ledger.Record.advance = advance\n"
+        "ledger.RequestRecord.advance = advance\n"
     )
     found = planted("gateway", bug)
     assert found.channel == "local"

@@ -26,8 +26,8 @@ from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.health import Expected
-from pipeinfer.gateway.ledger import REMEMBERED
+from pipeinfer.gateway.health import ExpectedStage
+from pipeinfer.gateway.ledger import MOST_ENDED
 from pipeinfer.messages import (
     Accepted,
     Delivered,
@@ -167,7 +167,7 @@ def _scheduler(requests: int, outputs: int) -> Made:
 
 def _gateway(requests: int, outputs: int) -> Made:
     names = _names(requests)
-    core = GatewayCore([Expected("tokenizer-0", "tokenizer")])
+    core = GatewayCore([ExpectedStage("tokenizer-0", "tokenizer")])
     core.handle(
         Heartbeat(
             stage="tokenizer-0",
@@ -181,7 +181,7 @@ def _gateway(requests: int, outputs: int) -> Made:
         ),
         1.0,
     )
-    for name in [*(f"cmpl-old-{n}" for n in range(REMEMBERED)), *names]:
+    for name in [*(f"cmpl-old-{n}" for n in range(MOST_ENDED)), *names]:
         chat = [{"role": "user", "content": "count " * 300}]
         core.handle(Call(name, PARAMS, chat=chat), 1.0)
         core.handle(Accepted(request_id=name, attempt=1, group=0, prompt_tokens=PROMPT), 1.0)

@@ -22,7 +22,7 @@ from typing import Any
 from chaos.cases import CASES, Case
 from chaos.serving import Serving
 from chaos.streams import TOOL, Calm, Streams
-from pipeinfer.gateway.keys import fresh
+from pipeinfer.gateway.api_keys import new_key
 
 BEYOND = 0.5  # seconds
 STARTING = 60.0  # seconds for a case's requests to be built
@@ -89,8 +89,8 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 @contextmanager
 def _keys(concurrent: int) -> Iterator[tuple[str, str, str]]:
     """(a file of two keys, the key of the eight, the key of the hostile client)."""
-    good, good_line = fresh("good")
-    bad, bad_line = fresh("bad")
+    good, good_line = new_key("good")
+    bad, bad_line = new_key("bad")
     with tempfile.TemporaryDirectory(prefix="pipeinfer-chaos-") as folder:
         file = Path(folder, "keys.txt")
         file.write_text(f"{good_line}\n{bad_line} concurrent={concurrent}\n")

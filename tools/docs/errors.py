@@ -1,4 +1,4 @@
-"""The page of all errors: statuses from gateway/openapi.py, codes from gateway/error_codes.py.
+"""The page of all errors: statuses from gateway/openapi.py, codes from gateway/errors.py.
 
 Types are those that the errors themselves give.
 """
@@ -10,8 +10,7 @@ import json
 from docs.markdown import bullets
 from docs.markdown import page as page_of
 from pipeinfer.gateway.dialects.messages_events import ERRORS as OF_MESSAGES
-from pipeinfer.gateway.error_codes import CODES
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import CODES, ApiError
 from pipeinfer.gateway.openapi import ERRORS
 
 INTRODUCTION = """An error has a status and a body:

@@ -11,7 +11,7 @@ from prometheus_client import Metric
 
 from docs.markdown import bullets
 from docs.markdown import page as page_of
-from pipeinfer.gateway.health import Expected, Health
+from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Heartbeat
@@ -56,7 +56,7 @@ def _named(metrics: Iterable[Metric]) -> list[tuple[str, Metric]]:
 
 
 def _health() -> Health:
-    health = Health([Expected(f"{name}-0", name) for name in STAGES])
+    health = Health([ExpectedStage(f"{name}-0", name) for name in STAGES])
     for name in STAGES:
         told = Heartbeat(
             stage=f"{name}-0",
@@ -69,7 +69,7 @@ def _health() -> Health:
             state="ready",
             stats=dict.fromkeys(STATISTICS[name], 1.0),
         )
-        health.beat(told, 0.0)
+        health.on_heartbeat(told, 0.0)
     return health
 
 

@@ -80,7 +80,7 @@ class Http:
     instrumented = (
         "pipeinfer.gateway.schema", "pipeinfer.gateway.requests", "pipeinfer.gateway.app",
         "pipeinfer.gateway.core", "pipeinfer.gateway.errors", "pipeinfer.params",
-        "pipeinfer.gateway.port", "pipeinfer.gateway.streams",
+        "pipeinfer.gateway.sessions", "pipeinfer.gateway.streams",
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -87,9 +87,9 @@ def _unhashable() -> None:
 
 def _bound_left_out() -> None:
     """http: `priority` may be any integer, and some do not fit on the bus."""
-    from pipeinfer.gateway import intake
+    from pipeinfer.gateway import bodies
 
-    really, loose = intake.decode, {}
+    really, loose = bodies.decode, {}
 
     def decode(body: bytes, kind: Any, strange: Any) -> Any:
         if kind not in loose:
@@ -99,7 +99,7 @@ def _bound_left_out() -> None:
             )
         return really(body, loose[kind], strange)
 
-    intake.decode = decode
+    bodies.decode = decode
 
 
 def _error_by_hand() -> None:

@@ -106,6 +106,7 @@ AREAS = {
             "tests/runtime/test_roll_call.py",
             "tests/test_recent.py",
             "tests/gateway/test_gateway_ledger.py",
+            "tests/gateway/test_ledger_backlog.py",
             "tests/tokenizer/test_routed_requests.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_incarnations.py",
@@ -122,23 +123,19 @@ AREAS = {
         tuple(
             f"gateway/{name}.py"
             for name in (
+                "api_keys",
                 "core",
-                "backlog",
-                "deadlines",
                 "events",
                 "health",
-                "limits",
-                "port",
-                "standing",
-                "submission",
+                "sessions",
             )
         ),
         (
             "tests/gateway/test_gateway_core.py",
-            "tests/gateway/test_backlog.py",
+            "tests/gateway/test_ledger_backlog.py",
             "tests/gateway/test_health.py",
-            "tests/gateway/test_limits.py",
-            "tests/gateway/test_port.py",
+            "tests/gateway/test_api_key_limits.py",
+            "tests/gateway/test_sessions.py",
             "tests/gateway/test_gateway_http.py",
             "tests/gateway/test_key_limits_http.py",
             "tests/gateway/test_reset_prefix_cache.py",

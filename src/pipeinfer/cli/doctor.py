@@ -27,7 +27,7 @@ from pipeinfer.topology.topology import Topology
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
-    from pipeinfer.gateway.health import Row
+    from pipeinfer.gateway.health import StageStatus
 
 GPU_PACKAGES = ("flashinfer-python", "sglang-kernel", "triton")
 GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first start
@@ -187,12 +187,12 @@ def _targets(topology: Topology) -> Iterator[Finding]:
 
     from pipeinfer.bus.bus import ControlClient
     from pipeinfer.cli.top import listen
-    from pipeinfer.gateway.health import Expected, Health
+    from pipeinfer.gateway.health import ExpectedStage, Health
 
-    health = Health([Expected(stage, "scheduler") for stage in topology.ids("scheduler")])
-    rows = health.rows.values()
+    health = Health([ExpectedStage(stage, "scheduler") for stage in topology.ids("scheduler")])
+    rows = health.stages.values()
     with ControlClient(topology, zmq.Context.instance()) as caller:
-        for stage in health.rows:
+        for stage in health.stages:
             caller.listen(stage)
         listen(caller, health, HEARD, lambda beat: all(map(_measured, rows)))
     for row in rows:
@@ -201,7 +201,7 @@ def _targets(topology: Topology) -> Iterator[Finding]:
             yield "note", "targets", f"{row.stage}: {measured(tokens, rate)}"
 
 
-def _measured(row: Row) -> bool:
+def _measured(row: StageStatus) -> bool:
     """Whether its heartbeat says so: one that still starts says nothing yet."""
     return "target_step_tokens" in row.stats
 
@@ -220,16 +220,16 @@ def _sockets(settings: Settings) -> Finding:
 
 def _front(settings: Settings) -> Iterator[Finding]:
     """Whether the gateway could read what the settings name for it."""
-    from pipeinfer.gateway import cors, keys, tls, web_pages
-    from pipeinfer.gateway.limits import Limits
+    from pipeinfer.gateway import api_keys, cross_origin, http_server
+    from pipeinfer.gateway.api_keys import KeyLimits
 
     try:
-        cors.read_origins(settings.allowed_origins)
-        web_pages.read_hosts(settings.allowed_hosts)
-        if tls.certificate(settings) is not None:
+        cross_origin.parse_origins(settings.allowed_origins)
+        cross_origin.parse_hosts(settings.allowed_hosts)
+        if http_server.load_certificate(settings) is not None:
             yield "ok", "TLS", settings.tls_cert
         if settings.api_key_file and not settings.api_key:
-            found = len(keys.read(settings.api_key_file, Limits()))
+            found = len(api_keys.read_key_file(settings.api_key_file, KeyLimits()))
             mark: Mark = "ok" if found else "note"
             yield mark, "API keys", f"{found} in {settings.api_key_file}"
     except ConfigurationError as error:

@@ -26,8 +26,13 @@ from pipeinfer.bus.bus import ControlClient
 from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Observed, Watch
-from pipeinfer.gateway.health import Health, Row, expected_stages
-from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
+from pipeinfer.gateway.health import Health, StageStatus, expected_stages
+from pipeinfer.gateway.monitor import (
+    LatencyQuantiles,
+    PipelineRates,
+    PipelineSnapshot,
+    StageSnapshot,
+)
 from pipeinfer.messages import Heartbeat
 from pipeinfer.observe.spans import MEASURED_PART, StageDurations
 from pipeinfer.runtime.terminal import can_rewrite
@@ -96,13 +101,13 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     topology = chosen_topology(options)
     health = Health(expected_stages(topology))
-    pictures, latencies = Pictures(health), StageDurations()
+    pictures, latencies = PipelineRates(health), StageDurations()
     rewritten = can_rewrite(sys.stdout) and not options.once
     with ControlClient(topology, zmq.Context.instance()) as caller, TerminalKeys(rewritten) as keys:
-        for stage in health.rows:
+        for stage in health.stages:
             caller.listen(stage)
         with suppress(KeyboardInterrupt):
-            heard = dict.fromkeys(health.rows, 0)
+            heard = dict.fromkeys(health.stages, 0)
             listen(
                 caller,
                 health,
@@ -112,13 +117,15 @@ def run(arguments: Sequence[str]) -> int:
             )
             while not keys.quit_pressed():
                 now = time.monotonic()
-                health.check(now)
-                pictures.look()
-                figures = pictures.figures("", now, time.time(), latencies.median)
+                health.mark_lost(now)
+                pictures.update()
+                figures = pictures.snapshot("", now, time.time(), latencies.median)
                 lines = _lines(health, pictures, figures, keys.hint)
                 print("\n".join(_fitting(lines, rewritten)), flush=True)
                 if options.once:
-                    return 0 if all(row.seen is not None for row in health.rows.values()) else 1
+                    return (
+                        0 if all(row.last_seen is not None for row in health.stages.values()) else 1
+                    )
                 _ask(caller, health, options.seconds + WATCH_MARGIN)
                 listen(caller, health, options.seconds, observed=latencies, quits=keys.quit_pressed)
     return 0
@@ -150,8 +157,8 @@ def listen(
     deadline = time.monotonic() + max(seconds, 0.1)
     while (left := deadline - time.monotonic()) > 0 and not quits():
         for _, message in caller.receive(min(0.2, left)):
-            if isinstance(message, Heartbeat) and message.stage in health.rows:
-                health.beat(message, time.monotonic())
+            if isinstance(message, Heartbeat) and message.stage in health.stages:
+                health.on_heartbeat(message, time.monotonic())
                 if enough(message):
                     return
             elif isinstance(message, Observed) and observed is not None:
@@ -161,16 +168,16 @@ def listen(
 
 def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
     """Those that have a latency to tell, and are there, go on telling it for `seconds`."""
-    for row in health.rows.values():
-        if row.name in MEASURED_PART and row.seen is not None and row.state != "lost":
+    for row in health.stages.values():
+        if row.name in MEASURED_PART and row.last_seen is not None and row.state != "lost":
             caller.send(row.stage, Watch(seconds))
 
 
-def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:
+def _twice(heard: dict[str, int], beat: Heartbeat, pictures: PipelineRates) -> bool:
     """Whether every stage was heard twice, so that there are rates."""
     heard[beat.stage] += 1
     if heard[beat.stage] == 1:
-        pictures.look()
+        pictures.update()
     return min(heard.values()) >= 2
 
 
@@ -205,13 +212,15 @@ def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:
     return [CLEAR + fitting[0], *fitting[1:]]
 
 
-def _lines(health: Health, pictures: Pictures, figures: Figures, hint: str) -> list[StageLine]:
+def _lines(
+    health: Health, pictures: PipelineRates, figures: PipelineSnapshot, hint: str
+) -> list[StageLine]:
     """A head, a line for each stage, and one for each latency of the last minute."""
-    wide = max(map(len, health.rows))
+    wide = max(map(len, health.stages))
     lines = [StageLine(f"{'stage':{wide}} {'pid':>7} {'state':8} ", [hint])]
     for shown in figures.stages:
-        row = health.rows[shown.stage]
-        if row.seen is None:
+        row = health.stages[shown.stage]
+        if row.last_seen is None:
             lines.append(StageLine(f"{shown.stage:{wide}} {'':7} silent", []))
             continue
         head = f"{shown.stage:{wide}} {row.pid:7} {row.state:8} "
@@ -226,25 +235,25 @@ def _lines(health: Health, pictures: Pictures, figures: Figures, hint: str) -> l
     return lines
 
 
-def _milliseconds(latency: Latency) -> list[str]:
+def _milliseconds(latency: LatencyQuantiles) -> list[str]:
     """Of the last minute."""
     quantiles = (("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99))
     told = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
     return [f"{told} ms ({latency.count:,} in the last minute)"]
 
 
-def _does(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+def _does(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
     parts = DOES[row.name](row, shown, pictures)
     if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
         parts.append(f"latency {shown.latency_ms:,.2f} ms")
     return parts
 
 
-def _gateway(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+def _gateway(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
     return [f"{shown.running} streams", f"{shown.waiting} without output yet"]
 
 
-def _tokenizer(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+def _tokenizer(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
     return [
         f"{shown.rate:,.1f} requests/s",
         f"{pictures.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s",
@@ -252,7 +261,7 @@ def _tokenizer(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
     ]
 
 
-def _scheduler(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+def _scheduler(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
     return [
         f"{shown.running} run",
         f"{shown.waiting} wait",
@@ -261,9 +270,9 @@ def _scheduler(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
     ]
 
 
-def _engine(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+def _engine(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
     stats = row.stats
-    busy, idle = (pictures.grown(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
+    busy, idle = (pictures.increase(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
     pages = max(stats.get("pages_total", 0.0), 1.0)
     cached, prompts = (stats.get(f"{name}_tokens_total", 0.0) for name in ("cached", "prompt"))
     share = busy / (busy + idle) if busy + idle > 0 else 0.0
@@ -277,11 +286,11 @@ def _engine(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
     ]
 
 
-def _detokenizer(row: Row, shown: StageShown, pictures: Pictures) -> list[str]:
+def _detokenizer(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:
     return [f"{shown.rate:,.0f} tokens/s", f"{shown.running} streams"]
 
 
-DOES: dict[str, Callable[[Row, StageShown, Pictures], list[str]]] = {
+DOES: dict[str, Callable[[StageStatus, StageSnapshot, PipelineRates], list[str]]] = {
     "gateway": _gateway,
     "tokenizer": _tokenizer,
     "scheduler": _scheduler,

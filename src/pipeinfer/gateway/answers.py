@@ -18,7 +18,7 @@ Stop = str | int | None
 
 
 class ErrorDetail(msgspec.Struct):
-    """`param`: the field that is wrong. `code`: see error_codes.py."""
+    """`param`: the field that is wrong. `code`: see errors.py."""
 
     message: str
     type: str

@@ -1,6 +1,6 @@
-"""The HTTP application: routes, authentication, and errors in OpenAI's form.
+"""The HTTP application: routes, middlewares, and errors in OpenAI's form.
 
-Knows the schema, the port and the health table; the pipeline behind the port is not its business.
+Knows the schema, the sessions and the health table; the pipeline behind them is not its business.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway import docs_page, openapi
-from pipeinfer.gateway.access import REQUEST_ID, name_of
-from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
+from pipeinfer.gateway.auth import REQUEST_ID, x_request_id
 from pipeinfer.gateway.best_of import Best
-from pipeinfer.gateway.cache_resets import RESET
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
-from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.monitor.handlers import MonitorHandlers
+from pipeinfer.gateway.errors import ApiError, Handler, http_error, json_response, renamed
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
-from pipeinfer.gateway.page import HEADERS, Page
+from pipeinfer.gateway.page import PAGE_HEADERS, MonitorHandlers, Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
-from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.tokenizing import detokenize_call, tokenize_call, tokens_shown
+from pipeinfer.gateway.serving import (
+    IGNORED_SCHEMA,
+    Service,
+    Serving,
+    client_trace,
+    detokenize_call,
+    tokenize_call,
+    tokenize_response,
+)
+from pipeinfer.gateway.sessions import RESET_TIMEOUT
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
@@ -47,32 +51,32 @@ def build_app(service: Service) -> web.Application:
     handlers = _Handlers(service)
     app = web.Application(
         middlewares=[
-            service.access.middleware(),
+            service.access_log.middleware(),
             handlers.errors,
-            service.pages.cors.middleware(),
-            service.pages.middleware(),
+            service.browsers.cors.middleware(),
+            service.browsers.middleware(),
             service.admission.middleware(),
         ],
     )
-    app.on_response_prepare.append(_name_response)
-    app.on_response_prepare.append(service.pages.cors.say_allowed)
-    app.on_response_prepare.append(service.admission.say_limits)
+    app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(service.browsers.cors.add_cors_headers)
+    app.on_response_prepare.append(service.admission.add_limit_headers)
     handlers.route(app.router)
     return app
 
 
-async def _later(request: web.Request) -> None:
-    """Who asks before sending a body is answered when it is read, behind key and limits."""
+async def _continue_later(request: web.Request) -> None:
+    """100 Continue is sent when the body is read, behind key and limits."""
 
 
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._answering = Answering(service)
-        self._dialects = DialectHandlers(self._answering)
+        self._serving = Serving(service)
+        self._dialects = DialectHandlers(self._serving)
 
     def route(self, router: web.UrlDispatcher) -> None:
-        """Says which path is whose."""
+        """Registers all routes."""
         router.add_get("/health", self.health)
         router.add_get("/health/live", self.live)
         router.add_get("/health/ready", self.ready)
@@ -82,25 +86,25 @@ class _Handlers:
         router.add_get("/docs", self.docs)
         router.add_get("/ping", self.live)  # what SageMaker asks
         router.add_post("/ping", self.live)
-        for path in (str, loose):
-            router.add_get(path("/v1/models"), self.models)
-            router.add_get(path("/v1/models/") + "{model:.+}", self.one_model)
+        for path in (str, slash_tolerant):
+            router.add_get(path("/v1/models"), self.list_models)
+            router.add_get(path("/v1/models/") + "{model:.+}", self.retrieve_model)
             for name, handler in (
                 ("/v1/chat/completions", self.chat),
                 ("/v1/completions", self.completions),
                 ("/v1/embeddings", self.embeddings),
                 *self._dialects.routes().items(),
             ):
-                router.add_post(path(name), handler, expect_handler=_later)
-        router.add_post("/tokenize", self.tokenize, expect_handler=_later)
-        router.add_post("/detokenize", self.detokenize, expect_handler=_later)
+                router.add_post(path(name), handler, expect_handler=_continue_later)
+        router.add_post("/tokenize", self.tokenize, expect_handler=_continue_later)
+        router.add_post("/detokenize", self.detokenize, expect_handler=_continue_later)
         router.add_get("/tokenizer_info", self.tokenizer_info)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         page = Page()
         page.route_docs(router)
-        if self._service.sight is not None:
+        if self._service.monitor is not None:
             page.route(router)
-            MonitorHandlers(self._service, self._service.sight).route(router)
+            MonitorHandlers(self._service, self._service.monitor).route(router)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -113,7 +117,7 @@ class _Handlers:
             except ApiError as error:
                 return error_in_dialect(request, error)
             except web.HTTPException as error:
-                response = error_in_dialect(request, of_http(request, error))
+                response = error_in_dialect(request, http_error(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
@@ -127,75 +131,75 @@ class _Handlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         base = f"chatcmpl-{uuid.uuid4().hex}"
-        body = await self._answering.body(request, ChatRequest)
-        job = chat_job(body, base, self._service.terms, trace(request))
+        body = await self._serving.read_body(request, ChatRequest)
+        job = chat_job(body, base, self._service.terms, client_trace(request))
         del body  # an answer takes minutes, in which the core has all that is needed
-        return await self._answer(request, base, job, chat=True)
+        return await self._generate(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         base = f"cmpl-{uuid.uuid4().hex}"
-        body = await self._answering.body(request, CompletionRequest)
-        job = completion_job(body, base, self._service.terms, trace(request))
+        body = await self._serving.read_body(request, CompletionRequest)
+        job = completion_job(body, base, self._service.terms, client_trace(request))
         del body
-        return await self._answer(request, base, job, chat=False)
+        return await self._generate(request, base, job, chat=False)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._answering.body(request, TokenizeRequest)
+        body = await self._serving.read_body(request, TokenizeRequest)
         call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._answering.encoded(request, call)
-        return json_response(tokens_shown(prompt, self._service.context_length))
+        prompt = await self._serving.encode_prompt(request, call)
+        return json_response(tokenize_response(prompt, self._service.context_length))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._answering.body(request, DetokenizeRequest)
+        body = await self._serving.read_body(request, DetokenizeRequest)
         call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
         try:
-            prompt = await self._answering.encoded(request, call)
+            prompt = await self._serving.encode_prompt(request, call)
         except ApiError as error:
             raise renamed(error, {"prompt": "tokens"}) from None
         return json_response({"prompt": prompt.prompt_text})
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's."""
+        """As vLLM's /tokenizer_info."""
         return web.Response(body=self._service.tokenizer_info, content_type="application/json")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        """As vLLM's; what is in the body, if anything, says nothing."""
-        self._answering.check_room(0)
-        stages = self._service.core.health.rows.values()
-        missing = await self._service.port.reset_caches(stages)
+        """As vLLM's; the body is not read."""
+        self._serving.check_capacity(0)
+        stages = self._service.core.health.stages.values()
+        missing = await self._service.sessions.reset_caches(stages)
         if missing:
-            message = f"groups {sorted(missing)} have not answered within {RESET:g} s"
+            message = f"groups {sorted(missing)} have not answered within {RESET_TIMEOUT:g} s"
             raise ApiError(503, message, code="reset_unanswered", retry_after=1)
         return web.Response()
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
-    async def _answer(
+    async def _generate(
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
-        answer = self._answering.said(base, job, chat)
+        answer = self._serving.new_answer(base, job, chat)
         outlet: Outlet = (
             ChunkStream(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
-            else WholeBody(answer, job.choices, _best(job))
+            else WholeBody(answer, job.choices, _best_of(job))
         )
-        return await self._answering.respond(request, job, outlet)
+        return await self._serving.respond(request, job, outlet)
 
     # -------------------------------------------------------------------------------------- models
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        self._check_answering()
-        return json_response({"object": "list", "data": [self._model()]})
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        self._check_ready()
+        return json_response({"object": "list", "data": [self._model_card()]})
 
-    async def one_model(self, request: web.Request) -> web.StreamResponse:
-        self._answering.check_model(request.match_info["model"])
-        self._check_answering()
-        return json_response(self._model())
+    async def retrieve_model(self, request: web.Request) -> web.StreamResponse:
+        self._serving.check_model(request.match_info["model"])
+        self._check_ready()
+        return json_response(self._model_card())
 
-    def _check_answering(self) -> None:
+    def _check_ready(self) -> None:
         core = self._service.core
-        if not core.answering():
+        if not core.can_serve():
             raise ApiError(
                 503,
                 f"the server is {core.status}: {core.health.reason()}",
@@ -203,7 +207,7 @@ class _Handlers:
                 retry_after=1,
             )
 
-    def _model(self) -> JsonObject:
+    def _model_card(self) -> JsonObject:
         service = self._service
         model: JsonObject = {
             "id": service.model,
@@ -224,7 +228,7 @@ class _Handlers:
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         core = self._service.core
-        status = 200 if core.answering() else 503
+        status = 200 if core.can_serve() else 503
         return json_response({"status": core.status, "reason": core.health.reason()}, status)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -237,9 +241,9 @@ class _Handlers:
                 "state": row.state,
                 "pid": row.pid,
                 "reason": row.reason,
-                **_pages(row.stats),
+                **_kv_cache_dtype(row.stats),
             }
-            for row in core.health.rows.values()
+            for row in core.health.stages.values()
         ]
         status = 200 if core.status in ("ready", "degraded") else 503
         return json_response({"status": core.status, "stages": stages}, status)
@@ -251,12 +255,12 @@ class _Handlers:
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         return web.Response(
-            body=await asyncio.to_thread(_document), content_type="application/json"
+            body=await asyncio.to_thread(_openapi_json), content_type="application/json"
         )
 
     async def docs(self, request: web.Request) -> web.StreamResponse:
         return web.Response(
-            text=await asyncio.to_thread(_page), content_type="text/html", headers=HEADERS
+            text=await asyncio.to_thread(_docs_html), content_type="text/html", headers=PAGE_HEADERS
         )
 
     async def version(self, request: web.Request) -> web.StreamResponse:
@@ -264,17 +268,17 @@ class _Handlers:
 
 
 @cache
-def _document() -> bytes:
-    """Made when it is asked for first."""
+def _openapi_json() -> bytes:
+    """The OpenAPI document, made on first use."""
     return msgspec.json.encode(openapi.document())
 
 
 @cache
-def _page() -> str:
+def _docs_html() -> str:
     return docs_page.page(openapi.document())
 
 
-def loose(path: str) -> str:
+def slash_tolerant(path: str) -> str:
     """A route for `path` with any number of slashes in the place of each: clients put a base with
     one at its end before paths with one at their beginning. No other path matches."""
     first, *others = path.removeprefix("/").split("/")
@@ -282,25 +286,25 @@ def loose(path: str) -> str:
     return f"/{{_:/*}}{first}{more}"
 
 
-async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
-    name = name_of(request)
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    name = x_request_id(request)
     response.headers[REQUEST_ID] = name
     if MESSAGES.fullmatch(request.path):
         response.headers["request-id"] = name  # as Anthropic's clients know it
-    if LEFT_OUT in request:
-        response.headers["x-schema-left-out"] = request[LEFT_OUT]
+    if IGNORED_SCHEMA in request:
+        response.headers["x-schema-left-out"] = request[IGNORED_SCHEMA]
     del response.headers["Server"]  # what software answers is nobody's business
 
 
-def _pages(stats: Mapping[str, float]) -> JsonObject:
-    """What an engine's pages hold, as `--kv-cache-dtype` calls it; nothing of other stages."""
+def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
+    """The dtype of an engine's KV pages as `--kv-cache-dtype` has it; {} for other stages."""
     if "kv_fp8" not in stats:
         return {}
     return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
-def _best(job: Job) -> Best | None:
-    """Who chooses the choices that are shown, where not all are."""
+def _best_of(job: Job) -> Best | None:
+    """Chooses the choices that are sent, if not all are; else None."""
     if not job.best:
         return None
     wanted = job.shown.logprobs is not None

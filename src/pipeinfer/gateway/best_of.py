@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeinfer.gateway.events import Delta
-from pipeinfer.gateway.token_scores import token_scores
+from pipeinfer.gateway.events import Delta, token_scores
 
 
 class Best:

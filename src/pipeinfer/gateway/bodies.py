@@ -1,13 +1,14 @@
-"""Reads the bodies of requests: within bounds of size, time and memory, decompressed if need be.
+"""Reads and decodes the bodies of requests, within bounds of size, time and memory.
 
-Knows HTTP bodies and nothing of what is in them.
+A large body is decompressed, scanned and decoded in parts, between which the event loop serves
+others. Knows the schema, and no core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
@@ -16,90 +17,99 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.schema import Request, decode, surveyed
+from pipeinfer.gateway.survey import SLICE
 
-STALL = 30.0  # seconds without a byte after which a client is not waited for
-WHOLE = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit/s
-SMALL = 64 * 2**10  # bytes of a body that are never refused for what others send
+READ_TIMEOUT = 30.0  # seconds without a byte after which a client is not waited for
+BODY_TIMEOUT = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit/s
+SMALL_BODY = 64 * 2**10  # bytes of a body that are never refused for what others send
 # Bytes beyond that of all bodies that are being read or checked. A body and what is made of it take
 # about three times its size for a moment, so the process stays under 1 GiB.
-TOGETHER = 256 * 2**20
-SLICE = 256 * 2**10  # bytes that are decompressed at a time: well under a millisecond
-RETRY_SOON = 1  # seconds
+MOST_BUFFERED = 256 * 2**20
+DECOMPRESSED_AT_ONCE = (
+    256 * 2**10
+)  # bytes that are decompressed at a time: well under a millisecond
+RETRY_AFTER = 1  # seconds
 
 
-class Bodies:
-    """Reads bodies of at most `most` bytes each, after decompression."""
+class BodyReader:
+    """Reads bodies of at most `most` bytes each, after decompression.
+
+    _buffered: bytes beyond SMALL_BODY of all bodies that are being read or decoded now, at most
+        _most_buffered.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._together = max(TOGETHER, most)
-        self._held = 0  # bytes beyond SMALL of bodies that are being read
+        self._most_bytes = most
+        self._most_buffered = max(MOST_BUFFERED, most)
+        self._buffered = 0  # bytes beyond SMALL of bodies that are being read
 
     @asynccontextmanager
-    async def reading(self, request: web.Request) -> AsyncGenerator[bytearray]:
-        """The whole body, which counts as being read until the caller is through with it.
+    async def read(self, request: web.Request) -> AsyncGenerator[bytearray]:
+        """The whole body; it counts as buffered until the context ends.
 
-        ApiError: 400 if it is broken, 408 if it does not come, 413 if it is too large, 415 for an
-        unknown Content-Encoding, 417 for an unknown Expect, 503 if others send too much at the
-        moment.
+        Raises ApiError: 400 if it is broken, 408 if it does not arrive, 413 if it is too large,
+        415 for an unknown Content-Encoding, 417 for an unknown Expect, 503 if too much is buffered.
         """
         decoder = _decoder(request)
-        if (request.content_length or 0) > self._most:
+        if (request.content_length or 0) > self._most_bytes:
             raise self._too_large()
-        await _invite(request)
+        await _send_continue(request)
         body = bytearray()
         try:
             await self._fill(body, decoder, request)
             yield body
         finally:
-            self._held -= max(0, len(body) - SMALL)
+            self._buffered -= max(0, len(body) - SMALL_BODY)
 
     async def _fill(
-        self, body: bytearray, decoder: _Plain | _Compressed, request: web.Request
+        self, body: bytearray, decoder: _IdentityDecoder | _ZlibDecoder, request: web.Request
     ) -> None:
         try:
             if request.content.is_eof():  # it came with its head, as most do
                 await self._take(body, decoder, request.content.read_nowait())
             else:
-                async with asyncio.timeout(WHOLE):
+                async with asyncio.timeout(BODY_TIMEOUT):
                     while data := await self._next(request):
                         await self._take(body, decoder, data)
             decoder.end()
         except zlib.error:
-            raise _broken("it cannot be decompressed") from None
+            raise _broken_body("it cannot be decompressed") from None
         except (RequestPayloadError, HttpProcessingError):
-            raise _broken("it ends early, or its chunks are malformed") from None
+            raise _broken_body("it ends early, or its chunks are malformed") from None
         except TimeoutError:
-            message = f"the body did not come within {STALL:g} s without a byte"
+            message = f"the body did not come within {READ_TIMEOUT:g} s without a byte"
             raise ApiError(408, message, code="body_timeout") from None
 
-    async def _take(self, body: bytearray, decoder: _Plain | _Compressed, data: bytes) -> None:
+    async def _take(
+        self, body: bytearray, decoder: _IdentityDecoder | _ZlibDecoder, data: bytes
+    ) -> None:
         for part in decoder.parts(data) if data else ():
             self._add(body, part)
-            if len(part) == SLICE:
+            if len(part) == DECOMPRESSED_AT_ONCE:
                 await asyncio.sleep(0)  # there is more to decompress; others first
 
     async def _next(self, request: web.Request) -> bytes:
-        async with asyncio.timeout(STALL):
+        async with asyncio.timeout(READ_TIMEOUT):
             return await request.content.readany()
 
     def _add(self, body: bytearray, part: bytes) -> None:
-        if len(body) + len(part) > self._most:
+        if len(body) + len(part) > self._most_bytes:
             raise self._too_large()
-        before = max(0, len(body) - SMALL)
+        before = max(0, len(body) - SMALL_BODY)
         body += part
-        self._held += max(0, len(body) - SMALL) - before
-        if self._held > self._together:
+        self._buffered += max(0, len(body) - SMALL_BODY) - before
+        if self._buffered > self._most_buffered:
             message = "too many large bodies are being read"
-            raise ApiError(503, message, code="overloaded", retry_after=RETRY_SOON)
+            raise ApiError(503, message, code="overloaded", retry_after=RETRY_AFTER)
 
     def _too_large(self) -> ApiError:
-        message = f"the body is too large: more than {self._most} bytes"
+        message = f"the body is too large: more than {self._most_bytes} bytes"
         return ApiError(413, message, code="body_too_large")
 
 
-async def _invite(request: web.Request) -> None:
-    """Tells a client that asked first (Expect: 100-continue) to send its body."""
+async def _send_continue(request: web.Request) -> None:
+    """Asks for the body of a client that waits for 100 Continue."""
     asked = request.headers.get("Expect")
     if asked is None or request.version < HttpVersion11:
         return
@@ -110,22 +120,22 @@ async def _invite(request: web.Request) -> None:
     request.writer.output_size = 0  # the answer proper has not begun
 
 
-def _broken(why: str) -> ApiError:
+def _broken_body(why: str) -> ApiError:
     return ApiError(400, f"the body is broken: {why}", code="invalid_body")
 
 
-class _Plain:
-    """A body that is not compressed."""
+class _IdentityDecoder:
+    """Passes a body on that is not compressed."""
 
     def parts(self, data: bytes) -> tuple[bytes]:
         return (data,)
 
     def end(self) -> None:
-        """Whatever came is whole."""
+        """No end is marked, so every body is whole."""
 
 
-class _Compressed:
-    """A gzip or deflate body; "deflate" with zlib's header, or without, as some clients send it."""
+class _ZlibDecoder:
+    """Decompresses gzip or deflate, the latter with or without zlib's header."""
 
     def __init__(self, encoding: str) -> None:
         self._gzip = encoding != "deflate"
@@ -140,9 +150,9 @@ class _Compressed:
         while data or full:
             if self._stream.eof and data:
                 raise zlib.error("more after its end")
-            part = self._stream.decompress(data, SLICE)
+            part = self._stream.decompress(data, DECOMPRESSED_AT_ONCE)
             yield part
-            full = len(part) == SLICE
+            full = len(part) == DECOMPRESSED_AT_ONCE
             data = self._stream.unconsumed_tail or self._stream.unused_data
 
     def end(self) -> None:
@@ -150,11 +160,53 @@ class _Compressed:
             raise zlib.error("it ends early")
 
 
-def _decoder(request: web.Request) -> _Plain | _Compressed:
+def _decoder(request: web.Request) -> _IdentityDecoder | _ZlibDecoder:
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding in ("", "identity"):
-        return _Plain()
+        return _IdentityDecoder()
     if encoding in ("gzip", "x-gzip", "deflate"):
-        return _Compressed(encoding)
+        return _ZlibDecoder(encoding)
     message = "the body's Content-Encoding is not supported; gzip and deflate are"
     raise ApiError(415, message, code="unsupported_encoding")
+
+
+# Bytes of a body that is decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
+DECODED_AT_ONCE = SLICE
+_DONE = object()
+
+
+class BodyDecoder:
+    """Reads, scans and decodes bodies; all handlers share one.
+
+    Bodies of up to DECODED_AT_ONCE bytes are decoded at once. Larger ones take turns, oldest waiter
+    first: one part of one body in each iteration of the event loop.
+
+    on_unknown_fields: called with names of fields that the schema does not have.
+    """
+
+    def __init__(
+        self, bodies: BodyReader, on_unknown_fields: Callable[[Sequence[str]], object]
+    ) -> None:
+        self._bodies = bodies
+        self._on_unknown_fields = on_unknown_fields
+        self._turn = asyncio.Lock()  # whoever waits longest is next
+
+    async def read(self, request: web.Request, kind: type[Request]) -> Request:
+        """The decoded body. Raises ApiError 400 if the schema refuses it, and as
+        BodyReader.read."""
+        async with self._bodies.read(request) as body:
+            if len(body) <= DECODED_AT_ONCE:
+                raw = bytes(body)
+                for _ in surveyed(raw, kind):
+                    continue
+                return decode(raw, kind, self._on_unknown_fields)
+            # In one iteration of the loop there is one part of one of them.
+            parts, more = surveyed(body, kind), True
+            while more:
+                async with self._turn:
+                    more = next(parts, _DONE) is not _DONE
+                    await asyncio.sleep(0)
+            async with self._turn:
+                decoded = decode(bytes(body), kind, self._on_unknown_fields)
+                await asyncio.sleep(0)
+                return decoded

@@ -1,4 +1,4 @@
-"""The connections of HTTP clients: how many, how long they may wait, and what their ends mean.
+"""HTTP connections: how many, how long they may wait, TLS handshakes, and clients that are gone.
 
 Extends aiohttp's protocol where it would let one client harm others. Knows no endpoint.
 """
@@ -6,6 +6,8 @@ Extends aiohttp's protocol where it would let one client harm others. Knows no e
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import resource
 import socket
@@ -16,21 +18,160 @@ from typing import Any, Protocol
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.half_closed import watch
-from pipeinfer.gateway.handshakes import Handshake
-from pipeinfer.gateway.responses import Unroutable, error_response, of_http
+from pipeinfer.gateway.errors import ApiError, UnroutableResponse, error_response, http_error
+from pipeinfer.runtime.listening import BACKLOG
+
+# Seconds after a probe at which the answer to it is looked for; after the last the next probe is
+# sent. The first is long enough for a client on this host, the second for one far away.
+CHECK_DELAYS = (0.01, 0.05, 0.2, 1.0)
+CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending and nothing else
+
+
+def abort_when_gone(
+    transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+) -> None:
+    """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
+
+    A client that only stopped sending and one that is gone look the same at first: the end of what
+    they send. But the host of the latter answers whatever is sent with a reset, which shows in the
+    socket's state. `probe()` sends something that the peer must ignore, where it can.
+    """
+    _PeerProbe(transport, wanted, probe).send_probe()
+
+
+class _PeerProbe:
+    """Probes one transport. The loop's timer holds the only reference, so this ends with the last
+    check."""
+
+    def __init__(
+        self, transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._wanted = wanted
+        self._probe = probe
+
+    def send_probe(self) -> None:
+        """Sends a probe, then checks for its answer after each of CHECK_DELAYS."""
+        if self._needed():
+            self._probe()
+            self._loop.call_later(CHECK_DELAYS[0], self._check, 0)
+
+    def _check(self, number: int) -> None:
+        if not self._needed():
+            return
+        if not only_half_closed(self._transport):
+            self._transport.abort()
+        elif number + 1 < len(CHECK_DELAYS):
+            self._loop.call_later(
+                CHECK_DELAYS[number + 1] - CHECK_DELAYS[number], self._check, number + 1
+            )
+        else:
+            self.send_probe()
+
+    def _needed(self) -> bool:
+        return self._wanted() and not self._transport.is_closing()
+
+
+def only_half_closed(transport: asyncio.Transport) -> bool:
+    """Whether the peer, which has stopped sending, may still receive.
+
+    True if the system does not say; a write fails then.
+    """
+    raw = transport.get_extra_info("socket")
+    if raw is None or not hasattr(socket, "TCP_INFO"):
+        return True
+    return raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSE_WAIT
+
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = 620.0  # seconds without a request; load balancers keep connections for up to 600
-HEAD = 30.0  # seconds from the first byte of a request's head to its end
-UNREAD = 300.0  # seconds for which a client may leave what was sent unread, its window closed
-LINGER = 10.0  # seconds for which the rest of a refused body is taken in, so that it reads why
-SWEEP = 5.0  # seconds between looks at connections that wait
-OTHER_FILES = 256  # open files of a gateway beside connections
-MOST = 65_536  # connections, however many files may be open: some 30 KiB each
-FEWEST = 16
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
+TLS_CLOSE_TIMEOUT = 5.0  # seconds for the client's part in the end of TLS
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+ACCEPT_RETRY = 1.0  # seconds until one more is tried where there was no room for it
+
+
+class Acceptor:
+    """Accepts connections from `listener` and passes each socket to `accepted`, until closed.
+
+    An event loop's own server shows a TLS connection only after its handshake; here it counts as
+    soon as it is accepted.
+    """
+
+    def __init__(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
+        self._listener = listener
+        self._accepted = accepted
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        self._listen()
+
+    def close(self) -> None:
+        """What waits to be accepted is for others who have the socket."""
+        self._open = False
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(BACKLOG):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in OUT_OF_FILES:
+                    raise
+                log.error("cannot accept a connection: %s", error.strerror)
+                self._loop.remove_reader(self._listener)  # else it would be told again at once
+                self._loop.call_later(ACCEPT_RETRY, self._listen)
+                return
+            accepted.setblocking(False)
+            self._accepted(accepted)
+
+
+class Handshake:
+    """The TLS handshake of one accepted socket. head_since: see CountedConnection."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.head_since: float | None = None
+        self._accepted = accepted
+
+    async def run(self, context: ssl.SSLContext, make: Callable[[], asyncio.Protocol]) -> None:
+        """Ends with the handshake. What `make()` gives is connected then, if it went well; if not,
+        that is a stranger's noise, and the socket is closed."""
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make,
+                self._accepted,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT,
+                ssl_shutdown_timeout=TLS_CLOSE_TIMEOUT,
+            )
+
+    def evict(self) -> None:
+        """The transport, which owns the socket, finds its end and closes it."""
+        with contextlib.suppress(OSError):
+            self._accepted.shutdown(socket.SHUT_RDWR)
+
+
+KEEP_ALIVE_TIMEOUT = (
+    620.0  # seconds without a request; load balancers keep connections for up to 600
+)
+HEAD_TIMEOUT = 30.0  # seconds from the first byte of a request's head to its end
+UNREAD_TIMEOUT = (
+    300.0  # seconds for which a client may leave what was sent unread, its window closed
+)
+LINGER_TIMEOUT = (
+    10.0  # seconds for which the rest of a refused body is taken in, so that it reads why
+)
+SWEEP_INTERVAL = 5.0  # seconds between looks at connections that wait
+RESERVED_FILES = 256  # open files of a gateway beside connections
+MOST_CONNECTIONS = 65_536  # connections, however many files may be open: some 30 KiB each
+LEAST_CONNECTIONS = 16
 # Of a request whose headers are out: what sends something that a client must ignore.
 PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client ignores one that it did not ask for
@@ -40,11 +181,18 @@ TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", re
 def most_connections() -> int:
     """So many that files for everything else can still be opened."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST if soft == resource.RLIM_INFINITY else max(FEWEST, min(soft - OTHER_FILES, MOST))
+    return (
+        MOST_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else max(LEAST_CONNECTIONS, min(soft - RESERVED_FILES, MOST_CONNECTIONS))
+    )
 
 
-class Counted(Protocol):
-    """What counts as a connection. `head_since`: when the first byte of an unfinished head came."""
+class CountedConnection(Protocol):
+    """What counts as an open connection.
+
+    head_since: loop seconds when the first byte of an unfinished request head arrived, else None.
+    """
 
     head_since: float | None
 
@@ -56,10 +204,12 @@ class Counted(Protocol):
 class Connections:
     """Makes a protocol for each connection, at most `most` at a time.
 
-    One more takes the place of one that waits: first of those that never had a request, handshakes
-    of TLS among them, then of those whose last one is longest ago. Where all are busy it is told
-    503, or over TLS closed. `bad()` is called for each request that could not be read, `refused()`
-    for each connection that was not taken.
+    One more connection takes the place of a waiting one: first of those that never had a request
+    (TLS handshakes among them), then of the one that is idle for longest. If all are busy, the new
+    one gets 503, or over TLS is closed.
+
+    on_bad_request(): called for each request that is not HTTP.
+    refused(): called for each connection beyond the bound.
     """
 
     def __init__(
@@ -70,143 +220,154 @@ class Connections:
         refused: Callable[[], None],
     ) -> None:
         self.server = server
-        self.bad = bad
-        self._most = most
-        self._refused = refused
-        self._all: set[Counted] = set()
-        self._fresh: dict[Counted, float] = {}  # since when they wait, oldest first
-        self._kept: dict[Counted, float] = {}
-        self._shaking: set[asyncio.Task[None]] = set()
+        self.on_bad_request = bad
+        self._most_open = most
+        self._on_refused = refused
+        self._all: set[CountedConnection] = set()
+        self._unused: dict[CountedConnection, float] = {}  # since when they wait, oldest first
+        self._keep_alive: dict[CountedConnection, float] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._sweeper = self._loop.call_later(SWEEP, self._sweep)
+        self._sweeper = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
     def __call__(self) -> Connection:
         return Connection(self, self._loop)
 
-    def accepted(self, one: socket.socket, context: ssl.SSLContext) -> None:
-        """Makes a connection of it that speaks TLS, if its handshake goes well."""
+    def accept_tls(self, one: socket.socket, context: ssl.SSLContext) -> None:
+        """Starts the TLS handshake of an accepted socket."""
         handshake = Handshake(one)
-        if not self.opened(handshake):
+        if not self.register(handshake):
             one.close()  # nothing can be said before the handshake
             return
 
         def make() -> Connection:
             return Connection(self, self._loop, handshake)
 
-        shaking = self._loop.create_task(handshake.shake(context, make))
-        self._shaking.add(shaking)
-        shaking.add_done_callback(self._shaking.discard)
-        shaking.add_done_callback(lambda _: self.closed(handshake))
+        shaking = self._loop.create_task(handshake.run(context, make))
+        self._handshakes.add(shaking)
+        shaking.add_done_callback(self._handshakes.discard)
+        shaking.add_done_callback(lambda _: self.unregister(handshake))
 
-    def opened(self, connection: Counted, before: Counted | None = None) -> bool:
-        """Whether it may stay. It counts instead of `before`, which it was until now."""
+    def register(
+        self, connection: CountedConnection, before: CountedConnection | None = None
+    ) -> bool:
+        """Counts a connection, in the place of `before` if given. False: there is no room for
+        it."""
         if before is not None:
-            self.closed(before)
-        if len(self._all) >= self._most:
-            waiting = next(iter(self._fresh or self._kept), None)
-            self._refused()
+            self.unregister(before)
+        if len(self._all) >= self._most_open:
+            waiting = next(iter(self._unused or self._keep_alive), None)
+            self._on_refused()
             if waiting is None:
                 return False
             waiting.evict()
-            self.closed(waiting)
+            self.unregister(waiting)
         self._all.add(connection)
-        self._fresh[connection] = self._loop.time()
+        self._unused[connection] = self._loop.time()
         return True
 
-    def closed(self, connection: Counted) -> None:
-        """It counts no more."""
+    def unregister(self, connection: CountedConnection) -> None:
+        """The connection counts no more."""
         self._all.discard(connection)
-        self.busy(connection)
+        self.mark_busy(connection)
 
-    def busy(self, connection: Counted) -> None:
-        """It has a request."""
-        self._fresh.pop(connection, None)
-        self._kept.pop(connection, None)
+    def mark_busy(self, connection: CountedConnection) -> None:
+        """A request has arrived on the connection."""
+        self._unused.pop(connection, None)
+        self._keep_alive.pop(connection, None)
 
-    def idle(self, connection: Counted) -> None:
-        """It waits for its next request."""
+    def mark_idle(self, connection: CountedConnection) -> None:
+        """The connection waits for its next request."""
         if connection in self._all:
-            self._kept[connection] = self._loop.time()
+            self._keep_alive[connection] = self._loop.time()
 
     def stop(self) -> None:
-        """No more looking, and who had no request gets none; others are the server's to close."""
+        """Stops the sweep, and closes connections without a request; the server closes the
+        others."""
         self._sweeper.cancel()
-        for connection in list(self._fresh):
+        for connection in list(self._unused):
             connection.evict()
 
     def _sweep(self) -> None:
         now = self._loop.time()
-        for waiting in (self._fresh, self._kept):
+        for waiting in (self._unused, self._keep_alive):
             for connection, since in list(waiting.items()):
                 begun = connection.head_since
-                if now - since > KEEP_ALIVE or (begun is not None and now - begun > HEAD):
+                if now - since > KEEP_ALIVE_TIMEOUT or (
+                    begun is not None and now - begun > HEAD_TIMEOUT
+                ):
                     connection.evict()
-        self._sweeper = self._loop.call_later(SWEEP, self._sweep)
+        self._sweeper = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
 
 
 class Connection(web.RequestHandler):
-    """One connection. `before`: its handshake, which counts until it is made."""
+    """One HTTP connection. before: its TLS handshake, in whose place it counts.
+
+    head_since: see CountedConnection.
+    """
 
     def __init__(
         self,
         connections: Connections,
         loop: asyncio.AbstractEventLoop,
-        before: Counted | None = None,
+        before: CountedConnection | None = None,
     ) -> None:
         super().__init__(
             connections.server,
             loop=loop,
-            keepalive_timeout=KEEP_ALIVE,
-            lingering_time=LINGER,
+            keepalive_timeout=KEEP_ALIVE_TIMEOUT,
+            lingering_time=LINGER_TIMEOUT,
             auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]
         )
         self._connections = connections
-        self._before = before
+        self._handshake = before
         self.head_since: float | None = None
         self._busy = False  # requests have come that are not answered
         self._answering = False  # the last bytes of an answer are on their way
         self._half_closed = False
-        self._accepted: asyncio.Transport | None = None  # also while it closes
-        self._last: tuple[Any, Any] | None = None  # the latest message and its body
+        self._raw_transport: asyncio.Transport | None = None  # also while it closes
+        self._last_message: tuple[Any, Any] | None = None  # the latest message and its body
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        self._accepted = self.transport
-        before, self._before = self._before, None
-        if not self._connections.opened(self, before):
-            self.transport.write(_raw(TOO_MANY))
+        self._raw_transport = self.transport
+        before, self._handshake = self._handshake, None
+        if not self._connections.register(self, before):
+            self.transport.write(_raw_response(TOO_MANY))
             self.force_close()
             return
         raw = transport.get_extra_info("socket")
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD * 1000))
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT * 1000))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.closed(self)
+        self._connections.unregister(self)
         super().connection_lost(exc)
-        self._accepted = None
-        self._last = None  # its body knows this connection, which shall end without a collector
+        self._raw_transport = None
+        self._last_message = (
+            None  # its body knows this connection, which shall end without a collector
+        )
 
     def evict(self) -> None:
         """Closes at once: TLS would wait for the client's part in its end, and every transport for
         a client to read what is left."""
         self.force_close()
-        if self._accepted is not None:
-            self._accepted.abort()
+        if self._raw_transport is not None:
+            self._raw_transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
             newest = self._messages[-1]  # perhaps not looked at since its last bytes came
-            if self._last not in (None, newest) and not self._last[1].is_eof():
+            if self._last_message not in (None, newest) and not self._last_message[1].is_eof():
                 # The parser gave up in the middle of a body, which nobody else is told.
-                self._last[1].set_exception(web.RequestPayloadError("malformed"))
-            self._last = newest
+                self._last_message[1].set_exception(web.RequestPayloadError("malformed"))
+            self._last_message = newest
             self._busy = True
             self.head_since = None
-            self._connections.busy(self)
+            self._connections.mark_busy(self)
         elif data and not self._busy and self.head_since is None:
             self.head_since = self._loop.time()
 
@@ -218,18 +379,18 @@ class Connection(web.RequestHandler):
         if not self._answerable() or transport is None:
             return False
         self._half_closed = True
-        watch(transport, lambda: self._busy, self._probe)
+        abort_when_gone(transport, lambda: self._busy, self._probe)
         return True
 
     def _answerable(self) -> bool:
-        """Whether all that came is whole, by a client that can be asked whether it is there.
+        """Whether the client's half-close can be told from its end, and all that was sent is whole.
 
-        Over TLS there is no half-closing, and HTTP/1.0 knows nothing that could be sent before an
-        answer: there the end of what is sent is the end of the client.
+        TLS has no half-close, and HTTP/1.0 has nothing that could be sent before an answer: there
+        the end of sending is the end of the client.
         """
-        if not self._busy or self._last is None or self.ssl_context is not None:
+        if not self._busy or self._last_message is None or self.ssl_context is not None:
             return False
-        message, body = self._last
+        message, body = self._last_message
         unreadable = not hasattr(message, "version")
         return body.is_eof() and (unreadable or message.version >= HttpVersion11)
 
@@ -247,7 +408,7 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):  # from outside of the application's middlewares
-            resp = error_response(of_http(request, resp))
+            resp = error_response(http_error(request, resp))
         if self._half_closed and not self._messages:
             resp.force_close()
         self._answering = True
@@ -257,7 +418,7 @@ class Connection(web.RequestHandler):
             self._answering = False
             if not self._messages:
                 self._busy = False
-                self._connections.idle(self)
+                self._connections.mark_idle(self)
 
     def handle_error(
         self,
@@ -269,35 +430,37 @@ class Connection(web.RequestHandler):
         """What aiohttp could not read is the client's fault: a line in the log and an error."""
         if status >= 500:
             super().handle_error(request, status, exc, message)  # the log gets the traceback
-            return Unroutable.of(ApiError(status, "internal error"))
-        self._note(exc)
+            return UnroutableResponse.of(ApiError(status, "internal error"))
+        self._report_bad_request(exc)
         if exc is not None:
             exc.__traceback__ = None  # its frames know `exc`, and with it this connection
-        return Unroutable.of(ApiError(status, f"no HTTP request: {_what(exc)}", code="bad_request"))
+        return UnroutableResponse.of(
+            ApiError(status, f"no HTTP request: {_parser_error(exc)}", code="bad_request")
+        )
 
     def log_exception(self, *args: object, **kw: object) -> None:
         exc = kw.get("exc_info")
         if isinstance(exc, web.RequestPayloadError):  # in a body that nobody wanted any more
-            self._note(exc)
+            self._report_bad_request(exc)
         else:
             super().log_exception(*args, **kw)
 
-    def _note(self, exc: BaseException | None) -> None:
-        self._connections.bad()
+    def _report_bad_request(self, exc: BaseException | None) -> None:
+        self._connections.on_bad_request()
         peer = self.peername
         host = peer[0] if isinstance(peer, tuple) else peer
-        log.info("bad request from %s: %s", host, _what(exc))
+        log.info("bad request from %s: %s", host, _parser_error(exc))
 
 
-def _what(exc: BaseException | None) -> str:
-    """The parser's words, but nothing of what it quotes: that may be a key."""
+def _parser_error(exc: BaseException | None) -> str:
+    """The parser's message, unless it quotes what was sent: that may be a key."""
     words = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(":")
     quotes = not words or "'" in words or '"' in words or len(words) > 80
     return type(exc).__name__ if quotes else words
 
 
-def _raw(error: ApiError) -> bytes:
-    """A whole response, where there is no request to answer."""
+def _raw_response(error: ApiError) -> bytes:
+    """A whole response as bytes, for where there is no request."""
     body = error.body()
     head = (
         f"HTTP/1.1 {error.status} Service Unavailable\r\nContent-Type: application/json\r\n"

@@ -15,14 +15,23 @@ import msgspec
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.gateway.backlog import Backlog, occupied, size_of
-from pipeinfer.gateway.deadlines import Deadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
-from pipeinfer.gateway.health import Expected, Health, Row
-from pipeinfer.gateway.ledger import Diverged, End, Endings, Hole, Record, offsets
-from pipeinfer.gateway.standing import Standing
-from pipeinfer.gateway.submission import Submissions, again
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
+from pipeinfer.gateway.ledger import (
+    Backlog,
+    EndedRequest,
+    EndedRequests,
+    OutputDiverged,
+    RequestDeadlines,
+    RequestRecord,
+    RequestTraces,
+    StreamGap,
+    SubmitBuilder,
+    call_tokens,
+    occupied_tokens,
+    offsets,
+    resubmissions,
+)
 from pipeinfer.liveness import GIVE_UP_FACTOR, silence_limit
 from pipeinfer.messages import (
     Abort,
@@ -43,11 +52,11 @@ from pipeinfer.messages import (
 from pipeinfer.recovery import bracketed_answer
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
-LATE = 2.0  # seconds for which rows of an ended request are no surprise
+LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise
 
 
 def local(message: Message) -> Send:
-    """An output for the stage's own driver."""
+    """An event for the stage's own driver."""
     return Send(LOCAL, "", message)
 
 
@@ -55,9 +64,9 @@ class GatewayCore:
     """Records requests before it sends them, and delivers each byte of text once, in order.
 
     Once the pipeline has been ready, requests are taken while a stage restarts: they wait in the
-    pipeline (status "degraded"). A tokenizer that was started again asks for its requests; whatever
-    comes twice because of a restart is delivered once. The pipeline hears of every request's end:
-    Done when its client has all of it, Abort when nobody wants the rest.
+    pipeline (status "degraded"). A restarted tokenizer asks for its requests; rows that repeat
+    because of a restart are delivered once. The pipeline gets the end of every request: Done when
+    its client has all of it, Abort when nobody wants the rest.
 
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
@@ -65,26 +74,26 @@ class GatewayCore:
 
     def __init__(
         self,
-        expected: Sequence[Expected],
+        expected: Sequence[ExpectedStage],
         *,
         index: int = 0,
         seed: int = 0,
         backlog: Backlog | None = None,
         incarnation: int = 0,
-        traces: Traces | None = None,
+        traces: RequestTraces | None = None,
         host_loss: float = inf,
     ) -> None:
         self.health = Health(expected, silence_limit(len(expected)), GIVE_UP_FACTOR * host_loss)
-        self._standing = Standing(self.health)
+        self._readiness = PipelineReadiness(self.health)
         self._index = index
-        self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
-        self._submissions = Submissions(index, seed, traces or Traces())
+        self._recover_request: Recover | None = Recover(f"gateway-{index}", incarnation)
+        self._submissions = SubmitBuilder(index, seed, traces or RequestTraces())
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, RequestRecord] = {}
         self._backlog = backlog or Backlog()
-        self._endings = Endings()
-        self._deadlines = Deadlines(self._records)
+        self._ended = EndedRequests()
+        self._deadlines = RequestDeadlines(self._records)
         counts = ("requests_total", "late_rows", "stray_rows", "resubmitted", "diverged")
         self._counts = dict.fromkeys(counts, 0)
 
@@ -93,20 +102,20 @@ class GatewayCore:
     def handle(self, event: Message, now: float) -> list[Send]:
         """Takes one event at `now` (monotonic seconds). KeyError for one that no gateway gets."""
         out = self._handlers[type(event)](self, event, now)
-        if self._endings.untold:
-            out += [Send("requests", to, done) for to, done in self._endings.tell()]
+        if self._ended.unreported:
+            out += [Send("requests", to, done) for to, done in self._ended.take_unreported()]
         return out
 
     @property
     def status(self) -> Status:
-        """What clients are told of the pipeline."""
-        return self._standing.status
+        """The pipeline's status, as clients see it."""
+        return self._readiness.status
 
     def state(self) -> tuple[State, str]:
         """(state, reason) for the heartbeat."""
-        if self._standing.draining:
+        if self._readiness.draining:
             return "draining", f"{len(self._records)} requests are running"
-        if self.answering():
+        if self.can_serve():
             return "ready", ""
         return "waiting", self.health.reason()
 
@@ -125,43 +134,44 @@ class GatewayCore:
         """True when no request is live."""
         return not self._records
 
-    def answering(self) -> bool:
-        """Whether a request that came now would be answered without a pause."""
-        return self._standing.answering
+    def can_serve(self) -> bool:
+        """Whether a request sent now would be served without a pause."""
+        return self._readiness.can_serve
 
     # -------------------------------------------------------------------------------- from a client
 
     def _call(self, call: Call, now: float) -> list[Send]:
         if call.request_id in self._records:
             raise ValueError(f"request id {call.request_id!r} is in use")
-        size, many = size_of(call), call.params.n  # of each choice
+        size, many = call_tokens(call), call.params.n  # of each choice
         refusal = self.refusal(requests=many, tokens=size * many)
         if refusal is not None:
             names = choice_ids(call.request_id, range(many))
             return [local(msgspec.structs.replace(refusal, request_id=name)) for name in names]
-        submit = self._submissions.first(call)
+        submit = self._submissions.build(call)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
         self._counts["requests_total"] += len(submit.choices)
         for number in submit.choices:
-            record = Record(submit, tokenizer, now, size, number)
+            record = RequestRecord(submit, tokenizer, now, size, number)
             self._records[record.request_id] = record
             self._backlog.add(size)
             self._deadlines.add(record)
         return [Send("requests", tokenizer, submit)]
 
     def refusal(self, requests: int, name: str = "", tokens: int = 0) -> Failed | None:
-        """What so many more requests would be refused with; None if they would be taken.
+        """The error with which so many more requests would be refused now; None if they would be
+        taken.
 
-        To be asked before a request is read, so that those who come to a full server cost little.
+        Asked before a request is read, so that a full server refuses at little cost.
         """
-        if self._standing.draining:
+        if self._readiness.draining:
             message = "the server is shutting down"
             return Failed(name, 503, message, code="draining", retry_after=RETRY_LATER)
-        if not self._standing.was_ready:
+        if not self._readiness.was_ready:
             message = f"the server is starting: {self.health.reason()}"
             return Failed(name, 503, message, code="starting", retry_after=RETRY_SOON)
-        reason = self._backlog.no_room(requests, tokens)
+        reason = self._backlog.refusal_reason(requests, tokens)
         if reason:
             return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
         return None
@@ -171,13 +181,13 @@ class GatewayCore:
         return [] if record is None else [self._abort(record, hangup.reason, now)]
 
     def _reset_cache(self, asked: ResetCache, _now: float) -> list[Send]:
-        """One tokenizer tells all groups."""
+        """One tokenizer asks all groups."""
         asked = msgspec.structs.replace(asked, gateway=self._index)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         return [Send("requests", tokenizer, asked)]
 
-    def _cache_reset(self, told: CacheReset, _now: float) -> list[Send]:
-        return [local(told)]
+    def _cache_reset(self, reply: CacheReset, _now: float) -> list[Send]:
+        return [local(reply)]
 
     # ---------------------------------------------------------------------------- from the pipeline
 
@@ -185,7 +195,7 @@ class GatewayCore:
         out: list[Send] = []
         for number in accepted.choices:
             record = self._records.get(choice_id(accepted.request_id, number))
-            if record is None or not record.hears(accepted.attempt):
+            if record is None or not record.accepts_attempt(accepted.attempt):
                 continue
             moved = record.group >= 0  # another group took it over
             record.group = accepted.group
@@ -193,10 +203,12 @@ class GatewayCore:
                 self._start(record, accepted, out, now)
         return out
 
-    def _start(self, record: Record, accepted: Accepted, out: list[Send], now: float) -> None:
+    def _start(
+        self, record: RequestRecord, accepted: Accepted, out: list[Send], now: float
+    ) -> None:
         if record.prompt_tokens < 0:
             record.prompt_tokens = accepted.prompt_tokens
-            self._found_larger(record)
+            self._update_size(record)
             out.append(local(_started(accepted, record)))
             if record.submit.only_encode:
                 self._complete(record, now)
@@ -215,15 +227,15 @@ class GatewayCore:
         self._counts["diverged"] += not asked.stage
         return [self._next_attempt(record, asked.stage or record.tokenizer, asked.attempt + 1)]
 
-    def _next_attempt(self, record: Record, tokenizer: str, attempt: int) -> Send:
+    def _next_attempt(self, record: RequestRecord, tokenizer: str, attempt: int) -> Send:
         """A group goes on after what was delivered, as `attempt`."""
-        record.hears(attempt)
-        told = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
-        return Send("recovery", tokenizer, told)
+        record.accepts_attempt(attempt)
+        delivered = Delivered(request_id=record.request_id, attempt=attempt, ids=bytes(record.ids))
+        return Send("recovery", tokenizer, delivered)
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
-        if record is None or not record.hears(refused.attempt):
+        if record is None or not record.accepts_attempt(refused.attempt):
             return []
         self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
@@ -252,7 +264,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._unknown(row, out, now)
-            elif row.attempt != record.submit.attempt and not record.hears(row.attempt):
+            elif row.attempt != record.submit.attempt and not record.accepts_attempt(row.attempt):
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)
@@ -260,18 +272,18 @@ class GatewayCore:
                 self._deliver(record, row, out, now)
         return out
 
-    def _deliver(self, record: Record, row: TextRow, out: list[Send], now: float) -> None:
+    def _deliver(self, record: RequestRecord, row: TextRow, out: list[Send], now: float) -> None:
         byte, token = record.bytes, record.tokens
         try:
             text, ids = record.advance(row)
             prompt = None if row.prompt is None else record.prompt(row)
-        except Diverged:
+        except OutputDiverged:
             # Who knew what was delivered died, and it was computed anew. Engines need not compute
             # the same twice: the text would be a mixture of two.
             self._counts["diverged"] += 1
             out.append(self._next_attempt(record, record.tokenizer, record.attempt + 1))
             return
-        except Hole as hole:
+        except StreamGap as hole:
             out.append(self._abort(record, "stream_broken", now))
             out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))
             return
@@ -295,11 +307,11 @@ class GatewayCore:
             delta = Delta(row.request_id, text, ids, byte, token)
             self._finish(record, row, delta, out)
 
-    def _finish(self, record: Record, row: TextRow, delta: Delta, out: list[Send]) -> None:
+    def _finish(self, record: RequestRecord, row: TextRow, delta: Delta, out: list[Send]) -> None:
         delivered = record.started or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
-            if delta.text or delta.ids:  # what it had said, told together with the error
+            if delta.text or delta.ids:  # the rest of its text, delivered with the error
                 logprobs = record.logprobs(row, delta.ids)
                 offset = offsets(row, delta.ids)
                 delta = msgspec.structs.replace(delta, logprobs=logprobs, offsets=offset)
@@ -322,16 +334,16 @@ class GatewayCore:
 
     def _unknown(self, row: TextRow, out: list[Send], now: float) -> None:
         """A row of a request that is not live: late, of a dead gateway, or its end got lost."""
-        end = self._endings.get(row.request_id)
+        end = self._ended.get(row.request_id)
         if end is None:
             self._counts["stray_rows"] += 1
-            end = End("", row.attempt, "unknown to its gateway", now)
+            end = EndedRequest("", row.attempt, "unknown to its gateway", now)
         else:
             self._counts["late_rows"] += 1
-            if now - end.at < LATE:
+            if now - end.at < LATE_ROW_SECONDS:
                 return
             end = end._replace(reason=end.reason or "it has ended", at=now)
-        self._endings.add(row.request_id, end)
+        self._ended.add(row.request_id, end)
         abort = Abort(row.request_id, end.attempt, end.reason)
         tokenizers = [end.tokenizer] if end.tokenizer else self._tokenizers
         out.extend(Send("requests", tokenizer, abort) for tokenizer in tokenizers)
@@ -340,16 +352,18 @@ class GatewayCore:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
         mine = [record for record in self._records.values() if record.tokenizer == asked.stage]
         self._counts["resubmitted"] += len(mine)
-        ended = self._endings.lately(asked.stage, now)
-        sends = (Send("requests", asked.stage, message) for message in (*again(mine), *ended))
+        ended = self._ended.recent(asked.stage, now)
+        sends = (
+            Send("requests", asked.stage, message) for message in (*resubmissions(mine), *ended)
+        )
         return bracketed_answer(f"gateway-{self._index}", asked, sends)
 
     # ------------------------------------------------------------------------------ time and health
 
     def _heartbeat(self, beat: Heartbeat, now: float) -> list[Send]:
         out: list[Send] = []
-        self.health.beat(beat, now)
-        self._tell(out)
+        self.health.on_heartbeat(beat, now)
+        self._publish_status(out)
         return out
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
@@ -357,19 +371,19 @@ class GatewayCore:
 
     def _tick(self, _tick: Tick, now: float) -> list[Send]:
         out: list[Send] = []
-        if self._introduction is not None:  # the first tick, before any request
-            out += [Send("recovery", to, self._introduction) for to in self._tokenizers]
-            self._introduction = None
-        self.health.check(now)
-        for row in self.health.given_up(now):
-            self._fail_without(row, out, now)
-        for record in self._deadlines.over(now):
+        if self._recover_request is not None:  # the first tick, before any request
+            out += [Send("recovery", to, self._recover_request) for to in self._tokenizers]
+            self._recover_request = None
+        self.health.mark_lost(now)
+        for row in self.health.lost_for_good(now):
+            self._fail_requests_of(row, out, now)
+        for record in self._deadlines.expired(now):
             self._expire(record, out, now)
-        self._tell(out)
+        self._publish_status(out)
         return out
 
-    def _fail_without(self, row: Row, out: list[Send], now: float) -> None:
-        """A stage that nobody can stand in for is lost: what needs it fails."""
+    def _fail_requests_of(self, row: StageStatus, out: list[Send], now: float) -> None:
+        """Fails the requests that need a stage which is lost for good."""
         message = f"{row.stage} is lost: {row.reason}"
         for record in list(self._records.values()):
             waits = record.group < 0 and record.tokenizer == row.stage
@@ -378,7 +392,7 @@ class GatewayCore:
                 failed = Failed(record.request_id, 503, message, code="host_lost")
                 out.append(local(failed))
 
-    def _expire(self, record: Record, out: list[Send], now: float) -> None:
+    def _expire(self, record: RequestRecord, out: list[Send], now: float) -> None:
         out.append(self._abort(record, "timeout", now))
         if not record.started:
             out.append(local(_timed_out(record)))
@@ -396,45 +410,45 @@ class GatewayCore:
         out.append(local(delta))
 
     def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
-        self._standing.draining = True
+        self._readiness.draining = True
         out: list[Send] = []
-        self._tell(out)
+        self._publish_status(out)
         return out
 
-    def _tell(self, out: list[Send]) -> None:
-        """Tells the driver the status whenever it differs from what it was told."""
-        news = self._standing.news()
+    def _publish_status(self, out: list[Send]) -> None:
+        """Gives the driver the status whenever it has changed."""
+        news = self._readiness.status_change()
         if news is not None:
             out.append(local(news))
 
     # ------------------------------------------------------------------------------ ends of records
 
-    def _begin(self, record: Record) -> None:
+    def _begin(self, record: RequestRecord) -> None:
         record.started = True
         self._backlog.remove(record.size)
 
-    def _found_larger(self, record: Record) -> None:
-        """Its tokens are known: they count if they are more than what it occupies."""
-        more = occupied(record.submit.params, record.prompt_tokens) - record.size
+    def _update_size(self, record: RequestRecord) -> None:
+        """Its prompt tokens are known: they count in the backlog if they exceed the estimate."""
+        more = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
         if more > 0 and not record.started:
             record.size += more
             self._backlog.grow(more)
 
-    def _complete(self, record: Record, now: float) -> None:
-        """Its client has all of it; the pipeline hears so when this event was handled."""
+    def _complete(self, record: RequestRecord, now: float) -> None:
+        """Its client has all of it; Done is sent after this event."""
         self._end(record, "", now)
 
-    def _abort(self, record: Record, reason: str, now: float) -> Send:
-        """Nobody wants the rest of it; to be sent."""
+    def _abort(self, record: RequestRecord, reason: str, now: float) -> Send:
+        """The Abort to be sent: nobody wants the rest of it."""
         self._end(record, reason, now)
         return Send("requests", record.tokenizer, Abort(record.request_id, record.attempt, reason))
 
-    def _end(self, record: Record, reason: str, now: float) -> None:
+    def _end(self, record: RequestRecord, reason: str, now: float) -> None:
         del self._records[record.request_id]
         if not record.started:
             self._backlog.remove(record.size)
-        end = End(record.tokenizer, record.attempt, reason, now)
-        self._endings.add(record.request_id, end)
+        end = EndedRequest(record.tokenizer, record.attempt, reason, now)
+        self._ended.add(record.request_id, end)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Text: _text,
@@ -455,7 +469,7 @@ class GatewayCore:
     }
 
 
-def _started(accepted: Accepted, record: Record) -> Started:
+def _started(accepted: Accepted, record: RequestRecord) -> Started:
     """A text that is asked for comes from the tokenizer where the client has not given it."""
     submit = record.submit
     given = submit.text if submit.return_prompt_text else None
@@ -471,7 +485,7 @@ def _started(accepted: Accepted, record: Record) -> Started:
     )
 
 
-def _encoded(record: Record) -> Delta:
+def _encoded(record: RequestRecord) -> Delta:
     """The end of a request whose prompt was only to be encoded."""
     return Delta(
         request_id=record.request_id,
@@ -484,6 +498,6 @@ def _encoded(record: Record) -> Delta:
     )
 
 
-def _timed_out(record: Record) -> Failed:
+def _timed_out(record: RequestRecord) -> Failed:
     message = f"no output within the request's timeout of {record.timeout:g} s"
     return Failed(record.request_id, 408, message, "timeout", "timeout")

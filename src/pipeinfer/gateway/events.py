@@ -1,15 +1,21 @@
-"""Local events of the gateway: what its driver tells the core, and what the core tells it.
+"""Local events between the gateway's core and its driver, and readers of the log-probs in them.
 
-They never travel on the bus. The HTTP side and the offline classes speak the same ones; nothing
-here knows HTTP beyond the status numbers of an error.
+They never travel on the bus. The HTTP side and the offline classes use the same ones. Knows no HTTP
+beyond the status numbers of an error.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from pipeinfer.json_values import JsonObject
+from pipeinfer.logprobs import OWN_WORDS, WORD, scores
 from pipeinfer.messages import FinishReason, LogprobTexts, Message
+from pipeinfer.packing import unpack_few
 from pipeinfer.params import SamplingParams, StructuredOutputs, ThoughtState
 
 Status = Literal["starting", "ready", "degraded", "draining"]
@@ -18,15 +24,18 @@ Status = Literal["starting", "ready", "degraded", "draining"]
 
 
 class Call(Message, frozen=True):
-    """A new request; exactly one of `text`, `prompt_ids` and `chat` is given, as in Submit.
+    """A new request; exactly one of `text`, `prompt_ids` (int32 bytes) and `chat` is given, as in
+    Submit.
 
-    `request_id` is unique over all gateways and their restarts. `params` are already normalized;
-    without a seed the core draws one. `timeout`: seconds from now, 0 is never.
-    `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
-    `only_encode`: nothing else comes but a Delta that ends it. Of several choices (`params.n`) each
-    is answered under its own id (choices.py), the first under this one. `client`, `otherwise`: as
-    in Submit. `token_offsets`: each Delta says where the text of its tokens begins.
-    `return_token_strs`: Started brings the prompt's tokens as the vocabulary writes them.
+    request_id: unique over all gateways and their restarts. With several choices (`params.n`) each
+        is answered under its own id (choices.py), the first under this one.
+    params: normalized; without a seed the core draws one.
+    timeout: seconds from now, 0: never.
+    return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its
+        text, its tokens as the vocabulary writes them.
+    only_encode: nothing is generated; one Delta ends the request.
+    token_offsets: each Delta says where the text of its tokens begins.
+    priority, cache_salt, trace, client, otherwise: as in Submit.
     """
 
     request_id: str
@@ -50,7 +59,7 @@ class Call(Message, frozen=True):
 
 
 class Hangup(Message, frozen=True):
-    """The client of this request is gone; nothing more is delivered. Unknown ids are fine."""
+    """The client of a request is gone: nothing more is delivered. An unknown id is no error."""
 
     request_id: str
     reason: str = "client"
@@ -60,12 +69,11 @@ class Hangup(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The request was tokenized: how long its prompt is and the group it went to.
+    """The request was tokenized. Comes once, before the first Delta.
 
-    Comes once, before the first Delta. `prompt_ids`: int32 bytes; it, `prompt_text` and
-    `token_strs` are empty unless asked for. `prompt_tokens` is 0 for all choices but the first: a
-    prompt counts once. `thoughts`: where the prompt of a chat leaves them. `refusal`: as in
-    Accepted.
+    group: that computes it. prompt_tokens: 0 for all choices but the first, they share one prompt.
+    prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for.
+    thoughts: where the prompt of a chat leaves them. refusal: as in Accepted.
     """
 
     request_id: str
@@ -79,13 +87,14 @@ class Started(Message, frozen=True):
 
 
 class Delta(Message, frozen=True):
-    """New text and output ids (int32 bytes), gapless and without repeats.
+    """New text and output ids of a choice, gapless and without repeats.
 
-    `byte_offset`, `token_offset`: how much text (UTF-8 bytes) and how many ids came before. The
-    last one has `finish`, and only there the three counts and `stop_reason` are meant; prompt and
-    cached tokens are 0 for all choices but the first. `logprobs`: of `ids`; `prompt`: of further
-    tokens of the prompt, all of them before the first ids; `offsets`: letters of the whole text
-    before each of `ids`, int32 bytes; if asked.
+    ids: int32 bytes. byte_offset: UTF-8 bytes of text before it. token_offset: ids before it.
+    finish: of the last one alone; only there `stop_reason`, `prompt_tokens`, `output_tokens` and
+        `cached_tokens` count (prompt and cached tokens are 0 for all choices but the first).
+    logprobs: of `ids`. prompt: log-probs of further prompt tokens, all before the first ids.
+    offsets: letters of the whole text before each of `ids`, int32 bytes. Each of these only if
+        asked.
     """
 
     request_id: str
@@ -104,9 +113,10 @@ class Delta(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The request ended with an error; nothing more comes. `status` is an HTTP status.
+    """The request ended with an error; nothing more comes.
 
-    `retry_after`: seconds after which trying again makes sense, 0 if it does not.
+    status: an HTTP status. param: the field that is wrong. code: see errors.CODES.
+    retry_after: seconds after which trying again makes sense, 0 if it does not.
     """
 
     request_id: str
@@ -118,7 +128,7 @@ class Failed(Message, frozen=True):
 
     @property
     def outcome(self) -> str:
-        """What it counts as: "abort", "refused" (it never ran) or "error"."""
+        """Its label in metrics: "abort", "refused" (it never ran) or "error"."""
         if self.status == 408:
             return "abort"
         refused = self.status < 500 or self.code in ("starting", "draining")
@@ -126,8 +136,76 @@ class Failed(Message, frozen=True):
 
 
 class StatusChanged(Message, frozen=True):
-    """The pipeline's status; `answering`: a request sent now would be answered without a pause."""
+    """The pipeline's status. answering: whether a request sent now would be served without a
+    pause."""
 
     status: Status
     answering: bool
     reason: str = ""
+
+
+ID_BYTES = OFFSET_BYTES = 4
+
+
+class RankedToken(NamedTuple):
+    """A token that is likely at a place. text: its bytes. rank: 1 for the likeliest."""
+
+    id: int
+    text: bytes
+    logprob: float
+    rank: int
+
+
+class TokenScore(NamedTuple):
+    """Log-probs at one place of a text.
+
+    own: the token that stands there, with rank 0 if nothing comes before it.
+    offset: letters of text before it. others: the likeliest tokens, perhaps `own` among them.
+    """
+
+    own: RankedToken
+    offset: int
+    others: list[RankedToken]
+
+
+def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
+    """The same log-probs without those of the first `tokens` tokens."""
+    many = max(len(texts.offsets) // OFFSET_BYTES, 1)
+    return msgspec.structs.replace(
+        texts,
+        scores=texts.scores[tokens * len(texts.scores) // many :],
+        texts=texts.texts[tokens * len(texts.texts) // many :],
+        offsets=texts.offsets[tokens * OFFSET_BYTES :],
+        ids=texts.ids[tokens * ID_BYTES :],
+    )
+
+
+def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
+    """How many likely tokens are given for each of `tokens` tokens."""
+    return (len(texts.scores) // (WORD * tokens) - OWN_WORDS) // 2 if tokens else 0
+
+
+def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
+    """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
+    return chain.from_iterable(_of(texts, ids) for texts, ids in parts)
+
+
+def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
+    """The scores of a prompt's tokens."""
+    return token_scores((texts, texts.ids) for texts in parts)
+
+
+def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
+    ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
+    most = num_alternatives(texts, len(ids))
+    found = scores(texts.scores, most)
+    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
+        at = n * (1 + most)
+        own = RankedToken(token, texts.texts[at], score.logprob, score.rank)
+        others = [
+            RankedToken(other, texts.texts[at + rank], logprob, rank)
+            for rank, (other, logprob) in enumerate(
+                zip(score.ids, score.logprobs, strict=True), start=1
+            )
+        ]
+        yield TokenScore(own, offset, others)

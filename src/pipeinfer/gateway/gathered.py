@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.events import Delta, Started, TokenScore, prompt_scores, token_scores
 from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from pipeinfer.gateway.pieces import AnswerReader, Piece
 from pipeinfer.gateway.shapes import NULL, Answer, Choice, Said
-from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack
 

@@ -1,4 +1,4 @@
-"""Which stages there are, what they last said of themselves, and what follows for the pipeline.
+"""The health table: the stages of the topology, their last heartbeats, and whether they can serve.
 
 Fed with heartbeats and the time; knows no sockets and no clients.
 """
@@ -11,17 +11,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from pipeinfer.gateway.events import Status, StatusChanged
 from pipeinfer.messages import Heartbeat
 from pipeinfer.topology.topology import Topology
 
 PER_GROUP = ("scheduler", "engine")
-MARKS = {"scheduler": "running", "engine": "pages_total"}  # statistics of one that has started
-NAMED = 8  # stages that a reason names; the others it counts
+STARTED_STATISTIC = {
+    "scheduler": "running",
+    "engine": "pages_total",
+}  # statistics of one that has started
+MOST_NAMED = 8  # stages that a reason names; the others it counts
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A stage of the topology. `stage` is its id ("engine-0-1"), `name` its kind ("engine")."""
+class ExpectedStage:
+    """A stage of the topology.
+
+    stage: its id ("engine-0-1"). name: its kind ("engine"). group, rank: numbers.
+    """
 
     stage: str
     name: str
@@ -29,17 +36,20 @@ class Expected:
     rank: int = 0
 
 
-def expected_stages(topology: Topology) -> list[Expected]:
-    """The stages of a topology as the health table wants them."""
-    return [Expected(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
+def expected_stages(topology: Topology) -> list[ExpectedStage]:
+    """The stages of a topology, as Health takes them."""
+    return [ExpectedStage(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
 
 
 @dataclass
-class Row:
-    """What is known of one stage; `state` is a heartbeat's, or "lost". `seen`: when that was.
+class StageStatus:
+    """Last known status of one stage.
 
-    `restarts`: processes that were heard after the first; `restarted`: when the newest of these was
-    heard first.
+    stage, name, group, rank: as ExpectedStage. state, reason: of its heartbeat, or "lost".
+    pid, incarnation: of its process. last_seen: monotonic seconds of its last heartbeat.
+    restarts: processes that were heard after the first. restarted_at: monotonic seconds of the
+        first heartbeat of the newest of these.
+    stats: statistics of its last heartbeat.
     """
 
     stage: str
@@ -50,116 +60,166 @@ class Row:
     reason: str = "no heartbeat yet"
     pid: int = 0
     incarnation: int = 0
-    seen: float | None = None
+    last_seen: float | None = None
     restarts: int = 0
-    restarted: float | None = None
+    restarted_at: float | None = None
     stats: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Health:
-    """The health table. Gateways are shown in it, but nothing waits for them.
+    """The health table. Gateways are listed in it, but nothing waits for them.
 
-    What follows from it is kept up to date with every change, since a heartbeat may not cost more
-    the more stages there are: which rows are missing (not ready), by their number in the topology,
-    and how many of each group. `silence`: seconds without a heartbeat after which a stage counts as
-    lost; `patience`: seconds after that in which it is waited for.
+    silence: seconds without a heartbeat after which a stage counts as lost.
+    patience: seconds after that in which its return is awaited.
+    stages: {stage id: status}.
+
+    What follows from it is updated with every heartbeat, whose cost must not grow with the number
+    of
+    stages: _not_ready (numbers of stages that are not ready, in the topology's order),
+    _group_not_ready (how many of each group), _ready_groups, _common_not_ready (of no group).
     """
 
     def __init__(
-        self, expected: Iterable[Expected], silence: float = 5.0, patience: float = inf
+        self, expected: Iterable[ExpectedStage], silence: float = 5.0, patience: float = inf
     ) -> None:
         self._silence, self._patience = silence, patience
-        self._lost: dict[str, float] = {}  # since when
-        self.rows = {e.stage: Row(e.stage, e.name, e.group, e.rank) for e in expected}
-        self._order = list(self.rows.values())
-        self._numbers = {row.stage: number for number, row in enumerate(self._order)}
-        self._missing = [number for number, row in enumerate(self._order) if row.name != "gateway"]
+        self._lost_since: dict[str, float] = {}  # since when
+        self.stages = {e.stage: StageStatus(e.stage, e.name, e.group, e.rank) for e in expected}
+        self._order = list(self.stages.values())
+        self._index = {row.stage: number for number, row in enumerate(self._order)}
+        self._not_ready = [
+            number for number, row in enumerate(self._order) if row.name != "gateway"
+        ]
         per_group = [row for row in self._order if row.name in PER_GROUP]
-        self._of_group = Counter(row.group for row in per_group)
-        self._whole = 0  # groups with nobody missing
-        self._common = len(self._missing) - len(per_group)  # of the missing that are in no group
+        self._group_not_ready = Counter(row.group for row in per_group)
+        self._ready_groups = 0  # groups with nobody missing
+        self._common_not_ready = len(self._not_ready) - len(
+            per_group
+        )  # of the missing that are in no group
 
-    def beat(self, beat: Heartbeat, now: float) -> None:
-        """Takes a heartbeat; stages outside the topology and earlier incarnations are ignored."""
-        row = self.rows.get(beat.stage)
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """Takes a heartbeat; those of unknown stages and of earlier incarnations are ignored."""
+        row = self.stages.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return
         # What a supervisor says of a process that ended comes as the process's successor by one
         # (Child.last_word); real processes are further apart, their numbers are times in ns.
         if row.incarnation and beat.incarnation > row.incarnation + 1:
-            row.restarts, row.restarted = row.restarts + 1, now
+            row.restarts, row.restarted_at = row.restarts + 1, now
         row.reason, row.pid = beat.reason, beat.pid
-        row.incarnation, row.seen, row.stats = beat.incarnation, now, beat.stats
-        self._becomes(row, beat.state)
+        row.incarnation, row.last_seen, row.stats = beat.incarnation, now, beat.stats
+        self._set_state(row, beat.state)
 
-    def check(self, now: float) -> None:
-        """Marks the stages that have been silent for too long."""
+    def mark_lost(self, now: float) -> None:
+        """Marks stages as lost whose last heartbeat is too old."""
         for row in self._order:
-            if row.seen is not None and now - row.seen > self._silence and row.state != "lost":
+            if (
+                row.last_seen is not None
+                and now - row.last_seen > self._silence
+                and row.state != "lost"
+            ):
                 row.reason = f"silent for more than {self._silence:g} s"
-                self._becomes(row, "lost")
-                self._lost[row.stage] = now
+                self._set_state(row, "lost")
+                self._lost_since[row.stage] = now
 
-    def given_up(self, now: float) -> list[Row]:
-        """The lost stages that are not waited for any more."""
-        late = [stage for stage, since in self._lost.items() if now - since > self._patience]
-        return [self.rows[stage] for stage in late]
+    def lost_for_good(self, now: float) -> list[StageStatus]:
+        """Stages that are lost for longer than `patience`."""
+        late = [stage for stage, since in self._lost_since.items() if now - since > self._patience]
+        return [self.stages[stage] for stage in late]
 
-    def _becomes(self, row: Row, state: str) -> None:
+    def _set_state(self, row: StageStatus, state: str) -> None:
         was, row.state = row.state, state
-        self._lost.pop(row.stage, None)
+        self._lost_since.pop(row.stage, None)
         if row.name == "gateway" or (was == "ready") == (state == "ready"):
             return
-        number, more = self._numbers[row.stage], 1 if was == "ready" else -1
-        at = bisect_left(self._missing, number)
+        number, more = self._index[row.stage], 1 if was == "ready" else -1
+        at = bisect_left(self._not_ready, number)
         if more > 0:
-            self._missing.insert(at, number)
+            self._not_ready.insert(at, number)
         else:
-            del self._missing[at]
+            del self._not_ready[at]
         if row.name not in PER_GROUP:
-            self._common += more
+            self._common_not_ready += more
             return
-        before = self._of_group[row.group]
-        self._of_group[row.group] = before + more
-        self._whole += (before + more == 0) - (before == 0)
+        before = self._group_not_ready[row.group]
+        self._group_not_ready[row.group] = before + more
+        self._ready_groups += (before + more == 0) - (before == 0)
 
-    def missing(self) -> list[Row]:
+    def not_ready(self) -> list[StageStatus]:
         """The stages that are not ready, in the topology's order."""
-        return [self._order[number] for number in self._missing]
+        return [self._order[number] for number in self._not_ready]
 
-    def complete(self) -> bool:
+    def all_ready(self) -> bool:
         """Whether every stage is ready."""
-        return not self._missing
+        return not self._not_ready
 
-    def answering(self) -> bool:
-        """Whether a request would be answered: the common stages and one whole group are ready."""
-        return self._common == 0 and self._whole > 0
+    def can_serve(self) -> bool:
+        """Whether a request could be served: all common stages and one whole group are ready."""
+        return self._common_not_ready == 0 and self._ready_groups > 0
 
     def reason(self) -> str:
         """One line about what is missing; empty if nothing is. The first NAMED are named."""
-        named = [self._order[number] for number in self._missing[:NAMED]]
-        told = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
-        if len(self._missing) > NAMED:
-            told.append(f"and {len(self._missing) - NAMED} more")
-        return "; ".join(told)
+        named = [self._order[number] for number in self._not_ready[:MOST_NAMED]]
+        parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
+        if len(self._not_ready) > MOST_NAMED:
+            parts.append(f"and {len(self._not_ready) - MOST_NAMED} more")
+        return "; ".join(parts)
 
-    def groups(self, name: str) -> list[Row]:
-        """Of the stages called `name`, a scheduler or an engine, one of each group, with all its
-        statistics: of ranks, which all say the same, rank 0. Those that still start are left out.
+    def one_per_group(self, name: str) -> list[StageStatus]:
+        """One stage called `name` (a scheduler or an engine) of each group, rank 0 of the engines.
+
+        Those that still start, whose statistics are not complete, are left out.
         """
-        known = MARKS[name]
-        rows = self.rows.values()
+        known = STARTED_STATISTIC[name]
+        rows = self.stages.values()
         return [r for r in rows if r.name == name and r.rank == 0 and known in r.stats]
 
     def total(self, name: str, stat: str) -> float:
-        """Sum of a statistic over the groups; of ranks, which all say the same, rank 0 counts."""
-        rows = (row for row in self.rows.values() if row.name == name and row.rank == 0)
+        """Sum of a statistic over all groups; of the ranks of a group, which agree, rank 0
+        counts."""
+        rows = (row for row in self.stages.values() if row.name == name and row.rank == 0)
         return sum(row.stats.get(stat, 0.0) for row in rows)
 
 
-def kv_usage(engine: Row) -> float:
-    """Share of an engine's pages that requests use; cached ones are there for others."""
+def kv_usage(engine: StageStatus) -> float:
+    """Share of an engine's KV pages that requests use; cached pages count as free."""
     total, free, evictable = (
         engine.stats.get(f"pages_{name}", 0.0) for name in ("total", "free", "evictable")
     )
     return max(1.0 - (free + evictable) / total, 0.0) if total else 0.0
+
+
+class PipelineReadiness:
+    """The status that clients see, and whether this gateway takes requests.
+
+    status: "starting", "ready", "degraded" or "draining". draining: set once, by Drain.
+    was_ready: whether the pipeline was ready at any time.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self.status: Status = "starting"
+        self.draining = False
+        self.was_ready = False
+        self._health = health
+        self._published: StatusChanged | None = None
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request sent now would be served without a pause."""
+        return self.was_ready and not self.draining and self._health.can_serve()
+
+    def status_change(self) -> StatusChanged | None:
+        """The status, if it differs from the one that was published last; else None."""
+        complete = self._health.all_ready()
+        self.was_ready = self.was_ready or complete
+        if self.draining:
+            self.status = "draining"
+        elif complete:
+            self.status = "ready"
+        else:
+            self.status = "degraded" if self.was_ready else "starting"
+        change = StatusChanged(self.status, self.can_serve, self._health.reason())
+        if change == self._published:
+            return None
+        self._published = change
+        return change

@@ -1,41 +1,176 @@
-"""The root ledger's entries: live requests with what was delivered of them, and ended ones.
+"""The root ledger: what was delivered of each live request, how others ended, and who waits.
 
-Knows no client and no socket; it decides what of a row is new, and which ends a tokenizer that was
-started again may have missed.
+Decides what of a row is new, which ends a restarted tokenizer may have missed, whether there is
+room for more requests, and when a request is over its timeout. Knows no client and no socket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import heapq
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from pipeinfer.choices import choice_id
-from pipeinfer.gateway.token_scores import behind
+from pipeinfer import traceparent
+from pipeinfer.choices import SEED_MASK, choice_id
+from pipeinfer.gateway.events import Call, without_first
+from pipeinfer.json_values import JsonValue
+from pipeinfer.logprobs import size
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
+from pipeinfer.params import SamplingParams
 from pipeinfer.recent import RecentTable
+from pipeinfer.traceparent import Traceparent
 
-REMEMBERED = 10_000  # ended requests, at most
-LATELY = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
+TRACEPARENT = "traceparent"
+TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
 
 
-class Hole(ValueError):
+def client_traceparent(headers: Mapping[str, str]) -> str:
+    """The client's W3C traceparent; "" if there is none or it is malformed."""
+    given = headers.get(TRACEPARENT, "")
+    return given if traceparent.read(given) is not None else ""
+
+
+class RequestTraces:
+    """Trace context that stages get of each request.
+
+    Draws no entropy: ids are digests of the request's unique id and of `salt`, which this process
+    alone has, so a replay comes to the same ones.
+
+    on: whether spans are exported; else clients' traces are passed on as they are.
+    """
+
+    def __init__(self, salt: str = "", on: bool = False) -> None:
+        self._salt = salt
+        self._on = on
+
+    def traceparent(self, request_id: str, given: str) -> str:
+        """The traceparent for the other stages of a request whose client sent `given`.
+
+        Names the gateway's span, in the client's trace or in a new one. A trace that its client
+        does not sample is passed on as it is.
+        """
+        client = traceparent.read(given)
+        if not self._on or (client is not None and not client.sampled):
+            return given
+        digest = hashlib.sha256(f"{self._salt}/{request_id}".encode()).hexdigest()
+        trace_id = digest[:TRACE_DIGITS] if client is None else client.trace_id
+        return Traceparent(trace_id, digest[TRACE_DIGITS : TRACE_DIGITS + SPAN_DIGITS], True).text
+
+
+BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
+# Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
+# for at most may be any number.
+MOST_SCORED_OUTPUTS = 4096
+TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
+VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
+
+
+def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
+    """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
+    BYTES_PER_TOKEN."""
+    outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
+    scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
+    return prompt_tokens + scores // BYTES_PER_TOKEN
+
+
+def call_tokens(call: Call) -> int:
+    """Prompt tokens as which a call counts, estimated before it is tokenized."""
+    return occupied_tokens(call.params, _tokens(call))
+
+
+def _tokens(call: Call) -> int:
+    """Prompt tokens of a call, as far as can be told before it is tokenized.
+
+    The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
+    each letter of a text that is not all ASCII. It takes no time that grows with a text's length.
+    """
+    if call.prompt_ids is not None:
+        return len(call.prompt_ids) // BYTES_PER_TOKEN
+    found = 0
+    rest: list[JsonValue] = (
+        [call.text] if call.chat is None else [*call.chat, call.template_arguments]
+    )
+    while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
+        value = rest.pop()
+        if isinstance(value, str):
+            found += len(value) if value.isascii() else 4 * len(value) + TEXT_BYTES
+            continue
+        found += VALUE_BYTES
+        if isinstance(value, dict):
+            rest += value.keys()
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+    return found // BYTES_PER_TOKEN + 1
+
+
+class Backlog:
+    """Requests of which nothing was delivered yet, and bounds for them.
+
+    most_requests: None: no bound. most_tokens: 0: no bound.
+    requests, tokens: how many wait, and their prompt tokens (see occupied_tokens).
+    """
+
+    def __init__(self, most_requests: int | None = None, most_tokens: int = 0) -> None:
+        self._most_requests = most_requests
+        self._most_tokens = most_tokens
+        self.requests = self.tokens = 0
+
+    def add(self, tokens: int) -> None:
+        """A request of so many tokens begins to wait."""
+        self.requests += 1
+        self.tokens += tokens
+
+    def grow(self, tokens: int) -> None:
+        """A waiting request turned out to be larger by `tokens`."""
+        self.tokens += tokens
+
+    def remove(self, tokens: int) -> None:
+        """A request of so many tokens waits no more."""
+        self.requests -= 1
+        self.tokens -= tokens
+
+    def refusal_reason(self, requests: int, tokens: int) -> str:
+        """Why so many more requests cannot wait; "" if they can.
+
+        A single request with more tokens than the bound is taken if no other waits.
+        """
+        most = self._most_requests
+        if most is not None and self.requests + requests > most:
+            return f"{self.requests} requests are waiting already"
+        if not self._most_tokens or not self.requests:
+            return ""
+        if self.tokens >= self._most_tokens or self.tokens + tokens > self._most_tokens:
+            return f"requests with {self.tokens} prompt tokens are waiting already"
+        return ""
+
+
+MOST_ENDED = 10_000  # ended requests, at most
+ENDED_LIFETIME = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
+
+
+class StreamGap(ValueError):
     """A row does not continue what was delivered; the text says which offsets do not meet."""
 
 
-class Diverged(ValueError):
+class OutputDiverged(ValueError):
     """A row that repeats ids has other ids than those that were delivered."""
 
 
-class Record:
+class RequestRecord:
     """One live request: a choice of what `submit` asks for.
 
-    `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
-    overtook Accepted: they come from another stage, on another socket. `ids` (int32 bytes) are the
-    output ids that were delivered, `tokens` how many these are, `bytes` (UTF-8) how much text was,
-    `scored` the prompt tokens whose log-probs were. `size`: prompt tokens that it counts for while
-    it waits.
+    submit: kept to the end, for a restarted tokenizer. choice: its number within `submit`.
+    tokenizer: id of the stage that got it. group: that computes it, -1 until Accepted.
+    size: tokens as which it counts in the backlog. deadline: monotonic seconds, or infinite.
+    prompt_tokens: -1 until Accepted. scored: prompt tokens whose log-probs were delivered.
+    early: rows that arrived before Accepted, which comes from another stage on another socket.
+    started: whether anything was delivered.
+    ids: delivered output ids, int32 bytes. tokens: how many. bytes: delivered text, in UTF-8.
     """
 
     __slots__ = (
@@ -79,9 +214,11 @@ class Record:
     def attempt(self) -> int:
         return self.submit.attempt
 
-    def hears(self, attempt: int) -> bool:
-        """Whether what is said of this attempt counts. Later ones than were known do: another group
-        goes on with the request after what was delivered, and what came of earlier ones is void."""
+    def accepts_attempt(self, attempt: int) -> bool:
+        """Whether a message about `attempt` counts: only the latest attempt does.
+
+        A later attempt than known takes over: another group goes on after what was delivered.
+        """
         if attempt > self.submit.attempt:
             self.submit = replace(self.submit, attempt=attempt)
             self.early.clear()
@@ -93,74 +230,82 @@ class Record:
         return self.submit.timeout
 
     def once(self, tokens: int) -> int:
-        """`tokens` of the prompt, to be counted: choices have one prompt, and the first counts."""
+        """`tokens` of the prompt for the first choice, 0 for the others: they share one prompt."""
         return 0 if self.choice else tokens
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
         """(text, ids) of `row` that were not delivered yet; counts them as delivered.
 
-        Raises Hole or Diverged, and then delivers nothing of the row.
+        Raises StreamGap or OutputDiverged, and then delivers nothing of the row.
         """
         text, ids = row.text, row.ids
         seen, known = self.bytes - row.byte_offset, self.tokens - row.token_offset
         if seen or known:  # never on the undisturbed path
-            ids = self._rest_of_ids(row, known)
-            text = self._rest_of_text(row, seen)
+            ids = self._new_ids(row, known)
+            text = self._new_text(row, seen)
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
         self.ids += ids
         return text, ids
 
     def logprobs(self, row: TextRow, ids: bytes) -> LogprobTexts | None:
-        """Those of `ids`, the new ones of `row`."""
+        """Log-probs of `ids`, the new ones of `row`."""
         if row.logprobs is None or not ids:
             return None
         known = (len(row.ids) - len(ids)) // 4
-        return behind(row.logprobs, known) if known else row.logprobs
+        return without_first(row.logprobs, known) if known else row.logprobs
 
     def prompt(self, row: TextRow) -> LogprobTexts | None:
         """Log-probs of prompt tokens in `row` that were not delivered yet; counts them as
-        delivered. Raises Hole."""
+        delivered. Raises StreamGap."""
         if row.prompt is None:
             return None
         known, many = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
         if known < 0:
-            raise Hole(
+            raise StreamGap(
                 f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
                 "delivered"
             )
         self.scored = max(self.scored, row.prompt_offset + many)
-        return behind(row.prompt, known) if known < many else None
+        return without_first(row.prompt, known) if known < many else None
 
-    def _rest_of_text(self, row: TextRow, seen: int) -> str:
+    def _new_text(self, row: TextRow, seen: int) -> str:
         if seen < 0:
-            raise Hole(f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered")
+            raise StreamGap(
+                f"text continues at byte {row.byte_offset}, but {self.bytes} were delivered"
+            )
         try:
             return row.text.encode()[seen:].decode()
         except UnicodeDecodeError:
-            raise Hole(
+            raise StreamGap(
                 f"byte {self.bytes}, to which text was delivered, lies inside a character of the "
                 f"text that was sent again from byte {row.byte_offset}"
             ) from None
 
-    def _rest_of_ids(self, row: TextRow, known: int) -> bytes:
+    def _new_ids(self, row: TextRow, known: int) -> bytes:
         if known < 0:
-            raise Hole(f"tokens continue at {row.token_offset}, but {self.tokens} were delivered")
+            raise StreamGap(
+                f"tokens continue at {row.token_offset}, but {self.tokens} were delivered"
+            )
         begin = 4 * row.token_offset
         many = min(len(row.ids), 4 * known)
         if not self.ids.startswith(row.ids[:many], begin):
-            raise Diverged
+            raise OutputDiverged
         return row.ids[known * 4 :]
 
 
 def offsets(row: TextRow, ids: bytes) -> bytes:
-    """Those of `ids`, the new ones of `row`; none unless they were asked for."""
+    """Text offsets of `ids`, the new ones of `row`; empty unless asked for."""
     return row.offsets[len(row.ids) - len(ids) :]
 
 
-class End(NamedTuple):
-    """How a request ended. `tokenizer`: "" if it was another gateway's. `reason`: of the Abort that
-    was sent, "" if Done was. `at`: seconds, when the pipeline was told last."""
+class EndedRequest(NamedTuple):
+    """How a request ended.
+
+    tokenizer: id of the stage that had it, "" if it belonged to another gateway.
+    attempt: the last one. reason: of the Abort that was sent, "" if Done was sent.
+    at: monotonic seconds when the pipeline was last informed.
+    """
 
     tokenizer: str
     attempt: int
@@ -168,36 +313,39 @@ class End(NamedTuple):
     at: float
 
 
-class Endings:
-    """The requests that ended in the last minute. untold: those that end with Done, of which their
-    tokenizers have not heard; by tokenizer."""
+class EndedRequests:
+    """The requests that ended within ENDED_LIFETIME.
+
+    unreported: {tokenizer: ids} of finished requests for which no Done was sent yet.
+    """
 
     def __init__(self) -> None:
-        self._ends = RecentTable[End](LATELY, REMEMBERED)
-        self.untold: dict[str, list[str]] = {}
+        self._ends = RecentTable[EndedRequest](ENDED_LIFETIME, MOST_ENDED)
+        self.unreported: dict[str, list[str]] = {}
 
-    def tell(self) -> list[tuple[str, Done]]:
-        """What to tell which tokenizer of those that were untold."""
-        told = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.untold.items()]
-        self.untold.clear()
-        return told
+    def take_unreported(self) -> list[tuple[str, Done]]:
+        """(tokenizer, Done) for all unreported requests; they count as reported then."""
+        done = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.unreported.items()]
+        self.unreported.clear()
+        return done
 
-    def add(self, request_id: str, end: End) -> None:
-        """Records an end, or that the pipeline was told again."""
+    def add(self, request_id: str, end: EndedRequest) -> None:
+        """Records an end, or that the pipeline was informed again."""
         if not end.reason:
-            self.untold.setdefault(end.tokenizer, []).append(request_id)
+            self.unreported.setdefault(end.tokenizer, []).append(request_id)
         self._ends.put(request_id, end, end.at)
 
-    def get(self, request_id: str) -> End | None:
+    def get(self, request_id: str) -> EndedRequest | None:
         """How the request ended; None if it never did, as far as is remembered."""
         return self._ends.get(request_id)
 
-    def lately(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
-        """What `tokenizer` was told in the last minute; it may have died before it read it."""
+    def recent(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
+        """All that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
+        it."""
         mine = [
             (name, end)
             for name, end in self._ends.items()
-            if end.tokenizer in (tokenizer, "") and now - end.at < LATELY
+            if end.tokenizer in (tokenizer, "") and now - end.at < ENDED_LIFETIME
         ]
         done = tuple(name for name, end in mine if not end.reason)
         if done:
@@ -205,3 +353,94 @@ class Endings:
         for name, end in mine:
             if end.reason:
                 yield Abort(name, end.attempt, end.reason)
+
+
+MOST_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
+
+
+class RequestDeadlines:
+    """A heap of (deadline, id) over the live `records`, which it shares.
+
+    Entries of ended requests go when they come up, or all at once when there are many.
+    """
+
+    def __init__(self, records: dict[str, RequestRecord]) -> None:
+        self._records = records
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        """Entries, with those of requests that ended."""
+        return len(self._heap)
+
+    def add(self, record: RequestRecord) -> None:
+        """Requests without a timeout are not kept."""
+        if record.timeout > 0:
+            heapq.heappush(self._heap, (record.deadline, record.request_id))
+
+    def expired(self, now: float) -> Iterator[RequestRecord]:
+        """Live requests whose deadline has come, each once."""
+        while self._heap and self._heap[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._heap)
+            record = self._records.get(request_id)
+            if record is not None and record.deadline == deadline:
+                yield record
+        if len(self._heap) > 2 * len(self._records) + MOST_STALE:  # mostly of ended requests
+            timed = (record for record in self._records.values() if record.timeout > 0)
+            self._heap = [(record.deadline, record.request_id) for record in timed]
+            heapq.heapify(self._heap)
+
+
+class SubmitBuilder:
+    """Makes Submit messages of gateway number `gateway`. seed: of the seeds of calls without
+    one."""
+
+    def __init__(self, gateway: int, seed: int, traces: RequestTraces) -> None:
+        self._gateway = gateway
+        self._random = random.Random(seed + gateway)
+        self._traces = traces
+
+    def build(self, call: Call) -> Submit:
+        """The first attempt of `call`, all its choices in one message."""
+        drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
+        seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
+        trace = self._traces.traceparent(call.request_id, call.trace)
+        return _submit(call, self._gateway, seed, trace)
+
+
+def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
+    return Submit(
+        request_id=call.request_id,
+        attempt=1,
+        gateway=gateway,
+        params=replace(call.params, n=1) if call.params.n > 1 else call.params,
+        seed=seed,
+        text=call.text,
+        prompt_ids=call.prompt_ids,
+        chat=call.chat,
+        template_arguments=call.template_arguments,
+        add_special_tokens=call.add_special_tokens,
+        priority=call.priority,
+        timeout=call.timeout,
+        cache_salt=call.cache_salt,
+        trace=trace,
+        return_prompt_ids=call.return_prompt_ids,
+        return_prompt_text=call.return_prompt_text,
+        only_encode=call.only_encode,
+        choices=tuple(range(call.params.n)),
+        client=call.client,
+        otherwise=call.otherwise,
+        token_offsets=call.token_offsets,
+        return_token_strs=call.return_token_strs,
+    )
+
+
+def resubmissions(records: Iterable[RequestRecord]) -> Iterator[Submit]:
+    """Submit messages for a restarted tokenizer: one for each group that has choices of a
+    request."""
+    together: dict[tuple[str, int, int], list[RequestRecord]] = {}
+    for record in records:
+        key = record.submit.request_id, record.group, record.attempt
+        together.setdefault(key, []).append(record)
+    for (_, group, _), live in together.items():
+        choices = tuple(record.choice for record in live)
+        yield replace(live[0].submit, group=group, choices=choices)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipeinfer.gateway.token_scores import Likely, TokenScore
+from pipeinfer.gateway.events import RankedToken, TokenScore
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.logprobs import finite
 
@@ -116,7 +116,7 @@ def chat_token(score: TokenScore) -> JsonObject:
     return {**_token(score.own), "top_logprobs": tops}
 
 
-def _token(one: Likely) -> JsonObject:
+def _token(one: RankedToken) -> JsonObject:
     return {
         "token": _name(one.text),
         "logprob": finite(one.logprob),

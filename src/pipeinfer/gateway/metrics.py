@@ -1,12 +1,13 @@
-"""The gateway's Prometheus metrics: what it counts itself, and what the stages say of themselves.
+"""The gateway's Prometheus metrics: own counters and histograms, and statistics of all stages.
 
-Owns its registry. Knows no HTTP and no requests' contents.
+Owns its registry. Knows no HTTP and no contents of requests.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -20,26 +21,31 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from pipeinfer.gateway.counters import CounterFamily, MetricCounter, SecondsHistogram, add_histogram
 from pipeinfer.gateway.health import Health, kv_usage
-from pipeinfer.gateway.tallies import Tallies, Tally, Times, add_histogram
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.histogram import OF_REQUESTS, read
 from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
 
-FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-LONGEST_NAME, LOGGED_NAMES = 64, 100  # letters of a field that nobody knows; how many are logged
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+MOST_NAME_LETTERS, MOST_LOGGED_NAMES = (
+    64,
+    100,
+)  # letters of a field that nobody knows; how many are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
 class Metrics:
-    """All metrics of one gateway. Outcomes: finish reasons, and "refused" if it never ran.
+    """All metrics of one gateway.
 
-    An aborted request counts when its client goes away or its time is over. `ready`: whether a
-    request that came now would be answered; `targets`: what was set. `vllm`: the same by vLLM's
-    names, if they are wanted.
+    Requests are counted by outcome: a finish reason ("abort" if the client left or its time was
+    up), or "refused" if the request never ran.
+
+    ready(): whether a request sent now would be served. targets: the latency targets that are set.
+    vllm: the same under vLLM's names, None unless wanted.
     """
 
     def __init__(
@@ -51,29 +57,31 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.vllm = vllm
-        tallies = self._tallies
-        self._requests = tallies(
+        family = self._counter_family
+        self._requests = family(
             "requests",
             "Ended requests. Outcomes: stop, length, abort (its client left, or its time was up), "
             "error, refused (it never ran).",
             "outcome",
         )
-        self.prompt_tokens = tallies("prompt_tokens", "Tokens of accepted prompts.").of()
-        self.generated_tokens = tallies(
+        self.prompt_tokens = family("prompt_tokens", "Tokens of accepted prompts.").labels()
+        self.generated_tokens = family(
             "generated_tokens", "Output tokens delivered; a stop token is not."
-        ).of()
-        self.bad_requests = tallies("bad_requests", "Requests that could not be read as HTTP.").of()
-        self.refused_connections = tallies(
+        ).labels()
+        self.bad_requests = family(
+            "bad_requests", "Requests that could not be read as HTTP."
+        ).labels()
+        self.refused_connections = family(
             "refused_connections",
             "Connections beyond the bound: the new one, or an idle one, was closed.",
-        ).of()
-        self._unknown_fields = tallies(
+        ).labels()
+        self._unknown_fields = family(
             "unknown_fields",
             "Fields of bodies that were ignored because nobody knows them. The log names each "
             "once.",
-        ).of()
+        ).labels()
         self._seen_fields: set[str] = set()
-        self._key_requests = tallies(
+        self._key_requests = family(
             "key_requests",
             "HTTP requests by the name of their API key, anonymous where none is needed; one of "
             "several prompts is one. Outcomes: ok, limited (429 for the key's limits), refused "
@@ -81,77 +89,82 @@ class Metrics:
             "key",
             "outcome",
         )
-        self._key_tokens = tallies(
+        self._key_tokens = family(
             "key_tokens",
             "Tokens by the name of their API key. Kinds: prompt, output.",
             "key",
             "kind",
         )
-        self.first_token = Times(
+        self.time_to_first_token = SecondsHistogram(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
-            FIRST,
+            TTFT_BUCKETS,
         )
-        self.between_tokens = Times(
-            "pipeinfer_inter_token_seconds", "Between two outputs of a request.", BETWEEN
+        self.inter_token = SecondsHistogram(
+            "pipeinfer_inter_token_seconds", "Between two outputs of a request.", ITL_BUCKETS
         )
-        self.each_token = Times(
+        self.time_per_output_token = SecondsHistogram(
             "pipeinfer_time_per_output_token_seconds",
             "From a request's first output to its last, by the tokens after the first; of requests "
             "that ended by stop or length.",
-            BETWEEN,
+            ITL_BUCKETS,
         )
-        self.request = Times(
+        self.request_seconds = SecondsHistogram(
             "pipeinfer_request_seconds",
             "From a request's arrival to its end, of those that ended by stop or length.",
             OF_REQUESTS,
         )
-        for times in (self.first_token, self.between_tokens, self.each_token, self.request):
+        for times in (
+            self.time_to_first_token,
+            self.inter_token,
+            self.time_per_output_token,
+            self.request_seconds,
+        ):
             self.registry.register(times)
         if vllm is not None:
             self.registry.register(vllm)
-        self.registry.register(_Stages(health))
-        self.registry.register(_Gateway(ready, targets))
+        self.registry.register(_StageCollector(health))
+        self.registry.register(_GatewayCollector(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
-            self._requests.of(outcome)  # so that rates have a zero to start from
+            self._requests.labels(outcome)  # so that rates have a zero to start from
 
-    def _tallies(self, name: str, text: str, *labels: str) -> Tallies:
-        tallies = Tallies(f"pipeinfer_{name}", text, labels)
-        self.registry.register(tallies)
-        return tallies
+    def _counter_family(self, name: str, text: str, *labels: str) -> CounterFamily:
+        family = CounterFamily(f"pipeinfer_{name}", text, labels)
+        self.registry.register(family)
+        return family
 
-    def ended(self, outcome: str) -> None:
+    def count_ended(self, outcome: str) -> None:
         """Counts one request that is over."""
-        self._requests.of(outcome).inc()
+        self._requests.labels(outcome).inc()
 
-    def unknown_fields(self, names: Sequence[str]) -> None:
-        """Counts fields that were ignored, and logs each when it is the first of its name."""
+    def count_unknown_fields(self, names: Sequence[str]) -> None:
+        """Counts fields that were ignored; logs the first of each name."""
         self._unknown_fields.inc(len(names))
-        for name in islice(names, LOGGED_NAMES):
-            name = name[:LONGEST_NAME]
-            if name not in self._seen_fields and len(self._seen_fields) < LOGGED_NAMES:
+        for name in islice(names, MOST_LOGGED_NAMES):
+            name = name[:MOST_NAME_LETTERS]
+            if name not in self._seen_fields and len(self._seen_fields) < MOST_LOGGED_NAMES:
                 self._seen_fields.add(name)
                 log.warning("requests have a field %r, which nobody knows; it is ignored", name)
 
-    def key_counters(self, key: str) -> tuple[Tally, Tally]:
-        """The counters of prompt and of output tokens of the key called `key`."""
+    def key_counters(self, key: str) -> tuple[MetricCounter, MetricCounter]:
+        """Counters of prompt tokens and of output tokens of the key called `key`."""
         for outcome in KEY_OUTCOMES:
-            self._key_requests.of(key, outcome)
-        return self._key_tokens.of(key, "prompt"), self._key_tokens.of(key, "output")
+            self._key_requests.labels(key, outcome)
+        return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
 
-    def key_ended(self, key: str, outcome: str) -> None:
+    def count_key_request(self, key: str, outcome: str) -> None:
         """Counts one HTTP request of a key that is over."""
-        self._key_requests.of(key, outcome).inc()
+        self._key_requests.labels(key, outcome).inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,
-        else Prometheus' own."""
+        """The text for a scrape and its content type: OpenMetrics if the header `accept` asks for
+        it."""
         encode, kind = choose_encoder(accept)
         return encode(self.registry), kind
 
 
-class _Gateway(Collector):
-    """What does not come from heartbeats and is not counted either."""
+class _GatewayCollector(Collector):
+    """Gauges of the gateway itself."""
 
     def __init__(self, ready: Callable[[], bool], targets: Targets) -> None:
         self._ready = ready
@@ -179,8 +192,8 @@ class _Gateway(Collector):
         yield target
 
 
-class _Stages(Collector):
-    """What the latest heartbeats say, made at scrape time."""
+class _StageCollector(Collector):
+    """Statistics of the latest heartbeats, read at scrape time."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -240,7 +253,7 @@ class _Stages(Collector):
             "be evicted are not used.",
             labels=["group"],
         )
-        for row in self._health.groups("engine"):
+        for row in self._health.one_per_group("engine"):
             usage.add_metric([str(row.group)], kv_usage(row))
         yield usage
         for name, text in (
@@ -248,10 +261,10 @@ class _Stages(Collector):
             ("prefill", "From a request's first slot to its first output."),
         ):
             family = HistogramMetricFamily(f"pipeinfer_{name}_seconds", text, labels=["group"])
-            for row in self._health.groups("scheduler"):
-                said = read(row.stats, name)
-                if said is not None:
-                    add_histogram(family, [str(row.group)], *said)
+            for row in self._health.one_per_group("scheduler"):
+                histogram = read(row.stats, name)
+                if histogram is not None:
+                    add_histogram(family, [str(row.group)], *histogram)
             yield family
 
     def _each_stage(self) -> Iterator[Metric]:
@@ -266,8 +279,83 @@ class _Stages(Collector):
             "A process that dies before it speaks is not counted, nor are a gateway's own.",
             labels=["stage"],
         )
-        for row in self._health.rows.values():
+        for row in self._health.stages.values():
             up.add_metric([row.stage], float(row.state == "ready"))
             restarts.add_metric([row.stage], row.restarts)
         yield up
         yield restarts
+
+
+QUANTILES = (50, 90, 99)  # in percent: those that are shown
+WINDOW = 60.0  # seconds
+SNAPSHOT_INTERVAL = 1.0  # seconds between two snapshots that are kept
+
+
+class RollingHistogram:
+    """The share of a growing histogram that fell into the last WINDOW seconds.
+
+    bounds: upper ends of the buckets, in seconds.
+    _snapshots: (seconds, cumulative counts), the oldest at least WINDOW old if there is one.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = (0.0, *bounds)
+        self._snapshots: deque[tuple[float, list[float]]] = deque()
+        self._latest: list[float] = []
+
+    def update(self, totals: Sequence[float], now: float) -> None:
+        """Takes cumulative counts since the start: at most each bound, and all."""
+        if not self._snapshots or now - self._snapshots[-1][0] >= SNAPSHOT_INTERVAL:
+            self._snapshots.append((now, list(totals)))
+        while len(self._snapshots) > 1 and now - self._snapshots[1][0] >= WINDOW:
+            self._snapshots.popleft()
+        self._latest = list(totals)
+
+    @property
+    def count(self) -> int:
+        """How many values fell into the window."""
+        return int(self._latest[-1] - self._snapshots[0][1][-1])
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds, interpolated within a bucket; None without values."""
+        grown = [now - then for now, then in zip(self._latest, self._snapshots[0][1], strict=True)]
+        if grown[-1] <= 0:
+            return None
+        wanted = share * grown[-1]
+        below = 0.0
+        for number, upto in enumerate(grown[:-1]):
+            if upto >= wanted and upto > below:
+                low, high = self._bounds[number], self._bounds[number + 1]
+                return low + (high - low) * (wanted - below) / (upto - below)
+            below = upto
+        return self._bounds[-1]
+
+
+class RollingLatencies:
+    """Latencies of the last minute of one gateway, for its heartbeats."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._tokens = metrics.generated_tokens
+        self._kinds = (
+            ("ttft", metrics.time_to_first_token, RollingHistogram(TTFT_BUCKETS)),
+            ("itl", metrics.inter_token, RollingHistogram(ITL_BUCKETS)),
+        )
+
+    def stats(self, now: float) -> dict[str, float]:
+        """Counts of first outputs (ttft) and later ones (itl), and their quantiles in milliseconds.
+
+        now: monotonic seconds.
+        """
+        stats = {"output_tokens_total": float(self._tokens.count)}
+        for name, histogram, rolling in self._kinds:
+            rolling.update(_cumulative_counts(histogram), now)
+            stats[f"{name}_count"] = float(rolling.count)
+            for share in QUANTILES:
+                stats[f"{name}_ms_p{share}"] = (rolling.quantile(share / 100) or 0.0) * 1e3
+        return stats
+
+
+def _cumulative_counts(times: SecondsHistogram) -> list[float]:
+    """Values at most each bound, and all of them."""
+    (family,) = times.collect()
+    return [one.value for one in family.samples if one.name.endswith("_bucket")]

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pipeinfer.gateway import answers
+from pipeinfer.gateway import answers, monitor
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
 from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.field_help import BY_BODY
-from pipeinfer.gateway.monitor import told
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -348,7 +347,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _seen(
         "/monitor/requests/{id}",
         "A request's way.",
-        told.RequestTold,
+        monitor.RequestSpans,
         "When it came to each stage, and what happened there. Not with `--no-page`.",
         401,
         403,
@@ -357,7 +356,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _seen(
         "/monitor/prefixes",
         "The largest cached prefixes.",
-        told.PrefixesTold,
+        monitor.CachedPrefixes,
         "Of each group. Not with `--no-page`.",
         401,
         403,

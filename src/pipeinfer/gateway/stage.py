@@ -1,40 +1,40 @@
-"""Builds the gateway stage: the core, and the HTTP driver beside it.
+"""Builds the gateway stage from the settings: the core, and the HTTP driver beside it.
 
-Reads the settings and two small files of the checkpoint's folder; loads no model.
+Reads small files of the checkpoint's folder, and hashes all of them for the fingerprint of answers;
+loads no model.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
+
 from pipeinfer.checkpoint.fields import read_json
-from pipeinfer.checkpoint.source import find_model
+from pipeinfer.checkpoint.source import WANTED, find_model
 from pipeinfer.control import CHANNEL
-from pipeinfer.gateway import address, keys, tls
-from pipeinfer.gateway.access import Access
-from pipeinfer.gateway.admission import Admission, guarded
-from pipeinfer.gateway.backlog import Backlog
+from pipeinfer.gateway import api_keys, http_server
+from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
+from pipeinfer.gateway.auth import AccessLog, Admission, is_protected
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cors import read_origins
+from pipeinfer.gateway.cross_origin import BrowserGuard, host_name, parse_hosts, parse_origins
 from pipeinfer.gateway.defaults import sampling_defaults
-from pipeinfer.gateway.driver import HttpDriver
-from pipeinfer.gateway.fingerprint import fingerprint
 from pipeinfer.gateway.health import Health, expected_stages
-from pipeinfer.gateway.keys import Keys
-from pipeinfer.gateway.limits import Limits
+from pipeinfer.gateway.http_server import Certificate, HttpDriver
+from pipeinfer.gateway.ledger import Backlog, RequestTraces
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
-from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.sight import Sight
-from pipeinfer.gateway.tls import Certificate
-from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.serving import Service
+from pipeinfer.gateway.sessions import RequestSessions
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
-from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
@@ -47,10 +47,11 @@ from pipeinfer.text.files import (
     tokenizer_info,
 )
 from pipeinfer.topology.addresses import is_loopback
+from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
-NO_CACHE = "naive"  # of --cache
+NAIVE_CACHE = "naive"  # of --cache
 MOST_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
@@ -59,7 +60,7 @@ def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
     folder = find_model(settings, context.log_progress)
-    traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
+    traces = RequestTraces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
         index=context.identity.index,
@@ -72,14 +73,14 @@ def build(context: StageContext) -> Stage:
     targets = Targets(settings.itl_target, settings.ttft_target)
     context_length = _context_length(settings, folder)
     metrics = Metrics(
-        core.health, core.answering, targets, _vllm(settings, core.health, context_length)
+        core.health, core.can_serve, targets, _vllm(settings, core.health, context_length)
     )
-    certificate = tls.certificate(settings)
+    certificate = http_server.load_certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
     files = _files(settings, folder)
     service = Service(
         core,
-        Port(metrics),
+        RequestSessions(metrics),
         metrics,
         settings.model_name,
         terms(settings, folder, files),
@@ -89,12 +90,12 @@ def build(context: StageContext) -> Stage:
         context_length,
         fingerprint=fingerprint(settings, folder),
         tokenizer_info=tokenizer_info(*files, context_length),
-        sight=None if settings.no_page else Sight(context.topology.ids()),
-        access=Access(traces),
+        monitor=None if settings.no_page else PipelineMonitor(context.topology.ids()),
+        access_log=AccessLog(traces),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
-        service, partial(address.url, settings), lambda: _listen(context), certificate
+        service, partial(http_server.server_url, settings), lambda: _listen(context), certificate
     )
     return Stage(
         core,
@@ -106,7 +107,7 @@ def build(context: StageContext) -> Stage:
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload(settings, admission, certificate),
-        monitor=service.sight,
+        monitor=service.monitor,
     )
 
 
@@ -114,20 +115,24 @@ def _vllm(settings: Settings, health: Health, context_length: int) -> VllmMetric
     if not settings.vllm_metrics:
         return None
     most = context_length or MOST_TOKENS
-    return VllmMetrics(health, settings.model_name, most, settings.cache != NO_CACHE)
+    return VllmMetrics(health, settings.model_name, most, settings.cache != NAIVE_CACHE)
 
 
-Files = tuple[JsonObject, dict[str, str]]  # the tokenizer's configuration, and chat templates
+TokenizerFiles = tuple[
+    JsonObject, dict[str, str]
+]  # the tokenizer's configuration, and chat templates
 
 
-def _files(settings: Settings, folder: Path) -> Files:
+def _files(settings: Settings, folder: Path) -> TokenizerFiles:
     config = read_tokenizer_config(folder)
     return config, template_sources(folder, config, settings.chat_template)
 
 
-def terms(settings: Settings, folder: Path, files: Files | None = None) -> Terms:
-    """What the server grants with the checkpoint in `folder`, of which `files` were read perhaps.
-    Raises ConfigurationError."""
+def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> Terms:
+    """Defaults, bounds and parsers for requests to the checkpoint in `folder`.
+
+    files: its tokenizer files, if they were read before. Raises ConfigurationError.
+    """
     # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
     config, templates = files or _files(settings, folder)
@@ -143,30 +148,30 @@ def terms(settings: Settings, folder: Path, files: Files | None = None) -> Terms
     return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 
 
-def _limits(settings: Settings) -> Limits:
-    """Of each key that has none of its own."""
-    return Limits(
+def _limits(settings: Settings) -> KeyLimits:
+    """Limits of keys that name none themselves."""
+    return KeyLimits(
         settings.key_concurrent, settings.key_requests_per_minute, settings.key_tokens_per_minute
     )
 
 
-def _keys(settings: Settings) -> Keys:
-    """The setting's key, else those of the file where one is named; none lets everybody in."""
+def _keys(settings: Settings) -> ApiKeys:
+    """The key of the settings, else the keys of their file; without any every client is let in."""
     if settings.api_key:
-        return keys.plain(settings.api_key, _limits(settings))
+        return api_keys.single_key(settings.api_key, _limits(settings))
     if settings.api_key_file:
-        return keys.read(settings.api_key_file, _limits(settings))
-    return Keys()
+        return api_keys.read_key_file(settings.api_key_file, _limits(settings))
+    return ApiKeys()
 
 
-def _web_pages(settings: Settings, admission: Admission) -> WebPages:
+def _web_pages(settings: Settings, admission: Admission) -> BrowserGuard:
     """The name to listen on, where it is one, is the server's without being named again."""
-    hosts = read_hosts(settings.allowed_hosts)
-    if not admission.keyed and not hosts and not is_loopback(settings.host):
+    hosts = parse_hosts(settings.allowed_hosts)
+    if not admission.needs_key and not hosts and not is_loopback(settings.host):
         log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
     named = hosts | {host_name(settings.host)}
-    origins = read_origins(settings.allowed_origins)
-    return WebPages(named, bool(hosts), origins, lambda: not admission.keyed, guarded)
+    origins = parse_origins(settings.allowed_origins)
+    return BrowserGuard(named, bool(hosts), origins, lambda: not admission.needs_key, is_protected)
 
 
 def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:
@@ -174,10 +179,10 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
     if settings.api_key_file and not settings.api_key:
         try:
             found = _keys(settings)
-            if not found and admission.keyed:
+            if not found and admission.needs_key:
                 raise ConfigurationError(f"--api-key-file {settings.api_key_file}: it is empty")
             if found:
-                admission.replace(found)
+                admission.replace_keys(found)
             log.info("read %d API keys again", len(found))
         except ConfigurationError as error:
             log.error("the API keys stay as they were: %s", error)
@@ -190,7 +195,7 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
 
 
 def _listen(context: StageContext) -> list[socket.socket]:
-    """The sockets of the parent process, or own ones."""
+    """Sockets that the parent process handed over, or new ones."""
     if context.listen_fds:
         return listening.adopt(context.listen_fds)
     return listening.open_sockets(context.settings.host, context.settings.port)
@@ -204,3 +209,59 @@ def _context_length(settings: Settings, folder: Path) -> int:
         return read_json(folder, "config.json").integer("max_position_embeddings", 0, least=0)
     except ConfigurationError:
         return 0  # not shown then; the stages that need the file say what is wrong with it
+
+
+# Settings by which no answer changes: who may ask and how much, where processes run and what they
+# write down, what waits, and what is computed when. All others count.
+WITHOUT_EFFECT = frozenset(
+    (
+        "all_graphs_first", "allowed_hosts", "allowed_origins", "api_key", "api_key_file", "dp",
+        "drain_timeout", "flight_dir", "flight_recorder_mib", "grammar_cache_mib", "host",
+        "host_loss", "in_process", "itl_target", "key_concurrent", "key_requests_per_minute",
+        "key_tokens_per_minute", "kv_pages", "log_format", "log_level", "max_body_mib",
+        "max_prompts", "max_queue", "max_queue_tokens", "memory_fraction", "no_page",
+        "otlp_endpoint", "overlap_depth", "policy", "port", "profile", "profile_dir",
+        "public_address", "record", "record_max_bytes", "request_timeout", "routing", "seed",
+        "served_model_name", "stay_awake", "tls_cert", "tls_key", "topology", "ttft_target",
+        "vllm_metrics", "watchdog",
+    )
+)  # fmt: skip
+# Settings that name files, which count by what is in them.
+FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
+MOST_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
+SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights differ everywhere
+
+
+def fingerprint(settings: Settings, model: Path) -> str:
+    """The `system_fingerprint` of answers from a checkpoint's folder, or a GGUF file.
+
+    A digest of model, tokenizer, template, settings that change answers, and version: two answers
+    with one fingerprint, one seed and one request come from the same model.
+    """
+    digest = blake2b(digest_size=8)
+    values = msgspec.to_builtins(settings)
+    counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
+    digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
+    files = [model] if model.is_file() else sorted({p for w in WANTED for p in model.glob(w)})
+    for path in files:
+        _add_file(digest, path)
+    if settings.chat_template:
+        _add_file(digest, Path(settings.chat_template))
+    return f"fp_{digest.hexdigest()}"
+
+
+def _add_file(digest: blake2b, path: Path) -> None:
+    """Adds a file's name, size and content; of a file that cannot be read the name alone."""
+    digest.update(path.name.encode("utf-8", "surrogateescape"))
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            if size <= MOST_WHOLE_FILE:
+                digest.update(file.read())
+                return
+            for part in range(SAMPLES):
+                file.seek((size - SAMPLE) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+    except OSError:
+        return

@@ -1,7 +1,7 @@
-"""The two ways an answer leaves: as one JSON body, or as server-sent events while it grows.
+"""The two forms of an answer: one JSON body, or server-sent events while it grows.
 
-Both are sinks of the port, in front of an outlet that makes the bytes. A stream hands its chunks to
-the connection once in a turn of the loop: no task, no future and no queue for a token, and one
+Both are sinks of a session, in front of an outlet that encodes. A stream writes its chunks to the
+connection once in an iteration of the loop: no task, no future and no queue for a token, and one
 write for all tokens that came together. Knows no core.
 """
 
@@ -14,13 +14,12 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.connections import PROBE
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.outlets import Outlet
-from pipeinfer.gateway.responses import GONE
 
-BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
-HEADERS = {
+MOST_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
+EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -28,12 +27,12 @@ HEADERS = {
 
 
 def api_error(failed: Failed) -> ApiError:
-    """The error of the client for one of the core."""
+    """The error for the client, of a Failed of the core."""
     return ApiError(failed.status, failed.message, failed.param, failed.code, failed.retry_after)
 
 
 class WholeAnswer:
-    """Waits until all of it is there, then answers once."""
+    """Waits until the answer is complete, then sends one body."""
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
@@ -62,17 +61,17 @@ class WholeAnswer:
         return web.Response(body=self._content, content_type="application/json")
 
 
-class _Streamed(web.StreamResponse):
+class _StreamResponse(web.StreamResponse):
     """Its head leaves with what is written first, as that of aiohttp's own whole responses."""
 
     _send_headers_immediately = False
 
 
-class Turn:
-    """The streams that have something to send in this turn of the loop.
+class WriteBatch:
+    """The streams that have something to send in this iteration of the loop.
 
     A write costs more than all else that is done for a token. Where the gateway falls behind, the
-    tokens of several steps wait in its inbox; they are read in one turn, and leave together.
+    tokens of several steps wait in its inbox; they are read in one iteration, and leave together.
     """
 
     def __init__(self) -> None:
@@ -81,27 +80,31 @@ class Turn:
     def add(self, stream: EventStream) -> None:
         """It is flushed when all that has come was read."""
         if not self._streams:
-            asyncio.get_running_loop().call_soon(self._end)
+            asyncio.get_running_loop().call_soon(self._flush)
         self._streams.append(stream)
 
-    def _end(self) -> None:
+    def _flush(self) -> None:
         streams, self._streams = self._streams, []
         for stream in streams:
             stream.flush()
 
 
 class EventStream:
-    """Sends chunks as they come, in each `turn` those that it has. Nothing is sent before the first
-    one, so a refusal is an error."""
+    """Sends chunks as they come, those of one iteration of the loop together.
 
-    def __init__(self, outlet: Outlet, turn: Turn) -> None:
+    Nothing is sent before the first chunk, so that a refusal is an error with its own status.
+    _buffered: chunks of this iteration, or from before the headers. _transport: None before the
+        headers.
+    """
+
+    def __init__(self, outlet: Outlet, turn: WriteBatch) -> None:
         self._outlet = outlet
-        self._turn = turn
-        self._held: list[bytes] = []  # chunks of this turn, or from before the headers
+        self._batch = turn
+        self._buffered: list[bytes] = []  # chunks of this turn, or from before the headers
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
         loop = asyncio.get_running_loop()
-        self._begun: asyncio.Future[Failed | None] = loop.create_future()  # as WholeAnswer's
+        self._first_chunk: asyncio.Future[Failed | None] = loop.create_future()  # as WholeAnswer's
         self._ended: asyncio.Future[None] = loop.create_future()
 
     def started(self, index: int, started: Started) -> None:
@@ -119,58 +122,62 @@ class EventStream:
     def failed(self, index: int, failed: Failed) -> None:
         if self._ended.done():
             return
-        if not self._begun.done():
-            self._begun.set_result(failed)
+        if not self._first_chunk.done():
+            self._first_chunk.set_result(failed)
             return
         self._write(self._outlet.error(api_error(failed)))
         self._ended.set_result(None)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Streams until the end; raises ApiError if the request fails before its first chunk."""
-        failed = await self._begun
+        failed = await self._first_chunk
         if failed is not None:
             raise api_error(failed)
-        response = _Streamed(headers=HEADERS)
+        response = _StreamResponse(headers=EVENT_STREAM_HEADERS)
         try:
             await response.prepare(request)
             self._chunked = request.version >= HttpVersion11
             self._transport = request.transport  # what comes from now on goes there by itself
-            request[PROBE] = self._comment
-            await response.write(self._taken())  # at once; then perhaps it waits for the client
+            request[PROBE] = self._write_comment
+            await response.write(
+                self._take_buffered()
+            )  # at once; then perhaps it waits for the client
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
-            return web.StreamResponse(status=GONE)
+            return web.StreamResponse(status=CLIENT_LEFT)
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
-            await response.write_eof(self._taken())
+            await response.write_eof(self._take_buffered())
         return response
 
-    def _comment(self) -> None:
-        """A line that says nothing: whoever is gone answers it with a reset."""
+    def _write_comment(self) -> None:
+        """Sends a comment, which clients ignore: a host without such a client answers with a
+        reset."""
         if not self._ended.done():
             self._write(b":\n\n")
 
     def _write(self, data: bytes) -> None:
-        if not self._held:
+        if not self._buffered:
             if self._transport is not None:
-                self._turn.add(self)
-            elif not self._begun.done():
-                self._begun.set_result(None)
-        self._held.append(data)
+                self._batch.add(self)
+            elif not self._first_chunk.done():
+                self._first_chunk.set_result(None)
+        self._buffered.append(data)
 
-    def _taken(self) -> bytes:
-        """What was held, and is no more."""
-        held = self._held
+    def _take_buffered(self) -> bytes:
+        """Empties the buffer, and returns what was in it."""
+        held = self._buffered
         data = held[0] if len(held) == 1 else b"".join(held)
         held.clear()
         return data
 
     def flush(self) -> None:
-        """Hands what is held to the connection."""
+        """Writes what is buffered to the connection; aborts a client that leaves too much
+        unread."""
         transport = self._transport
-        if not self._held or transport is None:
+        if not self._buffered or transport is None:
             return
-        data = self._taken()
-        if transport.get_write_buffer_size() > BACKLOG:
+        data = self._take_buffered()
+        if transport.get_write_buffer_size() > MOST_UNREAD:
             transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)

@@ -1,8 +1,7 @@
-"""What vLLM's metrics are called, with values of ours: for dashboards, scalers and routers made for
-them. One `engine` is one group of ours.
+"""Metrics under vLLM's names, for dashboards, scalers and routers made for them.
 
-A name is here only if what is counted means the same. Names, labels and buckets are those of vLLM
-0.33. Knows no HTTP and no contents of requests.
+A name is here only if it counts the same thing. Names, labels and buckets are those of vLLM 0.33;
+one of its `engine`s is one of our groups. Knows no HTTP and no contents of requests.
 """
 
 from __future__ import annotations
@@ -19,51 +18,61 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from pipeinfer.gateway.health import Health, Row, kv_usage
-from pipeinfer.gateway.tallies import add_histogram
+from pipeinfer.gateway.counters import add_histogram
+from pipeinfer.gateway.health import Health, StageStatus, kv_usage
 from pipeinfer.histogram import OF_REQUESTS, Histogram, read
 
-FIRST = (
+VLLM_TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-BETWEEN = (
+VLLM_ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-SHORTEST = 0.3  # of the buckets of whole requests, and of what they go through
-WHOLE = tuple(bound for bound in OF_REQUESTS if bound >= SHORTEST)
-REASONS = ("stop", "length", "abort", "error")
+SHORTEST_REQUEST = 0.3  # of the buckets of whole requests, and of what they go through
+REQUEST_BUCKETS = tuple(bound for bound in OF_REQUESTS if bound >= SHORTEST_REQUEST)
+FINISH_REASONS = ("stop", "length", "abort", "error")
 LABELS = ("model_name", "engine")
 
 
 @dataclass
-class Group:
-    """What one gateway saw of one group's requests. ends: by reason. Times are in seconds; prompts
-    and outputs in tokens."""
+class GroupMetrics:
+    """What one gateway measured of one group's requests.
+
+    most_tokens: of a request; bounds of the histograms of tokens end there.
+    prompt_tokens, output_tokens: totals. finished: requests by reason.
+    Histograms of seconds: time_to_first_token, inter_token (between two outputs),
+    time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
+    Histograms of tokens: prompts, outputs.
+    """
 
     most_tokens: int
     prompt_tokens: int = 0
     output_tokens: int = 0
-    ends: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))
-    first: Histogram = field(default_factory=lambda: Histogram(FIRST))
-    between: Histogram = field(default_factory=lambda: Histogram(BETWEEN))
-    each: Histogram = field(default_factory=lambda: Histogram(BETWEEN))
-    whole: Histogram = field(default_factory=lambda: Histogram(WHOLE))
-    decode: Histogram = field(default_factory=lambda: Histogram(WHOLE))
+    finished: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(FINISH_REASONS, 0))
+    )
+    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(VLLM_TTFT_BUCKETS))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(VLLM_ITL_BUCKETS))
+    time_per_output_token: Histogram = field(default_factory=lambda: Histogram(VLLM_ITL_BUCKETS))
+    request_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+    decode_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
     def __post_init__(self) -> None:
         self.prompts = Histogram(token_bounds(self.most_tokens))
         self.outputs = Histogram(token_bounds(self.most_tokens))
 
-    def ended(self, whole: float, decode: float, prompt: int, output: int) -> None:
-        """Counts one request that ended by stop or length. `prompt`: 0 where the tokens of its
-        prompt were counted with another choice of it."""
-        self.whole.observe(whole)
+    def count_finished(self, whole: float, decode: float, prompt: int, output: int) -> None:
+        """Counts a request that ended by stop or length. whole, decode: seconds.
+
+        prompt: tokens, 0 where another choice has counted them.
+        """
+        self.request_seconds.observe(whole)
         if output:
-            self.decode.observe(decode)
+            self.decode_seconds.observe(decode)
         if output > 1:
-            self.each.observe(decode / (output - 1))
+            self.time_per_output_token.observe(decode / (output - 1))
         if prompt:
             self.prompts.observe(prompt)
         self.outputs.observe(output)
@@ -76,31 +85,31 @@ def token_bounds(most: int) -> list[float]:
 
 
 # Of groups: name, help, and where it is counted.
-HISTOGRAMS: tuple[tuple[str, str, Callable[[Group], Histogram]], ...] = (
+HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
     (
         "time_to_first_token_seconds",
         "From a request's arrival to its first output.",
-        lambda group: group.first,
+        lambda group: group.time_to_first_token,
     ),
     (
         "inter_token_latency_seconds",
         "Between two outputs of a request.",
-        lambda group: group.between,
+        lambda group: group.inter_token,
     ),
     (
         "request_time_per_output_token_seconds",
         "From the first output of a request to its last, by tokens after the first.",
-        lambda group: group.each,
+        lambda group: group.time_per_output_token,
     ),
     (
         "e2e_request_latency_seconds",
         "From a request's arrival to its end, by stop or length.",
-        lambda group: group.whole,
+        lambda group: group.request_seconds,
     ),
     (
         "request_decode_time_seconds",
         "From the first output of a request to its last.",
-        lambda group: group.decode,
+        lambda group: group.decode_seconds,
     ),
     (
         "request_prompt_tokens",
@@ -116,30 +125,32 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[Group], Histogram]], ...] = (
 
 
 class VllmMetrics(Collector):
-    """Those of one gateway. model: the name that it is served by. most_tokens: of a request.
-    caches: whether prefixes are cached."""
+    """The metrics of one gateway.
+
+    model: served name. most_tokens: of a request. caches: whether prefixes are cached.
+    """
 
     def __init__(self, health: Health, model: str, most_tokens: int, caches: bool) -> None:
         self._health, self._model = health, model
         self._most_tokens, self._caches = most_tokens, caches
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, GroupMetrics] = {}
 
-    def of(self, group: int) -> Group:
-        """What is counted of `group`; there from now on."""
+    def group(self, group: int) -> GroupMetrics:
+        """The metrics of group number `group`; made on first use."""
         if group not in self._groups:
-            self._groups[group] = Group(self._most_tokens)
+            self._groups[group] = GroupMetrics(self._most_tokens)
         return self._groups[group]
 
     def collect(self) -> Iterator[Metric]:
-        for row in self._rows("scheduler"):
-            self.of(row.group)  # so that rates have a zero to start from
+        for row in self._groups_of("scheduler"):
+            self.group(row.group)  # so that rates have a zero to start from
         yield from self._of_schedulers()
         yield from self._of_engines()
         yield from self._counted()
         yield from self._timed()
 
-    def _rows(self, name: str) -> list[Row]:
-        return self._health.groups(name)
+    def _groups_of(self, name: str) -> list[StageStatus]:
+        return self._health.one_per_group(name)
 
     def _labels(self, group: int, *more: str) -> list[str]:
         return [self._model, str(group), *more]
@@ -147,16 +158,16 @@ class VllmMetrics(Collector):
     # --------------------------------------------------------------------- what heartbeats say
 
     def _gauge(
-        self, name: str, text: str, stage: str, value: Callable[[Row], float]
+        self, name: str, text: str, stage: str, value: Callable[[StageStatus], float]
     ) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             family.add_metric(self._labels(row.group), value(row))
         return family
 
     def _counter(self, name: str, text: str, stage: str, statistic: str) -> CounterMetricFamily:
         family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             family.add_metric(self._labels(row.group), row.stats.get(statistic, 0.0))
         return family
 
@@ -180,7 +191,7 @@ class VllmMetrics(Collector):
             "prompt (deferred).",
             labels=(*LABELS, "reason"),
         )
-        for row in self._rows(stage):
+        for row in self._groups_of(stage):
             deferred = row.stats.get("held", 0.0) + row.stats.get("preparing", 0.0)
             capacity = max(row.stats.get("waiting", 0.0) - deferred, 0.0)
             waiting.add_metric(self._labels(row.group, "capacity"), capacity)
@@ -197,11 +208,13 @@ class VllmMetrics(Collector):
             ("request_prefill_time", "prefill", "From a request's slot to its first output."),
         ):
             family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=LABELS)
-            for row in self._rows(stage):
-                said = read(row.stats, statistic)
-                if said is not None:
-                    longer = [(bound, count) for bound, count in said[0] if bound >= SHORTEST]
-                    add_histogram(family, self._labels(row.group), longer, said[1])
+            for row in self._groups_of(stage):
+                histogram = read(row.stats, statistic)
+                if histogram is not None:
+                    longer = [
+                        (bound, count) for bound, count in histogram[0] if bound >= SHORTEST_REQUEST
+                    ]
+                    add_histogram(family, self._labels(row.group), longer, histogram[1])
             yield family
 
     def _of_engines(self) -> Iterator[Metric]:
@@ -226,10 +239,10 @@ class VllmMetrics(Collector):
         )
         about = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")
         info = GaugeMetricFamily("vllm:cache_config_info", "Always 1; labels say it.", labels=about)
-        for row in self._rows(stage):
-            told = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
+        for row in self._groups_of(stage):
+            sizes = [f"{row.stats.get(name, 0.0):.0f}" for name in ("page_tokens", "pages_total")]
             dtype = "fp8_e4m3" if row.stats.get("kv_fp8", 0.0) else "auto"
-            info.add_metric([*told, dtype, str(self._caches), str(row.group)], 1.0)
+            info.add_metric([*sizes, dtype, str(self._caches), str(row.group)], 1.0)
         yield info
 
     # ------------------------------------------------------------- what this gateway has counted
@@ -249,7 +262,7 @@ class VllmMetrics(Collector):
         for number, group in sorted(self._groups.items()):
             prompts.add_metric(self._labels(number), group.prompt_tokens)
             outputs.add_metric(self._labels(number), group.output_tokens)
-            for reason, count in group.ends.items():
+            for reason, count in group.finished.items():
                 ends.add_metric(self._labels(number, reason), count)
         yield from (prompts, outputs, ends)
 

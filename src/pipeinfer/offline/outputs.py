@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeinfer.gateway import events
-from pipeinfer.gateway.events import Call, Failed, Started
-from pipeinfer.gateway.token_scores import alternatives
+from pipeinfer.gateway.events import Call, Failed, Started, num_alternatives
 from pipeinfer.logprobs import NO_ID, layout
 from pipeinfer.messages import FinishReason, LogprobTexts
 from pipeinfer.packing import unpack, unpack_few
@@ -167,7 +166,7 @@ def _listed(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
     """Of each token; nothing of one that nothing comes before. Hot path: once for every token, so
     that nothing is made in between."""
     ids = unpack_few(raw_ids)
-    most = alternatives(texts, len(ids))
+    most = num_alternatives(texts, len(ids))
     step, names = 1 + most, texts.texts
     for n, words in enumerate(layout(most).iter_unpack(texts.scores)):
         rank, first = words[1], n * step

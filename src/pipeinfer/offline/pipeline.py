@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import zmq
 
 from pipeinfer.choices import choice_ids
-from pipeinfer.gateway.cache_resets import CacheResets
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
-from pipeinfer.gateway.health import Row, expected_stages
+from pipeinfer.gateway.health import StageStatus, expected_stages
+from pipeinfer.gateway.ledger import RequestTraces
+from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.gateway.stage import TICK
-from pipeinfer.gateway.tracing import Traces
 from pipeinfer.messages import CacheReset, Message, State
 from pipeinfer.runtime import busy_poll
 from pipeinfer.runtime.child import MISCONFIGURED
@@ -67,10 +67,10 @@ class OfflineDriver:
         if self._sinks.pop(request_id, None) is not None and self._feed is not None:
             self._feed(Hangup(request_id))
 
-    async def reset_caches(self, stages: Iterable[Row]) -> set[int]:
+    async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
         """Groups of `stages` that were asked to forget what is cached, and have not said so."""
         assert self._feed is not None
-        return await self._resets.ask(self._feed, stages)
+        return await self._resets.reset(self._feed, stages)
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs; what nobody waits for is dropped."""
@@ -155,11 +155,11 @@ class Pipeline:
         """Forgets cached prefixes that no request uses; whether all groups have done so."""
         if self._core is None or self._cause or self._stopped is not None:
             raise PipelineStopped(self._cause or "it was closed")
-        return not await self._driver.reset_caches(self._core.health.rows.values())
+        return not await self._driver.reset_caches(self._core.health.stages.values())
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics in each stage's latest heartbeat, by stage id."""
-        rows = {} if self._core is None else self._core.health.rows
+        rows = {} if self._core is None else self._core.health.stages
         return {stage: dict(row.stats) for stage, row in rows.items()}
 
     def states(self) -> dict[str, tuple[State, str]]:
@@ -191,7 +191,7 @@ class Pipeline:
             expected_stages(stages.topology),
             seed=self._settings.seed,
             incarnation=self._shell.incarnation,
-            traces=Traces(str(self._shell.incarnation), bool(self._settings.otlp_endpoint)),
+            traces=RequestTraces(str(self._shell.incarnation), bool(self._settings.otlp_endpoint)),
         )
         for work in (self._shell.run(), self._service.run()):
             task = self._loop.create_task(work)

@@ -13,14 +13,13 @@ from msgspec.structs import replace
 
 from pipeinfer.gateway.dialects.blocks import Blocks, Step
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.events import Delta, Started, token_scores
 from pipeinfer.gateway.logprob_shapes import chat_token
 from pipeinfer.gateway.pieces import Plain, Reader
 from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
 from pipeinfer.gateway.requests import Job, Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.shapes import Answer, Usage
-from pipeinfer.gateway.token_scores import token_scores
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
 

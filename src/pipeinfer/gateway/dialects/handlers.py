@@ -14,8 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
-from pipeinfer.gateway.access import name_of
-from pipeinfer.gateway.answering import Answering, trace
+from pipeinfer.gateway.auth import x_request_id
 from pipeinfer.gateway.dialects import messages_body, messages_events, responses_body
 from pipeinfer.gateway.dialects.dialect import SpeechOutlet, dialect_job
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
@@ -27,10 +26,9 @@ from pipeinfer.gateway.dialects.responses_body import (
     ResponsesRequest,
 )
 from pipeinfer.gateway.dialects.responses_events import ResponseSpeech
-from pipeinfer.gateway.errors import ApiError, renamed
+from pipeinfer.gateway.errors import ApiError, Handler, error_response, json_response, renamed
 from pipeinfer.gateway.requests import Job
-from pipeinfer.gateway.responses import Handler, error_response, json_response
-from pipeinfer.gateway.tokenizing import prompt_call
+from pipeinfer.gateway.serving import Serving, client_trace, prompt_call
 
 # Also what is not there, below it. Routes take several slashes for one.
 MESSAGES = re.compile("/+v1/+messages(/.*)?", re.DOTALL)
@@ -40,7 +38,7 @@ TOO_LONG = "context_length_exceeded"
 class DialectHandlers:
     """Handlers by path."""
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: Serving) -> None:
         self._answering = answering
         self._terms = answering.service.terms
 
@@ -55,7 +53,7 @@ class DialectHandlers:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         base = f"resp_{uuid.uuid4().hex}"
-        body = await self._answering.body(request, ResponsesRequest)
+        body = await self._answering.read_body(request, ResponsesRequest)
         job, outlet = self._response(request, base, body)
         whole = body if body.truncation == "auto" else None
         del body  # an answer takes minutes, in which the core has all that is needed
@@ -73,13 +71,15 @@ class DialectHandlers:
         self, request: web.Request, base: str, body: ResponsesRequest
     ) -> tuple[Job, SpeechOutlet]:
         names = responses_body.NAMES
-        job = dialect_job(responses_body.as_chat(body), base, self._terms, trace(request), names)
-        answer = self._answering.said(base, job, chat=True)
+        job = dialect_job(
+            responses_body.as_chat(body), base, self._terms, client_trace(request), names
+        )
+        answer = self._answering.new_answer(base, job, chat=True)
         speech = ResponseSpeech(body, answer, job.params)
         return job, SpeechOutlet(answer, speech, job.stream)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await self._answering.body(request, InputTokensRequest)
+        body = await self._answering.read_body(request, InputTokensRequest)
         with in_words(responses_body.NAMES):
             try:
                 tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
@@ -95,7 +95,7 @@ class DialectHandlers:
         chat = responses_body.prompt_chat(body)
         call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
         call = replace(call, params=replace(call.params, max_tokens=room))
-        return (await self._answering.encoded(request, call)).prompt_tokens
+        return (await self._answering.encode_prompt(request, call)).prompt_tokens
 
     async def _shortened(
         self, request: web.Request, body: Responses, error: ApiError, room: int | None
@@ -121,25 +121,25 @@ class DialectHandlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         base = f"msg_{uuid.uuid4().hex}"
-        body = await self._answering.body(request, MessagesRequest)
+        body = await self._answering.read_body(request, MessagesRequest)
         names = messages_body.NAMES
         reading = self._terms.reading
         chat = messages_body.as_chat(body, bool(reading.reasoning), reading.harmony)
-        job = dialect_job(chat, base, self._terms, trace(request), names)
+        job = dialect_job(chat, base, self._terms, client_trace(request), names)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
-        answer = self._answering.said(base, job, chat=True)
-        speech = MessageSpeech(answer, omits, name_of(request))
+        answer = self._answering.new_answer(base, job, chat=True)
+        speech = MessageSpeech(answer, omits, x_request_id(request))
         outlet = SpeechOutlet(answer, speech, job.stream)
         with in_words(names):
             return await self._answering.respond(request, job, outlet)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await self._answering.body(request, CountRequest)
+        body = await self._answering.read_body(request, CountRequest)
         chat = messages_body.conversation(body, self._terms.reading.harmony)
         with in_words(messages_body.NAMES):
             call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
-            prompt = await self._answering.encoded(request, call)
+            prompt = await self._answering.encode_prompt(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
 
 
@@ -156,7 +156,7 @@ def error_in_dialect(request: web.Request, error: ApiError) -> web.Response:
     """`error` in the form that clients of the request's path read."""
     response = error_response(error)
     if MESSAGES.fullmatch(request.path):
-        told = messages_events.error_object(error, name_of(request))
+        told = messages_events.error_object(error, x_request_id(request))
         response.body = msgspec.json.encode(told)
         response.set_status(messages_events.status_of(error))
     return response

@@ -18,7 +18,7 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import PROMPTING, ChatRequest, TokenizeRequest, decode
-from pipeinfer.gateway.tokenizing import OF_CHATS, prompt_call, tokenize_call
+from pipeinfer.gateway.serving import CHAT_FIELDS, prompt_call, tokenize_call
 from pipeinfer.params import SamplingParams
 
 CALLING = Terms(SamplingParams(), reading=Reading(tools="hermes", takes_tools=True))
@@ -70,14 +70,14 @@ def prompt(call: Call) -> tuple[object, ...]:
 
 
 def test_every_field_of_which_a_chats_prompt_depends_is_one_of_tokenize() -> None:
-    assert PROMPTING & set(ChatRequest.__struct_fields__) - OF_IDS <= OF_CHATS
+    assert PROMPTING & set(ChatRequest.__struct_fields__) - OF_IDS <= CHAT_FIELDS
     for name in OF_IDS - {"prompt"}:
         with pytest.raises(ApiError, match=f"^{name} is not supported"):
             tokenized({name: 1})
 
 
 def test_bodies_here_have_every_field_that_is_shared() -> None:
-    assert {name for body in BODIES for name in body} == OF_CHATS - {"model"}
+    assert {name for body in BODIES for name in body} == CHAT_FIELDS - {"model"}
 
 
 @pytest.mark.parametrize("body", BODIES)

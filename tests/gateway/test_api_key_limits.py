@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.limits import Account, Bucket, Limits
+from pipeinfer.gateway.api_keys import KeyLimits, KeyUsage, TokenBucket
 
 steps = st.lists(
     st.tuples(st.integers(0, 40_000), st.integers(1, 12)), max_size=60
@@ -27,14 +27,14 @@ class ExactBucket:
 
 @given(st.integers(1, 100), steps)
 def test_a_bucket_is_what_its_definition_says(a_minute: int, taken: list[tuple[int, int]]) -> None:
-    now, bucket, exact = 1000.0, Bucket(a_minute, 1000.0), ExactBucket(a_minute)
+    now, bucket, exact = 1000.0, TokenBucket(a_minute, 1000.0), ExactBucket(a_minute)
     for ms, amount in taken:
         now += ms / 1000
         exact.pass_time(ms)
         assert abs(bucket.level(now) - exact.level) < 1e-6
         bucket.take(amount, now)
         exact.level -= amount
-    wait = bucket.wait(1, now)
+    wait = bucket.seconds_until(1, now)
     assert bucket.level(now + wait) >= 1 - 1e-5, "after that wait there is one"
     assert wait == 0 or bucket.level(now + wait * 0.9) < 1
 
@@ -44,33 +44,33 @@ def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_ma
     a_minute: int, concurrent: int, asked: list[tuple[int, int]]
 ) -> None:
     """Each request asks for some prompts and ends when the next comes."""
-    now, account = 0.0, Account(Limits(concurrent, a_minute, 0), 0.0)
+    now, account = 0.0, KeyUsage(KeyLimits(concurrent, a_minute, 0), 0.0)
     let_in: list[tuple[float, int]] = []
     for ms, prompts in asked:
         now += ms / 1000
-        before = account.left(now)[0]
-        excess = account.enter(now)
+        before = account.remaining(now)[0]
+        excess = account.admit(now)
         if excess is not None:
             prompts = 1  # no more is known of it yet
         elif prompts > 1:
-            excess = account.enter_more(prompts, prompts, now)
+            excess = account.admit_choices(prompts, prompts, now)
             if excess is not None:
-                account.leave()
+                account.release()
         if excess is None:
             let_in.append((now, prompts))
             assert account.running == prompts
             assert not concurrent or prompts <= concurrent
-            account.leave(prompts)
+            account.release(prompts)
         else:
-            assert account.left(now)[0] == before, "what was refused cost nothing"
+            assert account.remaining(now)[0] == before, "what was refused cost nothing"
             if excess.wait:
                 later = now + excess.wait + 1e-6
-                again = Account(Limits(0, a_minute, 0), 0.0)
+                again = KeyUsage(KeyLimits(0, a_minute, 0), 0.0)
                 for at, count in let_in:
-                    again.enter(at)
-                    again.enter_more(count, count, at)
-                assert again.enter(later) is None
-                assert prompts == 1 or again.enter_more(prompts, prompts, later) is None
+                    again.admit(at)
+                    again.admit_choices(count, count, at)
+                assert again.admit(later) is None
+                assert prompts == 1 or again.admit_choices(prompts, prompts, later) is None
             else:
                 assert prompts > a_minute or (concurrent and prompts > concurrent)
         assert account.running == 0
@@ -82,92 +82,92 @@ def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_ma
 def test_tokens_are_taken_as_they_come_and_later_requests_wait(
     tokens: int, used: list[tuple[int, int]]
 ) -> None:
-    now, account, exact = 0.0, Account(Limits(0, 0, tokens), 0.0), ExactBucket(tokens)
+    now, account, exact = 0.0, KeyUsage(KeyLimits(0, 0, tokens), 0.0), ExactBucket(tokens)
     for ms, amount in used:
         now += ms / 1000
         exact.pass_time(ms)
-        excess = account.enter(now)
+        excess = account.admit(now)
         if exact.level > Fraction(1, 10**6):
             assert excess is None
-            account.leave()
+            account.release()
         elif exact.level < -Fraction(1, 10**6):
             assert excess is not None and excess.wait > 0
-            assert account.left(now) == (None, 0)
-        account.use(50 * amount, now)  # of requests that run: also below zero
+            assert account.remaining(now) == (None, 0)
+        account.use_tokens(50 * amount, now)  # of requests that run: also below zero
         exact.level -= 50 * amount
-    excess = account.enter(now)
+    excess = account.admit(now)
     if excess is not None:
-        assert account.enter(now + excess.wait) is None
+        assert account.admit(now + excess.wait) is None
 
 
 def test_concurrent_requests_make_room_when_they_end() -> None:
-    account = Account(Limits(concurrent=2), 0.0)
-    assert account.enter(0.0) is None and account.enter(0.0) is None
-    excess = account.enter(0.0)
+    account = KeyUsage(KeyLimits(concurrent=2), 0.0)
+    assert account.admit(0.0) is None and account.admit(0.0) is None
+    excess = account.admit(0.0)
     assert excess is not None and excess.wait == 1.0
-    account.leave()
-    assert account.enter(0.0) is None
-    excess = account.enter_more(2, 2, 0.0)
+    account.release()
+    assert account.admit(0.0) is None
+    excess = account.admit_choices(2, 2, 0.0)
     assert excess is not None and excess.wait == 1.0, "it could run later"
-    excess = account.enter_more(3, 3, 0.0)
+    excess = account.admit_choices(3, 3, 0.0)
     assert excess is not None and excess.wait == 0, "three prompts never can"
     assert account.running == 2
 
 
 @given(st.integers(1, 50), st.integers(0, 60), st.integers(1, 50))
 def test_other_limits_keep_what_was_used(before: int, used: int, after: int) -> None:
-    account = Account(Limits(tokens=before), 0.0)
-    account.use(used, 0.0)
-    account.limit(Limits(tokens=after, requests=5), 0.0)
-    assert account.left(0.0) == (5, max(0, after - used))
-    account.limit(Limits(), 0.0)
-    assert account.left(0.0) == (None, None) and account.enter(0.0) is None
+    account = KeyUsage(KeyLimits(tokens=before), 0.0)
+    account.use_tokens(used, 0.0)
+    account.set_limits(KeyLimits(tokens=after, requests=5), 0.0)
+    assert account.remaining(0.0) == (5, max(0, after - used))
+    account.set_limits(KeyLimits(), 0.0)
+    assert account.remaining(0.0) == (None, None) and account.admit(0.0) is None
 
 
 def test_further_prompts_wait_until_there_is_room_for_the_whole_request() -> None:
     """Ten a minute: one in six seconds. With eight used, three find two; then one is missing."""
-    account = Account(Limits(requests=10), 0.0)
+    account = KeyUsage(KeyLimits(requests=10), 0.0)
     for _ in range(8):
-        assert account.enter(0.0) is None
-    assert account.enter(0.0) is None
-    excess = account.enter_more(3, 3, 0.0)
+        assert account.admit(0.0) is None
+    assert account.admit(0.0) is None
+    excess = account.admit_choices(3, 3, 0.0)
     assert excess is not None and excess.wait == pytest.approx(6.0)
-    account.leave()
-    assert account.left(0.0) == (2, None), "its first has its request back"
-    assert account.enter(6.0) is None and account.enter_more(3, 3, 6.0) is None
-    assert account.running == 8 + 3 and account.left(6.0) == (0, None)
+    account.release()
+    assert account.remaining(0.0) == (2, None), "its first has its request back"
+    assert account.admit(6.0) is None and account.admit_choices(3, 3, 6.0) is None
+    assert account.running == 8 + 3 and account.remaining(6.0) == (0, None)
 
 
 def test_more_prompts_than_a_minute_allows_never_come() -> None:
-    account = Account(Limits(requests=3), 0.0)
-    assert account.enter(0.0) is None
-    excess = account.enter_more(4, 4, 0.0)
+    account = KeyUsage(KeyLimits(requests=3), 0.0)
+    assert account.admit(0.0) is None
+    excess = account.admit_choices(4, 4, 0.0)
     assert excess is not None and excess.wait == 0 and "4 prompts" in excess.reason
-    assert account.enter(0.0) is None and account.enter_more(3, 3, 0.0) is None
+    assert account.admit(0.0) is None and account.admit_choices(3, 3, 0.0) is None
 
 
 def test_a_key_whose_tokens_are_used_up_waits_for_one() -> None:
-    account = Account(Limits(tokens=60), 0.0)
-    account.use(60, 0.0)
-    excess = account.enter(0.0)
+    account = KeyUsage(KeyLimits(tokens=60), 0.0)
+    account.use_tokens(60, 0.0)
+    excess = account.admit(0.0)
     assert excess is not None and excess.wait == pytest.approx(1.0)
-    account.use(-1, 0.0)
-    assert account.enter(0.0) is None
+    account.use_tokens(-1, 0.0)
+    assert account.admit(0.0) is None
     assert account.running == 1
 
 
 def test_choices_run_beside_each_other_and_cost_one_request_of_the_minutes() -> None:
-    account = Account(Limits(concurrent=5, requests=3), 0.0)
-    assert account.enter(0.0) is None and account.enter_more(1, 4, 0.0) is None
-    assert (account.running, account.left(0.0)) == (4, (2, None))
-    assert account.enter(0.0) is None
-    excess = account.enter_more(1, 2, 0.0)
+    account = KeyUsage(KeyLimits(concurrent=5, requests=3), 0.0)
+    assert account.admit(0.0) is None and account.admit_choices(1, 4, 0.0) is None
+    assert (account.running, account.remaining(0.0)) == (4, (2, None))
+    assert account.admit(0.0) is None
+    excess = account.admit_choices(1, 2, 0.0)
     assert excess is not None and excess.wait == 1.0 and "5 answers" in excess.reason
-    assert account.left(0.0) == (2, None), "what was refused cost nothing"
-    account.leave()
-    account.leave(4)
-    assert account.enter(0.0) is None
-    excess = account.enter_more(1, 6, 0.0)
+    assert account.remaining(0.0) == (2, None), "what was refused cost nothing"
+    account.release()
+    account.release(4)
+    assert account.admit(0.0) is None
+    excess = account.admit_choices(1, 6, 0.0)
     assert excess is not None and excess.wait == 0 and "6 choices" in excess.reason
-    account.leave()
+    account.release()
     assert account.running == 0

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from pipeinfer.gateway.health import Expected, Health
-from pipeinfer.gateway.monitor.picture import Pictures
+from pipeinfer.gateway.health import ExpectedStage, Health
+from pipeinfer.gateway.monitor import PipelineRates
 from pipeinfer.messages import Heartbeat
 
-STAGES = [Expected("gateway-0", "gateway"), Expected("engine-0-0", "engine")]
+STAGES = [ExpectedStage("gateway-0", "gateway"), ExpectedStage("engine-0-0", "engine")]
 
 
 def test_an_engines_steps_are_remembered_for_a_minute():
     health = Health(STAGES)
-    pictures = Pictures(health)
+    pictures = PipelineRates(health)
 
     def engine(now: float, steps: int, busy: float, incarnation: int = 1) -> float | None:
         stats = {"steps_total": float(steps), "busy_seconds": busy}
-        health.beat(
+        health.on_heartbeat(
             Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, incarnation, "ready", stats=stats), now
         )
-        pictures.look()
+        pictures.update()
         return shown(now)
 
     def shown(now: float) -> float | None:
-        figures = pictures.figures("ok", now, now, lambda stage: None)
+        figures = pictures.snapshot("ok", now, now, lambda stage: None)
         [row] = [row for row in figures.stages if row.name == "engine"]
         return row.latency_ms
 
@@ -39,15 +39,15 @@ def test_an_engines_steps_are_remembered_for_a_minute():
 
 def test_rates_are_those_of_five_seconds_and_the_same_at_all_places():
     health = Health(STAGES)
-    pictures = Pictures(health)
+    pictures = PipelineRates(health)
     total = 0.0
     for quarter in range(41):  # ten seconds; 100 tokens come in the first quarter of each second
         total += 100.0 if quarter and quarter % 4 == 0 else 0.0
         stats = {"sampled_tokens_total": total}
         beat = Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, 1, "ready", stats=stats)
-        health.beat(beat, quarter / 4)
-        pictures.look()
-        figures = pictures.figures("ok", 0.0, 0.0, lambda stage: None)
+        health.on_heartbeat(beat, quarter / 4)
+        pictures.update()
+        figures = pictures.snapshot("ok", 0.0, 0.0, lambda stage: None)
         [row] = [row for row in figures.stages if row.name == "engine"]
         assert row.rate == figures.tokens_per_s
         if quarter >= 20:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from pipeinfer.gateway.tallies import Tallies, Times
+from pipeinfer.gateway.counters import CounterFamily, SecondsHistogram
 
 BOUNDS = (0.001, 0.25, 1.0, 10.0, 120.0)
 
@@ -29,7 +29,7 @@ def same(ours: CollectorRegistry, theirs: CollectorRegistry) -> None:
 @given(st.lists(st.sampled_from(BOUNDS) | st.floats(0, 200), max_size=30))
 def test_times_are_a_histogram(seconds: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    times = Times("a_time_seconds", "How long.", BOUNDS)
+    times = SecondsHistogram("a_time_seconds", "How long.", BOUNDS)
     ours.register(times)
     histogram = Histogram("a_time_seconds", "How long.", buckets=BOUNDS, registry=theirs)
     for one in seconds:
@@ -41,10 +41,10 @@ def test_times_are_a_histogram(seconds: list[float]) -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9)), min_size=1, max_size=20))
 def test_tallies_are_counters(counted: list[tuple[str, int]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tallies = Tallies("things", "How many.", ("kind",))
+    tallies = CounterFamily("things", "How many.", ("kind",))
     ours.register(tallies)
     counter = Counter("things", "How many.", ["kind"], registry=theirs)
     for kind, amount in counted:
-        tallies.of(kind).inc(amount)
+        tallies.labels(kind).inc(amount)
         counter.labels(kind).inc(amount)
     same(ours, theirs)

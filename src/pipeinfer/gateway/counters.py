@@ -1,7 +1,7 @@
-"""Metrics as plain numbers that a scrape reads, since some are counted for every token.
+"""Counters and histograms of one event loop, cheap enough for every token.
 
-Prometheus' own counters take a lock and check themselves at every count. These belong to one event
-loop. Knows the library's families and nothing of what is counted.
+Prometheus' own counters take a lock and check their labels at every count. Knows the library's
+families, and not what is counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from pipeinfer.histogram import Histogram
 
 
-class Tally:
-    """A count that only grows."""
+class MetricCounter:
+    """A count that only grows. created: Unix seconds."""
 
     __slots__ = ("count", "created")
 
@@ -26,34 +26,34 @@ class Tally:
         self.created = time.time()
 
     def inc(self, amount: int = 1) -> None:
-        """Counts so many more."""
+        """Adds to the count."""
         self.count += amount
 
 
-class Tallies(Collector):
+class CounterFamily(Collector):
     """A family of counters, one for each tuple of values of its `labels`."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
         self._about = name, text, tuple(labels)
-        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._counters: dict[tuple[str, ...], MetricCounter] = {}
 
-    def of(self, *values: str) -> Tally:
-        """The counter with these values; there from now on."""
-        tally = self._tallies.get(values)
+    def labels(self, *values: str) -> MetricCounter:
+        """The counter with these values of its labels; made on first use."""
+        tally = self._counters.get(values)
         if tally is None:
-            tally = self._tallies[values] = Tally()
+            tally = self._counters[values] = MetricCounter()
         return tally
 
     def collect(self) -> Iterator[Metric]:
         name, text, labels = self._about
         family = CounterMetricFamily(name, text, labels=labels)
-        for values, tally in self._tallies.items():
+        for values, tally in self._counters.items():
             family.add_metric(values, float(tally.count), tally.created)
         yield family
 
 
-class Times(Collector):
-    """A histogram of seconds. `bounds`: upper ends of its buckets, but for the last, infinite."""
+class SecondsHistogram(Collector):
+    """A histogram of seconds. bounds: upper ends of all buckets but the last, infinite one."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._about = name, text
@@ -75,11 +75,11 @@ def add_histogram(
     at_most: Iterable[tuple[float, float]],
     total: float,
 ) -> None:
-    """Adds what Histogram.at_most gives, under the values of the family's labels."""
+    """Adds a histogram, as of Histogram.at_most, to a family, under these values of its labels."""
     buckets = [(_bound(bound), float(count)) for bound, count in at_most]
     family.add_metric(labels, buckets, total)
 
 
 def _bound(bound: float) -> str:
-    """As Prometheus writes it."""
+    """The bound as Prometheus writes it."""
     return "+Inf" if bound == inf else str(float(bound))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.backlog import Backlog, size_of
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.ledger import Backlog, call_tokens
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
@@ -37,9 +37,9 @@ def text_bytes(value: Any) -> int:
 
 
 def test_ids_count_each_and_english_text_a_quarter_of_its_letters() -> None:
-    assert size_of(call(prompt_ids=pack(range(1000)))) == 1000
-    assert 1000 <= size_of(call(text="lorem ip" * 500)) <= 1100
-    assert size_of(call(text="é" * 4000)) >= 4000, "a letter may be a token then"
+    assert call_tokens(call(prompt_ids=pack(range(1000)))) == 1000
+    assert 1000 <= call_tokens(call(text="lorem ip" * 500)) <= 1100
+    assert call_tokens(call(text="é" * 4000)) >= 4000, "a letter may be a token then"
 
 
 @given(st.lists(OBJECT, max_size=4), OBJECT)
@@ -47,16 +47,16 @@ def test_ids_count_each_and_english_text_a_quarter_of_its_letters() -> None:
 def test_the_size_of_a_chat_is_at_least_a_quarter_of_what_its_texts_occupy(
     chat: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> None:
-    size = size_of(call(chat=chat, template_arguments=arguments))
+    size = call_tokens(call(chat=chat, template_arguments=arguments))
     assert 4 * size >= text_bytes(chat) + text_bytes(arguments)
 
 
 def test_values_without_text_count_as_well() -> None:
-    assert size_of(call(chat=[], template_arguments={"a": [0] * 100_000})) > 1_000_000
+    assert call_tokens(call(chat=[], template_arguments={"a": [0] * 100_000})) > 1_000_000
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
-    assert size_of(call(chat=[{"role": "user", "content": nested}])) > 1_000_000
+    assert call_tokens(call(chat=[{"role": "user", "content": nested}])) > 1_000_000
 
 
 @given(
@@ -71,7 +71,7 @@ def test_what_waits_never_exceeds_its_bounds(
     waiting: list[int] = []
     for comes, tokens in steps:
         if comes:
-            reason = backlog.no_room(1, tokens)
+            reason = backlog.refusal_reason(1, tokens)
             fits = sum(waiting) + tokens <= most_tokens or not most_tokens or not waiting
             room = sum(waiting) < most_tokens or not most_tokens or not waiting
             assert (not reason) == (len(waiting) < most_requests and fits and room)
@@ -90,18 +90,18 @@ def test_each_prompt_of_a_request_needs_room(waiting: int, more: int, room: bool
     backlog = Backlog(4, 0)
     for _ in range(waiting):
         backlog.add(1)
-    assert (not backlog.no_room(more, 0)) == room
+    assert (not backlog.refusal_reason(more, 0)) == room
 
 
 def test_a_request_counts_with_what_its_log_probs_will_occupy() -> None:
     ids = pack(range(100))
 
     def counted(**asked: Any) -> int:
-        return size_of(Call("r", SamplingParams(max_tokens=50, **asked), prompt_ids=ids))
+        return call_tokens(Call("r", SamplingParams(max_tokens=50, **asked), prompt_ids=ids))
 
     assert counted() == 100
     assert counted(prompt_logprobs=0) == 100 + 100 * 2
     assert counted(prompt_logprobs=20) == 100 + 100 * 42
     assert counted(logprobs=5) == 100 + 50 * 12
     endless = SamplingParams(max_tokens=2**31 - 1, logprobs=0)
-    assert size_of(Call("r", endless, prompt_ids=ids)) == 100 + 4096 * 2
+    assert call_tokens(Call("r", endless, prompt_ids=ids)) == 100 + 4096 * 2

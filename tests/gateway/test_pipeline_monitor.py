@@ -14,14 +14,14 @@ from pipeinfer.control import (
     StepMade,
     Watch,
 )
-from pipeinfer.gateway import sight as sights
-from pipeinfer.gateway.sight import MOST_REQUESTS, Sight
+from pipeinfer.gateway import monitor as sights
+from pipeinfer.gateway.monitor import MOST_REQUESTS, PipelineMonitor
 from pipeinfer.messages import Message
 
 NOW = 1_000.0
 
 
-def seeing(sight: Sight, *passages: Passage, steps: tuple[StepMade, ...] = ()) -> None:
+def seeing(sight: PipelineMonitor, *passages: Passage, steps: tuple[StepMade, ...] = ()) -> None:
     stage = passages[0].stage if passages else "scheduler-1"
     sight.see(Observed(stage, 1, passages, steps))
 
@@ -32,22 +32,22 @@ def step(at: float) -> StepMade:
 
 async def test_nothing_is_asked_or_kept_unless_somebody_looks() -> None:
     asked: list[tuple[str, Message]] = []
-    sight = Sight(("gateway-0", "engine-0-0"), lambda: NOW)
+    sight = PipelineMonitor(("gateway-0", "engine-0-0"), lambda: NOW)
     sight.open(lambda stage, message: asked.append((stage, message)))
     seeing(sight, Passage("gateway-0", "a", NOW))
     await asyncio.sleep(0)
-    assert asked == [] and sight.passages("a") == []
-    with sight.looking(), sight.looking():
+    assert asked == [] and sight.spans("a") == []
+    with sight.watching(), sight.watching():
         await asyncio.sleep(0)
         assert [stage for stage, _ in asked] == ["gateway-0", "engine-0-0"]
         seeing(sight, Passage("gateway-0", "a", NOW))
-        assert len(sight.passages("a")) == 1
-    assert sight.passages("a") == []
+        assert len(sight.spans("a")) == 1
+    assert sight.spans("a") == []
 
 
 async def test_each_looker_gets_what_is_new_to_it() -> None:
-    sight = Sight((), lambda: NOW)
-    with sight.looking():
+    sight = PipelineMonitor((), lambda: NOW)
+    with sight.watching():
         seeing(sight, steps=(step(NOW - 100), step(NOW - 2), step(NOW - 1)))
         assert [one.at for one in sight.steps_since(0)] == [NOW - 2, NOW - 1]
         assert sight.steps_since(0)[0].group == 1
@@ -72,10 +72,10 @@ async def test_each_looker_gets_what_is_new_to_it() -> None:
 
 async def test_the_minute_before_somebody_looked_is_asked_for_and_kept_once() -> None:
     asked: list[Message] = []
-    sight = Sight(("scheduler-1",), lambda: NOW)
+    sight = PipelineMonitor(("scheduler-1",), lambda: NOW)
     sight.open(lambda _, message: asked.append(message))
     past = tuple(StepMade(NOW - 60 + half / 2, 0.01, 9, 0, 0.0, 4) for half in range(1, 120))
-    with sight.looking():
+    with sight.watching():
         await asyncio.sleep(0)
         assert [one.past for one in asked if isinstance(one, Watch)] == [True]
         sight.see(Observed("scheduler-1", 1, (), (step(NOW),), past))
@@ -87,17 +87,17 @@ async def test_the_minute_before_somebody_looked_is_asked_for_and_kept_once() ->
 
 
 async def test_the_oldest_requests_go() -> None:
-    sight = Sight((), lambda: NOW)
-    with sight.looking():
+    sight = PipelineMonitor((), lambda: NOW)
+    with sight.watching():
         for number in range(MOST_REQUESTS + 5):
             seeing(sight, Passage("gateway-0", str(number), NOW))
-        assert sight.passages("4") == [] and len(sight.passages("5")) == 1
+        assert sight.spans("4") == [] and len(sight.spans("5")) == 1
         assert len(sight.requests_since(0)) == MOST_REQUESTS
 
 
 async def test_latencies_are_medians_of_ended_passages() -> None:
-    sight = Sight((), lambda: NOW)
-    with sight.looking():
+    sight = PipelineMonitor((), lambda: NOW)
+    with sight.watching():
         for number, seconds in enumerate((1.0, 2.0, 9.0)):
             name, began = str(number), NOW - 10
             admitted = (Moment(began + seconds / 2, "admitted"),)
@@ -110,8 +110,8 @@ async def test_latencies_are_medians_of_ended_passages() -> None:
 
 
 async def test_prefixes_come_from_those_that_answer(monkeypatch) -> None:
-    monkeypatch.setattr(sights, "PATIENCE", 0.05)
-    sight = Sight(())
+    monkeypatch.setattr(sights, "ANSWER_TIMEOUT", 0.05)
+    sight = PipelineMonitor(())
     found = (Prefix(5, 1, 0, b""),)
 
     def ask(stage: str, message: Message) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.client_names import ClientNames, host_of
+from pipeinfer.gateway.auth import ClientHashes, host_bytes
 
 
 async def names(gateway: Gateway, *keys: str) -> list[str]:
@@ -55,9 +55,9 @@ async def test_with_keys_a_client_is_a_key_on_whatever_connection_and_gateway(
     ],
 )
 def test_a_host_is_an_address_or_what_a_user_has_of_ipv6(one: str, other: str, same: bool) -> None:
-    assert (host_of(one) == host_of(other)) == same
+    assert (host_bytes(one) == host_bytes(other)) == same
 
 
 def test_an_address_is_not_found_by_trying_hashes() -> None:
-    assert ClientNames().of_key("a") == ClientNames().of_key("a")
-    assert ClientNames().of_peer("10.0.0.1", None) != ClientNames().of_peer("10.0.0.1", None)
+    assert ClientHashes().of_key("a") == ClientHashes().of_key("a")
+    assert ClientHashes().of_peer("10.0.0.1", None) != ClientHashes().of_peer("10.0.0.1", None)

@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 
 from pipeinfer.gateway import bodies
+from pipeinfer.gateway.bodies import DECODED_AT_ONCE, BodyDecoder
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.intake import SMALL, Intake
 from pipeinfer.gateway.schema import CompletionRequest
 
-LARGEST = 8 * SMALL
-MOST = 9 * SMALL  # beyond what counts of none, which is half of SMALL
+LARGEST = 8 * DECODED_AT_ONCE
+MOST = 9 * DECODED_AT_ONCE  # beyond what counts of none, which is half of SMALL
 
 Answers = Callable[[bytes, int], Awaitable[tuple[int, asyncio.StreamWriter]]]
 
@@ -31,12 +31,12 @@ def body(size: int) -> bytes:
 @pytest.fixture
 async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
-    monkeypatch.setattr(bodies, "TOGETHER", MOST)
-    intake = Intake(bodies.Bodies(LARGEST), lambda names: None)
+    monkeypatch.setattr(bodies, "MOST_BUFFERED", MOST)
+    intake = BodyDecoder(bodies.BodyReader(LARGEST), lambda names: None)
 
     async def handler(request: web.Request) -> web.Response:
         try:
-            taken = await intake.take(request, CompletionRequest)
+            taken = await intake.read(request, CompletionRequest)
         except ApiError as error:
             return web.Response(status=error.status, body=error.body())
         return web.Response(text=json.dumps(len(taken.prompt)))
@@ -71,19 +71,19 @@ async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
 async def test_large_bodies_that_hang_are_bounded_together_and_small_ones_pass(
     send: Answers,
 ) -> None:
-    large, small = body(6 * SMALL), body(bodies.SMALL)
-    status, hanging = await send(large, 5 * SMALL)
+    large, small = body(6 * DECODED_AT_ONCE), body(bodies.SMALL_BODY)
+    status, hanging = await send(large, 5 * DECODED_AT_ONCE)
     assert status == 0
     assert (await send(large, len(large)))[0] == 503, "4.5 and 5.5 are more than 9"
-    assert (await send(body(4 * SMALL), 4 * SMALL))[0] == 200
-    status, _ = await send(body(5 * SMALL), 5 * SMALL - 1)
+    assert (await send(body(4 * DECODED_AT_ONCE), 4 * DECODED_AT_ONCE))[0] == 200
+    status, _ = await send(body(5 * DECODED_AT_ONCE), 5 * DECODED_AT_ONCE - 1)
     assert status == 0
-    assert (await send(body(2 * SMALL), 2 * SMALL))[0] == 503
+    assert (await send(body(2 * DECODED_AT_ONCE), 2 * DECODED_AT_ONCE))[0] == 503
     assert (await send(small, len(small)))[0] == 200
-    hanging.write(large[5 * SMALL :])
+    hanging.write(large[5 * DECODED_AT_ONCE :])
     hanging.close()
     async with asyncio.timeout(10):
-        while (await send(body(2 * SMALL), 2 * SMALL))[0] != 200:
+        while (await send(body(2 * DECODED_AT_ONCE), 2 * DECODED_AT_ONCE))[0] != 200:
             await asyncio.sleep(0.01)
 
 
@@ -95,7 +95,9 @@ async def test_bodies_that_were_taken_or_refused_are_not_counted_any_more(send: 
 
 
 async def test_many_large_bodies_at_once_are_all_answered(send: Answers) -> None:
-    answers = await asyncio.gather(*(send(body(3 * SMALL), 3 * SMALL) for _ in range(20)))
+    answers = await asyncio.gather(
+        *(send(body(3 * DECODED_AT_ONCE), 3 * DECODED_AT_ONCE) for _ in range(20))
+    )
     statuses = [status for status, _ in answers]
     assert set(statuses) <= {200, 503} and statuses.count(200) >= 3
 
@@ -104,20 +106,20 @@ class Whole:
     """Bodies that are there; a request is its body."""
 
     @asynccontextmanager
-    async def reading(self, request: bytearray) -> AsyncIterator[bytearray]:
+    async def read(self, request: bytearray) -> AsyncIterator[bytearray]:
         yield request
 
 
 async def test_a_large_body_does_not_wait_for_larger_ones_that_came_before() -> None:
-    intake = Intake(cast(bodies.Bodies, Whole()), lambda names: None)
+    intake = BodyDecoder(cast(bodies.BodyReader, Whole()), lambda names: None)
     order: list[str] = []
 
     async def take(name: str, size: int) -> None:
         request = cast(web.Request, bytearray(body(size)))
-        taken = await intake.take(request, CompletionRequest)
+        taken = await intake.read(request, CompletionRequest)
         assert len(taken.prompt) > size - 100
         order.append(name)
 
-    huge = [take(f"huge{n}", 20 * SMALL) for n in range(3)]
-    await asyncio.gather(*huge, take("large", 2 * SMALL))
+    huge = [take(f"huge{n}", 20 * DECODED_AT_ONCE) for n in range(3)]
+    await asyncio.gather(*huge, take("large", 2 * DECODED_AT_ONCE))
     assert order == ["large", "huge0", "huge1", "huge2"]

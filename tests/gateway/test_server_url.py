@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.gateway.address import url
+from pipeinfer.gateway.http_server import server_url
 from pipeinfer.settings import Settings
 
 
@@ -23,4 +23,4 @@ from pipeinfer.settings import Settings
     ],
 )
 def test_a_public_address_stands_in_place_of_the_one_that_is_listened_on(settings, said):
-    assert url(Settings(**settings), 8001) == said
+    assert server_url(Settings(**settings), 8001) == said

@@ -10,20 +10,20 @@ import pytest
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import SLICE, Port
+from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
-PROMPTS = 10 * SLICE
+PROMPTS = 10 * CALLS_AT_ONCE
 
 
 class Fed:
     """A port's core: remembers what it was fed, and refuses what it is told to."""
 
     def __init__(self) -> None:
-        self.port = Port(Metrics(Health([])))
+        self.port = RequestSessions(Metrics(Health([])))
         self.port.bind(self.take)
         self.calls: list[str] = []
         self.hung_up: list[str] = []
@@ -63,7 +63,7 @@ async def begun(fed: Fed, sink: Errors, iterations: int) -> asyncio.Task[None]:
     """A handler that opens all calls and waits for ever, after so many iterations of the loop."""
 
     async def handler() -> None:
-        async with fed.port.opened(fed.requests(), sink):
+        async with fed.port.open(fed.requests(), sink):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(handler())
@@ -84,7 +84,7 @@ async def test_a_turn_of_the_loop_takes_a_slice_of_the_calls() -> None:
     for _ in range(20):
         before = len(fed.calls)
         await asyncio.sleep(0)
-        assert len(fed.calls) - before <= SLICE
+        assert len(fed.calls) - before <= CALLS_AT_ONCE
     assert fed.calls == [str(i) for i in range(PROMPTS)]
     await cancelled(task)
     assert fed.hung_up == fed.calls
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_amid_its_calls_leaves_none_behind() -> None:
 
 
 def refused_at_once(fed: Fed) -> None:
-    fed.refuse = str(5 * SLICE + 3)
+    fed.refuse = str(5 * CALLS_AT_ONCE + 3)
 
 
 def refused_later(fed: Fed) -> None:
@@ -163,10 +163,10 @@ async def test_requests_that_no_group_had_are_none_of_vllms() -> None:
     fed = Fed()
     vllm = VllmMetrics(Health([]), "m", 100, True)
     metrics = Metrics(Health([]), vllm=vllm)
-    fed.port = Port(metrics)
+    fed.port = RequestSessions(metrics)
     fed.port.bind(fed.take)
     calls = [Call(name, SamplingParams(), text="x") for name in ("refused", "encoded")]
-    async with fed.port.opened(calls, Errors()):
+    async with fed.port.open(calls, Errors()):
         fed.port.deliver(Failed("refused", 429, "no", code="queue_full"))
         fed.port.deliver(Started("encoded", -1, 7))
         fed.port.deliver(Delta("encoded", "", b"", 0, 0, "stop"))
@@ -179,9 +179,9 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
     # When it begins, when each row with tokens comes, and when it ends.
     fed, now = Fed(), iter([1.0, 1.5, 1.75, 2.75, 3.0])
     metrics = Metrics(Health([]), vllm=VllmMetrics(Health([]), "m", 100, True))
-    fed.port = Port(metrics, lambda: next(now))
+    fed.port = RequestSessions(metrics, lambda: next(now))
     fed.port.bind(fed.take)
-    async with fed.port.opened([Call("r", SamplingParams(), text="x")], Errors()):
+    async with fed.port.open([Call("r", SamplingParams(), text="x")], Errors()):
         fed.port.deliver(Started("r", 3, 7))
         fed.port.deliver(Delta("r", "", b"", 0, 0))
         for ids in (1, 2, 3):
@@ -222,9 +222,9 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
 async def test_failures_count_by_whose_they_are(status: int, code: str, outcome: str) -> None:
     fed, sink = Fed(), Errors()
     metrics = Metrics(Health([]))
-    fed.port = Port(metrics)
+    fed.port = RequestSessions(metrics)
     fed.port.bind(fed.take)
-    async with fed.port.opened([Call("r", SamplingParams(), text="x")], sink):
+    async with fed.port.open([Call("r", SamplingParams(), text="x")], sink):
         fed.port.deliver(Failed("r", status, "no", code=code))
     assert sink.failures == [(0, status)] and fed.hung_up == []
     line = f'pipeinfer_requests_total{{outcome="{outcome}"}} 1.0'
@@ -233,6 +233,6 @@ async def test_failures_count_by_whose_they_are(status: int, code: str, outcome:
 
 async def test_a_server_that_stops_tells_every_request() -> None:
     fed, sink = Fed(), Errors()
-    async with fed.port.opened([Call(n, SamplingParams(), text="x") for n in "ab"], sink):
+    async with fed.port.open([Call(n, SamplingParams(), text="x") for n in "ab"], sink):
         fed.port.fail_all(503, "the server is shutting down")
     assert sink.failures == [(0, 503), (1, 503)]

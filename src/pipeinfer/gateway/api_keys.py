@@ -1,0 +1,336 @@
+"""API keys, and what each may use: requests at a time, and requests and tokens a minute.
+
+Keys are named, hashed, read from a file, and compared in constant time. The text of a key is never
+kept, only its SHA-256: keys of `pipeinfer api-key` are random and need neither salt nor stretching.
+Sans-IO apart from reading the file: the time is passed in. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pipeinfer.settings import ConfigurationError
+
+DEFAULT_NAME = "default"  # the name of a key that was given without one
+KEY_PREFIX = "pik-"  # by which people and scanners for leaked secrets know a key of pipeinfer
+KEY_BYTES = 32  # bytes of a fresh key
+MOST_KEYS = 1_000  # each request is compared with all of them, and each is a label of the metrics
+MOST_FILE_BYTES = 2**20  # of a file of keys
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+LIMIT_VALUE = re.compile(r"[0-9]{1,12}")
+LIMIT_NAMES = ("concurrent", "requests", "tokens")
+ADMIN = "admin"  # marks the key of somebody who may see what others ask
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One API key.
+
+    name: shown in logs and as a label of metrics.
+    digest: SHA-256 of the key's text, 32 bytes; kept out of the repr.
+    limits: what its clients may use.
+    admin: whether it is an operator's, who may see other clients' requests.
+    """
+
+    name: str
+    digest: bytes = field(repr=False)
+    limits: KeyLimits
+    admin: bool = False
+
+
+class ApiKeys:
+    """All keys of a server. Without any key every client is let in."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self._keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._keys)
+
+    def find(self, given: bytes) -> ApiKey | None:
+        """The key whose text is `given`. The time that it takes does not depend on `given`
+        beyond its length, nor on which key it is."""
+        digest = hashlib.sha256(given).digest()
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key
+        return found
+
+
+def single_key(text: str, limits: KeyLimits) -> ApiKeys:
+    """The one key whose text is `text`."""
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).digest()
+    return ApiKeys([ApiKey(DEFAULT_NAME, digest, limits)])
+
+
+def read_key_file(path: str, limits: KeyLimits) -> ApiKeys:
+    """The keys of a file; an empty one has none. `limits`: of keys that name none themselves.
+
+    Raises ConfigurationError, which names file and line and quotes nothing of it.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_FILE_BYTES + 1)
+        text = content.decode()
+    except OSError as error:
+        raise ConfigurationError(f"--api-key-file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"--api-key-file {path}: it is not UTF-8 text") from None
+    if len(content) > MOST_FILE_BYTES:
+        raise ConfigurationError(f"--api-key-file {path}: it has more than {MOST_FILE_BYTES} bytes")
+    try:
+        return parse_keys(text, limits)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--api-key-file {path}: {error}") from None
+
+
+def parse_keys(text: str, limits: KeyLimits) -> ApiKeys:
+    """Keys from lines `NAME sha256:HEX [admin] [concurrent=N] [requests=N] [tokens=N]`, `#` begins
+    a comment; or from one bare word, which is a key's text. ConfigurationError with the line."""
+    if not text.strip():
+        return ApiKeys()
+    words = text.split()
+    if len(words) == 1 and not words[0].startswith("#"):
+        return single_key(words[0], limits)
+    found: dict[str, ApiKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        try:
+            key = _parse_line(fields, limits)
+            if key.name in found:
+                raise ConfigurationError(f"the name {key.name} stands above already")
+            if any(hmac.compare_digest(key.digest, other.digest) for other in found.values()):
+                raise ConfigurationError(f"{key.name} has the key of a line above")
+            if len(found) == MOST_KEYS:
+                raise ConfigurationError(f"more than {MOST_KEYS} keys")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"line {number}: {error}") from None
+        found[key.name] = key
+    if not found:
+        raise ConfigurationError("there is no key in it, only comments")
+    return ApiKeys(found.values())
+
+
+def _parse_line(fields: list[str], limits: KeyLimits) -> ApiKey:
+    """A line's key. What is wrong is not quoted: it may be a key's text in the wrong place."""
+    name, *rest = fields
+    if KEY_NAME.fullmatch(name) is None or (not rest):
+        raise ConfigurationError("it must be NAME sha256:HEX, see `pipeinfer api-key`")
+    if DIGEST.fullmatch(rest[0]) is None:
+        raise ConfigurationError(
+            "after the name must come sha256: and 64 hexadecimal digits in lower case"
+        )
+    digest = bytes.fromhex(rest[0].removeprefix("sha256:"))
+    given = _parse_limits(rest[1:])
+    admin = given.pop(ADMIN, 0) > 0
+    return ApiKey(name, digest, replace(limits, **given), admin)
+
+
+def _parse_limits(fields: list[str]) -> dict[str, int]:
+    """{limit: number}, and 1 for ADMIN."""
+    given: dict[str, int] = {}
+    for number, word in enumerate(fields, 3):
+        what, _, count = (word if word != ADMIN else f"{ADMIN}=1").partition("=")
+        if (what not in LIMIT_NAMES and word != ADMIN) or LIMIT_VALUE.fullmatch(count) is None:
+            allowed = ", ".join(f"{name}=N" for name in LIMIT_NAMES)
+            raise ConfigurationError(f"word {number} is none of {allowed}, {ADMIN}")
+        if what in given:
+            raise ConfigurationError(f"{what} stands there twice")
+        given[what] = int(count)
+    return given
+
+
+def new_key(name: str) -> tuple[str, str]:
+    """(the text of a fresh key, the line for a file of keys). ConfigurationError for the name."""
+    if KEY_NAME.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"{name!r} is no name for a key: at most 64 letters, digits and . _ -"
+        )
+    text = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    return text, f"{name} sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+MINUTE = 60.0  # seconds
+ROUNDING = 1e-6  # what a sum of floats may lack of a whole request
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """Bounds of one key; 0: no bound.
+
+    concurrent: answers that are made at a time.
+    requests: prompts a minute.
+    tokens: tokens of prompts and outputs a minute.
+    """
+
+    concurrent: int = 0
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class LimitExceeded:
+    """Why a request is not taken.
+
+    reason: for the client.
+    wait: seconds until the request would be taken; 0 if it never would be, or if that depends on
+        when other requests end.
+    """
+
+    reason: str
+    wait: float = 0.0
+
+
+class TokenBucket:
+    """An allowance that refills evenly, up to one minute's worth.
+
+    More may be taken than there is: the level is then below zero until it has refilled.
+
+    per_minute: how much is added in a minute, and the most there can be.
+    """
+
+    def __init__(self, a_minute: int, now: float) -> None:
+        self.per_minute = a_minute
+        self._level = float(a_minute)
+        self._updated_at = now
+
+    def level(self, now: float) -> float:
+        """What is there at `now` (seconds); a clock that goes back adds nothing."""
+        passed = now - self._updated_at  # hot path: once for every token of a key with such a limit
+        if passed <= 0:
+            return self._level
+        level = self._level + passed * self.per_minute / MINUTE
+        return level if level < self.per_minute else float(self.per_minute)
+
+    def take(self, amount: float, now: float) -> None:
+        """Takes `amount`, also if it is not there; a negative one gives back."""
+        level = self.level(now) - amount
+        self._level = level if amount > 0 else min(float(self.per_minute), level)
+        if now > self._updated_at:
+            self._updated_at = now
+
+    def seconds_until(self, wanted: float, now: float) -> float:
+        """Seconds until the level is `wanted`, 0 if it is; `wanted` is at most `a_minute`."""
+        missing = wanted - self.level(now)
+        return missing * MINUTE / self.per_minute if missing > ROUNDING else 0.0
+
+    def resized(self, a_minute: int, now: float) -> TokenBucket:
+        """Another size; what was used stays used."""
+        bucket = TokenBucket(a_minute, now)
+        bucket.take(self.per_minute - self.level(now), now)
+        return bucket
+
+
+class KeyUsage:
+    """What one key uses now. Each request that `admit` let in must be released, with all its
+    choices.
+
+    Tokens are taken when their number is known: a request is let in while any are left, and running
+    requests may take the level below zero. Later requests wait then.
+
+    limits: the key's. running: answers that are being made.
+    """
+
+    def __init__(self, limits: KeyLimits, now: float) -> None:
+        self.limits = limits
+        self.running = 0
+        self._requests = TokenBucket(limits.requests, now) if limits.requests else None
+        self._tokens = TokenBucket(limits.tokens, now) if limits.tokens else None
+
+    def admit(self, now: float) -> LimitExceeded | None:
+        """Lets one request in, or says why not; then nothing was taken."""
+        if self._tokens is not None and self._tokens.level(now) <= 0:
+            reason = f"the limit of {self.limits.tokens} tokens a minute is used up"
+            return LimitExceeded(reason, self._tokens.seconds_until(1.0, now))
+        excess = self._check_concurrency(0, 1) or self._take_requests(0, 1, now)
+        if excess is None:
+            self.running += 1
+        return excess
+
+    def admit_choices(self, prompts: int, choices: int, now: float) -> LimitExceeded | None:
+        """Takes a request that was let in as one for `prompts` of them, which have `choices`
+        in all, at least one each; or says why not.
+
+        Then it has its request a minute back, so that `wait` is true for the whole of it.
+        """
+        excess = self._check_concurrency(1, choices) or self._take_requests(1, prompts, now)
+        if excess is None:
+            self.running += choices - 1
+        elif self._requests is not None:
+            self._requests.take(-1, now)
+            if excess.wait and prompts <= self.limits.requests:
+                wait = self._requests.seconds_until(prompts, now)
+                excess = LimitExceeded(excess.reason, max(excess.wait, wait))
+        return excess
+
+    def _check_concurrency(self, inside: int, choices: int) -> LimitExceeded | None:
+        """Why so many answers, of which some are inside already, cannot be made now."""
+        most = self.limits.concurrent
+        if most and choices > most:
+            return LimitExceeded(
+                f"{choices} choices in a request, where {most} may be made at a time"
+            )
+        if most and self.running + choices - inside > most:
+            return LimitExceeded(
+                f"{self.running} answers are being made, {most} may at a time", 1.0
+            )
+        return None
+
+    def _take_requests(self, inside: int, prompts: int, now: float) -> LimitExceeded | None:
+        """Takes what so many prompts cost of the minute's requests, or says why not."""
+        a_minute = self.limits.requests
+        if self._requests is None:
+            return None
+        if prompts > a_minute:
+            return LimitExceeded(
+                f"{prompts} prompts in a request, where {a_minute} a minute may come"
+            )
+        wait = self._requests.seconds_until(prompts - inside, now)
+        if wait > 0:
+            return LimitExceeded(f"the limit of {a_minute} requests a minute is used up", wait)
+        self._requests.take(prompts - inside, now)
+        return None
+
+    def release(self, count: int = 1) -> None:
+        """`count` answers have ended."""
+        self.running -= count
+
+    def use_tokens(self, tokens: int, now: float) -> None:
+        """Takes tokens of prompt or output."""
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
+
+    def set_limits(self, limits: KeyLimits, now: float) -> None:
+        """Other limits from now on; what was used stays used."""
+        if limits == self.limits:
+            return
+        self._requests = _resized(self._requests, limits.requests, now)
+        self._tokens = _resized(self._tokens, limits.tokens, now)
+        self.limits = limits
+
+    def remaining(self, now: float) -> tuple[int | None, int | None]:
+        """(requests, tokens) that are left of the minute's, whole ones; None without a limit."""
+        return _whole(self._requests, now), _whole(self._tokens, now)
+
+
+def _resized(bucket: TokenBucket | None, a_minute: int, now: float) -> TokenBucket | None:
+    if not a_minute:
+        return None
+    return TokenBucket(a_minute, now) if bucket is None else bucket.resized(a_minute, now)
+
+
+def _whole(bucket: TokenBucket | None, now: float) -> int | None:
+    return None if bucket is None else max(0, int(bucket.level(now)))

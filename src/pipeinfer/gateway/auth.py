@@ -1,0 +1,454 @@
+"""Authentication and rate limits in front of the HTTP handlers, and the access log.
+
+Knows API keys, their limits and requests as HTTP sees them, not what a request asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from hashlib import blake2b
+from ipaddress import ip_address
+from typing import NamedTuple
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from pipeinfer import traceparent
+from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits, KeyUsage, LimitExceeded
+from pipeinfer.gateway.counters import MetricCounter
+from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError, Handler
+from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.sessions import ResponseSink
+from pipeinfer.runtime.logs import ACCESS
+from pipeinfer.topology.addresses import is_loopback
+
+ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
+PROTECTED_PATHS = (
+    "/v1",
+    "/tokenize",
+    "/tokenizer_info",
+    "/detokenize",
+    "/reset_prefix_cache",
+    "/monitor",
+)  # and all that is below
+# What proxies add. They may be on this host, and those who ask them elsewhere.
+PROXY_HEADERS = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
+SLASHES = re.compile("/+")  # routes take several for one
+RATE_LIMIT_HEADERS = "x-ratelimit-"  # as OpenAI's servers call them
+
+
+class Client:
+    """State of one API key, or of all clients where no key is needed.
+
+    name: the key's. account: what it uses. admin: whether the key is an operator's.
+    prompt, output: counters of tokens, labelled with the name.
+    """
+
+    __slots__ = ("account", "admin", "name", "output", "prompt")
+
+    def __init__(self, name: str, account: KeyUsage, metrics: Metrics) -> None:
+        self.name = name
+        self.account = account
+        self.admin = False
+        self.prompt, self.output = metrics.key_counters(name)
+
+    def use_tokens(self, counter: MetricCounter, tokens: int, clock: Callable[[], float]) -> None:
+        """Counts tokens, and takes them from the key's tokens a minute."""
+        counter.count += tokens
+        if self.account.limits.tokens:
+            self.account.use_tokens(tokens, clock())
+
+
+class Principal(NamedTuple):
+    """Who sent a request.
+
+    name: of the key, or ANONYMOUS.
+    operator: whether requests of other clients may be shown.
+    """
+
+    name: str
+    operator: bool
+
+
+class RequestUsage:
+    """What one HTTP request used of the pipeline.
+
+    request_id: of its first call. finish: finish reason of the choice that ended last.
+    prompt_tokens, output_tokens: of all its choices.
+    """
+
+    __slots__ = ("finish", "output_tokens", "prompt_tokens", "request_id")
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.prompt_tokens = self.output_tokens = 0
+        self.finish = ""
+
+
+class ClientRequest:
+    """One HTTP request while it is handled.
+
+    client: who sent it. choices: answers that are made for it, as counted against the key's limit.
+    limited: whether a limit refused it. outcome: its label in metrics. usage: see RequestUsage.
+    """
+
+    __slots__ = ("choices", "client", "limited", "outcome", "usage")
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.choices = 0
+        self.limited = False
+        self.outcome = "abort"  # its client went away
+        self.usage = RequestUsage()
+
+
+CLIENT_REQUEST = web.RequestKey("client_request", ClientRequest)
+
+
+class Admission:
+    """Checks keys and limits.
+
+    Without keys all clients share `anonymous` limits. loopback: whether the server listens on
+    loopback alone; clients of this host then count as operators if there are no keys.
+    """
+
+    def __init__(
+        self,
+        keys: ApiKeys,
+        anonymous: KeyLimits,
+        metrics: Metrics,
+        loopback: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = metrics
+        self._loopback = loopback
+        self._clock = clock
+        self._keys = ApiKeys()
+        self._clients: dict[str, Client] = {}
+        self._names = ClientHashes()
+        if keys:
+            self.replace_keys(keys)
+        else:
+            account = KeyUsage(anonymous, clock())
+            self._clients[ANONYMOUS] = Client(ANONYMOUS, account, metrics)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._keys)
+
+    def principal(self, request: web.Request) -> Principal:
+        """Who sent `request`, by the keys that are valid now: long-lived answers ask repeatedly.
+
+        Raises ApiError 401 if the request's key is missing, wrong or withdrawn.
+        """
+        client = self._authenticate(request)
+        keyless = not self._keys and self._loopback and _on_this_host(request)
+        return Principal(client.name, client.admin or keyless)
+
+    def replace_keys(self, keys: ApiKeys) -> None:
+        """Uses other keys from now on. A key whose name stays keeps its usage; requests that run
+        go on."""
+        now, before = self._clock(), self._clients
+        self._keys = keys
+        self._clients = {}
+        for key in keys:
+            client = before.get(key.name)
+            if client is None:
+                client = Client(key.name, KeyUsage(key.limits, now), self._metrics)
+            client.account.set_limits(key.limits, now)
+            client.admin = key.admin
+            self._clients[key.name] = client
+
+    def middleware(self) -> Middleware:
+        """Stands in front of every handler: checks key and limits before a body is read."""
+
+        @web.middleware
+        async def admission(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not is_protected(request.path):
+                return await handler(request)
+            client = self._authenticate(request)
+            if request.method != "POST":
+                return await handler(request)
+            client_request = request[CLIENT_REQUEST] = ClientRequest(client)
+            try:
+                self._raise_if_limited(client_request, client.account.admit(self._clock()))
+                client_request.choices = 1
+                response = await handler(request)
+                client_request.outcome = _outcome(client_request, response.status)
+                return response
+            except ApiError as error:
+                client_request.outcome = _outcome(client_request, error.status)
+                raise
+            except web.HTTPException as error:
+                client_request.outcome = _outcome(client_request, error.status)
+                raise
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                client_request.outcome = "error"
+                raise
+            finally:
+                client.account.release(client_request.choices)
+                self._metrics.count_key_request(client.name, client_request.outcome)
+
+        return admission
+
+    def count_choices(self, request: web.Request, prompts: int, choices: int) -> None:
+        """Counts a request as `prompts` requests and as `choices` running answers, before it is
+        sent on.
+
+        Raises ApiError 429 if that exceeds the client's limits.
+        """
+        client_request = request[CLIENT_REQUEST]
+        if choices > client_request.choices:
+            account = client_request.client.account
+            self._raise_if_limited(
+                client_request, account.admit_choices(prompts, choices, self._clock())
+            )
+            client_request.choices = choices
+
+    def metered(self, request: web.Request, sink: ResponseSink) -> ResponseSink:
+        """`sink`, and each token that it is given is counted as the client's."""
+        return _MeteredSink(sink, request[CLIENT_REQUEST], self._clock)
+
+    def client_hash(self, request: web.Request) -> str:
+        """The name by which the pipeline tells clients apart; see ClientHashes."""
+        if self.needs_key:
+            return self._names.of_key(request[CLIENT_REQUEST].client.name)
+        return self._names.of_connection(request)
+
+    async def add_limit_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Adds the client's limits and what remains of them to a response's headers."""
+        client_request: ClientRequest | None = request.get(CLIENT_REQUEST)
+        if client_request is None:
+            return
+        account = client_request.client.account
+        left = account.remaining(self._clock())
+        limits = account.limits.requests, account.limits.tokens
+        for name, limit, remaining in zip(("requests", "tokens"), limits, left, strict=True):
+            if limit:
+                response.headers[f"{RATE_LIMIT_HEADERS}limit-{name}"] = str(limit)
+                response.headers[f"{RATE_LIMIT_HEADERS}remaining-{name}"] = str(remaining)
+
+    def _authenticate(self, request: web.Request) -> Client:
+        if not self._keys:
+            return self._clients[ANONYMOUS]
+        token = _token(request)
+        key = self._keys.find(token.encode(errors="surrogateescape"))
+        if key is None or not token:
+            raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+        return self._clients[key.name]
+
+    @staticmethod
+    def _raise_if_limited(client_request: ClientRequest, excess: LimitExceeded | None) -> None:
+        if excess is not None:
+            client_request.limited = True
+            raise ApiError(
+                429, excess.reason, code="rate_limit_exceeded", retry_after=math.ceil(excess.wait)
+            )
+
+
+def is_protected(path: str) -> bool:
+    """Whether a path needs a key if the server has keys."""
+    return SLASHES.sub("/", path).startswith(PROTECTED_PATHS)
+
+
+def _on_this_host(request: web.Request) -> bool:
+    """Whether the client runs on this host, as far as can be known."""
+    forwarded = any(name in request.headers for name in PROXY_HEADERS)
+    return not forwarded and is_loopback(request.remote or "")
+
+
+def _token(request: web.Request) -> str:
+    """The key that a client sent, as bearer token or as `x-api-key`; else empty."""
+    if "Authorization" not in request.headers:
+        return request.headers.get("x-api-key", "").strip()
+    scheme, _, token = request.headers["Authorization"].partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _outcome(client_request: ClientRequest, status: int) -> str:
+    if client_request.limited:
+        return "limited"
+    if status == CLIENT_LEFT:
+        return "abort"
+    if status < 400:
+        return "ok"
+    return "error" if status >= 500 and status != 503 else "refused"
+
+
+class _MeteredSink:
+    """Passes events on to `sink`, and counts their tokens as the client's."""
+
+    __slots__ = ("_client", "_clock", "_sink", "_usage")
+
+    def __init__(
+        self, sink: ResponseSink, client_request: ClientRequest, clock: Callable[[], float]
+    ) -> None:
+        self._sink = sink
+        self._client = client_request.client
+        self._usage = client_request.usage
+        self._clock = clock
+
+    def started(self, index: int, started: Started) -> None:
+        client = self._client
+        client.use_tokens(client.prompt, started.prompt_tokens, self._clock)
+        self._usage.request_id = self._usage.request_id or started.request_id
+        self._usage.prompt_tokens += started.prompt_tokens
+        self._sink.started(index, started)
+
+    def delta(self, index: int, delta: Delta) -> None:
+        if delta.ids:  # hot path: once for every token of every stream
+            client, tokens = self._client, len(delta.ids) // 4
+            client.use_tokens(client.output, tokens, self._clock)
+            self._usage.output_tokens += tokens
+        if delta.finish is not None:
+            self._usage.finish = delta.finish
+        self._sink.delta(index, delta)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        self._usage.request_id = self._usage.request_id or failed.request_id
+        self._sink.failed(index, failed)
+
+
+log = logging.getLogger(ACCESS)
+
+REQUEST_ID = "x-request-id"
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_X_REQUEST_ID = web.RequestKey("name", str)
+
+
+def x_request_id(request: web.Request) -> str:
+    """The value of `x-request-id` in the answer: the client's own if it is sane, else a new one."""
+    name = request.get(_X_REQUEST_ID, "")
+    if not name:
+        given = request.headers.get(REQUEST_ID, "")
+        name = request[_X_REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return name
+
+
+class AccessLog:
+    """One line of the log for each request that a client sent to the pipeline.
+
+    Stands around all other middlewares, so it logs the status that the client sees. traces: names
+    the trace of each request.
+    """
+
+    def __init__(self, traces: RequestTraces, clock: Callable[[], float] = time.monotonic) -> None:
+        self._traces = traces
+        self._clock = clock
+
+    def middleware(self) -> Middleware:
+        """To stand before all others."""
+
+        @web.middleware
+        async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
+            wanted = request.method == "POST" and is_protected(request.path)
+            if not wanted or not log.isEnabledFor(logging.INFO):
+                return await handler(request)
+            began, status = self._clock(), CLIENT_LEFT
+            try:
+                response = await handler(request)
+                status = response.status
+                return response
+            finally:
+                self._log_request(request, status, self._clock() - began)
+
+        return access
+
+    def _log_request(self, request: web.Request, status: int, seconds: float) -> None:
+        client_request: ClientRequest | None = request.get(CLIENT_REQUEST)
+        given = client_traceparent(request.headers)
+        fields: dict[str, object] = {
+            "method": request.method,
+            "path": request.path,
+            "x_request_id": x_request_id(request),
+            "status": status,
+            "seconds": round(seconds, 6),
+            "outcome": "abort" if status == CLIENT_LEFT else "refused",
+        }
+        prompt = output = 0
+        if client_request is not None:
+            usage = client_request.usage
+            prompt, output = usage.prompt_tokens, usage.output_tokens
+            given = self._traces.traceparent(usage.request_id, given) if usage.request_id else given
+            fields |= {
+                "request_id": usage.request_id,
+                "key": client_request.client.name,
+                "outcome": client_request.outcome,
+                "finish": usage.finish,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+            }
+        parent = traceparent.read(given)
+        if parent is not None:
+            fields["trace_id"] = parent.trace_id
+        log.info(
+            "%s %s %d %s in %.3f s, %d prompt and %d output tokens, %s",
+            request.method,
+            request.path,
+            status,
+            fields["outcome"],
+            seconds,
+            prompt,
+            output,
+            fields.get("request_id") or "no request",
+            extra=fields,
+        )
+
+
+IPV6_HOST_BYTES = 8  # bytes of an IPv6 address that its host has
+
+
+class ClientHashes:
+    """Hashes by which clients are told apart: no address and no name of a key leaves the gateway.
+
+    Clients take turns where they wait (fair_queue.py). Where keys are needed a client is a key.
+    Else a client is a connection of a host: a proxy has connections of many users, and several
+    programs of one host are several clients. A host is an IPv4 address, or the /64 of an IPv6
+    address.
+    """
+
+    def __init__(self) -> None:
+        self._secret = os.urandom(16)  # an address is soon found by its plain hash
+
+    def of_key(self, name: str) -> str:
+        """Hash of a key's name; all gateways come to the same."""
+        return blake2b(name.encode(), digest_size=8).hexdigest()
+
+    def of_connection(self, request: web.Request) -> str:
+        """Hash of the host, "/", and hash of its connection."""
+        transport = request.transport
+        peer = None if transport is None else transport.get_extra_info("peername")
+        return self.of_peer(request.remote or "", peer)
+
+    def of_peer(self, address: str, peer: object) -> str:
+        """As of_connection. peer: what tells apart connections of `address`."""
+        return f"{self._hash(host_bytes(address))}/{self._hash(repr(peer).encode())}"
+
+    def _hash(self, name: bytes) -> str:
+        return blake2b(name, key=self._secret, digest_size=8).hexdigest()
+
+
+def host_bytes(address: str) -> bytes:
+    """The bytes that all addresses of a host share."""
+    try:
+        known = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address.encode()
+    return known.packed if known.version == 4 else _ipv6_host(known.packed)
+
+
+def _ipv6_host(packed: bytes) -> bytes:
+    mapped = packed[:12] == bytes(10) + b"\xff\xff"
+    return packed[12:] if mapped else packed[:IPV6_HOST_BYTES]

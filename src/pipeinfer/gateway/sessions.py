@@ -1,0 +1,259 @@
+"""Sessions of HTTP requests with the core: calls go in, deltas go to the sinks that wait for them.
+
+Also resets of prefix caches, for the HTTP side and the offline classes. Used on one event loop
+only. Knows the local events and the metrics, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Protocol
+
+from pipeinfer.choices import choice_ids
+from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
+from pipeinfer.gateway.health import StageStatus
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.vllm_metrics import GroupMetrics
+from pipeinfer.messages import CacheReset, Message, ResetCache
+
+RESET_TIMEOUT = (
+    10.0  # seconds; a group that is started again takes longer, and then has nothing cached
+)
+
+
+class _PendingReset:
+    __slots__ = ("done", "pending")
+
+    def __init__(self, missing: set[int]) -> None:
+        self.pending = missing
+        self.done = asyncio.Event()
+
+
+class CacheResets:
+    """Resets of prefix caches that wait for answers of groups, by name."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _PendingReset] = {}
+
+    async def reset(
+        self, feed: Callable[[Message], None], stages: Iterable[StageStatus]
+    ) -> set[int]:
+        """Asks all groups of `stages` to drop cached prefixes that no request uses.
+
+        Returns the groups that did not answer within RESET_TIMEOUT.
+        """
+        name = f"reset-{uuid.uuid4().hex}"
+        groups = {row.group for row in stages if row.name == "scheduler"}
+        reset = self._waiting[name] = _PendingReset(groups)
+        try:
+            feed(ResetCache(name))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reset.done.wait(), RESET_TIMEOUT)
+        finally:
+            del self._waiting[name]
+        return reset.pending
+
+    def on_answer(self, answer: CacheReset) -> None:
+        """Takes a group's answer; an unknown name is no error."""
+        reset = self._waiting.get(answer.name)
+        if reset is not None:
+            reset.pending.discard(answer.group)
+            if not reset.pending:
+                reset.done.set()
+
+
+class ResponseSink(Protocol):
+    """Takes the events of one HTTP request; `index` numbers its choices. Must not raise."""
+
+    def started(self, index: int, started: Started) -> None: ...
+
+    def delta(self, index: int, delta: Delta) -> None: ...
+
+    def failed(self, index: int, failed: Failed) -> None: ...
+
+
+CALLS_AT_ONCE = (
+    16  # requests, about, between two iterations of the loop: a body may bring a thousand
+)
+
+
+class _Session:
+    """The calls of one HTTP request. live: ids of running choices, in order. failed: one has
+    failed."""
+
+    __slots__ = ("failed", "live", "sink")
+
+    def __init__(self, sink: ResponseSink) -> None:
+        self.sink = sink
+        self.live: dict[str, None] = {}
+        self.failed = False
+
+
+class _ChoiceRoute:
+    """Where the events of one choice go, and what is measured of it.
+
+    session, sink, index: see _Session and ResponseSink.
+    arrived, first_output, last_output: seconds. tokens: of its output.
+    admitted: whether a group has it. prompt_tokens: 0 where another choice has counted them.
+    group: metrics under vLLM's names, None unless wanted.
+    """
+
+    __slots__ = (
+        "admitted",
+        "arrived",
+        "first_output",
+        "group",
+        "index",
+        "last_output",
+        "prompt_tokens",
+        "session",
+        "sink",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, batch: _Session, index: int, now: float) -> None:
+        self.session = batch
+        self.sink = batch.sink
+        self.index = index
+        self.arrived = self.first_output = self.last_output = now
+        self.tokens = self.prompt_tokens = 0
+        self.admitted = False
+        self.group: GroupMetrics | None = None
+
+
+class RequestSessions:
+    """Routes of all live choices. `bind` the core's feed before the first call."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._routes: dict[str, _ChoiceRoute] = {}
+        self._feed: Callable[[Message], None] | None = None
+        self._resets = CacheResets()
+
+    def bind(self, feed: Callable[[Message], None]) -> None:
+        self._feed = feed
+
+    @contextlib.asynccontextmanager
+    async def open(self, calls: Iterable[Call], sink: ResponseSink) -> AsyncGenerator[None]:
+        """Sends the calls, CALLS_AT_ONCE choices in each iteration of the loop; `sink` gets their
+        events.
+
+        Choices are numbered through: all of the first call, then those of the second. After a
+        failure no more calls are sent, or even built. When the context ends, also by cancellation,
+        choices that still run are aborted.
+        """
+        batch, index, sliced = _Session(sink), 0, 0
+        try:
+            for call in calls:
+                self._open(call, batch, index)
+                index += call.params.n
+                if index - sliced >= CALLS_AT_ONCE:
+                    sliced = index
+                    await asyncio.sleep(0)
+                if batch.failed:
+                    break
+            yield
+        finally:
+            self._hang_up(batch)
+
+    async def reset_caches(self, stages: Iterable[StageStatus]) -> set[int]:
+        """As CacheResets.reset."""
+        assert self._feed is not None
+        return await self._resets.reset(self._feed, stages)
+
+    def _open(self, call: Call, batch: _Session, index: int) -> None:
+        assert self._feed is not None
+        now = self._clock()
+        for number, name in enumerate(choice_ids(call.request_id, range(call.params.n))):
+            self._routes[name] = _ChoiceRoute(batch, index + number, now)
+            batch.live[name] = None
+        self._feed(call)  # may deliver a refusal before it returns
+
+    def _hang_up(self, batch: _Session) -> None:
+        assert self._feed is not None
+        for request_id in list(batch.live):
+            self._close(request_id, "abort")
+            self._feed(Hangup(request_id))
+
+    def _close(self, request_id: str, outcome: str) -> None:
+        route = self._routes.pop(request_id)
+        del route.session.live[request_id]
+        self._metrics.count_ended(outcome)
+        if route.admitted:
+            self._measure_end(route, outcome)
+
+    def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
+        """Passes an event of the core to its sink; events that nobody waits for are dropped."""
+        if isinstance(message, Delta):  # hot path: every token of every stream
+            route = self._routes.get(message.request_id)
+            if route is None:
+                return
+            if message.ids:
+                self._measure_output(route, message)
+            if message.finish is not None:
+                self._close(message.request_id, message.finish)
+            route.sink.delta(route.index, message)
+        elif isinstance(message, CacheReset):
+            self._resets.on_answer(message)
+        else:
+            self._deliver_start_or_failure(message)
+
+    def _deliver_start_or_failure(self, message: Started | Failed) -> None:
+        route = self._routes.get(message.request_id)
+        if route is None:
+            return
+        if isinstance(message, Started):
+            self._metrics.prompt_tokens.inc(message.prompt_tokens)
+            self._count_started(route, message)
+            route.sink.started(route.index, message)
+        else:
+            route.session.failed = True
+            self._close(message.request_id, message.outcome)
+            route.sink.failed(route.index, message)
+
+    def fail_all(self, status: int, message: str) -> None:
+        """Ends every live request with an error, since the server stops."""
+        for request_id in list(self._routes):
+            self.deliver(Failed(request_id, status, message, code="shutting_down"))
+
+    def _count_started(self, route: _ChoiceRoute, started: Started) -> None:
+        route.admitted = started.group >= 0  # else it is only to be encoded
+        route.prompt_tokens = started.prompt_tokens
+        if route.admitted and self._metrics.vllm is not None:
+            route.group = self._metrics.vllm.group(started.group)
+            route.group.prompt_tokens += started.prompt_tokens
+
+    def _measure_output(self, route: _ChoiceRoute, delta: Delta) -> None:
+        now, tokens, group = self._clock(), len(delta.ids) // 4, route.group
+        seconds = now - route.last_output
+        if route.tokens:
+            self._metrics.inter_token.observe(seconds)
+            if group is not None:
+                group.inter_token.observe(seconds)
+        else:
+            route.first_output = now
+            self._metrics.time_to_first_token.observe(seconds)
+            if group is not None:
+                group.time_to_first_token.observe(seconds)
+        route.last_output = now
+        route.tokens += tokens
+        self._metrics.generated_tokens.inc(tokens)
+        if group is not None:
+            group.output_tokens += tokens
+
+    def _measure_end(self, route: _ChoiceRoute, outcome: str) -> None:
+        if route.group is not None and outcome in route.group.finished:
+            route.group.finished[outcome] += 1
+        if outcome not in ("stop", "length"):
+            return
+        whole, decode = self._clock() - route.arrived, route.last_output - route.first_output
+        self._metrics.request_seconds.observe(whole)
+        if route.tokens > 1:
+            self._metrics.time_per_output_token.observe(decode / (route.tokens - 1))
+        if route.group is not None:
+            route.group.count_finished(whole, decode, route.prompt_tokens, route.tokens)
