@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipeinfer.attention.rows import PagedRows, RowArrays
 
+from device_steps import device_step
 from draws import seeded
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.attention.hybrid import TritonDecodeKernel
+from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -29,6 +30,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for_runs,
 )
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
+from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import AttentionShape
@@ -219,11 +221,13 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
     kernel.bind(pool, 8)
     for lengths in ([70, 0, 5], [16, 33, 100, 1]):  # the second step finds what the first left
         case = Case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, page=page)
-        nothing = torch.zeros(0, dtype=torch.int32)
-        arrays = RowArrays(
-            case.lengths, nothing, nothing, nothing, case.indptr, case.indices, nothing
+        step = device_step(
+            GraphShape(len(lengths), len(lengths), 0),
+            seq_lens=case.lengths,
+            kv_indptr=case.indptr,
+            kv_indices=case.indices,
         )
-        plan = kernel.plan(PagedRows(len(lengths), 1, 0, arrays, arrays), 0, len(lengths))
+        plan = kernel.plan(PlanInputs(step, 1, len(case.indices)), 0, len(lengths))
         there = case.lengths > 0
         for layer, window in enumerate(windows):
             out = torch.zeros_like(case.q)
