@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
-from pipeinfer.gateway.reading.elements import ElementTags
-from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
-from pipeinfer.gateway.requests import Terms, chat_job
+from pipeinfer.gateway.reading.call_grammars import GrammarRequest, UnsupportedSchema
+from pipeinfer.gateway.reading.elements import XmlTags
+from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
+from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import ChatRequest, decode
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
@@ -43,7 +43,7 @@ FAMILIES = {**{name: TOOL_PARSERS[name] for name in OWN}, "any": ANY_MODEL}
 ELEMENTS = tuple(
     name
     for name in OWN
-    if isinstance(getattr(TOOL_PARSERS[name].make, "args", ("",))[0], ElementTags)
+    if isinstance(getattr(TOOL_PARSERS[name].make_parser, "args", ("",))[0], XmlTags)
 )
 
 
@@ -56,11 +56,11 @@ def allows(grammar: str, text: str) -> bool:
     )
 
 
-def read(family: str, text: str) -> Said:
-    reader, said = FAMILIES[family].make(SCHEMAS), Said()
+def read(family: str, text: str) -> ParsedOutput:
+    reader, said = FAMILIES[family].make_parser(SCHEMAS), ParsedOutput()
     for letter in text:
-        said.add(reader.read(letter))
-    said.add(reader.end())
+        said.add(reader.feed(letter))
+    said.add(reader.finish())
     return said
 
 
@@ -80,7 +80,7 @@ def said(family: str, *calls: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_that_must_be_made_are_read_with_their_arguments(family: str) -> None:
     weather, stop, _ = SAID[family]
-    many = FAMILIES[family].grammar(Wanted(SCHEMAS, many=True))
+    many = FAMILIES[family].grammar(GrammarRequest(SCHEMAS, parallel=True))
     both = said(family, weather, stop)
     assert allows(many, both) and allows(many, said(family, stop))
     found = read(family, both)
@@ -89,17 +89,18 @@ def test_calls_that_must_be_made_are_read_with_their_arguments(family: str) -> N
         ("stop", {}),
     ]
     assert not "".join(found.content).strip()
-    one = FAMILIES[family].grammar(Wanted(SCHEMAS, many=False))
+    one = FAMILIES[family].grammar(GrammarRequest(SCHEMAS, parallel=False))
     assert allows(one, said(family, weather)) and not allows(one, both)
     assert allows(
-        FAMILIES[family].grammar(Wanted(SCHEMAS, False, thinks=True)), "\n\n" + said(family, stop)
+        FAMILIES[family].grammar(GrammarRequest(SCHEMAS, False, after_reasoning=True)),
+        "\n\n" + said(family, stop),
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_else_may_be_said(family: str) -> None:
     weather, _, _ = SAID[family]
-    grammar = FAMILIES[family].grammar(Wanted(SCHEMAS, many=True))
+    grammar = FAMILIES[family].grammar(GrammarRequest(SCHEMAS, parallel=True))
     text = said(family, weather)
     assert not allows(grammar, "") and not allows(grammar, "Yes, " + text)
     for old, new in (("weather", "wether"), ("city", "town"), ("2", '"2"'), ('"C"', '"K"')):
@@ -110,7 +111,7 @@ def test_nothing_else_may_be_said(family: str) -> None:
 @pytest.mark.parametrize("family", OWN)
 def test_strict_functions_are_held_to_their_schemas_where_calls_are_free(family: str) -> None:
     weather, stop, _ = SAID[family]
-    free = Wanted({"weather": PARAMETERS, "stop": None}, many=True, free=True)
+    free = GrammarRequest({"weather": PARAMETERS, "stop": None}, parallel=True, allow_content=True)
     grammar = FAMILIES[family].grammar(free)
     for text in ("", "No {calls} at all.", said(family, weather), said(family, stop)):
         assert allows(grammar, text), text
@@ -152,9 +153,9 @@ FORMS: Any = {
 def test_an_answer_is_calls_or_has_the_form(family: str, name: str, thinks: bool) -> None:
     form, good, bad = FORMS[name]
     schemas = {"weather": PARAMETERS, "stop": None}
-    wanted = Wanted(schemas, many=True, thinks=thinks, form=form)
+    wanted = GrammarRequest(schemas, parallel=True, after_reasoning=thinks, content_constraint=form)
     if family in ALONE and name == "regex":
-        with pytest.raises(Inexpressible, match="schema or a choice"):
+        with pytest.raises(UnsupportedSchema, match="schema or a choice"):
             FAMILIES[family].grammar(wanted)
         return
     grammar = FAMILIES[family].grammar(wanted)
@@ -170,12 +171,16 @@ def test_an_answer_is_calls_or_has_the_form(family: str, name: str, thinks: bool
     if name == "schema":
         assert not allows(grammar, calls[0] + good[0]) and not allows(grammar, good[0] + calls[0])
         assert not allows(grammar, said(family, weather).replace("city", "town"))
-        one = FAMILIES[family].grammar(Wanted(schemas, many=False, form=form))
+        one = FAMILIES[family].grammar(
+            GrammarRequest(schemas, parallel=False, content_constraint=form)
+        )
         assert allows(one, calls[0]) and not allows(one, calls[2]) and allows(one, good[0])
 
 
 def test_a_form_of_a_regular_expression_leaves_out_what_a_call_begins_with() -> None:
-    wanted = Wanted(SCHEMAS, many=False, form=StructuredOutputs(regex="(?s:.)*"))
+    wanted = GrammarRequest(
+        SCHEMAS, parallel=False, content_constraint=StructuredOutputs(regex="(?s:.)*")
+    )
     grammar = FAMILIES["hermes"].grammar(wanted)
     assert allows(grammar, said("hermes", SAID["hermes"][0]))
     assert allows(grammar, "Yes.") and not allows(grammar, "<tool_call>Yes.")
@@ -189,34 +194,38 @@ def test_definitions_of_arguments_hold_beside_a_form() -> None:
     for family in OWN:
         if family in ELEMENTS:
             continue  # say texts without quotes
-        grammar = FAMILIES[family].grammar(Wanted({"weather": place}, many=False, form=form))
+        grammar = FAMILIES[family].grammar(
+            GrammarRequest({"weather": place}, parallel=False, content_constraint=form)
+        )
         text = WRITTEN[family].write(("weather", {"city": "Wien"}))
         assert allows(grammar, text) and not allows(grammar, text.replace("Wien", "Rom"))
     itself = {"properties": {"again": {"$ref": "#"}}}
-    with pytest.raises(Inexpressible, match="may only name a definition"):
-        FAMILIES["llama3_json"].grammar(Wanted({"weather": itself}, many=False, form=form))
+    with pytest.raises(UnsupportedSchema, match="may only name a definition"):
+        FAMILIES["llama3_json"].grammar(
+            GrammarRequest({"weather": itself}, parallel=False, content_constraint=form)
+        )
 
 
 @pytest.mark.parametrize(
     ("form", "error", "said"),
     [
-        ({"grammar": 'start: "a"'}, Inexpressible, "cannot stand beside that of calls"),
+        ({"grammar": 'start: "a"'}, UnsupportedSchema, "cannot stand beside that of calls"),
         ({"json": "{"}, GrammarError, "not valid JSON"),
         ({"json": "[]"}, GrammarError, "must be an object"),
-        ({"json": "false"}, Inexpressible, "must be an object"),
+        ({"json": "false"}, UnsupportedSchema, "must be an object"),
     ],
 )
 def test_forms_that_cannot_stand_beside_calls_are_refused(
     form: Any, error: type[ValueError], said: str
 ) -> None:
-    wanted = Wanted(SCHEMAS, many=False, form=StructuredOutputs(**form))
+    wanted = GrammarRequest(SCHEMAS, parallel=False, content_constraint=StructuredOutputs(**form))
     with pytest.raises(error, match=said):
         FAMILIES["hermes"].grammar(wanted)
 
 
 def test_tags_that_are_special_tokens_are_written_as_these() -> None:
     tokens = {"<tool_call>": Added(259, True), "</tool_call>": Added(260, False)}
-    grammar = TOOL_PARSERS["hermes"].grammar(Wanted(SCHEMAS, False, tokens=tokens))
+    grammar = TOOL_PARSERS["hermes"].grammar(GrammarRequest(SCHEMAS, False, added_tokens=tokens))
     inside = TOKENIZER.encode('\n{"name": "stop", "arguments": {}}\n</tool_call>').ids
     matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)).matcher()
     assert matcher.validate_tokens([259, *inside]) == len(inside) + 1
@@ -234,15 +243,15 @@ def test_tags_that_are_special_tokens_are_written_as_these() -> None:
 )
 @pytest.mark.parametrize("family", ELEMENTS)
 def test_what_elements_cannot_say_is_refused(family: str, schema: Any) -> None:
-    with pytest.raises(Inexpressible):
-        FAMILIES[family].grammar(Wanted({"f": schema}, many=False))
+    with pytest.raises(UnsupportedSchema):
+        FAMILIES[family].grammar(GrammarRequest({"f": schema}, parallel=False))
 
 
-def asked(reading: Reading, **fields: Any) -> Any:
+def asked(reading: OutputParsers, **fields: Any) -> Any:
     tool = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], **fields}
     request = decode(json.dumps(body).encode(), ChatRequest, lambda names: None)
-    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    job = parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=reading), "")
     [call] = job.calls
     return job, call.params.structured_outputs
 
@@ -251,18 +260,24 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 def test_choices_of_tools_become_grammars() -> None:
-    hermes = Reading("hermes", "", True)
+    hermes = OutputParsers("hermes", "", True)
     assert asked(hermes)[1] is None
     assert "weather" in asked(hermes, tool_choice="required")[1].grammar
     job, spec = asked(hermes, tool_choice=NAMED)
-    assert job.calling.named and not asked(hermes, tool_choice="required")[0].calling.named
+    assert (
+        job.tool_call_options.function_forced
+        and not asked(hermes, tool_choice="required")[0].tool_call_options.function_forced
+    )
     assert allows(spec.grammar, said("hermes", SAID["hermes"][0]))
-    _, spec = asked(Reading(), tool_choice="required")
+    _, spec = asked(OutputParsers(), tool_choice="required")
     assert allows(spec.grammar, said("any", SAID["any"][0])), "a model that knows no tools"
 
 
 def test_a_form_holds_for_content_and_calls_have_none() -> None:
-    hermes, form = Reading("hermes", "qwen3", True), {"response_format": {"type": "json_object"}}
+    hermes, form = (
+        OutputParsers("hermes", "qwen3", True),
+        {"response_format": {"type": "json_object"}},
+    )
     call = said("hermes", SAID["hermes"][0])
     _, either = asked(hermes, **form)
     assert allows(either.grammar, call) and allows(either.grammar, '{"a": 1}')
@@ -273,14 +288,14 @@ def test_a_form_holds_for_content_and_calls_have_none() -> None:
     assert asked(hermes, **form, tool_choice="none")[1].json == '{"type":"object"}'
 
 
-def called(reading: Reading, schema: Any, *, strict: bool = False, **fields: Any) -> Any:
+def called(reading: OutputParsers, schema: Any, *, strict: bool = False, **fields: Any) -> Any:
     """The job of a chat, and its call, with a function that has these parameters and another."""
     function = {"name": "weather", "parameters": schema, "strict": strict}
     beside = {"name": "beside", "parameters": PARAMETERS, "strict": True}
     tools = [{"type": "function", "function": one} for one in (function, beside)]
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, **fields}
     request = decode(json.dumps(body).encode(), ChatRequest, lambda names: None)
-    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    job = parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=reading), "")
     [call] = job.calls
     return job, call
 
@@ -309,7 +324,7 @@ UNHELD: Any = [
 def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> None:
     """In every form of calls. Where it cannot be compiled, or is too large, arguments are any
     object; strict functions beside it are held to theirs all the same."""
-    reading = Reading() if family == "any" else Reading(family, "", True)
+    reading = OutputParsers() if family == "any" else OutputParsers(family, "", True)
     call = {"weather": WRITTEN[family].one("weather", {"zz": 1})}
     call |= {"beside": WRITTEN[family].one("beside", {"city": "Wien", "days": 2})}
     for schema in UNHELD + BY_TOOLS:
@@ -318,16 +333,19 @@ def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> N
         if compiles(spec) and schema not in UNHELD:
             continue
         if not compiles(spec):
-            assert job.asked.loses == "parameters of weather" and made.otherwise is not None
+            assert (
+                job.constraint.lost_in_fallback == "parameters of weather"
+                and made.otherwise is not None
+            )
             spec = made.otherwise
         else:
-            assert job.asked.left_out or "type" in schema, schema
+            assert job.constraint.unenforced or "type" in schema, schema
         assert allows(spec.grammar, said(family, call["beside"]))
         town = said(family, call["beside"]).replace("city", "town")
         assert not allows(spec.grammar, town), "it is strict"
     many = UNHELD[3]
     job, made = called(reading, many, tool_choice="required")
-    assert any(place.startswith("parameters of weather: ") for place in job.asked.left_out)
+    assert any(place.startswith("parameters of weather: ") for place in job.constraint.unenforced)
     assert allows(made.params.structured_outputs.grammar, said(family, call["weather"]))
     with pytest.raises(ApiError) as caught:
         called(reading, many, tool_choice="required", strict=True)
@@ -336,13 +354,13 @@ def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> N
 
 def test_a_form_beside_calls_is_any_json_where_nobody_can_hold_its_schema() -> None:
     """Unless it is strict. Functions that the model may call or not have any arguments there."""
-    hermes = Reading("hermes", "qwen3", True)
+    hermes = OutputParsers("hermes", "qwen3", True)
     unsatisfiable = {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}
     asked_for = {"name": "x", "schema": unsatisfiable, "strict": False}
     form = {"response_format": {"type": "json_schema", "json_schema": asked_for}}
     job, made = called(hermes, PARAMETERS, **form)
     assert not compiles(StructuredOutputs(json=json.dumps(unsatisfiable)))
-    assert job.asked.loses == "schema"
+    assert job.constraint.lost_in_fallback == "schema"
     assert allows(made.otherwise.grammar, '{"b": 1}')
     assert allows(made.otherwise.grammar, said("hermes", SAID["hermes"][0]))
     asked_for["strict"] = True
@@ -359,15 +377,15 @@ def test_a_form_beside_calls_is_any_json_where_nobody_can_hold_its_schema() -> N
 )
 def test_wrong_choices_are_refused(fields: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        asked(Reading("hermes", "", True), **fields)
+        asked(OutputParsers("hermes", "", True), **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("family", ELEMENTS)
 def test_a_text_cannot_hold_what_would_end_it(family: str) -> None:
     """Else the reader would take what follows for something else, and lose it."""
-    grammar = FAMILIES[family].grammar(Wanted({"weather": PARAMETERS}, many=False))
-    end = TOOL_PARSERS[family].make.args[0].value_end
+    grammar = FAMILIES[family].grammar(GrammarRequest({"weather": PARAMETERS}, parallel=False))
+    end = TOOL_PARSERS[family].make_parser.args[0].value_end
     for city in ("Wien <b>", "a\n\nb", "</param", "<tool_call>"):
         text = said(family, WRITTEN[family].one("weather", {"city": city}))
         assert allows(grammar, text), city
@@ -398,7 +416,7 @@ def in_parentheses(family: str, inside: str) -> str:
 @pytest.mark.parametrize("required", ["", "a", "b", "e", "ac", "be", "abcde"])
 def test_commas_stand_between_the_arguments_that_are_there(family: str, required: str) -> None:
     """Whichever are left out, in the order of the schema."""
-    wanted = Wanted({"f": {**SOME, "required": list(required)}}, many=False)
+    wanted = GrammarRequest({"f": {**SOME, "required": list(required)}}, parallel=False)
     grammar = FAMILIES[family].grammar(wanted)
     values = {"a": "3", "b": '"x"', "c": "True", "d": '[1, "x"]', "e": "None"}
     for count in range(2 ** len(values)):
@@ -412,7 +430,9 @@ def test_commas_stand_between_the_arguments_that_are_there(family: str, required
 
 @pytest.mark.parametrize("family", PYTHONIC)
 def test_what_a_grammar_allows_in_python_is_read_as_that_value(family: str) -> None:
-    grammar = FAMILIES[family].grammar(Wanted({"f": {**SOME, "required": []}}, many=False))
+    grammar = FAMILIES[family].grammar(
+        GrammarRequest({"f": {**SOME, "required": []}}, parallel=False)
+    )
     texts = {
         "b=\"\\/ \\b\\f\\n\\r\\t\\\" \\\\ \\u00e9\\ud83c\\udf27 ' [f(b=1), f(b='x')]\"": {
             "b": "/ \b\f\n\r\t\" \\ é🌧 ' [f(b=1), f(b='x')]"
@@ -429,9 +449,9 @@ def test_what_a_grammar_allows_in_python_is_read_as_that_value(family: str) -> N
         assert allows(grammar, text) or "\n" in inside or "\\/" in inside, inside
 
 
-def read_with(family: str, schemas: Any, text: str) -> Said:
-    reader, heard = FAMILIES[family].make(schemas), Said()
-    heard.add([*reader.read(text), *reader.end()])
+def read_with(family: str, schemas: Any, text: str) -> ParsedOutput:
+    reader, heard = FAMILIES[family].make_parser(schemas), ParsedOutput()
+    heard.add([*reader.feed(text), *reader.finish()])
     return heard
 
 
@@ -439,14 +459,14 @@ def read_with(family: str, schemas: Any, text: str) -> Said:
 @pytest.mark.parametrize("name", ["f g", "f(", "a=b", "", "f" * 129])
 def test_what_python_cannot_call_is_refused(family: str, name: str) -> None:
     for schemas in ({name: {}}, {"f": {"properties": {name: {}}}}):
-        with pytest.raises(Inexpressible):
-            FAMILIES[family].grammar(Wanted(schemas, many=False))
+        with pytest.raises(UnsupportedSchema):
+            FAMILIES[family].grammar(GrammarRequest(schemas, parallel=False))
 
 
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("family", PYTHONIC)
 def test_many_tools_are_held_in_python(family: str, free: bool) -> None:
     names = {f"tool_{i}": {"properties": {"a": {}, "b": {"type": "string"}}} for i in range(200)}
-    grammar = FAMILIES[family].grammar(Wanted(names, many=True, free=free))
+    grammar = FAMILIES[family].grammar(GrammarRequest(names, parallel=True, allow_content=free))
     assert allows(grammar, said(family, 'tool_199(b="x")'))
     assert not allows(grammar, said(family, 'tool_200(b="x")'))

@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.detokenizer.text import DecoderFactory
-from pipeinfer.gateway.reading.call_grammars import Wanted
-from pipeinfer.gateway.reading.marked import ARGUMENT_BEGIN, SEPARATOR
-from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.reading.call_grammars import GrammarRequest
+from pipeinfer.gateway.reading.marked import DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN
+from pipeinfer.gateway.reading.registry import TOOL_PARSERS, choose_parsers
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added
@@ -37,7 +37,13 @@ def tokenizer(name: str) -> Tokenizer:
     """With the form's markers as special tokens, as DeepSeek's, Kimi's and others have them."""
     made = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
     markers = {*TOOL_PARSERS[name].markers, *MARKERS[name]} - {"functools"}
-    markers |= {SEPARATOR} if "deepseek" in name else {ARGUMENT_BEGIN} if "kimi" in name else set()
+    markers |= (
+        {DEEPSEEK_SEPARATOR}
+        if "deepseek" in name
+        else {KIMI_ARGUMENT_BEGIN}
+        if "kimi" in name
+        else set()
+    )
     wanted = sorted(m for m in markers if m[0] in "<[" and m[-1] in ">]")
     if "DSML" in "".join(wanted):  # of whose markers a part is a token
         wanted = ["｜DSML｜"]
@@ -53,11 +59,13 @@ def added(name: str) -> dict[str, Added]:
 @pytest.mark.parametrize("name", FORMS)
 def test_calls_between_special_tokens_are_read_as_they_are_generated(name: str) -> None:
     ids = tokenizer(name).encode(FORMS[name].write(*CALLS), add_special_tokens=False).ids
-    found = reading(name, "none", "{{ tools }}", added(name))
-    decoder = DecoderFactory(tokenizer(name)).open([], skip_special_tokens=not found.special)
-    make = found.reader(SCHEMAS)
+    found = choose_parsers(name, "none", "{{ tools }}", added(name))
+    decoder = DecoderFactory(tokenizer(name)).open(
+        [], skip_special_tokens=not found.calls_need_special_tokens
+    )
+    make = found.parser_factory(SCHEMAS)
     assert make is not None
-    reader, said = make(), Said()
+    reader, said = make(), ParsedOutput()
     for token in ids:
         said.add(reader.read(decoder.step(token)))
     said.add(reader.read(decoder.flush()))
@@ -82,7 +90,7 @@ def allows(name: str, grammar: str, ids: list[int]) -> bool:
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_grammars_demand_the_tokens_and_not_their_texts(name: str, free: bool) -> None:
-    wanted = Wanted(SCHEMAS, many=True, free=free, tokens=added(name))
+    wanted = GrammarRequest(SCHEMAS, parallel=True, allow_content=free, added_tokens=added(name))
     grammar = TOOL_PARSERS[name].grammar(wanted)
     text = FORMS[name].write(*CALLS)
     assert allows(name, grammar, tokenizer(name).encode(text, add_special_tokens=False).ids)

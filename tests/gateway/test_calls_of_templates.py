@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import template_families
-from pipeinfer.gateway.reading.elements import ElementTags
-from pipeinfer.gateway.reading.registry import TOOL_PARSERS, reading
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.reading.elements import XmlTags
+from pipeinfer.gateway.reading.registry import TOOL_PARSERS, choose_parsers
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.tokenizer.sandbox import make_environment
 
 # By family, which parser is chosen; of other families none is known.
@@ -164,34 +164,36 @@ def written(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 def calls_of(family: str, text: str, pieces: int) -> list[tuple[str, Any]]:
     parser = TOOL_PARSERS[PARSERS[family]]
-    reader, said = parser.make(dict.fromkeys(NAMES, SCHEMA)), Said()
+    reader, said = parser.make_parser(dict.fromkeys(NAMES, SCHEMA)), ParsedOutput()
     for at in range(0, len(text), pieces):
-        said.add(reader.read(text[at : at + pieces]))
-    said.add(reader.end())
+        said.add(reader.feed(text[at : at + pieces]))
+    said.add(reader.finish())
     return [(name, json.loads("".join(parts))) for name, *parts in said.calls]
 
 
 @pytest.mark.parametrize("family", template_families.FAMILIES)
 def test_parsers_are_chosen_as_published_templates_show(family: str) -> None:
     source = template_families.source(family)
-    told = [name for name, parser in TOOL_PARSERS.items() if parser.told_by(source)]
+    told = [name for name, parser in TOOL_PARSERS.items() if parser.matches_template(source)]
     wanted = {**PARSERS, "gpt-oss": "openai"}.get(family, "")
     assert told == [wanted] * bool(wanted)
-    assert reading("auto", "none", source).tools == wanted
-    found = reading("auto", "auto", source)
-    assert found.reasoning == REASONING.get(family, "")
-    assert found.unread == UNREAD.get(family, "")
-    assert not (found.unread and wanted), "one form is read, or refused"
-    assert (found.unread in found.no_calls) == (not wanted or not found.unread)
+    assert choose_parsers("auto", "none", source).tool_parser_name == wanted
+    found = choose_parsers("auto", "auto", source)
+    assert found.reasoning_parser_name == REASONING.get(family, "")
+    assert found.unsupported_form == UNREAD.get(family, "")
+    assert not (found.unsupported_form and wanted), "one form is read, or refused"
+    assert (found.unsupported_form in found.why_no_tool_calls) == (
+        not wanted or not found.unsupported_form
+    )
 
 
 def readable(family: str, arguments: dict[str, Any]) -> bool:
     """Elements cannot hold what ends them, nor texts that are not escaped their quotes."""
     if family == "lfm2.5":
         return not {"'", "\\"} & {*str(arguments.get("city"))}
-    parser = TOOL_PARSERS[PARSERS[family]].make
+    parser = TOOL_PARSERS[PARSERS[family]].make_parser
     tags = getattr(parser, "args", (None,))[0]
-    if not isinstance(tags, ElementTags):
+    if not isinstance(tags, XmlTags):
         return True
     return not any(end in str(arguments.get("city")) for end in tags.ends_of_value)
 

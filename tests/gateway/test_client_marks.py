@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.gateway.client_marks import BILLING, without_marks
+from pipeinfer.gateway.client_marks import BILLING_HEADER, without_billing_header
 
-LINE = f"{BILLING} cc_version=2.1; cch=7adab;"
+LINE = f"{BILLING_HEADER} cc_version=2.1; cch=7adab;"
 USER = {"role": "user", "content": "Hello"}
 
 
@@ -31,15 +31,15 @@ def parts(*texts):
     ],
 )
 def test_the_line_goes_and_the_rest_stays(content, left) -> None:
-    assert without_marks([system(content), USER]) == [system(left), USER]
+    assert without_billing_header([system(content), USER]) == [system(left), USER]
 
 
 def test_a_message_of_nothing_else_goes_unless_it_is_all_there_is() -> None:
-    assert without_marks([system(LINE), USER]) == [USER]
-    assert without_marks([system(parts(LINE)), USER]) == [USER]
-    assert without_marks([system(LINE)]) == [system(LINE)]
+    assert without_billing_header([system(LINE), USER]) == [USER]
+    assert without_billing_header([system(parts(LINE)), USER]) == [USER]
+    assert without_billing_header([system(LINE)]) == [system(LINE)]
 
 
 def test_what_others_say_is_theirs() -> None:
     said = [{"role": role, "content": LINE} for role in ("user", "assistant", "tool")]
-    assert without_marks(said) == said
+    assert without_billing_header(said) == said

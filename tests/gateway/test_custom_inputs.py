@@ -13,11 +13,15 @@ from hypothesis import strategies as st
 from test_call_grammars import allows
 from test_lark_text import PATCH
 
-from pipeinfer.gateway.pieces import Piece
-from pipeinfer.gateway.reading.call_grammars import UnheldText, Wanted, input_schema
-from pipeinfer.gateway.reading.custom_inputs import CustomInputs
-from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.pieces import ParsedDelta
+from pipeinfer.gateway.reading.call_grammars import (
+    GrammarRequest,
+    UnsupportedInputGrammar,
+    input_schema,
+)
+from pipeinfer.gateway.reading.custom_inputs import CustomToolParser
+from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added
 
@@ -35,21 +39,25 @@ class Argued:
     def __init__(self) -> None:
         self._named = False
 
-    def read(self, text: str) -> list[Piece]:
-        before = [Piece("call", "now", 0), Piece("arguments", "{}", 0), Piece("call", "query", 1)]
+    def feed(self, text: str) -> list[ParsedDelta]:
+        before = [
+            ParsedDelta("call", "now", 0),
+            ParsedDelta("arguments", "{}", 0),
+            ParsedDelta("call", "query", 1),
+        ]
         named, self._named = self._named, True
-        return [*([] if named else before), Piece("arguments", text, 1)]
+        return [*([] if named else before), ParsedDelta("arguments", text, 1)]
 
-    def end(self) -> list[Piece]:
+    def finish(self) -> list[ParsedDelta]:
         return []
 
 
 def read(arguments: str, size: int) -> str:
-    reader, said = CustomInputs(Argued(), {"query"}), Said()
-    pieces: list[Piece] = []
+    reader, said = CustomToolParser(Argued(), {"query"}), ParsedOutput()
+    pieces: list[ParsedDelta] = []
     for at in range(0, len(arguments), size):
-        pieces += reader.read(arguments[at : at + size])
-    said.add([*pieces, *reader.end()])
+        pieces += reader.feed(arguments[at : at + size])
+    said.add([*pieces, *reader.finish()])
     assert said.calls[0] == ["now", "{}"] and said.custom == {1}
     return "".join(said.calls[1][1:])
 
@@ -89,10 +97,10 @@ def test_every_text_comes_back(text: str, ascii_only: bool, size: int) -> None:
 
 
 def test_a_text_goes_on_as_it_comes() -> None:
-    reader = CustomInputs(Argued(), {"query"})
-    pieces = [piece for letter in surrogates("ab\n😀c") for piece in reader.read(letter)]
+    reader = CustomToolParser(Argued(), {"query"})
+    pieces = [piece for letter in surrogates("ab\n😀c") for piece in reader.feed(letter)]
     assert [piece.text for piece in pieces if piece.kind == "input"] == ["a", "b", "\n", "😀", "c"]
-    assert reader.end() == []
+    assert reader.finish() == []
 
 
 def test_long_arguments_take_time_by_their_length() -> None:
@@ -105,19 +113,19 @@ def test_long_arguments_take_time_by_their_length() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_of_every_form_are_read(family: str) -> None:
     text = WRITTEN[family].write(("query", {"input": HARD.replace("\x01", "")}), ("now", {}))
-    reading = Reading("" if family == "any" else family, "", True)
-    made = reading.reader({"query": input_schema({}), "now": {}}, custom={"query"})
+    reading = OutputParsers("" if family == "any" else family, "", True)
+    made = reading.parser_factory({"query": input_schema({}), "now": {}}, custom_tools={"query"})
     assert made is not None
-    reader, said = made("before"), Said()
+    reader, said = made("before"), ParsedOutput()
     for letter in text:
-        said.add(reader.read(letter))
-    said.add(reader.end())
+        said.add(reader.feed(letter))
+    said.add(reader.finish())
     assert [name for name, *_ in said.calls] == ["query", "now"] and said.custom == {0}
     assert "".join(said.calls[0][1:]) == HARD.replace("\x01", "")
 
 
 def held(family: str, text: StructuredOutputs, **more: Any) -> str:
-    wanted = Wanted({"edit": {}, "now": None}, True, texts={"edit": text}, **more)
+    wanted = GrammarRequest({"edit": {}, "now": None}, True, input_grammars={"edit": text}, **more)
     return FAMILIES[family].grammar(wanted)
 
 
@@ -157,7 +165,7 @@ def test_a_grammar_that_refers_to_itself_is_held_where_its_letters_stand_for_the
         assert allows(grammar, written.write(("edit", {"input": text})))
         assert not allows(grammar, written.write(("edit", {"input": text + ")"})))
     quoted = StructuredOutputs(grammar=NESTED.replace("INT\n", 'INT | "\\"" | "<" | "\\n"\n'))
-    with pytest.raises(UnheldText, match="start refers to itself") as refused:
+    with pytest.raises(UnsupportedInputGrammar, match="start refers to itself") as refused:
         held(family, quoted)
     assert refused.value.tool == "edit"
 
@@ -174,5 +182,5 @@ def test_beside_a_form_a_grammar_is_held_or_refused() -> None:
     grammar = held("llama3_json", StructuredOutputs(grammar=PATCH), form=form)
     call = WRITTEN["llama3_json"].write(("edit", {"input": EDIT}))
     assert allows(grammar, call) and not allows(grammar, call.replace("@@", "!!"))
-    with pytest.raises(UnheldText, match="beside a form"):
+    with pytest.raises(UnsupportedInputGrammar, match="beside a form"):
         held("llama3_json", StructuredOutputs(grammar=NESTED), form=form)

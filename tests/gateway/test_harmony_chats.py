@@ -14,9 +14,9 @@ from harmony_tokens import MARKERS, tokenizer
 from pipeinfer.gateway.dialects import messages_body, responses_body
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.harmony_chats import as_shown
-from pipeinfer.gateway.reading.registry import reading
-from pipeinfer.gateway.requests import Terms, chat_job
+from pipeinfer.gateway.harmony_chats import harmony_messages
+from pipeinfer.gateway.reading.registry import choose_parsers
+from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import ChatRequest, decode
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer.chats import Chats
@@ -24,7 +24,7 @@ from pipeinfer.tokenizer.templates import ChatTemplates
 from template_families import HERE
 
 TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()
-TERMS = Terms(SamplingParams(), reading=reading("auto", "auto", TEMPLATE))
+TERMS = RequestDefaults(SamplingParams(), parsers=choose_parsers("auto", "auto", TEMPLATE))
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -66,7 +66,7 @@ def rendered(call: Call) -> str:
 def prompt(**fields: Any) -> str:
     """Of a chat, as the tokenizer renders what the gateway sends."""
     request = decode(json.dumps(fields).encode(), ChatRequest, lambda _: None)
-    [call] = chat_job(request, "r", TERMS, "").calls
+    [call] = parse_chat(request, "r", TERMS, "").calls
     return rendered(call)
 
 
@@ -175,14 +175,14 @@ def test_a_final_message_goes_on_where_it_ends() -> None:
 
 def test_a_chat_without_calls_stays_as_it_is() -> None:
     chat: list[Any] = [SYSTEM, USER, ANSWER, USER]
-    assert as_shown(chat) == chat
-    assert as_shown([USER, {**ANSWER, "tool_calls": []}]) == [USER, ANSWER]
+    assert harmony_messages(chat) == chat
+    assert harmony_messages([USER, {**ANSWER, "tool_calls": []}]) == [USER, ANSWER]
 
 
 def of_message(**fields: Any) -> str:
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **fields}
     request = decode(json.dumps(body).encode(), messages_body.MessagesRequest, lambda _: None)
-    [call] = chat_job(messages_body.as_chat(request, True, True), "r", TERMS, "").calls
+    [call] = parse_chat(messages_body.to_chat(request, True, True), "r", TERMS, "").calls
     return rendered(call)
 
 
@@ -209,7 +209,7 @@ def test_responses_ask_for_an_effort_that_there_is() -> None:
         body = {"input": "Hi", "reasoning": {"effort": effort}}
         kind = responses_body.ResponsesRequest
         request = decode(json.dumps(body).encode(), kind, lambda _: None)
-        [call] = chat_job(responses_body.as_chat(request), "r", TERMS, "").calls
+        [call] = parse_chat(responses_body.to_chat(request), "r", TERMS, "").calls
         return rendered(call)
 
     for effort in ("low", "medium", "high"):

@@ -11,13 +11,13 @@ import pytest
 
 from harmony_tokens import tokenizer
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
-from pipeinfer.gateway.reading.harmony import MARKERS, Harmony
-from pipeinfer.gateway.reading.harmony_grammar import final_form, harmony
-from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.requests import Terms, chat_job
+from pipeinfer.gateway.reading.call_grammars import GrammarRequest, UnsupportedSchema
+from pipeinfer.gateway.reading.harmony import MARKERS, HarmonyParser
+from pipeinfer.gateway.reading.harmony_grammar import final_message_grammar, harmony_grammar
+from pipeinfer.gateway.reading.registry import OutputParsers
+from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import ChatRequest, decode
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.text.added import Added
@@ -54,9 +54,9 @@ HEADS = (
 FINAL = "<|channel|>final<|message|>"
 
 
-def wanted(many: bool = True, **fields: Any) -> Wanted:
+def wanted(many: bool = True, **fields: Any) -> GrammarRequest:
     schemas = fields.pop("schemas", SCHEMAS)
-    return Wanted(schemas, many, tokens=ADDED, **fields)
+    return GrammarRequest(schemas, many, added_tokens=ADDED, **fields)
 
 
 def allows(grammar: str, text: str) -> bool:
@@ -66,16 +66,16 @@ def allows(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def read(text: str) -> Said:
-    reader, said = Harmony(SCHEMAS), Said()
-    said.add(reader.read(text))
-    said.add(reader.end())
+def read(text: str) -> ParsedOutput:
+    reader, said = HarmonyParser(SCHEMAS), ParsedOutput()
+    said.add(reader.feed(text))
+    said.add(reader.finish())
     return said
 
 
 @pytest.mark.parametrize("before", THOUGHTS)
 def test_calls_that_must_be_made_stand_behind_free_thoughts(before: str) -> None:
-    grammar = harmony(wanted())
+    grammar = harmony_grammar(wanted())
     for head in HEADS:
         for name, arguments in (("weather", WEATHER), ("weather_now", "{}")):
             text = before + head.format(name) + arguments
@@ -86,7 +86,7 @@ def test_calls_that_must_be_made_stand_behind_free_thoughts(before: str) -> None
 
 @pytest.mark.parametrize("before", THOUGHTS)
 def test_nothing_else_may_be_said_where_a_call_must_be_made(before: str) -> None:
-    grammar, head = harmony(wanted()), HEADS[0]
+    grammar, head = harmony_grammar(wanted()), HEADS[0]
     for wrong in (
         before,
         before + FINAL + "No.",
@@ -117,8 +117,8 @@ FORMS: Any = {
 @pytest.mark.parametrize("before", THOUGHTS)
 def test_a_form_is_that_of_the_final_message(name: str, before: str) -> None:
     form, good, bad = FORMS[name]
-    alone = final_form(wanted(schemas={}), form).grammar
-    beside = harmony(wanted(form=form))
+    alone = final_message_grammar(wanted(schemas={}), form).grammar
+    beside = harmony_grammar(wanted(form=form))
     assert alone is not None
     preamble = "commentary" in before
     for head in (FINAL, "<|channel|>final <|constrain|>json<|message|>"):
@@ -135,7 +135,7 @@ def test_a_form_is_that_of_the_final_message(name: str, before: str) -> None:
 
 
 def test_strict_functions_are_held_to_their_schemas_where_calls_are_free() -> None:
-    free = harmony(wanted(free=True, schemas={"weather": PARAMETERS, "weather_now": None}))
+    free = harmony_grammar(wanted(free=True, schemas={"weather": PARAMETERS, "weather_now": None}))
     for before in THOUGHTS:
         for text in (
             FINAL + "No {calls} at all.",
@@ -153,7 +153,7 @@ def test_markers_in_a_text_are_no_markers() -> None:
     """What spells one is held to be text: only the special token ends a message."""
     ids = TOKENIZER.encode("<|channel|>analysis<|message|>a", add_special_tokens=False).ids
     spelled = [i for letter in "<|end|>" for i in TOKENIZER.encode(letter).ids]
-    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=harmony(wanted()))).matcher()
+    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=harmony_grammar(wanted()))).matcher()
     assert matcher.try_consume_tokens([*ids, *spelled, *spelled]) == len(ids) + 2 * len(spelled)
     assert matcher.try_consume_tokens([IDS[END]]) == 1
     assert matcher.compute_ff_tokens()[0] == IDS["<|start|>"]
@@ -162,13 +162,13 @@ def test_markers_in_a_text_are_no_markers() -> None:
 def test_models_without_the_markers_and_grammars_within_messages_are_refused() -> None:
     lacking = {text: added for text, added in ADDED.items() if text != "<|constrain|>"}
     for tokens in ({}, lacking, {text: Added(i, False) for text, i in IDS.items()}):
-        with pytest.raises(Inexpressible, match="no token <"):
-            harmony(Wanted(SCHEMAS, many=True, tokens=tokens))
-    with pytest.raises(Inexpressible, match="cannot stand within the messages"):
-        final_form(wanted(schemas={}), StructuredOutputs(grammar='start: "a"'))
+        with pytest.raises(UnsupportedSchema, match="no token <"):
+            harmony_grammar(GrammarRequest(SCHEMAS, parallel=True, added_tokens=tokens))
+    with pytest.raises(UnsupportedSchema, match="cannot stand within the messages"):
+        final_message_grammar(wanted(schemas={}), StructuredOutputs(grammar='start: "a"'))
 
 
-READING = Reading("openai", "openai_gptoss", takes_tools=True, added=ADDED)
+READING = OutputParsers("openai", "openai_gptoss", template_has_tools=True, added_tokens=ADDED)
 TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
 
@@ -177,7 +177,7 @@ def asked(**fields: Any) -> SamplingParams:
     """How a chat with these fields is sampled."""
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     request = decode(json.dumps(body).encode(), ChatRequest, lambda _: None)
-    return chat_job(request, "r", Terms(SamplingParams(), reading=READING), "").params
+    return parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=READING), "").params
 
 
 def test_requests_are_held_as_they_ask() -> None:
@@ -202,7 +202,7 @@ def test_requests_are_held_as_they_ask() -> None:
 
 def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> None:
     """`--tool-parser none` leaves calls that a model makes by itself in the content."""
-    reading = replace(READING, tools="")
+    reading = replace(READING, tool_parser_name="")
     request = decode(
         json.dumps(
             {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL],
@@ -211,11 +211,11 @@ def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> Non
         ChatRequest,
         lambda _: None,
     )  # fmt: skip
-    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    job = parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=reading), "")
     held, call = job.params.structured_outputs, HEADS[0].format("weather") + WEATHER
     assert held is not None and held.grammar is not None and allows(held.grammar, call)
-    assert job.reader is not None
-    assert job.reader().read(call)[0].kind == "call"
+    assert job.parser_factory is not None
+    assert job.parser_factory().read(call)[0].kind == "call"
 
 
 def test_what_goes_on_from_a_text_has_its_form_at_once_and_no_held_calls() -> None:
@@ -249,18 +249,18 @@ def test_what_cannot_be_held_is_refused_by_name() -> None:
 
 def test_the_text_of_a_custom_tool_is_held_and_read() -> None:
     text = StructuredOutputs(grammar='start: "say " /[^\\n]+/ NL\nNL: /\\n/')
-    grammar = harmony(wanted(schemas={"query": {}}, texts={"query": text}))
+    grammar = harmony_grammar(wanted(schemas={"query": {}}, texts={"query": text}))
     for head in HEADS:
         said = head.format("query") + json.dumps({"input": 'say "ü"\\\n'}, ensure_ascii=False)
         assert allows(grammar, said)
         assert not allows(grammar, said.replace("say", "ask"))
-        made = Reading("openai", "openai_gptoss", True, ADDED).reader(
-            {"query": {}}, custom=["query"]
+        made = OutputParsers("openai", "openai_gptoss", True, ADDED).parser_factory(
+            {"query": {}}, custom_tools=["query"]
         )
         assert made is not None
-        reader, found = made("before"), Said()
+        reader, found = made("before"), ParsedOutput()
         for letter in said:
-            found.add(reader.read(letter))
-        found.add(reader.end())
+            found.add(reader.feed(letter))
+        found.add(reader.finish())
         [[name, *parts]] = found.calls
         assert (name, "".join(parts), found.custom) == ("query", 'say "ü"\\\n', {0})

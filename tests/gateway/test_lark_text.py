@@ -12,11 +12,11 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from test_call_grammars import SIZE, TOKENIZER, VOCABULARY
 
 from pipeinfer.gateway.reading.lark_text import (
-    ESCAPED,
-    Recursive,
-    Unfit,
-    as_regex,
-    may_say,
+    JSON_ESCAPED_CHARS,
+    RecursiveGrammar,
+    UnsupportedGrammar,
+    grammar_to_regex,
+    may_contain,
 )
 from pipeinfer.grammars.compiling import Grammar
 from pipeinfer.params import StructuredOutputs
@@ -90,7 +90,7 @@ def allows(spec: StructuredOutputs, text: str) -> bool:
 def test_an_expression_says_what_the_grammar_says(
     grammar: str, texts: list[str], others: list[str]
 ) -> None:
-    spec = StructuredOutputs(regex=as_regex(grammar))
+    spec = StructuredOutputs(regex=grammar_to_regex(grammar))
     for text in texts:
         assert allows(spec, text), text
         assert allows(StructuredOutputs(grammar=grammar), text), text
@@ -101,7 +101,7 @@ def test_an_expression_says_what_the_grammar_says(
 @pytest.mark.parametrize("grammar", [each for each, *_ in SAYS[:4]])
 def test_random_texts_of_a_grammar_are_those_of_its_expression(grammar: str) -> None:
     original, chance = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)), random.Random(7)
-    spec = StructuredOutputs(regex=as_regex(grammar))
+    spec = StructuredOutputs(regex=grammar_to_regex(grammar))
     mask = allocate_token_bitmask(1, SIZE)
     ended = 0
     for _ in range(12):
@@ -132,8 +132,8 @@ def test_random_texts_of_a_grammar_are_those_of_its_expression(grammar: str) -> 
     ],
 )
 def test_a_grammar_that_refers_to_itself_has_no_expression(grammar: str, said: str) -> None:
-    with pytest.raises(Recursive, match=said):
-        as_regex(grammar)
+    with pytest.raises(RecursiveGrammar, match=said):
+        grammar_to_regex(grammar)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_grammar_that_refers_to_itself_has_no_expression(grammar: str, said: s
     ],
 )
 def test_what_is_not_read_of_a_grammar_is_named(grammar: str, said: str) -> None:
-    with pytest.raises(Unfit, match=said):
-        as_regex(grammar)
+    with pytest.raises(UnsupportedGrammar, match=said):
+        grammar_to_regex(grammar)
 
 
 def test_hostile_grammars_are_refused_soon() -> None:
@@ -177,16 +177,16 @@ def test_hostile_grammars_are_refused_soon() -> None:
         ("start: /" + "[" * 30_000 + "/", ""),
     ):
         if said:
-            with pytest.raises(Unfit, match=said):
-                as_regex(grammar)
+            with pytest.raises(UnsupportedGrammar, match=said):
+                grammar_to_regex(grammar)
         else:
-            assert as_regex(grammar), "the compiler says what is wrong with it"
-            with pytest.raises(Unfit, match="no end"):
-                may_say(grammar, ESCAPED)
-    with pytest.raises(Unfit):
-        as_regex("start: {" + " " * 60_000 + "x")
+            assert grammar_to_regex(grammar), "the compiler says what is wrong with it"
+            with pytest.raises(UnsupportedGrammar, match="no end"):
+                may_contain(grammar, JSON_ESCAPED_CHARS)
+    with pytest.raises(UnsupportedGrammar):
+        grammar_to_regex("start: {" + " " * 60_000 + "x")
     many = "".join(f"[{chr(letter)}x]" for letter in range(0x4E00, 0x4E00 + 15_000))
-    assert may_say(f"start: /{many}/ start", ESCAPED), "more than are looked at"
+    assert may_contain(f"start: /{many}/ start", JSON_ESCAPED_CHARS), "more than are looked at"
     assert time.monotonic() - begun < 5
 
 
@@ -211,4 +211,4 @@ def test_hostile_grammars_are_refused_soon() -> None:
     ],
 )
 def test_letters_that_json_escapes_are_found(grammar: str, says: bool) -> None:
-    assert may_say(grammar, ESCAPED) is says
+    assert may_contain(grammar, JSON_ESCAPED_CHARS) is says

@@ -11,9 +11,15 @@ from call_forms import FORMS, MARKERS, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.pieces import Plain
-from pipeinfer.gateway.reading.registry import PART, TOOL_PARSERS, InParts, Reading, reading
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.pieces import PlainTextParser
+from pipeinfer.gateway.reading.registry import (
+    MAX_FEED_CHARS,
+    TOOL_PARSERS,
+    BoundedFeedParser,
+    OutputParsers,
+    choose_parsers,
+)
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
@@ -158,27 +164,27 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
 
 
 def read(
-    settings: Reading,
+    settings: OutputParsers,
     pieces: list[str],
     one_call: bool = False,
     left: ThoughtState = "before",
-) -> Said:
-    made = settings.reader(SCHEMAS if settings.tools else None, one_call)
+) -> ParsedOutput:
+    made = settings.parser_factory(SCHEMAS if settings.tool_parser_name else None, one_call)
     assert made is not None
-    reader, said = made(left), Said()
+    reader, said = made(left), ParsedOutput()
     for piece in pieces:
-        said.add(reader.read(piece))
-    said.add(reader.end())
+        said.add(reader.feed(piece))
+    said.add(reader.finish())
     return said
 
 
-def calls_of(said: Said) -> Calls:
+def calls_of(said: ParsedOutput) -> Calls:
     return [(name, json.loads("".join(parts))) for name, *parts in said.calls]
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), ANSWERS)
 def test_calls_and_content_are_found_wherever_the_text_is_cut(parser, text, content, calls):
-    settings = Reading(tools=parser)
+    settings = OutputParsers(tool_parser_name=parser)
     whole = read(settings, [text])
     assert "".join(whole.content) == content
     assert calls_of(whole) == calls
@@ -208,7 +214,10 @@ DEEP_ANSWERS = [
 @pytest.mark.parametrize(("parser", "text", "arguments"), DEEP_ANSWERS)
 def test_an_answer_that_is_nested_deeply_is_read_like_any_other(parser, text, arguments):
     for pieces in ([text], list(text)):
-        calls = ["".join(parts) for _, *parts in read(Reading(tools=parser), pieces).calls]
+        calls = [
+            "".join(parts)
+            for _, *parts in read(OutputParsers(tool_parser_name=parser), pieces).calls
+        ]
         assert calls == ([] if arguments is None else [arguments])
 
 
@@ -258,18 +267,20 @@ LONG_ANSWERS = [
 def test_the_work_for_a_piece_does_not_grow_with_the_answer(parser, text):
     pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
     begun = time.process_time()
-    read(Reading(tools=parser), pieces[: len(pieces) // 8])
+    read(OutputParsers(tool_parser_name=parser), pieces[: len(pieces) // 8])
     middle = time.process_time()
-    read(Reading(tools=parser), pieces)
+    read(OutputParsers(tool_parser_name=parser), pieces)
     assert time.process_time() - middle < 2 * 8 * (middle - begun) + 0.05
 
 
 def test_arguments_that_are_cut_off_amid_a_text_are_not_closed():
-    said = read(Reading(tools="qwen3_coder"), ["<function=get_weather><parameter=city>Wi"])
+    said = read(
+        OutputParsers(tool_parser_name="qwen3_coder"), ["<function=get_weather><parameter=city>Wi"]
+    )
     assert said.calls == [["get_weather", "{", '"city": ', '"Wi']]
 
 
-def _joined(said: Said) -> tuple[str, str, list[tuple[str, str]]]:
+def _joined(said: ParsedOutput) -> tuple[str, str, list[tuple[str, str]]]:
     calls = [(name, "".join(parts)) for name, *parts in said.calls]
     return "".join(said.content), "".join(said.reasoning), calls
 
@@ -350,7 +361,7 @@ PARTS = st.sampled_from(
     st.data(),
 )
 def test_any_text_is_read_the_same_however_it_is_cut(parser, reasoning, left, text, data):
-    settings = Reading(tools=parser, reasoning=reasoning)
+    settings = OutputParsers(tool_parser_name=parser, reasoning_parser_name=reasoning)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
     ends = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
@@ -386,35 +397,37 @@ def test_what_a_reader_looks_at_again_stays_short_however_long_an_answer_is(pars
     events."""
 
     def unread(reader):
-        inner = [getattr(reader, name, None) for name in ("_reader", "_behind")]
+        inner = [getattr(reader, name, None) for name in ("_parser", "_next_parser")]
         return len(getattr(reader, "_text", "")) + sum(map(unread, filter(None, inner)))
 
     lefts: list[ThoughtState] = ["before", "open", "over"]
     for left in lefts:
         for begun, again in ENDLESS:
-            make = Reading(tools=parser, reasoning="qwen3").reader({"f": {}}, False, True)
+            make = OutputParsers(
+                tool_parser_name=parser, reasoning_parser_name="qwen3"
+            ).parser_factory({"f": {}}, False, True)
             assert make is not None
             reader = make(left)
-            reader.read(begun)
+            reader.feed(begun)
             for _ in range(600):
-                reader.read(again)
+                reader.feed(again)
                 assert unread(reader) < 300, (left, begun, again)
 
 
 def test_a_text_that_comes_at_once_is_read_in_parts():
-    class Seen(Plain):
+    class Seen(PlainTextParser):
         def __init__(self):
             self.most = 0
 
         def read(self, text):
             self.most = max(self.most, len(text))
-            return super().read(text)
+            return super().feed(text)
 
     seen, text = Seen(), "".join(map(str, range(3000)))
-    assert "".join(piece.text for piece in InParts(seen).read(text)) == text
-    assert seen.most == PART
-    make = Reading(tools="hermes").reader({"f": {}}, True, True)
-    assert make is not None and isinstance(make("before"), InParts)
+    assert "".join(piece.text for piece in BoundedFeedParser(seen).feed(text)) == text
+    assert seen.most == MAX_FEED_CHARS
+    make = OutputParsers(tool_parser_name="hermes").parser_factory({"f": {}}, True, True)
+    assert make is not None and isinstance(make("before"), BoundedFeedParser)
 
 
 THOUGHTS = [
@@ -436,7 +449,7 @@ THOUGHTS = [
 def test_where_the_prompt_leaves_thoughts_decides_and_no_name(
     parser, left, text, reasoning, content
 ):
-    settings = Reading(reasoning=parser)
+    settings = OutputParsers(reasoning_parser_name=parser)
     for pieces in ([text], list(text)):
         said = read(settings, pieces, left=left)
         assert ("".join(said.reasoning), "".join(said.content)) == (reasoning, content)
@@ -447,7 +460,7 @@ def test_calls_come_after_thoughts_and_none_is_found_in_them(parser):
     calls = FORMS[parser].write(("now", {}), (W, VIENNA))
     text = f"<think>\nhm {calls}\n</think>\n\n{calls}"
     for pieces in ([text], list(text)):
-        said = read(Reading(parser, "qwen3"), pieces)
+        said = read(OutputParsers(parser, "qwen3"), pieces)
         assert "".join(said.reasoning) == f"hm {calls}"
         assert calls_of(said) == [("now", {}), (W, VIENNA)]
         assert not said.content
@@ -455,7 +468,7 @@ def test_calls_come_after_thoughts_and_none_is_found_in_them(parser):
 
 def test_only_the_first_call_is_shown_where_one_is_wanted():
     text = hermes(call("now", {}), call(W, VIENNA))
-    assert calls_of(read(Reading("hermes"), [text], one_call=True)) == [("now", {})]
+    assert calls_of(read(OutputParsers("hermes"), [text], one_call=True)) == [("now", {})]
 
 
 JSON = r"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}"
@@ -509,13 +522,13 @@ TEMPLATES = [
 
 @pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES)
 def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
-    found = reading("auto", "auto", template)
-    assert (found.tools, found.reasoning) == (tools, reasoning)
-    assert found.takes_tools == ("tools" in template)
-    assert reading("none", "none", template).reader(None, False) is None
-    assert [name for name, one in TOOL_PARSERS.items() if one.told_by(template)] == [tools] * bool(
+    found = choose_parsers("auto", "auto", template)
+    assert (found.tool_parser_name, found.reasoning_parser_name) == (tools, reasoning)
+    assert found.template_has_tools == ("tools" in template)
+    assert choose_parsers("none", "none", template).parser_factory(None, False) is None
+    assert [name for name, one in TOOL_PARSERS.items() if one.matches_template(template)] == [
         tools
-    )
+    ] * bool(tools)
 
 
 @pytest.mark.parametrize(
@@ -536,18 +549,24 @@ def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
     ],
 )
 def test_a_form_that_no_parser_reads_is_refused_by_its_name(shows: str, name: str) -> None:
-    found = reading("auto", "auto", "{{ tools }}" + shows)
-    assert (found.tools, found.unread) == ("", name)
-    assert f"calls in {name}{', ' * bool(name)}a form that no --tool-parser" in found.no_calls
+    found = choose_parsers("auto", "auto", "{{ tools }}" + shows)
+    assert (found.tool_parser_name, found.unsupported_form) == ("", name)
+    assert (
+        f"calls in {name}{', ' * bool(name)}a form that no --tool-parser" in found.why_no_tool_calls
+    )
 
 
 def test_markers_that_are_special_tokens_in_a_tokenizer_keep_their_text():
     added = {"<tool_call>": Added(5, special=True), "</tool_call>": Added(6, special=False)}
-    assert reading("hermes", "none", "", added).special
-    assert not reading("hermes", "none", "", {"<tool_call>": Added(5, special=False)}).special
-    assert not reading("none", "none", "", added).special
-    assert reading("glm45", "none", "", {"</arg_key>": Added(7, special=True)}).special
-    assert reading("deepseek_v3", "none", "").special
+    assert choose_parsers("hermes", "none", "", added).calls_need_special_tokens
+    assert not choose_parsers(
+        "hermes", "none", "", {"<tool_call>": Added(5, special=False)}
+    ).calls_need_special_tokens
+    assert not choose_parsers("none", "none", "", added).calls_need_special_tokens
+    assert choose_parsers(
+        "glm45", "none", "", {"</arg_key>": Added(7, special=True)}
+    ).calls_need_special_tokens
+    assert choose_parsers("deepseek_v3", "none", "").calls_need_special_tokens
 
 
 def test_the_parsers_of_harmony_come_together_unless_one_is_named_otherwise():
@@ -558,12 +577,14 @@ def test_the_parsers_of_harmony_come_together_unless_one_is_named_otherwise():
         ("auto", "openai_gptoss", ""),
         ("auto", "auto", template),
     ):
-        found = reading(*named)
-        assert (found.tools, found.reasoning) == ("openai", "openai_gptoss")
+        found = choose_parsers(*named)
+        assert (found.tool_parser_name, found.reasoning_parser_name) == ("openai", "openai_gptoss")
         assert _joined(read(found, [text]))[:2] == ("Yes.", "hm")
-    calls_alone = reading("auto", "none", template)
+    calls_alone = choose_parsers("auto", "none", template)
     assert _joined(read(calls_alone, [text]))[:2] == ("hm\nYes.", "")
-    assert reading("none", "auto", template) == Reading("", "openai_gptoss", True, off=True)
+    assert choose_parsers("none", "auto", template) == OutputParsers(
+        "", "openai_gptoss", True, tools_disabled=True
+    )
 
 
 @pytest.mark.parametrize("flag", ["tool", "reasoning"])
@@ -572,4 +593,4 @@ def test_an_unknown_parser_is_refused_by_name(flag):
     with pytest.raises(
         ConfigurationError, match=rf"--{flag}-parser: 'gpt' is none of auto, none, "
     ):
-        reading(names["tool"], names["reasoning"], "")
+        choose_parsers(names["tool"], names["reasoning"], "")

@@ -19,11 +19,11 @@ from call_forms import FORMS, texts
 from tokenizers import Tokenizer
 
 from pipeinfer.demo import __file__ as demo
-from pipeinfer.gateway.pieces import Reader
+from pipeinfer.gateway.pieces import OutputParser
 from pipeinfer.gateway.reading.registry import (
     ANY_MODEL,
     TOOL_PARSERS,
-    Reading,
+    OutputParsers,
 )
 from pipeinfer.params import ThoughtState
 
@@ -78,15 +78,21 @@ def answers(parser: str) -> list[dict]:
         return [*(json.loads(line) for line in lines), *written]
 
 
-def reader(parser: str) -> Reader:
+def reader(parser: str) -> OutputParser:
     if parser == "json_list":
-        return ANY_MODEL.make(SCHEMAS)
+        return ANY_MODEL.make_parser(SCHEMAS)
     if parser == "openai":
-        both = Reading(tools=parser, reasoning="openai_gptoss").reader(SCHEMAS)
+        both = OutputParsers(
+            tool_parser_name=parser, reasoning_parser_name="openai_gptoss"
+        ).parser_factory(SCHEMAS)
         assert both is not None
         return both()
-    reading = Reading(reasoning=parser) if parser in LEFT else Reading(tools=parser)
-    make = reading.reader(None if parser in LEFT else SCHEMAS)
+    reading = (
+        OutputParsers(reasoning_parser_name=parser)
+        if parser in LEFT
+        else OutputParsers(tool_parser_name=parser)
+    )
+    make = reading.parser_factory(None if parser in LEFT else SCHEMAS)
     assert make is not None
     return make(LEFT.get(parser, "before"))
 
@@ -94,14 +100,14 @@ def reader(parser: str) -> Reader:
 def heard(parser: str, pieces: Iterable[str]) -> Heard:
     """Pieces come as a client gets them: a call's name before its arguments, in their order."""
     reading, said = reader(parser), Heard("", "", [])
-    for found in [*(reading.read(piece) for piece in pieces), reading.end()]:
+    for found in [*(reading.feed(piece) for piece in pieces), reading.finish()]:
         for piece in found:
             if piece.kind == "call":
-                assert piece.call == len(said.calls)
+                assert piece.call_index == len(said.calls)
                 said.calls.append((piece.text, ""))
             elif piece.kind == "arguments":
-                name, arguments = said.calls[piece.call]
-                said.calls[piece.call] = (name, arguments + piece.text)
+                name, arguments = said.calls[piece.call_index]
+                said.calls[piece.call_index] = (name, arguments + piece.text)
             elif piece.kind == "reasoning":
                 said.reasoning += piece.text
             else:

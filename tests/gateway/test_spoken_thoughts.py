@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeinfer.gateway.pieces import Reader
-from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.shapes import Said
+from pipeinfer.gateway.pieces import OutputParser
+from pipeinfer.gateway.reading.registry import OutputParsers
+from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.params import ThoughtState
 from pipeinfer.text.thoughts import REASONING_PARSERS, Tags
 
@@ -92,17 +92,17 @@ def _at(text: str, places: set[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def heard(reader: Reader, pieces: list[str]) -> tuple[str, str, tuple[str, ...]]:
-    said = Said()
+def heard(reader: OutputParser, pieces: list[str]) -> tuple[str, str, tuple[str, ...]]:
+    said = ParsedOutput()
     for piece in pieces:
-        said.add(reader.read(piece))
-    said.add(reader.end())
+        said.add(reader.feed(piece))
+    said.add(reader.finish())
     return "".join(said.reasoning), "".join(said.content), tuple(name for name, *_ in said.calls)
 
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_thoughts_and_content_are_the_same_however_an_answer_is_cut(parser: str) -> None:
-    made = Reading("hermes", parser, True).reader({"now": {}})
+    made = OutputParsers("hermes", parser, True).parser_factory({"now": {}})
     assert made is not None and len(ANSWERS) >= 17
     tags = REASONING_PARSERS[parser]
     for answer in (*ANSWERS, *(ENCLOSED if tags.answer[0] else ())):
@@ -114,6 +114,6 @@ def test_thoughts_and_content_are_the_same_however_an_answer_is_cut(parser: str)
 
 
 def test_thoughts_that_are_not_shown_are_in_no_content() -> None:
-    made = Reading("", "qwen3").reader(None, thoughts=False)
+    made = OutputParsers("", "qwen3").parser_factory(None, include_reasoning=False)
     assert made is not None
     assert heard(made("open"), list("hm</think>It is.")) == ("", "It is.", ())

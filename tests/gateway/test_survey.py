@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.survey import SLICE, Bounds, Survey, TooMuch, survey
+from pipeinfer.gateway.survey import SLICE_BYTES, JsonLimits, JsonPrescan, LimitExceeded, prescan
 
-WIDE = Bounds(depth=10**9, values=10**9, containers=10**9, members=10**9)
+WIDE = JsonLimits(depth=10**9, values=10**9, containers=10**9, members=10**9)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: (
@@ -54,11 +54,11 @@ def members(value: Any) -> int:
     return own + sum(map(members, inner))
 
 
-def in_pieces(body: bytes, cuts: list[int]) -> Survey:
-    seen = Survey(WIDE)
+def in_pieces(body: bytes, cuts: list[int]) -> JsonPrescan:
+    seen = JsonPrescan(WIDE)
     ends = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
     for start, end in pairwise(ends):
-        seen.take(body[start:end])
+        seen.feed(body[start:end])
     return seen
 
 
@@ -111,11 +111,11 @@ def test_a_bound_holds_exactly_and_wherever_the_text_is_cut(
 ) -> None:
     found = byte_by_byte(body)
     allowed = all(have <= most for have, most in zip(found, bounds, strict=True))
-    seen = Survey(Bounds(*bounds))
+    seen = JsonPrescan(JsonLimits(*bounds))
     try:
         for start in range(0, len(body), size):
-            seen.take(body[start : start + size])
-    except TooMuch:
+            seen.feed(body[start : start + size])
+    except LimitExceeded:
         assert not allowed
     else:
         assert allowed
@@ -131,8 +131,8 @@ def test_a_bound_holds_exactly_and_wherever_the_text_is_cut(
     ],
 )
 def test_what_was_exceeded_is_named(body: bytes, what: str) -> None:
-    with pytest.raises(TooMuch, match=what):
-        list(survey(body, Bounds()))
+    with pytest.raises(LimitExceeded, match=what):
+        list(prescan(body, JsonLimits()))
 
 
 @pytest.mark.parametrize("unit", [b"a", b'"', b'"a",', b"[", b",", b":", b'\\"', b'{"a":"\\\\"},'])
@@ -140,8 +140,8 @@ def test_no_slice_holds_a_loop_for_long(unit: bytes) -> None:
     """Whatever the body is made of; 3 ms at most were measured."""
     body = unit * (2**22 // len(unit))
     iterations, longest, before = 0, 0.0, time.thread_time()
-    for _ in survey(body, WIDE):
+    for _ in prescan(body, WIDE):
         now = time.thread_time()
         iterations, longest, before = iterations + 1, max(longest, now - before), now
-    assert iterations == len(body) // SLICE - (len(body) % SLICE == 0)
+    assert iterations == len(body) // SLICE_BYTES - (len(body) % SLICE_BYTES == 0)
     assert longest < 0.02

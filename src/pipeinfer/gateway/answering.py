@@ -19,12 +19,12 @@ from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
 from pipeinfer.gateway.intake import Intake
-from pipeinfer.gateway.outlets import Outlet
+from pipeinfer.gateway.outlets import ResponseEncoder
 from pipeinfer.gateway.port import Sink
-from pipeinfer.gateway.requests import Job
-from pipeinfer.gateway.schema import Request
+from pipeinfer.gateway.requests import ParsedRequest
+from pipeinfer.gateway.schema import BodyType
 from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.shapes import Answer
+from pipeinfer.gateway.shapes import ResponseMetadata
 from pipeinfer.gateway.streams import EventStream, Turn, WholeAnswer, api_error
 from pipeinfer.gateway.tokenizing import Encoded
 from pipeinfer.gateway.tracing import carried
@@ -44,34 +44,38 @@ class Answering:
         self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
         self._turn = Turn()
 
-    async def body(self, request: web.Request, kind: type[Request]) -> Request:
+    async def body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The checked body, read only if its request could be taken now."""
         self.check_room(1)
         body = await self._intake.take(request, kind)
         self.check_model(body.model)
         return body
 
-    def said(self, name: str, job: Job, chat: bool) -> Answer:
+    def said(self, name: str, job: ParsedRequest, chat: bool) -> ResponseMetadata:
         """What the answer called `name` says of itself."""
-        return Answer(
+        return ResponseMetadata(
             chat=chat,
             id=name,
             created=int(time.time()),
             model=self.service.model,
-            shown=job.shown,
-            reader=job.reader,
-            calling=job.calling,
+            output_options=job.output_options,
+            parser_factory=job.parser_factory,
+            tool_call_options=job.tool_call_options,
             fingerprint=self.service.fingerprint,
         )
 
-    async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
+    async def respond(
+        self, request: web.Request, job: ParsedRequest, outlet: ResponseEncoder
+    ) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""
         self.check_room(job.choices)
-        asked = job.asked
-        if asked.left_out:
-            _leave_out(request, asked.left_out)
+        asked = job.constraint
+        if asked.unenforced:
+            _leave_out(request, asked.unenforced)
         sink = EventStream(outlet, self._turn) if job.stream else WholeAnswer(outlet)
-        told = _Refusals(sink, request, asked.loses) if asked.otherwise is not None else sink
+        told = (
+            _Refusals(sink, request, asked.lost_in_fallback) if asked.fallback is not None else sink
+        )
         admission = self.service.admission
         admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the

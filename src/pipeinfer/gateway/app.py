@@ -18,14 +18,18 @@ from aiohttp.typedefs import Middleware
 from pipeinfer.gateway import docs_page, openapi
 from pipeinfer.gateway.access import REQUEST_ID, name_of
 from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
-from pipeinfer.gateway.best_of import Best
+from pipeinfer.gateway.best_of import BestOf
 from pipeinfer.gateway.cache_resets import RESET
-from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
+from pipeinfer.gateway.dialects.handlers import (
+    MESSAGES_PATHS,
+    AdapterHandlers,
+    adapted_error_response,
+)
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
-from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
+from pipeinfer.gateway.outlets import FullResponseEncoder, ResponseEncoder, StreamEncoder
 from pipeinfer.gateway.page import HEADERS, Page
-from pipeinfer.gateway.requests import Job, chat_job, completion_job
+from pipeinfer.gateway.requests import ParsedRequest, parse_chat, parse_completion
 from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
     ChatRequest,
@@ -69,7 +73,7 @@ class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._answering = Answering(service)
-        self._dialects = DialectHandlers(self._answering)
+        self._dialects = AdapterHandlers(self._answering)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Says which path is whose."""
@@ -111,15 +115,15 @@ class _Handlers:
             try:
                 return await handler(request)
             except ApiError as error:
-                return error_in_dialect(request, error)
+                return adapted_error_response(request, error)
             except web.HTTPException as error:
-                response = error_in_dialect(request, of_http(request, error))
+                response = adapted_error_response(request, of_http(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
             except Exception:
                 log.exception("%s %s failed", request.method, request.path)
-                return error_in_dialect(request, ApiError(500, "internal error"))
+                return adapted_error_response(request, ApiError(500, "internal error"))
 
         return errors
 
@@ -128,14 +132,14 @@ class _Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         base = f"chatcmpl-{uuid.uuid4().hex}"
         body = await self._answering.body(request, ChatRequest)
-        job = chat_job(body, base, self._service.terms, trace(request))
+        job = parse_chat(body, base, self._service.terms, trace(request))
         del body  # an answer takes minutes, in which the core has all that is needed
         return await self._answer(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         base = f"cmpl-{uuid.uuid4().hex}"
         body = await self._answering.body(request, CompletionRequest)
-        job = completion_job(body, base, self._service.terms, trace(request))
+        job = parse_completion(body, base, self._service.terms, trace(request))
         del body
         return await self._answer(request, base, job, chat=False)
 
@@ -172,13 +176,13 @@ class _Handlers:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
     async def _answer(
-        self, request: web.Request, base: str, job: Job, chat: bool
+        self, request: web.Request, base: str, job: ParsedRequest, chat: bool
     ) -> web.StreamResponse:
         answer = self._answering.said(base, job, chat)
-        outlet: Outlet = (
-            ChunkStream(answer, job.choices, job.include_usage, job.continuous_usage)
+        outlet: ResponseEncoder = (
+            StreamEncoder(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
-            else WholeBody(answer, job.choices, _best(job))
+            else FullResponseEncoder(answer, job.choices, _best(job))
         )
         return await self._answering.respond(request, job, outlet)
 
@@ -285,7 +289,7 @@ def loose(path: str) -> str:
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     name = name_of(request)
     response.headers[REQUEST_ID] = name
-    if MESSAGES.fullmatch(request.path):
+    if MESSAGES_PATHS.fullmatch(request.path):
         response.headers["request-id"] = name  # as Anthropic's clients know it
     if LEFT_OUT in request:
         response.headers["x-schema-left-out"] = request[LEFT_OUT]
@@ -299,9 +303,9 @@ def _pages(stats: Mapping[str, float]) -> JsonObject:
     return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
-def _best(job: Job) -> Best | None:
+def _best(job: ParsedRequest) -> BestOf | None:
     """Who chooses the choices that are shown, where not all are."""
-    if not job.best:
+    if not job.best_of:
         return None
-    wanted = job.shown.logprobs is not None
-    return Best(job.choices, job.choices // job.prompts, job.best, wanted)
+    wanted = job.output_options.logprobs is not None
+    return BestOf(job.choices, job.choices // job.prompts, job.best_of, wanted)

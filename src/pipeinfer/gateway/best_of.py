@@ -12,7 +12,7 @@ from pipeinfer.gateway.events import Delta
 from pipeinfer.gateway.token_scores import token_scores
 
 
-class Best:
+class BestOf:
     """Shows `shown` of every `made` choices in a row; of `choices` in all. Nobody but this wants
     the log-probs unless they are `wanted`."""
 
@@ -21,7 +21,7 @@ class Best:
         self._sums = [0.0] * choices
         self._tokens = [0] * choices
 
-    def take(self, index: int, delta: Delta) -> Delta:
+    def add(self, index: int, delta: Delta) -> Delta:
         """Counts what came of a choice; returns what its client asked for of that."""
         if delta.logprobs is None:
             return delta
@@ -30,7 +30,7 @@ class Best:
             self._tokens[index] += 1
         return delta if self._wanted else msgspec.structs.replace(delta, logprobs=None)
 
-    def chosen(self) -> list[int]:
+    def best_choices(self) -> list[int]:
         """The choices that are shown, each prompt's best first; of equals the earlier. One without
         a token is worse than any other."""
         found: list[int] = []

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pipeinfer.json_values import JsonObject, JsonValue
 
-BILLING = "x-anthropic-billing-header:"
+BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-def without_marks(chat: list[JsonObject]) -> list[JsonObject]:
+def without_billing_header(chat: list[JsonObject]) -> list[JsonObject]:
     """The conversation without that line at the beginning of system messages and of their parts.
     What is left empty is left out, unless it is all there is."""
     kept = [message for message in map(_cleaned, chat) if message is not None]
@@ -22,10 +22,12 @@ def _cleaned(message: JsonObject) -> JsonObject | None:
     content = message.get("content")
     if message.get("role") != "system":
         return message
-    if isinstance(content, str) and content.startswith(BILLING):
+    if isinstance(content, str) and content.startswith(BILLING_HEADER):
         rest = _rest(content)
         return {**message, "content": rest} if rest else None
-    if isinstance(content, list) and any(_text(part).startswith(BILLING) for part in content):
+    if isinstance(content, list) and any(
+        _text(part).startswith(BILLING_HEADER) for part in content
+    ):
         texts = [_rest(text) for text in map(_text, content)]
         parts: list[JsonValue] = [{"type": "text", "text": text} for text in texts if text]
         return {**message, "content": parts} if parts else None
@@ -38,4 +40,4 @@ def _text(part: JsonValue) -> str:
 
 def _rest(text: str) -> str:
     """Behind the line, if there is one."""
-    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING_HEADER) else text

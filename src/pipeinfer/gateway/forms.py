@@ -22,34 +22,34 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
-WHOLE = "schema"  # what an answer is not held to at all
+WHOLE_SCHEMA = "schema"  # what an answer is not held to at all
 
-Found = tuple[str, StructuredOutputs]  # by which field
+FieldConstraint = tuple[str, StructuredOutputs]  # by which field
 
 
-class Malformed(GrammarError):
+class MalformedSchema(GrammarError):
     """A schema that is none; the text says where, for the client."""
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputConstraint:
     """`spec`: None if all texts will do. `left_out`: keywords of its schema that an answer is not
     held to, see grammars/json_schema.py. `field`: of the request, that asked for it. `otherwise`:
     what the answer must be where nobody can hold it to `spec`; None: the request is refused then.
     `loses`: what an answer is not held to then."""
 
     spec: StructuredOutputs | None = None
-    left_out: tuple[str, ...] = ()
+    unenforced: tuple[str, ...] = ()
     field: str = ""
-    otherwise: StructuredOutputs | None = None
-    loses: str = ""
+    fallback: StructuredOutputs | None = None
+    lost_in_fallback: str = ""
 
-    def called(self, names: Mapping[str, str]) -> Form:
+    def with_field_names(self, names: Mapping[str, str]) -> OutputConstraint:
         """The same, where the client calls the field as `names` has it."""
         return dataclasses.replace(self, field=field_in(names, self.field))
 
 
-def form(request: Generation, closed: bool = True) -> Form:
+def output_constraint(request: Generation, closed: bool = True) -> OutputConstraint:
     """What the request asks for. `closed`: objects have only the properties that their schema
     names, unless it says otherwise. ApiError 400 for more than one form, for one that is too large
     or that is none, and for a strict schema that an answer cannot be held to."""
@@ -59,41 +59,41 @@ def form(request: Generation, closed: bool = True) -> Form:
         message = f"an answer has one form, but {names} are given"
         raise ApiError(400, message, found[1][0], "invalid_value")
     if not found:
-        return Form()
+        return OutputConstraint()
     name, spec = found[0]
     strict = _strict(request.response_format)
     try:
         check(spec)
         if spec.json is None:
-            return Form(spec, field=name)
+            return OutputConstraint(spec, field=name)
         schema = schema_of(spec.json)
         try:
             return _schema_form(name, spec, schema, strict, closed)
         except GrammarError as error:
-            if strict or isinstance(error, Malformed):
+            if strict or isinstance(error, MalformedSchema):
                 raise
-            return Form(_any_json(spec, schema), (f"{WHOLE}: {error}",), name)
+            return OutputConstraint(_any_json(spec, schema), (f"{WHOLE_SCHEMA}: {error}",), name)
     except GrammarError as error:
         raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
 
 
 def _schema_form(
     name: str, spec: StructuredOutputs, schema: JsonObject | bool, strict: bool, closed: bool
-) -> Form:
+) -> OutputConstraint:
     """Raises GrammarError, also where an answer cannot be held to a strict one."""
     found = held(schema, closed, narrow=strict)
     if found.malformed:
-        raise Malformed(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
+        raise MalformedSchema(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
     if strict and found.left_out:
-        raise GrammarError(unheld(found.left_out))
+        raise GrammarError(unenforced_message(found.left_out))
     spec = replace(spec, json=msgspec.json.encode(found.schema).decode())
     check(spec)
     if strict:
-        return Form(spec, field=name)
+        return OutputConstraint(spec, field=name)
     other = _any_json(spec, schema)
     if other == spec:
-        return Form(spec, found.left_out, name)
-    return Form(spec, found.left_out, name, other, WHOLE)
+        return OutputConstraint(spec, found.left_out, name)
+    return OutputConstraint(spec, found.left_out, name, other, WHOLE_SCHEMA)
 
 
 def _any_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
@@ -106,7 +106,7 @@ def _any_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredO
     return replace(spec, json=ANY_OBJECT if named else "{}")
 
 
-def unheld(left_out: tuple[str, ...]) -> str:
+def unenforced_message(left_out: tuple[str, ...]) -> str:
     """Why a strict schema is refused."""
     return f"strict: true, but an answer cannot be held to {', '.join(left_out[:5])}"
 
@@ -115,7 +115,7 @@ def _strict(given: ResponseFormat | None) -> bool:
     return given is not None and given.json_schema is not None and given.json_schema.strict is True
 
 
-def _asked(request: Generation) -> Iterator[Found]:
+def _asked(request: Generation) -> Iterator[FieldConstraint]:
     given = request.response_format
     if given is not None and given.type != "text":
         yield "response_format", _response_format(given)

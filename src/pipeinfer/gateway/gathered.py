@@ -11,8 +11,8 @@ import msgspec
 
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from pipeinfer.gateway.pieces import AnswerReader, Piece
-from pipeinfer.gateway.shapes import NULL, Answer, Choice, Said
+from pipeinfer.gateway.pieces import ChoiceParser, ParsedDelta
+from pipeinfer.gateway.shapes import NULL, FinishedChoice, ParsedOutput, ResponseMetadata
 from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack
@@ -20,9 +20,9 @@ from pipeinfer.packing import unpack
 _json = msgspec.json.Encoder()
 
 
-def kept(answer: Answer, delta: Delta) -> Delta:
+def requested_part(answer: ResponseMetadata, delta: Delta) -> Delta:
     """What of `delta` its client asked for; where nothing new is, one token was sampled."""
-    if not answer.shown.nothing_new:
+    if not answer.output_options.no_new_tokens:
         return delta
     end = "length" if delta.finish == "stop" else delta.finish
     return msgspec.structs.replace(
@@ -30,7 +30,7 @@ def kept(answer: Answer, delta: Delta) -> Delta:
     )
 
 
-class Gathered:
+class ChoiceCollector:
     """Of one choice. `prompt_text`: what is echoed, before all else. `prompt_ids`: of the prompt,
     if ids are asked for."""
 
@@ -48,8 +48,8 @@ class Gathered:
         "prompt_text",
     )
 
-    def __init__(self, answer: Answer) -> None:
-        shown = answer.shown
+    def __init__(self, answer: ResponseMetadata) -> None:
+        shown = answer.output_options
         most, of_prompt = shown.logprobs, shown.prompt_logprobs
         self._chat = ChatLogprobs() if answer.chat and most is not None else None
         self._completion: CompletionLogprobs | None = None
@@ -58,9 +58,9 @@ class Gathered:
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
         self._echo = shown.echo
         self._texts: list[str] = []
-        self._make_reader = answer.reader
-        self._reader: AnswerReader | None = None
-        self._said = Said()
+        self._make_reader = answer.parser_factory
+        self._reader: ChoiceParser | None = None
+        self._said = ParsedOutput()
         self._ids: list[int] | None = [] if shown.token_ids else None
         self.prompt_text = ""
         self.prompt_ids: list[int] | None = None
@@ -74,20 +74,20 @@ class Gathered:
             self.prompt_ids = unpack(started.prompt_ids).tolist()
 
     @property
-    def reasoning(self) -> int:
+    def reasoning_tokens(self) -> int:
         """Tokens of thoughts so far, as far as is certain."""
         return 0 if self._reader is None else self._reader.reasoning.count
 
-    def delta(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         """Keeps all of it."""
         self._texts.append(delta.text)
         if self._reader is not None:
-            self._reader.reasoning.add(delta.offsets)
+            self._reader.reasoning.add_offsets(delta.offsets)
         if self._ids is not None:
             self._ids += unpack(delta.ids).tolist()
-        self.scores(delta)
+        self.add_logprobs(delta)
 
-    def scores(self, delta: Delta) -> None:
+    def add_logprobs(self, delta: Delta) -> None:
         """Keeps its log-probs, those of the prompt as well."""
         if delta.prompt is not None:
             of_prompt = list(prompt_scores([delta.prompt]))
@@ -104,28 +104,28 @@ class Gathered:
         if self._completion is not None:
             self._completion.add(scores, len(self.prompt_text))
 
-    def pieces(self, delta: Delta) -> Sequence[Piece]:
+    def parse(self, delta: Delta) -> Sequence[ParsedDelta]:
         """Those that are certain now; none of a choice that is not read."""
         if self._reader is None:
             return ()
-        self._reader.reasoning.add(delta.offsets)
-        pieces = [*self._reader.read(delta.text)]
+        self._reader.reasoning.add_offsets(delta.offsets)
+        pieces = [*self._reader.feed(delta.text)]
         if delta.finish is not None:
-            pieces += self._reader.end()
+            pieces += self._reader.finish()
         self._said.add(pieces)
         return pieces
 
-    def end(self, delta: Delta, logprobs: bytes) -> Choice:
+    def finished_choice(self, delta: Delta, logprobs: bytes) -> FinishedChoice:
         """The end of a choice whose pieces were sent."""
         assert delta.finish is not None
-        return Choice("", delta.finish, delta.stop_reason, logprobs, said=self._said)
+        return FinishedChoice("", delta.finish, delta.stop_reason, logprobs, parsed=self._said)
 
-    def logprobs(self) -> bytes:
+    def take_logprobs(self) -> bytes:
         """`logprobs` of all tokens since it was asked last, as JSON; null if nobody wants any."""
         shape = self._completion if self._chat is None else self._chat
         return NULL if shape is None else shape.take()
 
-    def with_ids(self, logprobs: bytes, delta: Delta, first: bool) -> bytes:
+    def with_token_ids(self, logprobs: bytes, delta: Delta, first: bool) -> bytes:
         """What stands in a choice's chunk behind the name `logprobs`: these, then the ids that came
         with it; of a completion the `first` has those of the prompt."""
         if self._ids is None:
@@ -135,14 +135,21 @@ class Gathered:
             fields += b',"prompt_token_ids":%s' % _json.encode(self.prompt_ids)
         return fields
 
-    def whole(self, finish: FinishReason, stop_reason: str | int | None) -> Choice:
+    def full_choice(self, finish: FinishReason, stop_reason: str | int | None) -> FinishedChoice:
         """The choice, of all that was kept."""
         text = self.prompt_text + "".join(self._texts)
         of_prompt = None if self._prompt is None else self._prompt.take()
         said = None
         if self._reader is not None:
-            said = Said()
-            said.add((*self._reader.read(text), *self._reader.end()))
-        return Choice(
-            text, finish, stop_reason, self.logprobs(), of_prompt, said, self._ids, self.prompt_ids
+            said = ParsedOutput()
+            said.add((*self._reader.feed(text), *self._reader.finish()))
+        return FinishedChoice(
+            text,
+            finish,
+            stop_reason,
+            self.take_logprobs(),
+            of_prompt,
+            said,
+            self._ids,
+            self.prompt_ids,
         )

@@ -15,13 +15,13 @@ from pipeinfer.json_values import JsonObject, JsonValue
 EFFORTS = ("low", "medium", "high")
 
 
-def as_shown(chat: Sequence[JsonObject]) -> list[JsonObject]:
+def harmony_messages(chat: Sequence[JsonObject]) -> list[JsonObject]:
     """The same conversation, in messages that the template shows whole. All that the system says
     comes first."""
-    return list(_shown(chat))
+    return list(_template_messages(chat))
 
 
-def check_effort(arguments: JsonObject) -> None:
+def check_reasoning_effort(arguments: JsonObject) -> None:
     """ApiError 400 for a reasoning_effort that the model was not trained on; the template would
     write it down all the same."""
     effort = arguments.get("reasoning_effort")
@@ -33,19 +33,19 @@ def check_effort(arguments: JsonObject) -> None:
         raise ApiError(400, message, "reasoning_effort", "invalid_value")
 
 
-def described(tools: Sequence[JsonObject]) -> list[JsonObject]:
+def with_descriptions(tools: Sequence[JsonObject]) -> list[JsonObject]:
     """Tools as the template writes them: each with a description, if an empty one."""
-    return [_described(tool) for tool in tools]
+    return [_with_description(tool) for tool in tools]
 
 
-def _described(tool: JsonObject) -> JsonObject:
+def _with_description(tool: JsonObject) -> JsonObject:
     function = tool.get("function")
     if not isinstance(function, dict) or function.get("description") is not None:
         return tool
     return {**tool, "function": {**function, "description": ""}}
 
 
-def _shown(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
+def _template_messages(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
     system = [message for message in chat if message.get("role") == "system"]
     if system:
         texts = [_text(message.get("content")) for message in system]
@@ -61,15 +61,15 @@ def _shown(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
         behind = at
         while at < len(chat) and chat[at].get("role") == "tool":
             at += 1
-        yield from _one_by_one(message, calls, chat[behind:at])
+        yield from _one_call_each(message, calls, chat[behind:at])
 
 
-def _one_by_one(
+def _one_call_each(
     message: JsonObject, calls: list[JsonValue], results: Sequence[JsonObject]
 ) -> Iterator[JsonObject]:
     """Each call with what it gave. The template names a result after the call before it."""
     left = list(results)
-    message = _thought(message)
+    message = _content_as_reasoning(message)
     for i, call in enumerate(calls):
         yield {**message, "tool_calls": [call]}
         message = {"role": "assistant", "content": ""}  # what was thought is shown once
@@ -79,7 +79,7 @@ def _one_by_one(
         yield from mine
 
 
-def _thought(message: JsonObject) -> JsonObject:
+def _content_as_reasoning(message: JsonObject) -> JsonObject:
     """With what was said beside the call as the end of the thoughts: the template shows one of
     both, as analysis."""
     content = _text(message.get("content"))

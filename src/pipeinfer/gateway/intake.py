@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 
 from pipeinfer.gateway.bodies import Bodies
-from pipeinfer.gateway.schema import Request, decode, surveyed
-from pipeinfer.gateway.survey import SLICE
+from pipeinfer.gateway.schema import BodyType, decode, prescanned
+from pipeinfer.gateway.survey import SLICE_BYTES
 
 # Bodies up to this are decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
-SMALL = SLICE
+SMALL = SLICE_BYTES
 END = object()
 
 
@@ -28,16 +28,16 @@ class Intake:
         self._strange = strange
         self._turn = asyncio.Lock()  # whoever waits longest is next
 
-    async def take(self, request: web.Request, kind: type[Request]) -> Request:
+    async def take(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The body of `request`, checked. ApiError 400 for a wrong one, and as Bodies.reading."""
         async with self._bodies.reading(request) as body:
             if len(body) <= SMALL:
                 raw = bytes(body)
-                for _ in surveyed(raw, kind):
+                for _ in prescanned(raw, kind):
                     continue
                 return decode(raw, kind, self._strange)
             # In one iteration of the loop there is one part of one of them.
-            parts, more = surveyed(body, kind), True
+            parts, more = prescanned(body, kind), True
             while more:
                 async with self._turn:
                     more = next(parts, END) is not END

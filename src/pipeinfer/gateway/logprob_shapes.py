@@ -14,7 +14,7 @@ from pipeinfer.gateway.token_scores import Likely, TokenScore
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.logprobs import finite
 
-COMPLETION = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+COMPLETION_LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 _json = msgspec.json.Encoder()
 
@@ -23,12 +23,12 @@ class ChatLogprobs:
     """`logprobs` of a chat's choice."""
 
     def __init__(self) -> None:
-        self._content = JsonList()
+        self._content = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
         """More tokens."""
         for score in scores:
-            self._content.add(chat_token(score))
+            self._content.add(chat_token_logprob(score))
 
     def take(self) -> bytes:
         """The JSON of all tokens since it was taken last."""
@@ -40,7 +40,7 @@ class CompletionLogprobs:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lists = [JsonList() for _ in COMPLETION]
+        self._lists = [JsonListEncoder() for _ in COMPLETION_LOGPROB_FIELDS]
 
     def add(self, scores: Iterable[TokenScore], letters: int = 0) -> None:
         """More tokens; letters: of the answer's text before that in which offsets are counted."""
@@ -52,7 +52,7 @@ class CompletionLogprobs:
 
     def take(self) -> bytes:
         """See ChatLogprobs."""
-        parts = zip(COMPLETION, self._lists, strict=True)
+        parts = zip(COMPLETION_LOGPROB_FIELDS, self._lists, strict=True)
         return b"{%s}" % b",".join(b'"%s":%s' % (n.encode(), listed.take()) for n, listed in parts)
 
     def _numbers(self, score: TokenScore) -> tuple[JsonValue, JsonValue]:
@@ -69,7 +69,7 @@ class PromptLogprobs:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._list = JsonList()
+        self._list = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
         """More tokens."""
@@ -94,7 +94,7 @@ class PromptLogprobs:
         return self._list.take()
 
 
-class JsonList:
+class JsonListEncoder:
     """Values, encoded as they are added."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class JsonList:
         return b"[%s]" % b",".join(encoded)
 
 
-def chat_token(score: TokenScore) -> JsonObject:
+def chat_token_logprob(score: TokenScore) -> JsonObject:
     """One token of a chat's choice."""
     tops: list[JsonValue] = [_token(one) for one in score.others]
     return {**_token(score.own), "top_logprobs": tops}

@@ -13,22 +13,22 @@ from typing import NamedTuple
 import msgspec
 from msgspec import inspect
 
-from pipeinfer.gateway.unsupported_fields import HARMLESS_WITHIN
+from pipeinfer.gateway.unsupported_fields import IGNORED_NESTED_FIELDS
 
 # Objects of one body that are looked at, a few ms at the worst. A client that sends more sends the
 # same names with each.
-MOST_OBJECTS = 2_000
+MAX_OBJECTS = 2_000
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class Fields(NamedTuple):
+class KnownFields(NamedTuple):
     """Of the objects that may stand in one place. `known`: all their fields. `inner`: those in
     which there are objects with fields in turn, or lists of such."""
 
     known: frozenset[str]
-    inner: Mapping[str, Fields]
+    inner: Mapping[str, KnownFields]
 
 
 def unknown_within(body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
@@ -39,28 +39,28 @@ def unknown_within(body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) 
     waiting = [(name, body[name], inner[name]) for name in inner if name in body]
     found: list[str] = []
     looked_at = 0
-    while waiting and looked_at < MOST_OBJECTS:
+    while waiting and looked_at < MAX_OBJECTS:
         where, raw, fields = waiting.pop()
         first = bytes(memoryview(raw)[:1])
         if first == b"[":
-            waiting += [(where, one, fields) for one in reversed(_list(raw)[:MOST_OBJECTS])]
+            waiting += [(where, one, fields) for one in reversed(_list(raw)[:MAX_OBJECTS])]
         elif first == b"{":
             looked_at += 1
             for name, value in _object(raw).items():
                 if name in fields.inner:
                     waiting.append((f"{where}.{name}", value, fields.inner[name]))
-                elif name not in fields.known and name not in HARMLESS_WITHIN:
+                elif name not in fields.known and name not in IGNORED_NESTED_FIELDS:
                     found += [f"{where}.{name}"] if bytes(memoryview(value)[:5]) != b"null" else []
     return found
 
 
 @cache
-def fields_of(kind: type[msgspec.Struct]) -> Fields:
+def fields_of(kind: type[msgspec.Struct]) -> KnownFields:
     """Of a body."""
     return _fields([kind])
 
 
-def _fields(kinds: list[type[msgspec.Struct]]) -> Fields:
+def _fields(kinds: list[type[msgspec.Struct]]) -> KnownFields:
     known: set[str] = set()
     within: dict[str, list[type[msgspec.Struct]]] = {}
     for kind in kinds:
@@ -69,7 +69,9 @@ def _fields(kinds: list[type[msgspec.Struct]]) -> Fields:
             structs = list(_structs(inspect.type_info(field.type)))
             if structs:
                 within.setdefault(field.encode_name, []).extend(structs)
-    return Fields(frozenset(known), {name: _fields(structs) for name, structs in within.items()})
+    return KnownFields(
+        frozenset(known), {name: _fields(structs) for name, structs in within.items()}
+    )
 
 
 def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:

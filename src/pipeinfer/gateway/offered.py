@@ -25,33 +25,35 @@ from pipeinfer.grammars.bounds import MOST_BYTES
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
-KINDS = ("function", "custom")
+TOOL_TYPES = ("function", "custom")
 
 
 @dataclass(frozen=True)
-class Offered:
+class RequestTools:
     """`shown`: all tools, as functions. `schemas`: of the parameters of each, by name. `strict`:
     those whose calls are always held. `custom`: those that take a text, `texts` what it is held to,
     and `places` where the request says so. `allowed`: those that may be called. `forced`: some of
     them must be; `named`: the client chose the one."""
 
-    shown: list[JsonObject] = field(default_factory=list[JsonObject])
+    as_functions: list[JsonObject] = field(default_factory=list[JsonObject])
     schemas: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
     strict: frozenset[str] = frozenset()
-    custom: frozenset[str] = frozenset()
-    texts: dict[str, StructuredOutputs] = field(default_factory=dict[str, StructuredOutputs])
-    places: dict[str, str] = field(default_factory=dict[str, str])
+    custom_tools: frozenset[str] = frozenset()
+    input_grammars: dict[str, StructuredOutputs] = field(
+        default_factory=dict[str, StructuredOutputs]
+    )
+    grammar_fields: dict[str, str] = field(default_factory=dict[str, str])
     allowed: frozenset[str] = frozenset()
-    forced: bool = False
-    named: bool = False
+    required: bool = False
+    one_function: bool = False
 
     @property
-    def narrowed(self) -> bool:
+    def restricted(self) -> bool:
         """Whether the model is shown tools that it may not call."""
         return len(self.allowed) < len(self.schemas)
 
 
-def offered(request: ChatRequest) -> Offered | None:
+def request_tools(request: ChatRequest) -> RequestTools | None:
     """What the request offers; None: nothing. ApiError 400."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
@@ -76,7 +78,7 @@ def offered(request: ChatRequest) -> Offered | None:
         raise ApiError(400, message, "tools", "invalid_value")
     allowed, forced = _allowed(choice, kinds)
     named = not (choice is None or isinstance(choice, str) or choice.type == "allowed_tools")
-    return Offered(
+    return RequestTools(
         [{"type": "function", "function": msgspec.to_builtins(each)} for each in functions],
         schemas,
         frozenset((*texts, *(function.name for function in functions if function.strict))),
@@ -91,7 +93,7 @@ def offered(request: ChatRequest) -> Offered | None:
 
 def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
     """The tool as a function; its kind is noted in `kinds`, by its name."""
-    check_kind(tool.type, f"{where}.type")
+    check_tool_type(tool.type, f"{where}.type")
     where = f"{where}.{tool.type}"
     if tool.type == "function":
         function = required(tool.function, where)
@@ -105,10 +107,10 @@ def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
     return function
 
 
-def check_kind(kind: str, where: str, *more: str) -> None:
+def check_tool_type(kind: str, where: str, *more: str) -> None:
     """ApiError 400 for a type of tool that is not served; `more` are served there."""
-    if kind not in (*KINDS, *more):
-        known = ", ".join(map(repr, (*KINDS, *more)))
+    if kind not in (*TOOL_TYPES, *more):
+        known = ", ".join(map(repr, (*TOOL_TYPES, *more)))
         message = f"{where}: {kind[:100]!r} is not supported, only {known} are"
         raise ApiError(400, message, where, "unsupported_parameter")
 
@@ -135,7 +137,7 @@ def _allowed(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset
     """The tools that may be called, and whether one of them must be. `kinds`: of all, by name."""
     if choice is None or isinstance(choice, str):
         return frozenset(kinds), choice == "required"
-    check_kind(choice.type, "tool_choice.type", "allowed_tools")
+    check_tool_type(choice.type, "tool_choice.type", "allowed_tools")
     if choice.type != "allowed_tools":
         one = NamedTool(choice.type, choice.function, choice.custom)
         return frozenset((_named(one, "tool_choice", kinds),)), True
@@ -150,7 +152,7 @@ def _allowed(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset
 
 def _named(tool: NamedTool, where: str, kinds: Mapping[str, str]) -> str:
     """The name of a tool that the request offers."""
-    check_kind(tool.type, f"{where}.type")
+    check_tool_type(tool.type, f"{where}.type")
     given = tool.function if tool.type == "function" else tool.custom
     name = required(given, f"{where}.{tool.type}").name
     if kinds.get(name) != tool.type:

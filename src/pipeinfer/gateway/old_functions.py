@@ -15,10 +15,10 @@ from pipeinfer.gateway.schema import ChatMessage, ChatRequest, Tool, ToolChoice
 from pipeinfer.json_values import JsonObject
 
 # What chats with tools call a field, and what it is called here.
-NAMES = {"tools": "functions", "tool_choice": "function_call"}
+LEGACY_FIELD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
 
 
-def as_tools(request: ChatRequest) -> ChatRequest | None:
+def functions_to_tools(request: ChatRequest) -> ChatRequest | None:
     """The same with tools, of which one call is told; None where there are no functions.
 
     ApiError 400.
@@ -50,7 +50,7 @@ def _choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None
     return ToolChoice("function", choice)
 
 
-def as_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
+def function_messages_to_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Calls of functions and what they gave, as calls of tools. ApiError 400."""
     if any(message.function_call is not None or message.role == "function" for message in messages):
         return list(_translated(messages))

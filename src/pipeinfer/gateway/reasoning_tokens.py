@@ -12,7 +12,7 @@ from math import inf
 from pipeinfer.packing import unpack_few
 
 
-class ReasoningTokens:
+class ReasoningTokenCounter:
     """Of one choice. A token is a thought if its text begins within the thoughts: behind their
     opening tag, and before the closing one. So tags are not counted, and white space between them
     is.
@@ -21,37 +21,37 @@ class ReasoningTokens:
     `read`: letters of the text for which a reader has decided what they are.
     """
 
-    __slots__ = ("_begins", "_offsets", "_open", "_spans", "count", "read")
+    __slots__ = ("_offsets", "_open_start", "_span_open", "_spans", "count", "parsed_chars")
 
     def __init__(self) -> None:
         self.count = 0
-        self.read = inf  # where no reader looks for thoughts there are none
-        self._begins: float = 0
-        self._open = False
+        self.parsed_chars = inf  # where no reader looks for thoughts there are none
+        self._open_start: float = 0
+        self._span_open = False
         self._spans: deque[tuple[float, float]] = deque()  # that have ended: from, to
         self._offsets: deque[int] = deque()  # of tokens that are not counted or passed over yet
 
-    def begin(self, at: float) -> None:
+    def open_span(self, at: float) -> None:
         """Thoughts begin at letter `at` of the text."""
-        self._begins, self._open = at, True
+        self._open_start, self._span_open = at, True
 
-    def end(self, at: float) -> None:
+    def close_span(self, at: float) -> None:
         """They end before letter `at`, if any have begun."""
-        if self._open:
-            self._open = False
-            self._spans.append((self._begins, at))
+        if self._span_open:
+            self._span_open = False
+            self._spans.append((self._open_start, at))
 
-    def add(self, offsets: bytes) -> None:
+    def add_offsets(self, offsets: bytes) -> None:
         """Further tokens: letters of text before each, int32 bytes."""
         if offsets:
             self._offsets += unpack_few(offsets)
 
-    def settle(self) -> None:
+    def update_count(self) -> None:
         """Counts tokens up to `read`."""
         offsets, spans = self._offsets, self._spans
-        while offsets and offsets[0] < self.read:
+        while offsets and offsets[0] < self.parsed_chars:
             offset = offsets.popleft()
             while spans and spans[0][1] <= offset:
                 spans.popleft()
-            begins = spans[0][0] if spans else self._begins if self._open else inf
+            begins = spans[0][0] if spans else self._open_start if self._span_open else inf
             self.count += begins <= offset

@@ -14,19 +14,23 @@ from typing import NamedTuple, cast
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer.gateway.client_marks import without_marks
+from pipeinfer.gateway.client_marks import without_billing_header
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError, renamed, required
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.forms import Form, form
-from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
-from pipeinfer.gateway.offered import Offered, offered
-from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
-from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
-from pipeinfer.gateway.pieces import MakeReader
-from pipeinfer.gateway.reading.registry import NOTHING, Reading
+from pipeinfer.gateway.forms import OutputConstraint, output_constraint
+from pipeinfer.gateway.harmony_chats import (
+    check_reasoning_effort,
+    harmony_messages,
+    with_descriptions,
+)
+from pipeinfer.gateway.offered import RequestTools, request_tools
+from pipeinfer.gateway.old_functions import LEGACY_FIELD_NAMES as OLD_NAMES
+from pipeinfer.gateway.old_functions import function_messages_to_tool_messages, functions_to_tools
+from pipeinfer.gateway.pieces import ParserFactory
+from pipeinfer.gateway.reading.registry import NO_PARSERS, OutputParsers
 from pipeinfer.gateway.schema import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -34,20 +38,21 @@ from pipeinfer.gateway.schema import (
     Generation,
     StreamOptions,
 )
-from pipeinfer.gateway.shapes import Calling, Shown
+from pipeinfer.gateway.shapes import OutputOptions, ToolCallOptions
 from pipeinfer.gateway.tools import (
-    call_grammar,
-    check_arguments,
-    check_calls,
-    for_template,
-    held_final,
+    check_arguments_size,
+    check_tool_support,
+    final_message_constraint,
+    tool_call_constraint,
+    tool_call_for_template,
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
 from pipeinfer.text.thoughts import spoken
 
-PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
+# Fields that mean the same in SamplingParams; `stop` is a text or a list there as well.
+SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -74,24 +79,24 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
 )
 
 
-MOST_PROMPTS = 1024
+MAX_PROMPTS = 1024
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestDefaults:
     """What the server grants: `sampling` of requests that leave it open, the most prompts of a
     request, each counted as often as it has choices, the `timeout` (seconds, 0 is never) of one
     that names none, and how its model's answers are read. `closed`: objects that answers are held
     to have only the properties that their schema names, unless it says otherwise."""
 
     sampling: SamplingParams
-    most_prompts: int = MOST_PROMPTS
+    max_prompts: int = MAX_PROMPTS
     timeout: float = 0.0
-    reading: Reading = NOTHING
-    closed: bool = True
+    parsers: OutputParsers = NO_PARSERS
+    closed_objects: bool = True
 
 
-class Job(msgspec.Struct, frozen=True):
+class ParsedRequest(msgspec.Struct, frozen=True):
     """What one HTTP request asks for. `calls`: one for each of its `prompts`, in order, to be gone
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
@@ -103,64 +108,70 @@ class Job(msgspec.Struct, frozen=True):
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    shown: Shown
+    output_options: OutputOptions
     prompts: int = 1
-    best: int = 0
-    reader: MakeReader | None = None
-    calling: Calling = Calling()
+    best_of: int = 0
+    parser_factory: ParserFactory | None = None
+    tool_call_options: ToolCallOptions = ToolCallOptions()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    asked: Form = Form()
+    constraint: OutputConstraint = OutputConstraint()
 
 
-def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
+def parse_chat(
+    request: ChatRequest, base: str, terms: RequestDefaults, trace: str
+) -> ParsedRequest:
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
-    with_tools = as_tools(request)
+    with_tools = functions_to_tools(request)
     if with_tools is None:
         return _chat_job(request, base, terms, trace)
     try:
         job = _chat_job(with_tools, base, terms, trace)
     except ApiError as error:
         raise renamed(error, OLD_NAMES) from None
-    calling = replace(job.calling, older=True)
-    return replace(job, calling=calling, asked=job.asked.called(OLD_NAMES))
+    calling = replace(job.tool_call_options, legacy_functions=True)
+    return replace(
+        job, tool_call_options=calling, constraint=job.constraint.with_field_names(OLD_NAMES)
+    )
 
 
-def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
+def _chat_job(request: ChatRequest, base: str, terms: RequestDefaults, trace: str) -> ParsedRequest:
     limit, field = _limit(request, terms.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
     ids = bool(request.return_token_ids)
-    shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
+    shown = OutputOptions(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
-    asked = form(request, terms.closed)
+    asked = output_constraint(request, terms.closed_objects)
     params = _params(request, terms.sampling, limit, shown, names, asked)
     _check_count(1, "n", params.n, terms)
-    reading = terms.reading
+    reading = terms.parsers
     chat, arguments, tools = chat_prompt(request, reading)
-    check_calls(tools, reading)
+    check_tool_support(tools, reading)
     if request.continue_final_message and chat:
         _check_going_on(reading, chat[-1], params)
-        reading = reading.going_on()
+        reading = reading.continuing_message()
     if reading.harmony and params.thinking_token_budget is not None:
         message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if tools is not None:
         parallel = request.parallel_tool_calls is not False
-        calls = call_grammar(tools, parallel, reading, asked, terms.closed)
+        calls = tool_call_constraint(tools, parallel, reading, asked, terms.closed_objects)
         made, asked = calls.spec is not asked.spec, calls
-        if made and reading.harmony and reading.goes_on:
+        if made and reading.harmony and reading.continues_message:
             message = "continue_final_message: amid a message of this model no calls can be held"
             raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
-        if reading.special or made:  # its tags may be special tokens
+        if reading.calls_need_special_tokens or made:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
     if reading.harmony:
-        if asked.spec is not None and tools is None and not reading.goes_on:
-            final = held_final(asked.spec, reading, asked.field)
-            other = asked.otherwise and held_final(asked.otherwise, reading, asked.field)
-            asked = dataclasses.replace(asked, spec=final, otherwise=other)
+        if asked.spec is not None and tools is None and not reading.continues_message:
+            final = final_message_constraint(asked.spec, reading, asked.field)
+            other = asked.fallback and final_message_constraint(
+                asked.fallback, reading, asked.field
+            )
+            asked = dataclasses.replace(asked, spec=final, fallback=other)
         params = replace(params, skip_special_tokens=False)
     params = replace(params, structured_outputs=asked.spec)
-    if reading.special_thoughts:
+    if reading.reasoning_needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     call = replace(
         _common(request, params, terms, trace),
@@ -168,7 +179,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
-        otherwise=asked.otherwise,
+        otherwise=asked.fallback,
     )
     one_call, thoughts = (
         request.parallel_tool_calls is False,
@@ -177,40 +188,49 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     spec = params.structured_outputs
     padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
     schemas = None if tools is None else tools.schemas
-    custom = () if tools is None else tools.custom
-    reader = reading.reader(schemas, one_call, thoughts, padded, custom)
-    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning))
+    custom = () if tools is None else tools.custom_tools
+    reader = reading.parser_factory(schemas, one_call, thoughts, padded, custom)
+    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning_parser_name))
     job = _job(request, [call], params.n, shown)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
-    calling = Calling(reading.tool_parser.ids, before, tools is not None and tools.named)
-    job = replace(job, asked=asked)
-    return replace(job, reader=reader, params=params, calling=calling)
+    calling = ToolCallOptions(
+        reading.tool_parser.call_ids, before, tools is not None and tools.one_function
+    )
+    return replace(
+        job,
+        constraint=asked,
+        parser_factory=reader,
+        params=params,
+        tool_call_options=calling,
+    )
 
 
-def _check_going_on(reading: Reading, last: JsonObject, params: SamplingParams) -> None:
+def _check_going_on(reading: OutputParsers, last: JsonObject, params: SamplingParams) -> None:
     """ApiError 400 where the answer cannot go on from the last message as it is asked to."""
     if reading.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    open_thoughts = reading.left(spoken(last.get("content"))) == "open"
+    open_thoughts = reading.reasoning_state(spoken(last.get("content"))) == "open"
     if params.thinking_token_budget is not None and open_thoughts:
         message = "thinking_token_budget: the last message's own thoughts would not be counted"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
 
 
-def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
+def parse_completion(
+    request: CompletionRequest, base: str, terms: RequestDefaults, trace: str
+) -> ParsedRequest:
     """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400.
 
     Where only the best are shown all must have log-probs, by which they are known.
     """
-    prompts = _prompts(request.prompt, terms.most_prompts)
+    prompts = _prompts(request.prompt, terms.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
     shown = _completion_shown(request, limit)
-    limit += shown.nothing_new  # the model has no step that samples nothing
-    asked = form(request, terms.closed)
+    limit += shown.no_new_tokens  # the model has no step that samples nothing
+    asked = output_constraint(request, terms.closed_objects)
     params = _params(request, terms.sampling, limit, shown, {"max_tokens": field}, asked)
     if shown.echo and shown.logprobs is not None and limit == 1:
         # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
@@ -223,7 +243,7 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
     _check_count(len(prompts), "best_of" if best else "n", made, terms)
     special = request.add_special_tokens is not False
     common = _common(request, params, terms, trace)
-    common = replace(common, return_prompt_text=shown.echo, otherwise=asked.otherwise)
+    common = replace(common, return_prompt_text=shown.echo, otherwise=asked.fallback)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -234,7 +254,7 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
     job = _job(request, calls(), len(prompts) * made, shown)
-    return replace(job, prompts=len(prompts), best=best, asked=asked)
+    return replace(job, prompts=len(prompts), best_of=best, constraint=asked)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
@@ -275,10 +295,10 @@ def _best_of(request: CompletionRequest, n: int) -> int:
     return request.best_of
 
 
-def _check_count(prompts: int, param: str, each: int, terms: Terms) -> None:
-    if each > 1 and prompts * each > terms.most_prompts:
+def _check_count(prompts: int, param: str, each: int, terms: RequestDefaults) -> None:
+    if each > 1 and prompts * each > terms.max_prompts:
         message = (
-            f"at most {terms.most_prompts} choices a request, not {each} of "
+            f"at most {terms.max_prompts} choices a request, not {each} of "
             f"{prompts} prompt{'s' * (prompts > 1)}"
         )
         raise ApiError(400, message, param, "invalid_value")
@@ -294,7 +314,7 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
+def _completion_shown(request: CompletionRequest, limit: int) -> OutputOptions:
     """A limit of 0 is one only where the prompt is echoed."""
     if request.logprobs is True:
         message = "logprobs must be a number of alternatives, not true"
@@ -302,10 +322,12 @@ def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
     most = None if request.logprobs is False else request.logprobs
     echo = bool(request.echo)
     ids = bool(request.return_token_ids)
-    return Shown(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
+    return OutputOptions(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
 
 
-def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown) -> Job:
+def _job(
+    request: Generation, calls: Iterable[Call], choices: int, shown: OutputOptions
+) -> ParsedRequest:
     stream = bool(request.stream)
     if stream and request.prompt_logprobs is not None:
         message = "prompt_logprobs is not allowed with stream: true"
@@ -316,10 +338,12 @@ def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown)
     options = request.stream_options or StreamOptions()
     usage = bool(options.include_usage)
     continuous = usage and bool(options.continuous_usage_stats)
-    return Job(calls, choices, stream, usage, continuous, shown)
+    return ParsedRequest(calls, choices, stream, usage, continuous, shown)
 
 
-def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
+def _common(
+    request: Generation, params: SamplingParams, terms: RequestDefaults, trace: str
+) -> Call:
     """What all calls of a request share; the id and the prompt of each are still to come."""
     if request.timeout == 0:
         message = "timeout must be more than 0 seconds; leave it out for the server's own"
@@ -346,12 +370,12 @@ def _params(
     request: Generation,
     defaults: SamplingParams,
     max_tokens: int | None,
-    shown: Shown,
+    shown: OutputOptions,
     names: dict[str, str],
-    asked: Form,
+    asked: OutputConstraint,
 ) -> SamplingParams:
     """names: of fields that are called otherwise in SamplingParams."""
-    given = {name: getattr(request, name) for name in PLAIN}
+    given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
     known["structured_outputs"] = asked.spec
@@ -361,7 +385,7 @@ def _params(
         param = names.get(error.param, error.param)
         message = str(error).replace(f"{error.param} must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
-    return replace(params, prompt_logprobs=shown.of_prompt)
+    return replace(params, prompt_logprobs=shown.prompt_logprobs_needed)
 
 
 def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:
@@ -388,35 +412,35 @@ class ChatPrompt(NamedTuple):
 
     chat: list[JsonObject]
     arguments: JsonObject
-    tools: Offered | None
+    tools: RequestTools | None
 
 
-def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
+def chat_prompt(request: ChatRequest, reading: OutputParsers) -> ChatPrompt:
     """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
     chat = _chat(request.messages)
     arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
     _check_sendable("chat_template_kwargs", arguments)
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
-    tools = offered(request)
+    tools = request_tools(request)
     if reading.harmony:
-        check_effort(arguments)
-        chat = as_shown(chat)
+        check_reasoning_effort(arguments)
+        chat = harmony_messages(chat)
     if tools is not None:
-        shown = described(tools.shown) if reading.harmony else tools.shown
+        shown = with_descriptions(tools.as_functions) if reading.harmony else tools.as_functions
         arguments["tools"] = list[JsonValue](shown)
     return ChatPrompt(chat, arguments, tools)
 
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
     """The conversation as chat templates want it."""
-    messages = as_tool_messages(messages)
-    if not 0 < len(messages) <= MOST_MESSAGES:
-        reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
+    messages = function_messages_to_tool_messages(messages)
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        reason = f"be at most {MAX_MESSAGES}, not {len(messages)}" if messages else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
-    check_arguments(call for m in messages for call in m.tool_calls or ())
-    return without_marks([_message(i, message) for i, message in enumerate(messages)])
+    check_arguments_size(call for m in messages for call in m.tool_calls or ())
+    return without_billing_header([_message(i, message) for i, message in enumerate(messages)])
 
 
 def _check_sendable(param: str, value: JsonValue) -> None:
@@ -436,7 +460,7 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
     if message.tool_calls is not None:
         plain["tool_calls"] = [
-            for_template(call, f"messages[{i}].tool_calls[{j}]")
+            tool_call_for_template(call, f"messages[{i}].tool_calls[{j}]")
             for j, call in enumerate(message.tool_calls)
         ]
     content = message.content

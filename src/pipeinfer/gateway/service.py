@@ -13,7 +13,7 @@ from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.requests import RequestDefaults
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tracing import Traces
 from pipeinfer.gateway.web_pages import WebPages
@@ -28,7 +28,7 @@ class Service:
     port: Port
     metrics: Metrics
     model: str
-    terms: Terms
+    terms: RequestDefaults
     admission: Admission
     pages: WebPages
     max_body_bytes: int = 32 * 2**20

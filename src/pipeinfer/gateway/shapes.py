@@ -13,7 +13,7 @@ import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Started
-from pipeinfer.gateway.pieces import CallIds, MakeReader, Piece
+from pipeinfer.gateway.pieces import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack
@@ -24,7 +24,7 @@ NULL = b"null"
 _json = msgspec.json.Encoder()
 
 
-class Shown(msgspec.Struct, frozen=True):
+class OutputOptions(msgspec.Struct, frozen=True):
     """What an answer has beside new text: log-probs with so many alternatives (None: no log-probs),
     those of the prompt, the prompt itself, the ids of prompt and output. nothing_new: and nothing
     else."""
@@ -32,17 +32,17 @@ class Shown(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
-    nothing_new: bool = False
+    no_new_tokens: bool = False
     token_ids: bool = False
 
     @property
-    def beside_text(self) -> bool:
+    def more_than_text(self) -> bool:
         """Whether anything of that is asked for."""
         scored = self.logprobs is not None or self.prompt_logprobs is not None
         return self.echo or self.token_ids or scored
 
     @property
-    def of_prompt(self) -> int | None:
+    def prompt_logprobs_needed(self) -> int | None:
         """Alternatives of the prompt's tokens that are needed in all."""
         echoed = self.logprobs if self.echo else None
         return max(
@@ -50,18 +50,18 @@ class Shown(msgspec.Struct, frozen=True):
         )
 
 
-class Calling(msgspec.Struct, frozen=True):
+class ToolCallOptions(msgspec.Struct, frozen=True):
     """How an answer tells calls. `ids`: what they look like. `made`: how many calls the
     conversation has already. `named`: the client chose the function; OpenAI ends such a call with
     "stop". `older`: the one call is `function_call`."""
 
-    ids: CallIds = ""
-    made: int = 0
-    named: bool = False
-    older: bool = False
+    id_style: CallIdStyle = ""
+    previous_calls: int = 0
+    function_forced: bool = False
+    legacy_functions: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ResponseMetadata(msgspec.Struct, frozen=True):
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
     `fingerprint`: of the server.
 
@@ -71,22 +71,22 @@ class Answer(msgspec.Struct, frozen=True):
     id: str
     created: int
     model: str
-    shown: Shown = Shown()
-    reader: MakeReader | None = None
-    calling: Calling = Calling()
+    output_options: OutputOptions = OutputOptions()
+    parser_factory: ParserFactory | None = None
+    tool_call_options: ToolCallOptions = ToolCallOptions()
     fingerprint: str = ""
 
     def call_id(self, index: int, call: int, name: str) -> str:
         """Of call number `call` in choice `index`, of the function `name`."""
-        if self.calling.ids == "numbered":
-            return f"functions.{name}:{self.calling.made + call}"
+        if self.tool_call_options.id_style == "numbered":
+            return f"functions.{name}:{self.tool_call_options.previous_calls + call}"
         whole = f"{self.id}-{index}-{call}".encode()
         digits = hashlib.blake2b(whole, digest_size=12).hexdigest()
-        return digits[:9] if self.calling.ids == "short" else f"call_{digits}"
+        return digits[:9] if self.tool_call_options.id_style == "short" else f"call_{digits}"
 
 
 @dataclass
-class Usage:
+class TokenUsage:
     """Token counts, summed over the choices."""
 
     prompt: int = 0
@@ -114,7 +114,7 @@ class Usage:
             fields["reasoning_tokens"] = self.reasoning
         return fields
 
-    def so_far(self, chat: bool) -> JsonObject:
+    def fields_without_cache(self, chat: bool) -> JsonObject:
         """Of an answer that has not ended: what the cache had is not known yet."""
         fields = self.fields(chat)
         del fields["prompt_tokens_details"]
@@ -122,7 +122,7 @@ class Usage:
 
 
 @dataclass
-class Said:
+class ParsedOutput:
     """What a reader has made of a choice; of each call its name, then pieces of its arguments or,
     of the `custom` ones, of its input."""
 
@@ -131,14 +131,14 @@ class Said:
     calls: list[list[str]] = field(default_factory=list[list[str]])
     custom: set[int] = field(default_factory=set[int])
 
-    def add(self, pieces: Sequence[Piece]) -> None:
+    def add(self, pieces: Sequence[ParsedDelta]) -> None:
         """Further ones, in order."""
         for piece in pieces:
             if piece.kind in ("call", "custom"):
                 self.custom |= {len(self.calls)} if piece.kind == "custom" else set()
                 self.calls.append([piece.text])
             elif piece.kind in ("arguments", "input"):
-                self.calls[piece.call].append(piece.text)
+                self.calls[piece.call_index].append(piece.text)
             elif piece.kind == "reasoning":
                 self.reasoning.append(piece.text)
             else:
@@ -146,7 +146,7 @@ class Said:
 
 
 @dataclass
-class Choice:
+class FinishedChoice:
     """One finished choice, or the end of one; log-probs as JSON."""
 
     text: str
@@ -154,24 +154,28 @@ class Choice:
     stop_reason: str | int | None
     logprobs: bytes = NULL
     prompt_logprobs: bytes | None = None
-    said: Said | None = None
+    parsed: ParsedOutput | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
-    def reason(self, answer: Answer) -> str:
+    def client_finish_reason(self, answer: ResponseMetadata) -> str:
         """Why it ended, for the client."""
-        calling = answer.calling
-        called = self.said is not None and bool(self.said.calls) and not calling.named
+        calling = answer.tool_call_options
+        called = self.parsed is not None and bool(self.parsed.calls) and not calling.function_forced
         if not called or self.finish != "stop":
             return self.finish
-        return "function_call" if calling.older else "tool_calls"
+        return "function_call" if calling.legacy_functions else "tool_calls"
 
 
-class Chunks:
+class ChunkEncoder:
     """Encodes the chunks of one stream as SSE events, each ending in an empty line."""
 
     def __init__(
-        self, answer: Answer, choices: int, include_usage: bool, continuous_usage: bool = False
+        self,
+        answer: ResponseMetadata,
+        choices: int,
+        include_usage: bool,
+        continuous_usage: bool = False,
     ) -> None:
         """continuous_usage: each chunk says how much there was so far."""
         kind = "chat.completion.chunk" if answer.chat else "text_completion"
@@ -187,7 +191,7 @@ class Chunks:
         self._usage = usage
         self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + usage
         self._head = head
-        self._counts = [Usage() for _ in range(choices)] if continuous_usage else None
+        self._counts = [TokenUsage() for _ in range(choices)] if continuous_usage else None
 
     def started(self, index: int, started: Started) -> None:
         """Comes before a choice's first delta."""
@@ -204,15 +208,15 @@ class Chunks:
         self._usage = self._said_so_far(self._counts)
         self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + self._usage
 
-    def _said_so_far(self, counts: Sequence[Usage]) -> bytes:
-        total = Usage(
+    def _said_so_far(self, counts: Sequence[TokenUsage]) -> bytes:
+        total = TokenUsage(
             sum(n.prompt for n in counts),
             sum(n.output for n in counts),
             reasoning=sum(n.reasoning for n in counts),
         )
-        return b',"usage":%s}\n\n' % _json.encode(total.so_far(self._answer.chat))
+        return b',"usage":%s}\n\n' % _json.encode(total.fields_without_cache(self._answer.chat))
 
-    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+    def role_chunk(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
         """What comes before a choice's first text: the role, in a chat, and the prompt's ids, if
         they are asked for."""
         if not self._answer.chat:
@@ -227,11 +231,11 @@ class Chunks:
             usage = self._said_so_far([untold, *self._counts[:index], *self._counts[index + 1 :]])
         return b'data: %s,"choices":%s%s' % (self._head, said, usage)
 
-    def text(self, index: int, text: str) -> bytes:
+    def text_chunk(self, index: int, text: str) -> bytes:
         """A chunk of text; the hot path of streaming."""
         return self._prefixes[index] + _json.encode(text) + self._suffix
 
-    def scored(self, index: int, text: str, logprobs: bytes) -> bytes:
+    def text_chunk_with_logprobs(self, index: int, text: str, logprobs: bytes) -> bytes:
         """A chunk of text with its log-probs as JSON."""
         return b'%s%s%s,"logprobs":%s,"finish_reason":null}]%s' % (
             self._prefixes[index],
@@ -241,7 +245,7 @@ class Chunks:
             self._usage,
         )
 
-    def last(self, index: int, choice: Choice) -> bytes:
+    def last_text_chunk(self, index: int, choice: FinishedChoice) -> bytes:
         """The choice's last text together with its end."""
         return b'%s%s%s,"logprobs":%s,"finish_reason":"%s","stop_reason":%s}]%s' % (
             self._prefixes[index],
@@ -253,41 +257,46 @@ class Chunks:
             self._usage,
         )
 
-    def piece(self, index: int, piece: Piece, logprobs: bytes = NULL) -> bytes:
+    def parsed_chunk(self, index: int, piece: ParsedDelta, logprobs: bytes = NULL) -> bytes:
         """A chunk with a piece that a reader has found."""
         return self._delta(index, _delta(self._answer, index, piece), logprobs)
 
-    def unread(self, index: int, logprobs: bytes) -> bytes:
+    def logprobs_chunk(self, index: int, logprobs: bytes) -> bytes:
         """A chunk with log-probs of tokens that give no piece yet."""
         return self._delta(index, {}, logprobs)
 
-    def read(self, index: int, choice: Choice) -> bytes:
+    def finish_chunk(self, index: int, choice: FinishedChoice) -> bytes:
         """The end of a choice whose pieces have all been sent."""
         return self._delta(index, {}, choice.logprobs, choice)
 
     def _delta(
-        self, index: int, delta: JsonObject, logprobs: bytes, end: Choice | None = None
+        self, index: int, delta: JsonObject, logprobs: bytes, end: FinishedChoice | None = None
     ) -> bytes:
         finish = b"null"
         if end is not None:
-            reason, stop = end.reason(self._answer).encode(), _json.encode(end.stop_reason)
+            reason, stop = (
+                end.client_finish_reason(self._answer).encode(),
+                _json.encode(end.stop_reason),
+            )
             finish = b'"%s","stop_reason":%s' % (reason, stop)
         head = b'data: %s,"choices":[{"index":%d,"delta":' % (self._head, index)
         said = b'%s,"logprobs":%s,"finish_reason":%s}]' % (_json.encode(delta), logprobs, finish)
         return head + said + self._usage
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: TokenUsage) -> bytes:
         """The chunk without choices that stream_options.include_usage asks for."""
         fields = _json.encode(usage.fields(self._answer.chat))
         return b'data: %s,"choices":[],"usage":%s}\n\n' % (self._head, fields)
 
     @staticmethod
-    def error(error: ApiError) -> bytes:
+    def error_chunk(error: ApiError) -> bytes:
         """What ends a stream that cannot go on; no [DONE] follows."""
         return b"data: %s\n\n" % error.body()
 
 
-def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
+def encode_response(
+    answer: ResponseMetadata, choices: list[FinishedChoice], usage: TokenUsage
+) -> bytes:
     """The whole answer of a request without `stream`."""
     kind = "chat.completion" if answer.chat else "text_completion"
     listed = [_choice(answer, i, choice) for i, choice in enumerate(choices)]
@@ -304,7 +313,7 @@ def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
     )
 
 
-def _head(answer: Answer, kind: str) -> bytes:
+def _head(answer: ResponseMetadata, kind: str) -> bytes:
     """The opening of the object, without a closing brace."""
     fields = {
         "id": answer.id,
@@ -316,20 +325,20 @@ def _head(answer: Answer, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _delta(answer: Answer, index: int, piece: Piece) -> JsonObject:
+def _delta(answer: ResponseMetadata, index: int, piece: ParsedDelta) -> JsonObject:
     if piece.kind == "content":
         return {"content": piece.text}
     if piece.kind == "reasoning":
         return {"reasoning_content": piece.text}
-    if answer.calling.older:
+    if answer.tool_call_options.legacy_functions:
         begun: JsonObject = {"name": piece.text, "arguments": ""}
         return {"function_call": begun if piece.kind == "call" else {"arguments": piece.text}}
-    call: JsonObject = {"index": piece.call, "function": {"arguments": piece.text}}
+    call: JsonObject = {"index": piece.call_index, "function": {"arguments": piece.text}}
     if piece.kind == "input":
-        call = {"index": piece.call, "custom": {"input": piece.text}}
+        call = {"index": piece.call_index, "custom": {"input": piece.text}}
     elif piece.kind != "arguments":
-        call_id = answer.call_id(index, piece.call, piece.text)
-        call = {"index": piece.call, **_call(call_id, piece.text, "", piece.kind == "custom")}
+        call_id = answer.call_id(index, piece.call_index, piece.text)
+        call = {"index": piece.call_index, **_call(call_id, piece.text, "", piece.kind == "custom")}
     return {"tool_calls": [call]}
 
 
@@ -340,15 +349,15 @@ def _call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
+def _message(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> JsonObject:
     message: JsonObject = {"role": "assistant", "content": choice.text, "refusal": None}
-    said = choice.said
+    said = choice.parsed
     if said is None:
         return message
     message["content"] = "".join(said.content) or (None if said.calls or said.reasoning else "")
     if said.reasoning:
         message["reasoning_content"] = "".join(said.reasoning)
-    if said.calls and answer.calling.older:
+    if said.calls and answer.tool_call_options.legacy_functions:
         name, *arguments = said.calls[0]
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
     elif said.calls:
@@ -359,7 +368,7 @@ def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
     return message
 
 
-def _choice(answer: Answer, index: int, choice: Choice) -> dict[str, object]:
+def _choice(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> dict[str, object]:
     content: dict[str, object] = {"text": choice.text}
     if answer.chat:
         content = {"message": _message(answer, index, choice)}
@@ -373,6 +382,6 @@ def _choice(answer: Answer, index: int, choice: Choice) -> dict[str, object]:
         "index": index,
         **content,
         "logprobs": msgspec.Raw(choice.logprobs),
-        "finish_reason": choice.reason(answer),
+        "finish_reason": choice.client_finish_reason(answer),
         "stop_reason": choice.stop_reason,
     }

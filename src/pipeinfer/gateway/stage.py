@@ -27,8 +27,8 @@ from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.reading.registry import reading
-from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.reading.registry import choose_parsers
+from pipeinfer.gateway.requests import RequestDefaults
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
@@ -122,22 +122,24 @@ def _files(settings: Settings, folder: Path) -> Files:
     return config, template_sources(folder, config, settings.chat_template)
 
 
-def terms(settings: Settings, folder: Path, files: Files | None = None) -> Terms:
+def terms(settings: Settings, folder: Path, files: Files | None = None) -> RequestDefaults:
     """What the server grants with the checkpoint in `folder`, of which `files` were read perhaps.
     Raises ConfigurationError."""
     # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
     config, templates = files or _files(settings, folder)
-    read = reading(
+    read = choose_parsers(
         settings.tool_parser,
         settings.reasoning_parser,
         "\n".join(templates.values()),
         added_tokens(folder, config),
     )
-    if read.takes_tools and not read.tools and not read.off:
-        log.warning("tools are refused unless tool_choice demands a call: %s", read.no_calls)
+    if read.template_has_tools and not read.tool_parser_name and not read.tools_disabled:
+        log.warning(
+            "tools are refused unless tool_choice demands a call: %s", read.why_no_tool_calls
+        )
     closed = not settings.allow_additional_properties
-    return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
+    return RequestDefaults(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 
 
 def _limits(settings: Settings) -> Limits:

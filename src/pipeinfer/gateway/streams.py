@@ -16,7 +16,7 @@ from aiohttp.http import HttpVersion11
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
-from pipeinfer.gateway.outlets import Outlet
+from pipeinfer.gateway.outlets import ResponseEncoder
 from pipeinfer.gateway.responses import GONE
 
 BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
@@ -35,7 +35,7 @@ def api_error(failed: Failed) -> ApiError:
 class WholeAnswer:
     """Waits until all of it is there, then answers once."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: ResponseEncoder) -> None:
         self._outlet = outlet
         self._content = b""
         # With why it failed. An exception that the future held would hold it in turn, and with it
@@ -94,7 +94,7 @@ class EventStream:
     """Sends chunks as they come, in each `turn` those that it has. Nothing is sent before the first
     one, so a refusal is an error."""
 
-    def __init__(self, outlet: Outlet, turn: Turn) -> None:
+    def __init__(self, outlet: ResponseEncoder, turn: Turn) -> None:
         self._outlet = outlet
         self._turn = turn
         self._held: list[bytes] = []  # chunks of this turn, or from before the headers

@@ -13,21 +13,21 @@ import numpy as np
 
 # Deep enough for any conversation and any schema of a tool; far from what recursive decoders,
 # encoders and chat templates can take. They fail at about a thousand.
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 # Token ids of several prompts of 100,000 each fit; decoding that many takes some 40 ms, in which
 # nothing else runs.
-MOST_VALUES = 1_000_000
+MAX_VALUES = 1_000_000
 # Lists and objects cost ten times as much as an id.
-MOST_CONTAINERS = 100_000
+MAX_CONTAINERS = 100_000
 # A member of an object is a key and a value, and five times as much as an id.
-MOST_MEMBERS = 100_000
+MAX_MEMBERS = 100_000
 # Chats carry texts. What is free-form in them (arguments of templates, tool calls) is built value
 # by value in this stage and again in the next.
-MOST_CHAT_VALUES = 100_000
+MAX_CHAT_VALUES = 100_000
 
-SLICE = 128 * 1024  # bytes between two iterations of the loop; the worst take 5 ms
+SLICE_BYTES = 128 * 1024  # bytes between two iterations of the loop; the worst take 5 ms
 
-FEW = 32  # brackets that are looked at one by one: most bodies have a handful
+MAX_BRACKETS_ONE_BY_ONE = 32  # brackets that are looked at one by one: most bodies have a handful
 
 _OPENING, _CLOSING = b"[{", b"]}"
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b"[]{},:")
@@ -35,25 +35,25 @@ _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(_OPENING)], _STEPS[list(_CLOSING)] = 1, -1
 
 
-class Bounds(NamedTuple):
+class JsonLimits(NamedTuple):
     """The most that a body may hold: levels of nesting, values, lists with objects, and members of
     objects."""
 
-    depth: int = MOST_DEPTH
-    values: int = MOST_VALUES
-    containers: int = MOST_CONTAINERS
-    members: int = MOST_MEMBERS
+    depth: int = MAX_DEPTH
+    values: int = MAX_VALUES
+    containers: int = MAX_CONTAINERS
+    members: int = MAX_MEMBERS
 
 
-CHAT = Bounds(values=MOST_CHAT_VALUES)
-COMPLETION = Bounds()
+CHAT_LIMITS = JsonLimits(values=MAX_CHAT_VALUES)
+COMPLETION_LIMITS = JsonLimits()
 
 
-class TooMuch(ValueError):
+class LimitExceeded(ValueError):
     """A bound was exceeded; the text says which, for the client."""
 
 
-class Survey:
+class JsonPrescan:
     """What was seen so far.
 
     `depth`: the deepest level of nesting. `containers`: lists and objects that were opened.
@@ -62,7 +62,7 @@ class Survey:
     colons outside of strings amount to.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: JsonLimits) -> None:
         self._bounds = bounds
         self.depth = self.containers = self.members = 0
         self.values = 1
@@ -70,7 +70,7 @@ class Survey:
         self._in_string = False
         self._escaping = False  # the last byte was a backslash that escapes the next one
 
-    def take(self, piece: bytes) -> None:
+    def feed(self, piece: bytes) -> None:
         """Goes on with the next bytes, cut anywhere. Raises TooMuch at the first bound exceeded."""
         structure = self._structure(piece)
         commas = structure.count(b",")
@@ -85,7 +85,7 @@ class Survey:
         self._check()
 
     def _nest(self, brackets: bytes) -> None:
-        if len(brackets) <= FEW:
+        if len(brackets) <= MAX_BRACKETS_ONE_BY_ONE:
             for bracket in brackets:
                 self._level += 1 if bracket in _OPENING else -1
                 self.depth = max(self.depth, self._level)
@@ -97,13 +97,13 @@ class Survey:
     def _check(self) -> None:
         bounds = self._bounds
         if self.depth > bounds.depth:
-            raise TooMuch(f"the body is nested deeper than {bounds.depth} levels")
+            raise LimitExceeded(f"the body is nested deeper than {bounds.depth} levels")
         if self.containers > bounds.containers:
-            raise TooMuch(f"the body holds more than {bounds.containers} lists and objects")
+            raise LimitExceeded(f"the body holds more than {bounds.containers} lists and objects")
         if self.values > bounds.values:
-            raise TooMuch(f"the body holds more than {bounds.values} values")
+            raise LimitExceeded(f"the body holds more than {bounds.values} values")
         if self.members > bounds.members:
-            raise TooMuch(f"the body holds more than {bounds.members} members of objects")
+            raise LimitExceeded(f"the body holds more than {bounds.members} members of objects")
 
     def _structure(self, piece: bytes) -> bytes:
         """The brackets, commas and colons of `piece` that are outside of strings."""
@@ -122,10 +122,10 @@ class Survey:
         return b"".join(outside).translate(None, _NOT_STRUCTURE)
 
 
-def survey(body: bytes | bytearray, bounds: Bounds) -> Iterator[None]:
+def prescan(body: bytes | bytearray, bounds: JsonLimits) -> Iterator[None]:
     """Surveys all of `body`, a slice each time it is asked to go on. Raises TooMuch."""
-    seen = Survey(bounds)
-    for start in range(0, len(body), SLICE):
-        seen.take(bytes(body[start : start + SLICE]))
-        if start + SLICE < len(body):
+    seen = JsonPrescan(bounds)
+    for start in range(0, len(body), SLICE_BYTES):
+        seen.feed(bytes(body[start : start + SLICE_BYTES]))
+        if start + SLICE_BYTES < len(body):
             yield

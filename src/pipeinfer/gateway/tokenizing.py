@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
-from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
-from pipeinfer.gateway.old_functions import as_tools
-from pipeinfer.gateway.requests import Terms, chat_prompt
+from pipeinfer.gateway.old_functions import LEGACY_FIELD_NAMES as OLD_NAMES
+from pipeinfer.gateway.old_functions import functions_to_tools
+from pipeinfer.gateway.requests import RequestDefaults, chat_prompt
 from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.streams import api_error
 from pipeinfer.json_values import JsonObject
@@ -27,7 +27,7 @@ OF_CHATS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(ChatRequest.
 ALONE = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
-def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
+def tokenize_call(request: TokenizeRequest, name: str, terms: RequestDefaults) -> Call:
     """What asks for the ids. ApiError 400."""
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
@@ -50,12 +50,12 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
     )
 
 
-def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
+def prompt_call(request: ChatRequest, name: str, terms: RequestDefaults) -> Call:
     """What asks for the prompt of a chat, also where nobody would read its answer's calls.
     ApiError 400."""
-    with_tools = as_tools(request)
+    with_tools = functions_to_tools(request)
     try:
-        prompt = chat_prompt(with_tools or request, terms.reading)
+        prompt = chat_prompt(with_tools or request, terms.parsers)
     except ApiError as error:
         raise (error if with_tools is None else renamed(error, OLD_NAMES)) from None
     return Call(
@@ -69,7 +69,7 @@ def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
     )
 
 
-def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call:
+def detokenize_call(request: DetokenizeRequest, name: str, terms: RequestDefaults) -> Call:
     """What asks for the text."""
     return Call(
         request_id=name,

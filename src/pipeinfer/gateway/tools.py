@@ -9,89 +9,98 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.forms import Form, unheld
-from pipeinfer.gateway.offered import Offered, check_kind
-from pipeinfer.gateway.pieces import INPUT
+from pipeinfer.gateway.forms import OutputConstraint, unenforced_message
+from pipeinfer.gateway.offered import RequestTools, check_tool_type
+from pipeinfer.gateway.pieces import INPUT_PARAMETER
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
-    Inexpressible,
-    UnheldText,
-    Wanted,
+    GrammarRequest,
+    UnsupportedInputGrammar,
+    UnsupportedSchema,
 )
-from pipeinfer.gateway.reading.harmony_grammar import final_form
-from pipeinfer.gateway.reading.registry import Reading
+from pipeinfer.gateway.reading.harmony_grammar import final_message_grammar
+from pipeinfer.gateway.reading.registry import OutputParsers
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.grammars.json_schema import held
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
 # Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.
-MOST_ARGUMENTS = 2**20
+MAX_ARGUMENT_CHARS = 2**20
 
 
-def check_calls(tools: Offered | None, reading: Reading) -> None:
+def check_tool_support(tools: RequestTools | None, reading: OutputParsers) -> None:
     """ApiError 400 for tools that the model may call or not, if it cannot."""
-    if tools is not None and not tools.forced and reading.no_calls:
-        message = f"this server's model cannot call tools: {reading.no_calls}"
+    if tools is not None and not tools.required and reading.why_no_tool_calls:
+        message = f"this server's model cannot call tools: {reading.why_no_tool_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
 
 
-def call_grammar(
-    tools: Offered, parallel: bool, reading: Reading, form: Form, closed: bool
-) -> Form:
+def tool_call_constraint(
+    tools: RequestTools,
+    parallel: bool,
+    reading: OutputParsers,
+    form: OutputConstraint,
+    closed: bool,
+) -> OutputConstraint:
     """What holds an answer to calls that must be made, to those that are allowed, to the schemas of
     `strict` functions and the texts of custom tools, or to calls or its `form`. `parallel`: several
     calls are wanted. `closed`: see forms.form. ApiError 400."""
-    strict, forced = tools.strict & tools.allowed, tools.forced
-    if not (forced or strict or tools.narrowed) and form.spec is None:
+    strict, forced = tools.strict & tools.allowed, tools.required
+    if not (forced or strict or tools.restricted) and form.spec is None:
         return form
-    held = tools.allowed if forced else strict | (tools.custom & tools.allowed)
+    held = tools.allowed if forced else strict | (tools.custom_tools & tools.allowed)
     schemas: dict[str, JsonObject | None] = {
         name: schema if name in held else None
         for name, schema in tools.schemas.items()
         if name in tools.allowed
     }
-    many, param = parallel and not tools.named, "tool_choice" if tools.named else "tools"
-    free, thinks = not forced and form.spec is None, bool(reading.reasoning)
-    content, instead = (None, None) if forced else (form.spec, form.otherwise or form.spec)
+    many, param = (
+        parallel and not tools.one_function,
+        "tool_choice" if tools.one_function else "tools",
+    )
+    free, thinks = not forced and form.spec is None, bool(reading.reasoning_parser_name)
+    content, instead = (None, None) if forced else (form.spec, form.fallback or form.spec)
     left_out: dict[str, tuple[str, ...]] = {}  # by function
     write = reading.tool_parser.grammar
     try:
         for name, schema in schemas.items():
             schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
-        wanted = Wanted(schemas, many, free, reading.added, thinks, content, tools.texts)
+        wanted = GrammarRequest(
+            schemas, many, free, reading.added_tokens, thinks, content, tools.input_grammars
+        )
         spec = StructuredOutputs(grammar=_grammar(write, wanted, strict, left_out))
-        kept = strict | tools.custom
+        kept = strict | tools.custom_tools
         any_object = {name: s if name in kept else None for name, s in schemas.items()}
-        looser = dataclasses.replace(wanted, schemas=any_object, form=instead)
+        looser = dataclasses.replace(wanted, schemas=any_object, content_constraint=instead)
         loses = ", ".join(
             [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
-            + [form.loses] * (content is not instead)
+            + [form.lost_in_fallback] * (content is not instead)
         )
         otherwise = StructuredOutputs(grammar=write(looser)) if loses else None
         check(otherwise or spec)
-    except UnheldText as error:
-        param = tools.places[error.tool]
+    except UnsupportedInputGrammar as error:
+        param = tools.grammar_fields[error.tool]
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    except (Inexpressible, GrammarError) as error:
+    except (UnsupportedSchema, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    texts = tools.texts.keys() & schemas.keys()
-    if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom):
-        param = tools.places[texts.pop()]  # nothing else can be wrong with the grammar
+    texts = tools.input_grammars.keys() & schemas.keys()
+    if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom_tools):
+        param = tools.grammar_fields[texts.pop()]  # nothing else can be wrong with the grammar
     try:
         check(spec)
     except GrammarError as error:
-        return Form(otherwise, (f"{loses}: {error}",), param)
-    return Form(spec, _places(form, left_out), param, otherwise, loses)
+        return OutputConstraint(otherwise, (f"{loses}: {error}",), param)
+    return OutputConstraint(spec, _places(form, left_out), param, otherwise, loses)
 
 
-def _places(form: Form, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    return (*form.left_out, *(place for each in left_out.values() for place in each))
+def _places(form: OutputConstraint, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return (*form.unenforced, *(place for each in left_out.values() for place in each))
 
 
 def _grammar(
     grammar: CallGrammar,
-    wanted: Wanted,
+    wanted: GrammarRequest,
     strict: Container[str],
     left_out: dict[str, tuple[str, ...]],
 ) -> str:
@@ -99,12 +108,12 @@ def _grammar(
     get any object; `left_out` says so. Raises Inexpressible."""
     try:
         return grammar(wanted)
-    except Inexpressible:
+    except UnsupportedSchema:
         schemas = dict(wanted.schemas)
     for name, schema in wanted.schemas.items():
         try:
             grammar(dataclasses.replace(wanted, schemas={name: schema}))
-        except Inexpressible as error:
+        except UnsupportedSchema as error:
             if name in strict or schema is None:
                 raise
             schemas[name], left_out[name] = None, (f"parameters of {name}: {error}",)
@@ -125,27 +134,31 @@ def _held(
             raise GrammarError(f"{name}: {error}") from None
         return None, (f"parameters of {name}: {error}",)
     if strict and found.left_out:
-        raise GrammarError(f"{name}: {unheld(found.left_out)}")
+        raise GrammarError(f"{name}: {unenforced_message(found.left_out)}")
     places = tuple(f"{each} of {name}" for each in found.left_out)
     return found.schema if isinstance(found.schema, dict) else {}, places
 
 
-def held_final(form: StructuredOutputs, reading: Reading, field: str) -> StructuredOutputs:
+def final_message_constraint(
+    form: StructuredOutputs, reading: OutputParsers, field: str
+) -> StructuredOutputs:
     """What holds the final message of a harmony answer to `form`, which `field` asks for. ApiError
     400."""
     try:
-        spec = final_form(Wanted({}, many=False, tokens=reading.added), form)
+        spec = final_message_grammar(
+            GrammarRequest({}, parallel=False, added_tokens=reading.added_tokens), form
+        )
         check(spec)
-    except (Inexpressible, GrammarError) as error:
+    except (UnsupportedSchema, GrammarError) as error:
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from None
     return spec
 
 
-def check_arguments(calls: Iterable[JsonObject]) -> None:
+def check_arguments_size(calls: Iterable[JsonObject]) -> None:
     """ApiError 400 where calls that were made before have more arguments than are read again."""
     texts = map(_arguments, calls)
-    if sum(len(text) for text in texts if text is not None) > MOST_ARGUMENTS:
-        message = f"the arguments of all tool_calls are longer than {MOST_ARGUMENTS} characters"
+    if sum(len(text) for text in texts if text is not None) > MAX_ARGUMENT_CHARS:
+        message = f"the arguments of all tool_calls are longer than {MAX_ARGUMENT_CHARS} characters"
         raise ApiError(400, message, "messages", "invalid_value")
 
 
@@ -155,12 +168,12 @@ def _arguments(call: JsonObject) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def for_template(call: JsonObject, where: str) -> JsonObject:
+def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
     """A call that was made before, as one of a function; whether a template wants its arguments as
     an object or as a text, the tokenizer finds. ApiError 400 for a call of another kind."""
     kind = call.get("type")
     if isinstance(kind, str):
-        check_kind(kind, f"{where}.type")
+        check_tool_type(kind, f"{where}.type")
     return _of_text(call, f"{where}.custom") if kind == "custom" else call
 
 
@@ -173,4 +186,8 @@ def _of_text(call: JsonObject, where: str) -> JsonObject:
         message = f"{where} must be an object with texts name and input"
         raise ApiError(400, message, where, "invalid_type")
     others = {key: value for key, value in call.items() if key != "custom"}
-    return {**others, "type": "function", "function": {"name": name, "arguments": {INPUT: text}}}
+    return {
+        **others,
+        "type": "function",
+        "function": {"name": name, "arguments": {INPUT_PARAMETER: text}},
+    }

@@ -13,15 +13,17 @@ from msgspec import inspect
 
 from pipeinfer.json_values import JsonValue
 
-LONGEST = 32 * 2**10  # bytes of a field that is looked at, some ms at the worst
+MAX_FIELD_BYTES = 32 * 2**10  # bytes of a field that is looked at, some ms at the worst
 
 
-def with_whole_numbers(body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> bytes | None:
+def with_integral_floats_as_ints(
+    body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]
+) -> bytes | None:
     """The body of `kind` with its whole numbers written as such; None where it has no others.
     msgspec.DecodeError."""
     types, changed = _types(kind), dict[str, JsonValue | msgspec.Raw](body)
     for name in types.keys() & body.keys():
-        if memoryview(body[name]).nbytes <= LONGEST and b"." in bytes(body[name]):
+        if memoryview(body[name]).nbytes <= MAX_FIELD_BYTES and b"." in bytes(body[name]):
             changed[name] = _whole(msgspec.json.decode(body[name]), types[name])
     found = any(changed[name] is not body[name] for name in body)
     return msgspec.json.encode(changed) if found else None

@@ -9,22 +9,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeinfer.gateway.pieces import NEXT, Kind, Piece
+from pipeinfer.gateway.pieces import MESSAGE_BREAK, DeltaKind, ParsedDelta
 from pipeinfer.json_values import JsonValue
 
 BlockKind = Literal["content", "reasoning", "call", "custom"]
-CALLS = ("call", "custom")
+CALL_BLOCKS = ("call", "custom")
 
 
 @dataclass
-class Block:
+class OutputBlock:
     """`number`: its place in the answer. `call`: the number of the call, and `name` its tool's.
     `texts`: of it so far, arguments of a call, the input of a custom one. `logprobs`: of its
     tokens, if asked for. `complete`: closed, and not because the answer was cut within it."""
 
     kind: BlockKind
-    number: int
-    call: int = -1
+    index: int
+    call_index: int = -1
     name: str = ""
     texts: list[str] = field(default_factory=list[str])
     logprobs: list[JsonValue] = field(default_factory=list[JsonValue])
@@ -36,66 +36,66 @@ class Block:
         return "".join(self.texts)
 
 
-class Step(NamedTuple):
+class BlockEvent(NamedTuple):
     """What happens to a block: `text` is what "more" adds."""
 
-    what: Literal["open", "more", "close"]
-    block: Block
+    action: Literal["open", "more", "close"]
+    block: OutputBlock
     text: str = ""
 
 
-class Blocks:
+class OutputBlocks:
     """The blocks of one choice; `all` of them in order."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._open: Block | None = None
+        self.all: list[OutputBlock] = []
+        self._open: OutputBlock | None = None
 
     @property
-    def called(self) -> bool:
+    def has_calls(self) -> bool:
         """Whether any of them is a call."""
-        return any(block.kind in CALLS for block in self.all)
+        return any(block.kind in CALL_BLOCKS for block in self.all)
 
-    def take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
+    def add(self, pieces: Iterable[ParsedDelta]) -> Iterator[BlockEvent]:
         """What further pieces do, in order."""
         for piece in pieces:
-            if piece.call == NEXT:
+            if piece.call_index == MESSAGE_BREAK:
                 yield from self.close()
                 continue
             if not self._goes_on(piece):
                 yield from self.close()
-                yield Step("open", self._new(piece))
+                yield BlockEvent("open", self._new(piece))
             block = self._open
-            if piece.kind not in CALLS and piece.text and block is not None:
+            if piece.kind not in CALL_BLOCKS and piece.text and block is not None:
                 block.texts.append(piece.text)
-                yield Step("more", block, piece.text)
+                yield BlockEvent("more", block, piece.text)
 
-    def close(self, *, cut: bool = False) -> Iterator[Step]:
+    def close(self, *, cut: bool = False) -> Iterator[BlockEvent]:
         """Ends the block that is open, if one is. `cut`: there might have been more of it."""
         block, self._open = self._open, None
         if block is not None:
             block.complete = not cut
-            yield Step("close", block)
+            yield BlockEvent("close", block)
 
-    def empty(self) -> Iterator[Step]:
+    def add_empty(self) -> Iterator[BlockEvent]:
         """An answer of one text without a letter."""
-        yield from self.take([Piece("content", "")])
+        yield from self.add([ParsedDelta("content", "")])
 
-    def _goes_on(self, piece: Piece) -> bool:
+    def _goes_on(self, piece: ParsedDelta) -> bool:
         block = self._open
-        if block is None or piece.kind in CALLS:
+        if block is None or piece.kind in CALL_BLOCKS:
             return False
-        return block.kind == KINDS[piece.kind] and block.call == piece.call
+        return block.kind == BLOCK_KINDS[piece.kind] and block.call_index == piece.call_index
 
-    def _new(self, piece: Piece) -> Block:
-        name = piece.text if piece.kind in CALLS else ""
-        block = Block(KINDS[piece.kind], len(self.all), piece.call, name)
+    def _new(self, piece: ParsedDelta) -> OutputBlock:
+        name = piece.text if piece.kind in CALL_BLOCKS else ""
+        block = OutputBlock(BLOCK_KINDS[piece.kind], len(self.all), piece.call_index, name)
         self.all.append(block)
         self._open = block
         return block
 
 
-KINDS: dict[Kind, BlockKind] = {
+BLOCK_KINDS: dict[DeltaKind, BlockKind] = {
     "content": "content",
     "reasoning": "reasoning",
     "call": "call",

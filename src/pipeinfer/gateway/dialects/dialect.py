@@ -11,73 +11,75 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer.gateway.dialects.blocks import Blocks, Step
+from pipeinfer.gateway.dialects.blocks import BlockEvent, OutputBlocks
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Delta, Started
-from pipeinfer.gateway.logprob_shapes import chat_token
-from pipeinfer.gateway.pieces import Plain, Reader
-from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
-from pipeinfer.gateway.requests import Job, Terms, chat_job
+from pipeinfer.gateway.logprob_shapes import chat_token_logprob
+from pipeinfer.gateway.pieces import OutputParser, PlainTextParser
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokenCounter
+from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import ChatRequest
-from pipeinfer.gateway.shapes import Answer, Usage
+from pipeinfer.gateway.shapes import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.token_scores import token_scores
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.messages import FinishReason
 
-CUT = ("length", "abort")  # how an answer ends that might have gone on
+CUT_OFF_REASONS = ("length", "abort")  # how an answer ends that might have gone on
 
 _json = msgspec.json.Encoder()
 
 
-class End:
+class ResponseEnd:
     """How an answer ended, and what it took. `finish`: None until it has."""
 
     def __init__(self) -> None:
         self.finish: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.usage = Usage()
+        self.usage = TokenUsage()
 
-    def fill(self, delta: Delta, reasoning: int) -> None:
+    def set_from(self, delta: Delta, reasoning: int) -> None:
         """From the last delta, and the count of tokens that are thoughts."""
         self.finish, self.stop_reason = delta.finish, delta.stop_reason
         self.usage.add(delta, reasoning)
 
 
-class Speech(Protocol):
+class ResponseFormatter(Protocol):
     """One answer in a dialect, as the objects that it shows."""
 
-    def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
+    def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
         """Events before the first block. Each has its name as `type`."""
         ...
 
-    def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
         """Events of what happens to a block. `scores`: log-probs of tokens that came with it."""
         ...
 
-    def over(self, blocks: Blocks, end: End) -> Iterator[JsonObject]:
+    def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
         """Events of the end."""
         ...
 
-    def whole(self, blocks: Blocks, end: End) -> JsonObject:
+    def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         """All of it as one object."""
         ...
 
-    def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
+    def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         """The event of an error amid the answer."""
         ...
 
 
-class SpeechOutlet:
+class AdapterEncoder:
     """An outlet of one choice whose pieces a dialect shows, by events if it `streams`."""
 
-    def __init__(self, answer: Answer, speech: Speech, streams: bool) -> None:
-        self._make_reader = answer.reader
-        self._reader: Reader = Plain()
-        self._reasoning = ReasoningTokens()
-        self._speech = speech
+    def __init__(
+        self, answer: ResponseMetadata, formatter: ResponseFormatter, streams: bool
+    ) -> None:
+        self._make_reader = answer.parser_factory
+        self._reader: OutputParser = PlainTextParser()
+        self._reasoning = ReasoningTokenCounter()
+        self._speech = formatter
         self._streams = streams
-        self._blocks = Blocks()
-        self._end = End()
+        self._blocks = OutputBlocks()
+        self._end = ResponseEnd()
         self._prompt_tokens = 0
         self._begun = False
         self._scores: list[JsonValue] = []  # of tokens whose text is still to come
@@ -96,55 +98,57 @@ class SpeechOutlet:
         if not delta.text and not delta.ids and delta.finish is None:
             return b""
         if self._streams:
-            return b"".join(map(event, self._events(delta)))
+            return b"".join(map(server_sent_event, self._events(delta)))
         for _ in self._events(delta):
             continue  # the blocks keep what matters
-        return _json.encode(self._speech.whole(self._blocks, self._end)) if self.ended else b""
+        return (
+            _json.encode(self._speech.full_response(self._blocks, self._end)) if self.ended else b""
+        )
 
     def error(self, error: ApiError) -> bytes:
-        return event(self._speech.error(error, self._blocks, self._end))
+        return server_sent_event(self._speech.error_event(error, self._blocks, self._end))
 
     def _events(self, delta: Delta) -> Iterator[JsonObject]:
         speech, blocks = self._speech, self._blocks
         if not self._begun:
             self._begun = True
-            yield from speech.begun(self._prompt_tokens)
+            yield from speech.start_events(self._prompt_tokens)
         if delta.logprobs is not None:
-            self._scores += map(chat_token, token_scores([(delta.logprobs, delta.ids)]))
-        self._reasoning.add(delta.offsets)
-        pieces = [*self._reader.read(delta.text)]
+            self._scores += map(chat_token_logprob, token_scores([(delta.logprobs, delta.ids)]))
+        self._reasoning.add_offsets(delta.offsets)
+        pieces = [*self._reader.feed(delta.text)]
         if delta.finish is not None:
-            pieces += self._reader.end()
-        yield from self._shown(blocks.take(pieces))
+            pieces += self._reader.finish()
+        yield from self._shown(blocks.add(pieces))
         if delta.finish is None:
             return
-        self._end.fill(delta, self._reasoning.count)
+        self._end.set_from(delta, self._reasoning.count)
         if not blocks.all:
-            yield from self._shown(blocks.empty())
-        yield from self._shown(blocks.close(cut=delta.finish in CUT))
-        yield from speech.over(blocks, self._end)
+            yield from self._shown(blocks.add_empty())
+        yield from self._shown(blocks.close(cut=delta.finish in CUT_OFF_REASONS))
+        yield from speech.end_events(blocks, self._end)
 
-    def _shown(self, steps: Iterable[Step]) -> Iterator[JsonObject]:
+    def _shown(self, steps: Iterable[BlockEvent]) -> Iterator[JsonObject]:
         for step in steps:
             scores: list[JsonValue] = []
-            if step.what == "more":
+            if step.action == "more":
                 scores, self._scores = self._scores, []
                 if step.block.kind == "content":
                     step.block.logprobs += scores
-            yield from self._speech.step(step, scores)
+            yield from self._speech.block_events(step, scores)
 
 
-def event(content: JsonObject) -> bytes:
+def server_sent_event(content: JsonObject) -> bytes:
     """One server-sent event, named by the type of what it says."""
     return b"event: %s\ndata: %s\n\n" % (str(content["type"]).encode(), _json.encode(content))
 
 
-def dialect_job(
-    request: ChatRequest, base: str, terms: Terms, trace: str, names: Mapping[str, str]
-) -> Job:
+def parse_adapted_chat(
+    request: ChatRequest, base: str, terms: RequestDefaults, trace: str, names: Mapping[str, str]
+) -> ParsedRequest:
     """chat_job, whose errors name the fields as the dialect calls them: `names` by chat's."""
     try:
-        job = chat_job(request, base, terms, trace)
-        return replace(job, asked=job.asked.called(names))
+        job = parse_chat(request, base, terms, trace)
+        return replace(job, constraint=job.constraint.with_field_names(names))
     except ApiError as error:
         raise renamed(error, names) from None

@@ -17,27 +17,27 @@ from msgspec.structs import replace
 from pipeinfer.gateway.access import name_of
 from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.dialects import messages_body, messages_events, responses_body
-from pipeinfer.gateway.dialects.dialect import SpeechOutlet, dialect_job
+from pipeinfer.gateway.dialects.dialect import AdapterEncoder, parse_adapted_chat
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.messages_events import MessageSpeech
+from pipeinfer.gateway.dialects.messages_events import MessagesFormatter
 from pipeinfer.gateway.dialects.responses_body import (
     InputTokensRequest,
-    PromptOfResponse,
-    Responses,
+    ResponsesBody,
+    ResponsesPrompt,
     ResponsesRequest,
 )
-from pipeinfer.gateway.dialects.responses_events import ResponseSpeech
+from pipeinfer.gateway.dialects.responses_events import ResponsesFormatter
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.requests import Job
+from pipeinfer.gateway.requests import ParsedRequest
 from pipeinfer.gateway.responses import Handler, error_response, json_response
 from pipeinfer.gateway.tokenizing import prompt_call
 
 # Also what is not there, below it. Routes take several slashes for one.
-MESSAGES = re.compile("/+v1/+messages(/.*)?", re.DOTALL)
+MESSAGES_PATHS = re.compile("/+v1/+messages(/.*)?", re.DOTALL)
 TOO_LONG = "context_length_exceeded"
 
 
-class DialectHandlers:
+class AdapterHandlers:
     """Handlers by path."""
 
     def __init__(self, answering: Answering) -> None:
@@ -59,7 +59,7 @@ class DialectHandlers:
         job, outlet = self._response(request, base, body)
         whole = body if body.truncation == "auto" else None
         del body  # an answer takes minutes, in which the core has all that is needed
-        with in_words(responses_body.NAMES):
+        with with_field_names(responses_body.FIELD_NAMES):
             try:
                 return await self._answering.respond(request, job, outlet)
             except ApiError as error:  # before anything was sent
@@ -71,16 +71,18 @@ class DialectHandlers:
 
     def _response(
         self, request: web.Request, base: str, body: ResponsesRequest
-    ) -> tuple[Job, SpeechOutlet]:
-        names = responses_body.NAMES
-        job = dialect_job(responses_body.as_chat(body), base, self._terms, trace(request), names)
+    ) -> tuple[ParsedRequest, AdapterEncoder]:
+        names = responses_body.FIELD_NAMES
+        job = parse_adapted_chat(
+            responses_body.to_chat(body), base, self._terms, trace(request), names
+        )
         answer = self._answering.said(base, job, chat=True)
-        speech = ResponseSpeech(body, answer, job.params)
-        return job, SpeechOutlet(answer, speech, job.stream)
+        speech = ResponsesFormatter(body, answer, job.params)
+        return job, AdapterEncoder(answer, speech, job.stream)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, InputTokensRequest)
-        with in_words(responses_body.NAMES):
+        with with_field_names(responses_body.FIELD_NAMES):
             try:
                 tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
             except ApiError as error:
@@ -89,25 +91,25 @@ class DialectHandlers:
                 )
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
-    async def _count(self, request: web.Request, body: PromptOfResponse, room: int | None) -> int:
+    async def _count(self, request: web.Request, body: ResponsesPrompt, room: int | None) -> int:
         """Tokens of the prompt, which leaves `room` for an answer; None: for one of any length; 0:
         the prompt may be longer than the context."""
-        chat = responses_body.prompt_chat(body)
+        chat = responses_body.to_prompt_chat(body)
         call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
         call = replace(call, params=replace(call.params, max_tokens=room))
         return (await self._answering.encoded(request, call)).prompt_tokens
 
     async def _shortened(
-        self, request: web.Request, body: Responses, error: ApiError, room: int | None
-    ) -> Responses:
+        self, request: web.Request, body: ResponsesBody, error: ApiError, room: int | None
+    ) -> ResponsesBody:
         """`body`, which was refused with `error`, with as few of the first turns left out as it
         takes to fit; `error` again where it asks for no such thing, or no turn can be left out."""
-        turns = responses_body.turns(body) if error.code == TOO_LONG else []
-        found: Responses | None = None
+        turns = responses_body.turn_starts(body) if error.code == TOO_LONG else []
+        found: ResponsesBody | None = None
         first, behind = 0, len(turns)
         while first < behind:
             middle = (first + behind) // 2
-            shorter = responses_body.beginning(body, turns[middle])
+            shorter = responses_body.without_turns_before(body, turns[middle])
             try:
                 await self._count(request, shorter, room)
                 found, behind = shorter, middle
@@ -122,29 +124,29 @@ class DialectHandlers:
     async def messages(self, request: web.Request) -> web.StreamResponse:
         base = f"msg_{uuid.uuid4().hex}"
         body = await self._answering.body(request, MessagesRequest)
-        names = messages_body.NAMES
-        reading = self._terms.reading
-        chat = messages_body.as_chat(body, bool(reading.reasoning), reading.harmony)
-        job = dialect_job(chat, base, self._terms, trace(request), names)
+        names = messages_body.FIELD_NAMES
+        reading = self._terms.parsers
+        chat = messages_body.to_chat(body, bool(reading.reasoning_parser_name), reading.harmony)
+        job = parse_adapted_chat(chat, base, self._terms, trace(request), names)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
         answer = self._answering.said(base, job, chat=True)
-        speech = MessageSpeech(answer, omits, name_of(request))
-        outlet = SpeechOutlet(answer, speech, job.stream)
-        with in_words(names):
+        speech = MessagesFormatter(answer, omits, name_of(request))
+        outlet = AdapterEncoder(answer, speech, job.stream)
+        with with_field_names(names):
             return await self._answering.respond(request, job, outlet)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, CountRequest)
-        chat = messages_body.conversation(body, self._terms.reading.harmony)
-        with in_words(messages_body.NAMES):
+        chat = messages_body.to_prompt_chat(body, self._terms.parsers.harmony)
+        with with_field_names(messages_body.FIELD_NAMES):
             call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
             prompt = await self._answering.encoded(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
 
 
 @contextmanager
-def in_words(names: Mapping[str, str]) -> Generator[None]:
+def with_field_names(names: Mapping[str, str]) -> Generator[None]:
     """Errors name the fields as a dialect calls them: `names` by those of chats."""
     try:
         yield
@@ -152,10 +154,10 @@ def in_words(names: Mapping[str, str]) -> Generator[None]:
         raise renamed(error, names) from None
 
 
-def error_in_dialect(request: web.Request, error: ApiError) -> web.Response:
+def adapted_error_response(request: web.Request, error: ApiError) -> web.Response:
     """`error` in the form that clients of the request's path read."""
     response = error_response(error)
-    if MESSAGES.fullmatch(request.path):
+    if MESSAGES_PATHS.fullmatch(request.path):
         told = messages_events.error_object(error, name_of(request))
         response.body = msgspec.json.encode(told)
         response.set_status(messages_events.status_of(error))

@@ -11,21 +11,21 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.dialects.turns import Turns
+from pipeinfer.gateway.dialects.turns import ConversationBuilder
 from pipeinfer.gateway.errors import ApiError, required
 from pipeinfer.gateway.schema import (
     INT32,
-    MOST_MESSAGES,
-    MOST_TIMEOUT,
-    MOST_TOOLS,
-    SAMPLED,
+    MAX_MESSAGES,
+    MAX_TIMEOUT,
+    MAX_TOOLS,
+    SAMPLING_ONLY_FIELDS,
     Body,
-    Bounded,
     ChatMessage,
     ChatRequest,
     Choice,
     Chosen,
     Function,
+    Int32,
     JsonSchema,
     Part,
     ResponseFormat,
@@ -33,11 +33,11 @@ from pipeinfer.gateway.schema import (
     Tool,
     ToolChoice,
 )
-from pipeinfer.gateway.unsupported_fields import HARMLESS, MESSAGES, Refusals
+from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject
 
 # What chats call a field, and what it is called here.
-NAMES = {
+FIELD_NAMES = {
     "stop": "stop_sequences",
     "tools": "tools",
     "response_format": "output_config.format",
@@ -45,7 +45,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 # Below which budget of thoughts a model that knows efforts alone is asked for which; above: high.
-LOW, MEDIUM = 4_096, 16_384
+LOW_EFFORT_BUDGET, MEDIUM_EFFORT_BUDGET = 4_096, 16_384
 
 
 class SourceBlock(msgspec.Struct, frozen=True):
@@ -147,10 +147,10 @@ class CountRequest(Body, frozen=True, kw_only=True):
     """The body of /v1/messages/count_tokens: a conversation."""
 
     refused: ClassVar[Refusals] = MESSAGES
-    ignored: ClassVar[frozenset[str]] = SAMPLED
+    ignored: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[InputTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
@@ -160,29 +160,29 @@ class CountRequest(Body, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """The body of /v1/messages."""
 
-    ignored: ClassVar[frozenset[str]] = HARMLESS
-    max_tokens: Bounded
+    ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    max_tokens: Int32
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Bounded | None = None
+    top_k: Int32 | None = None
     stream: bool | None = None
     metadata: JsonObject | None = None
     seed: int | None = None
-    priority: Bounded | None = None
-    timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
+    priority: Int32 | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
 
 
-def as_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> ChatRequest:
+def to_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> ChatRequest:
     """The same as the body of a chat. `thinks`: the model may; what others think is within every
     budget. `by_effort`: a budget bounds its thoughts as an effort. ApiError 400."""
     thinking, budget = request.thinking, None
     if thinks and not by_effort and thinking is not None and thinking.type == "enabled":
         budget = thinking.budget_tokens
     return msgspec.structs.replace(
-        conversation(request, by_effort),
+        to_prompt_chat(request, by_effort),
         thinking_token_budget=budget,
         max_tokens=request.max_tokens,
         stop=request.stop_sequences,
@@ -198,7 +198,7 @@ def as_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> 
     )
 
 
-def conversation(request: CountRequest, by_effort: bool = False) -> ChatRequest:
+def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatRequest:
     """The chat, without how it is to be answered; `by_effort` as in as_chat. ApiError 400."""
     choice, messages = request.tool_choice, _messages(request)
     goes_on = messages[-1].role == "assistant"
@@ -248,9 +248,9 @@ def _effort(
     if thinking is None or thinking.type == "adaptive":
         return None
     budget = thinking.budget_tokens or 0
-    if thinking.type == "disabled" or budget < LOW:
+    if thinking.type == "disabled" or budget < LOW_EFFORT_BUDGET:
         return "low"
-    return "medium" if budget < MEDIUM else "high"
+    return "medium" if budget < MEDIUM_EFFORT_BUDGET else "high"
 
 
 def _tools(request: CountRequest) -> list[Tool] | None:
@@ -281,15 +281,15 @@ def _choice(choice: MessagesToolChoice | None) -> Choice | None:
 
 def _messages(request: CountRequest) -> list[ChatMessage]:
     many = len(request.messages)
-    if not 0 < many <= MOST_MESSAGES:
-        reason = f"be at most {MOST_MESSAGES}, not {many}" if many else "not be empty"
+    if not 0 < many <= MAX_MESSAGES:
+        reason = f"be at most {MAX_MESSAGES}, not {many}" if many else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
-    turns = Turns()
+    turns = ConversationBuilder()
     if request.system:
-        turns.say("system", _texts(request.system, "system"))
+        turns.add_message("system", _texts(request.system, "system"))
     for i, turn in enumerate(request.messages):
         _say(turns, turn, f"messages[{i}].content")
-    messages = turns.take()
+    messages = turns.messages()
     _check_open(messages[-1], f"messages[{many - 1}].content")
     return messages
 
@@ -303,9 +303,9 @@ def _check_open(last: ChatMessage, where: str) -> None:
     raise ApiError(400, message, where, "invalid_value")
 
 
-def _say(turns: Turns, turn: Turn, where: str) -> None:
+def _say(turns: ConversationBuilder, turn: Turn, where: str) -> None:
     if isinstance(turn.content, str):
-        turns.say(turn.role, [turn.content])
+        turns.add_message(turn.role, [turn.content])
         return
     texts: list[str] = []
     for j, block in enumerate(turn.content):
@@ -317,36 +317,36 @@ def _say(turns: Turns, turn: Turn, where: str) -> None:
             texts.append(_document(block, here))
             continue
         if texts:
-            turns.say(turn.role, texts)
+            turns.add_message(turn.role, texts)
             texts = []
         _BLOCKS.get((turn.role, block.type), _refused)(turns, block, here)
     if texts or not turn.content:
-        turns.say(turn.role, texts)
+        turns.add_message(turn.role, texts)
 
 
-def _thought(turns: Turns, block: MessageBlock, where: str) -> None:
-    turns.think(required(block.thinking, f"{where}.thinking"))
+def _thought(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
+    turns.add_reasoning(required(block.thinking, f"{where}.thinking"))
 
 
-def _unreadable(turns: Turns, block: MessageBlock, where: str) -> None:
+def _unreadable(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
     """Thoughts that another server has encrypted say nothing here."""
 
 
-def _called(turns: Turns, block: MessageBlock, where: str) -> None:
+def _called(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
     call_id, name = required(block.id, f"{where}.id"), required(block.name, f"{where}.name")
-    turns.call(call_id, name, msgspec.json.encode(block.input or {}).decode())
+    turns.add_tool_call(call_id, name, msgspec.json.encode(block.input or {}).decode())
 
 
-def _gave(turns: Turns, block: MessageBlock, where: str) -> None:
+def _gave(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
     content, here = block.content or "", f"{where}.content"
     texts = [content] if isinstance(content, str) else []
     for j, part in enumerate([] if isinstance(content, str) else content):
         shown = _document if part.type == "document" else _text
         texts.append(shown(part, f"{here}[{j}]"))
-    turns.result(required(block.tool_use_id, f"{where}.tool_use_id"), texts)
+    turns.add_tool_result(required(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
-def _refused(turns: Turns, block: MessageBlock, where: str) -> None:
+def _refused(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
     message = f"{where}.type: {block.type[:100]!r} is not supported in a message of this role"
     raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pipeinfer.gateway.dialects.blocks import Block, Blocks, Step
-from pipeinfer.gateway.dialects.dialect import End
+from pipeinfer.gateway.dialects.blocks import BlockEvent, OutputBlock, OutputBlocks
+from pipeinfer.gateway.dialects.dialect import ResponseEnd
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.shapes import Answer, Usage
-from pipeinfer.gateway.survey import CHAT, TooMuch, survey
+from pipeinfer.gateway.shapes import ResponseMetadata, TokenUsage
+from pipeinfer.gateway.survey import CHAT_LIMITS, LimitExceeded, prescan
 from pipeinfer.json_values import JsonObject, JsonValue
 
 OVERLOADED = 529
-ERRORS = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -33,39 +33,41 @@ DELTAS = {
 }
 
 
-class MessageSpeech:
+class MessagesFormatter:
     """A speech of /v1/messages. `omits`: blocks of thoughts are empty. `request_id`: as the answer
     calls its request."""
 
-    def __init__(self, answer: Answer, omits: bool = False, request_id: str | None = None) -> None:
+    def __init__(
+        self, answer: ResponseMetadata, omit_reasoning: bool = False, request_id: str | None = None
+    ) -> None:
         self._answer = answer
         self._request_id = request_id
-        self._omits = omits
+        self._omits = omit_reasoning
 
-    def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
-        usage = _whole_usage(Usage(prompt_tokens))
+    def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
+        usage = _whole_usage(TokenUsage(prompt_tokens))
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
         yield {"type": "ping"}
 
-    def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
-        if step.what == "more":
+        if step.action == "more":
             if self._omits and block.kind == "reasoning":
                 return
             kind, field = DELTAS[block.kind]
             yield {
                 "type": "content_block_delta",
-                "index": block.number,
+                "index": block.index,
                 "delta": {"type": kind, field: step.text},
             }
-        elif step.what == "open":
-            empty = Block(block.kind, block.number, block.call, block.name)
+        elif step.action == "open":
+            empty = OutputBlock(block.kind, block.index, block.call_index, block.name)
             shown = self._content(empty)
-            yield {"type": "content_block_start", "index": block.number, "content_block": shown}
+            yield {"type": "content_block_start", "index": block.index, "content_block": shown}
         else:
-            yield {"type": "content_block_stop", "index": block.number}
+            yield {"type": "content_block_stop", "index": block.index}
 
-    def over(self, blocks: Blocks, end: End) -> Iterator[JsonObject]:
+    def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
         reason, sequence = _reason(blocks, end)
         yield {
             "type": "message_delta",
@@ -74,11 +76,11 @@ class MessageSpeech:
         }
         yield {"type": "message_stop"}
 
-    def whole(self, blocks: Blocks, end: End) -> JsonObject:
+    def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         content: list[JsonValue] = [self._content(block) for block in blocks.all]
         return self._message(content, *_reason(blocks, end), _whole_usage(end.usage))
 
-    def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
+    def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         return error_object(error, self._request_id)
 
     def _message(
@@ -94,13 +96,13 @@ class MessageSpeech:
             "usage": usage,
         }
 
-    def _content(self, block: Block) -> JsonObject:
+    def _content(self, block: OutputBlock) -> JsonObject:
         if block.kind == "content":
             return {"type": "text", "text": block.text, "citations": None}
         if block.kind == "reasoning":
             text = "" if self._omits else block.text
             return {"type": "thinking", "thinking": text, "signature": ""}
-        call_id = self._answer.call_id(0, block.call, block.name)
+        call_id = self._answer.call_id(0, block.call_index, block.name)
         if call_id.startswith("call_"):
             call_id = f"toolu_{call_id.removeprefix('call_')}"
         given = _input(block.text)
@@ -113,20 +115,20 @@ def _input(text: str) -> JsonObject:
     tool knows."""
     raw = text.encode("utf-8", "surrogatepass") or b"{}"
     try:
-        for _ in survey(raw, CHAT):
+        for _ in prescan(raw, CHAT_LIMITS):
             continue
         return msgspec.json.decode(raw, type=JsonObject)
-    except (TooMuch, msgspec.DecodeError, UnicodeDecodeError):
+    except (LimitExceeded, msgspec.DecodeError, UnicodeDecodeError):
         return {"invalid_json": text}
 
 
-def _reason(blocks: Blocks, end: End) -> tuple[str, str | None]:
+def _reason(blocks: OutputBlocks, end: ResponseEnd) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence). Where its time was up, an answer is cut as by max_tokens."""
     if end.finish != "stop":
         return "max_tokens", None
     if isinstance(end.stop_reason, str):
         return "stop_sequence", end.stop_reason
-    return ("tool_use" if blocks.called else "end_turn"), None
+    return ("tool_use" if blocks.has_calls else "end_turn"), None
 
 
 def _ended(reason: str | None, sequence: str | None) -> JsonObject:
@@ -139,7 +141,7 @@ def _ended(reason: str | None, sequence: str | None) -> JsonObject:
     }
 
 
-def _usage(usage: Usage) -> JsonObject:
+def _usage(usage: TokenUsage) -> JsonObject:
     """`input_tokens` are those that were not found in the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
@@ -151,7 +153,7 @@ def _usage(usage: Usage) -> JsonObject:
     }
 
 
-def _whole_usage(usage: Usage) -> JsonObject:
+def _whole_usage(usage: TokenUsage) -> JsonObject:
     """With what a message says once."""
     further: JsonObject = {"cache_creation": None, "inference_geo": None, "service_tier": None}
     return {**_usage(usage), **further}
@@ -165,6 +167,6 @@ def status_of(error: ApiError) -> int:
 def error_object(error: ApiError, request_id: str | None = None) -> JsonObject:
     """An error as Anthropic's clients read it; `request_id`: of the header `request-id`."""
     status = status_of(error)
-    kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     detail: JsonObject = {"type": kind, "message": error.message}
     return {"type": "error", "error": detail, "request_id": request_id}

@@ -10,18 +10,17 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.dialects.turns import Turns
+from pipeinfer.gateway.dialects.turns import ConversationBuilder
 from pipeinfer.gateway.errors import ApiError, required
-from pipeinfer.gateway.offered import check_kind
+from pipeinfer.gateway.offered import check_tool_type
 from pipeinfer.gateway.schema import (
     INT32,
-    MOST_MESSAGES,
-    MOST_TIMEOUT,
-    MOST_TOOLS,
-    SAMPLED,
+    MAX_MESSAGES,
+    MAX_TIMEOUT,
+    MAX_TOOLS,
+    SAMPLING_ONLY_FIELDS,
     AllowedTools,
     Body,
-    Bounded,
     ChatMessage,
     ChatRequest,
     Choice,
@@ -30,6 +29,7 @@ from pipeinfer.gateway.schema import (
     Function,
     GrammarFormat,
     InputFormat,
+    Int32,
     JsonSchema,
     NamedTool,
     Part,
@@ -46,17 +46,17 @@ from pipeinfer.gateway.schema import (
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
 from pipeinfer.json_values import JsonObject
 
-LOGPROBS = "message.output_text.logprobs"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside an answer; the others have nothing to show here.
-INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
+KNOWN_INCLUDES = frozenset((INCLUDE_LOGPROBS, "reasoning.encrypted_content"))
 # Of the server's own tools, of which there are none, so a function's calls never count.
-CallBound = Annotated[int, Meta(ge=1, le=INT32)]
-TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
-CALLS = ("function_call", "custom_tool_call")
-RESULTS = ("function_call_output", "custom_tool_call_output")
+MaxToolCalls = Annotated[int, Meta(ge=1, le=INT32)]
+TEXT_PARTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+CALL_ITEMS = ("function_call", "custom_tool_call")
+RESULT_ITEMS = ("function_call_output", "custom_tool_call_output")
 UNFINISHED = frozenset(("in_progress", "incomplete"))
 # What chats call a field, and what it is called here.
-NAMES = {
+FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "tools": "tools",
@@ -113,7 +113,7 @@ class ResponsesTool(Part, frozen=True):
     format: ToolFormat | None = None
     defer_loading: bool | None = None
 
-    def said_again(self) -> JsonObject:
+    def echoed(self) -> JsonObject:
         """As an answer shows it."""
         shown: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "function":
@@ -135,7 +135,7 @@ class ResponsesToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list[ResponsesNamedTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesNamedTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -163,14 +163,14 @@ class Reasoning(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class PromptOfResponse(Body, frozen=True, kw_only=True):
+class ResponsesPrompt(Body, frozen=True, kw_only=True):
     """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
     one that does not fit."""
 
     refused: ClassVar[Refusals] = RESPONSES
     input: str | list[InputItem]
     instructions: str | None = None
-    tools: Annotated[list[ResponsesTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -179,21 +179,25 @@ class PromptOfResponse(Body, frozen=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
 
 
-class InputTokensRequest(PromptOfResponse, frozen=True, kw_only=True):
+class InputTokensRequest(ResponsesPrompt, frozen=True, kw_only=True):
     """The body of /v1/responses/input_tokens. Fields with which a response is only sampled are
     ignored, so that a response's body can be counted."""
 
-    ignored: ClassVar[frozenset[str]] = SAMPLED | {"max_output_tokens", "include", "personality"}
+    ignored: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS | {
+        "max_output_tokens",
+        "include",
+        "personality",
+    }
 
 
-class ResponsesRequest(PromptOfResponse, frozen=True, kw_only=True):
+class ResponsesRequest(ResponsesPrompt, frozen=True, kw_only=True):
     """The body of /v1/responses."""
 
-    max_tool_calls: CallBound | None = None
-    max_output_tokens: Bounded | None = None
+    max_tool_calls: MaxToolCalls | None = None
+    max_output_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Bounded | None = None
+    top_k: Int32 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -206,7 +210,7 @@ class ResponsesRequest(PromptOfResponse, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     include_reasoning: bool | None = None
     structured_outputs: Structured | None = None
-    top_logprobs: Bounded | None = None
+    top_logprobs: Int32 | None = None
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -216,16 +220,16 @@ class ResponsesRequest(PromptOfResponse, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     seed: int | None = None
-    priority: Bounded | None = None
-    timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
+    priority: Int32 | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
 
 
-Responses = TypeVar("Responses", bound=PromptOfResponse)
+ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)
 
 
-def turns(request: PromptOfResponse) -> list[int]:
+def turn_starts(request: ResponsesPrompt) -> list[int]:
     """Where its turns but the first begin, by items: with messages of the user. What is before one
     of them can be left out, if the request asks for that where it does not fit; else empty."""
     items = request.input
@@ -234,14 +238,14 @@ def turns(request: PromptOfResponse) -> list[int]:
     return [i for i, item in enumerate(items) if i and _is_message(item) and item.role == "user"]
 
 
-def beginning(request: Responses, first: int) -> Responses:
+def without_turns_before(request: ResponsesBody, first: int) -> ResponsesBody:
     """The same from item `first` on. What system and developer say stays; results go where their
     calls go."""
     assert isinstance(request.input, list)
     gone, rest = request.input[:first], request.input[first:]
-    calls = {item.call_id for item in gone if item.type in CALLS}
+    calls = {item.call_id for item in gone if item.type in CALL_ITEMS}
     kept = [item for item in gone if _is_message(item) and item.role in ("system", "developer")]
-    kept += [i for i in rest if i.type not in RESULTS or i.call_id not in calls]
+    kept += [i for i in rest if i.type not in RESULT_ITEMS or i.call_id not in calls]
     return msgspec.structs.replace(request, input=kept)
 
 
@@ -249,7 +253,7 @@ def _is_message(item: InputItem) -> bool:
     return item.type in (None, "message")
 
 
-def prompt_chat(request: PromptOfResponse) -> ChatRequest:
+def to_prompt_chat(request: ResponsesPrompt) -> ChatRequest:
     """The chat, without how it is to be answered. ApiError 400."""
     messages = _messages(request)
     goes_on = _goes_on(request, messages)
@@ -265,11 +269,11 @@ def prompt_chat(request: PromptOfResponse) -> ChatRequest:
     )
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
+def to_chat(request: ResponsesRequest) -> ChatRequest:
     """The same as the body of a chat. ApiError 400."""
     logprobs = _logprobs(request)
     chat = msgspec.structs.replace(
-        prompt_chat(request),
+        to_prompt_chat(request),
         stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -305,7 +309,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
 
 
-def _goes_on(request: PromptOfResponse, messages: list[ChatMessage]) -> bool:
+def _goes_on(request: ResponsesPrompt, messages: list[ChatMessage]) -> bool:
     """Whether the last item is a message of the assistant that its status calls unfinished."""
     last = None if isinstance(request.input, str) else request.input[-1]
     if last is None or last.status not in UNFINISHED or last.role != "assistant":
@@ -315,14 +319,14 @@ def _goes_on(request: PromptOfResponse, messages: list[ChatMessage]) -> bool:
 
 def _logprobs(request: ResponsesRequest) -> bool:
     for i, name in enumerate(request.include or ()):
-        if name not in INCLUDED:
+        if name not in KNOWN_INCLUDES:
             param = f"include[{i}]"
             message = f"{param}: {name[:100]!r} is not supported by this server"
             raise ApiError(400, message, param, "unsupported_parameter")
-    return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    return INCLUDE_LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
 
 
-def _arguments(request: PromptOfResponse) -> JsonObject | None:
+def _arguments(request: ResponsesPrompt) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
@@ -333,14 +337,14 @@ def _arguments(request: PromptOfResponse) -> JsonObject | None:
     return {**asked, **(request.chat_template_kwargs or {})}
 
 
-def _tools(request: PromptOfResponse) -> list[Tool] | None:
+def _tools(request: ResponsesPrompt) -> list[Tool] | None:
     if request.tools is None:
         return None
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
 
 
 def _tool(tool: ResponsesTool, where: str) -> Tool:
-    check_kind(tool.type, f"{where}.type")
+    check_tool_type(tool.type, f"{where}.type")
     name = required(tool.name, f"{where}.name")
     if tool.type == "function":
         return Tool("function", Function(name, tool.description, tool.parameters, tool.strict))
@@ -356,7 +360,7 @@ def _format(given: ToolFormat, where: str) -> InputFormat:
     return InputFormat("grammar", GrammarFormat(syntax, definition))
 
 
-def _choice(request: PromptOfResponse) -> Choice | None:
+def _choice(request: ResponsesPrompt) -> Choice | None:
     choice = request.tool_choice
     if choice == "auto" and not request.tools:
         return None  # the API's own default, which clients send along
@@ -374,49 +378,49 @@ def _choice(request: PromptOfResponse) -> Choice | None:
 
 
 def _named(kind: str, name: str | None, where: str) -> NamedTool:
-    check_kind(kind, f"{where}.type", *(("allowed_tools",) if where == "tool_choice" else ()))
+    check_tool_type(kind, f"{where}.type", *(("allowed_tools",) if where == "tool_choice" else ()))
     chosen = Chosen(required(name, f"{where}.name"))
     return NamedTool(kind, **{kind: chosen})
 
 
-def _messages(request: PromptOfResponse) -> list[ChatMessage]:
-    turns = Turns()
+def _messages(request: ResponsesPrompt) -> list[ChatMessage]:
+    turns = ConversationBuilder()
     if request.instructions:
-        turns.say("system", [request.instructions])
+        turns.add_message("system", [request.instructions])
     if isinstance(request.input, str):
-        turns.say("user", [request.input])
-        return turns.take()
-    if not 0 < len(request.input) <= MOST_MESSAGES:
+        turns.add_message("user", [request.input])
+        return turns.messages()
+    if not 0 < len(request.input) <= MAX_MESSAGES:
         many = len(request.input)
-        reason = f"hold at most {MOST_MESSAGES} items, not {many}" if many else "not be empty"
+        reason = f"hold at most {MAX_MESSAGES} items, not {many}" if many else "not be empty"
         raise ApiError(400, f"input must {reason}", "input", "invalid_value")
     for i, item in enumerate(request.input):
         _say(turns, item, f"input[{i}]")
-    return turns.take()
+    return turns.messages()
 
 
-def _say(turns: Turns, item: InputItem, where: str) -> None:
+def _say(turns: ConversationBuilder, item: InputItem, where: str) -> None:
     kind = item.type or "message"
     if kind == "message":
         if item.role is None or item.role in ("tool", "function"):
             message = f"{where}.role must be system, developer, user or assistant"
             raise ApiError(400, message, f"{where}.role", "invalid_value")
-        turns.say(item.role, _texts(item.content, f"{where}.content"), item.phase)
+        turns.add_message(item.role, _texts(item.content, f"{where}.content"), item.phase)
     elif kind == "reasoning":
         shown = item.content or item.summary or ""
         if shown:  # what is only encrypted comes from elsewhere, and says nothing here
-            turns.think("\n".join(_texts(shown, f"{where}.content")))
+            turns.add_reasoning("\n".join(_texts(shown, f"{where}.content")))
     elif kind == "function_call":
         call_id = required(item.call_id, f"{where}.call_id")
         arguments = required(item.arguments, f"{where}.arguments")
-        turns.call(call_id, required(item.name, f"{where}.name"), arguments)
+        turns.add_tool_call(call_id, required(item.name, f"{where}.name"), arguments)
     elif kind == "custom_tool_call":
         call_id = required(item.call_id, f"{where}.call_id")
         text = required(item.input, f"{where}.input")
-        turns.call_custom(call_id, required(item.name, f"{where}.name"), text)
-    elif kind in RESULTS:
+        turns.add_custom_call(call_id, required(item.name, f"{where}.name"), text)
+    elif kind in RESULT_ITEMS:
         call_id = required(item.call_id, f"{where}.call_id")
-        turns.result(call_id, _texts(item.output, f"{where}.output"))
+        turns.add_tool_result(call_id, _texts(item.output, f"{where}.output"))
     else:
         message = f"{where}.type: {kind[:100]!r} is not supported by this server"
         raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
@@ -434,7 +438,7 @@ def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
         if part.type == "refusal":
             texts.append(required(part.refusal, f"{here}.refusal"))
             continue
-        if part.type not in TEXTS:
+        if part.type not in TEXT_PARTS:
             message = f"{here}.type: {part.type[:100]!r} is not supported, only texts are"
             raise ApiError(400, message, f"{here}.type", "unsupported_parameter")
         texts.append(required(part.text, f"{here}.text"))

@@ -11,30 +11,30 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from pipeinfer.gateway.dialects.blocks import CALLS, Block, Blocks, Step
-from pipeinfer.gateway.dialects.dialect import End
+from pipeinfer.gateway.dialects.blocks import CALL_BLOCKS, BlockEvent, OutputBlock, OutputBlocks
+from pipeinfer.gateway.dialects.dialect import ResponseEnd
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.shapes import Answer
+from pipeinfer.gateway.shapes import ResponseMetadata
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import SamplingParams
 
-PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
+ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 # Of calls: the type of the item, its field that grows, and the events of that.
-ITEMS = {
+CALL_ITEM_EVENTS = {
     "call": ("function_call", "arguments", "response.function_call_arguments"),
     "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
 }
-ABORTED = "the request was ended before its answer was complete: its time was up"
+ABORTED_MESSAGE = "the request was ended before its answer was complete: its time was up"
 
 
-class ResponseSpeech:
+class ResponsesFormatter:
     """A speech of /v1/responses. `params`: as the request is sampled. `clock`: Unix seconds."""
 
     def __init__(
         self,
         request: ResponsesRequest,
-        answer: Answer,
+        answer: ResponseMetadata,
         params: SamplingParams,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -43,29 +43,29 @@ class ResponseSpeech:
         self._fields = _said_again(request, answer, params)
         self._number = 0  # of the next event
 
-    def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
+    def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress", []))
 
-    def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
+    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
-        if step.what == "more":
+        if step.action == "more":
             yield self._more(block, step.text, scores)
-        elif step.what == "open":
+        elif step.action == "open":
             item = self._item(block, "in_progress")
-            yield self._event("response.output_item.added", output_index=block.number, item=item)
-            if block.kind not in CALLS:
+            yield self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind not in CALL_BLOCKS:
                 yield self._event(
                     "response.content_part.added", **self._at(block), part=_part(block)
                 )
         else:
             yield from self._closed(block)
 
-    def over(self, blocks: Blocks, end: End) -> Iterator[JsonObject]:
-        whole = self.whole(blocks, end)
+    def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
+        whole = self.full_response(blocks, end)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def whole(self, blocks: Blocks, end: End) -> JsonObject:
+    def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         status = {"length": "incomplete", "abort": "failed"}.get(end.finish or "", "completed")
         response = self._response(status, list[JsonValue](map(self._item, blocks.all)))
         response["usage"] = _usage(end)
@@ -74,19 +74,19 @@ class ResponseSpeech:
         elif status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            response["error"] = {"code": "server_error", "message": ABORTED}
+            response["error"] = {"code": "server_error", "message": ABORTED_MESSAGE}
         return response
 
-    def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
+    def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         response = self._response("failed", list[JsonValue](map(self._item, blocks.all)))
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=response)
 
-    def _more(self, block: Block, text: str, scores: list[JsonValue]) -> JsonObject:
-        if block.kind in CALLS:
-            _, _, name = ITEMS[block.kind]
+    def _more(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
+        if block.kind in CALL_BLOCKS:
+            _, _, name = CALL_ITEM_EVENTS[block.kind]
             return self._event(
-                f"{name}.delta", item_id=self._id(block), output_index=block.number, delta=text
+                f"{name}.delta", item_id=self._id(block), output_index=block.index, delta=text
             )
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **self._at(block), delta=text)
@@ -94,11 +94,11 @@ class ResponseSpeech:
             "response.output_text.delta", **self._at(block), delta=text, logprobs=scores
         )
 
-    def _closed(self, block: Block) -> Iterator[JsonObject]:
-        if block.kind in CALLS:
-            _, field, name = ITEMS[block.kind]
+    def _closed(self, block: OutputBlock) -> Iterator[JsonObject]:
+        if block.kind in CALL_BLOCKS:
+            _, field, name = CALL_ITEM_EVENTS[block.kind]
             said: JsonObject = {"name": block.name} if block.kind == "call" else {}
-            said = {"output_index": block.number, **said, field: block.text}
+            said = {"output_index": block.index, **said, field: block.text}
             yield self._event(f"{name}.done", item_id=self._id(block), **said)
         elif block.kind == "reasoning":
             yield self._event("response.reasoning_text.done", **self._at(block), text=block.text)
@@ -109,29 +109,29 @@ class ResponseSpeech:
                 text=block.text,
                 logprobs=block.logprobs,
             )
-        if block.kind not in CALLS:
+        if block.kind not in CALL_BLOCKS:
             yield self._event("response.content_part.done", **self._at(block), part=_part(block))
         item = self._item(block)
-        yield self._event("response.output_item.done", output_index=block.number, item=item)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _event(self, kind: str, /, **fields: JsonValue) -> JsonObject:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
 
-    def _at(self, block: Block) -> JsonObject:
-        return {"item_id": self._id(block), "output_index": block.number, "content_index": 0}
+    def _at(self, block: OutputBlock) -> JsonObject:
+        return {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
 
-    def _id(self, block: Block) -> str:
-        name = f"{self._answer.id}-{block.number}".encode()
-        return f"{PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
+    def _id(self, block: OutputBlock) -> str:
+        name = f"{self._answer.id}-{block.index}".encode()
+        return f"{ITEM_ID_PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
 
-    def _item(self, block: Block, status: str = "") -> JsonObject:
+    def _item(self, block: OutputBlock, status: str = "") -> JsonObject:
         status = status or ("completed" if block.complete else "incomplete")
         item: JsonObject = {"id": self._id(block), "status": status}
         parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
-        if block.kind in CALLS:
-            kind, field, _ = ITEMS[block.kind]
-            call_id = self._answer.call_id(0, block.call, block.name)
+        if block.kind in CALL_BLOCKS:
+            kind, field, _ = CALL_ITEM_EVENTS[block.kind]
+            call_id = self._answer.call_id(0, block.call_index, block.name)
             return {
                 **item, "type": kind, "call_id": call_id, "name": block.name, field: block.text
             }  # fmt: skip
@@ -143,7 +143,7 @@ class ResponseSpeech:
         return {**self._fields, "status": status, "output": output}
 
 
-def _part(block: Block) -> JsonObject:
+def _part(block: OutputBlock) -> JsonObject:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {
@@ -154,7 +154,7 @@ def _part(block: Block) -> JsonObject:
     }
 
 
-def _usage(end: End) -> JsonObject:
+def _usage(end: ResponseEnd) -> JsonObject:
     usage = end.usage
     return {
         "input_tokens": usage.prompt,
@@ -165,7 +165,9 @@ def _usage(end: End) -> JsonObject:
     }
 
 
-def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParams) -> JsonObject:
+def _said_again(
+    request: ResponsesRequest, answer: ResponseMetadata, params: SamplingParams
+) -> JsonObject:
     """What does not change while the answer grows."""
     effort = request.reasoning.effort if request.reasoning is not None else None
     form = request.text.format if request.text is not None else None
@@ -199,7 +201,7 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
         "temperature": params.temperature,
         "text": {"format": shown, "verbosity": verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
-        "tools": [tool.said_again() for tool in request.tools or ()],
+        "tools": [tool.echoed() for tool in request.tools or ()],
         "top_logprobs": params.logprobs or 0,
         "top_p": params.top_p,
         "truncation": request.truncation or "disabled",

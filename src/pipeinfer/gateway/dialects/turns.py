@@ -13,7 +13,7 @@ from pipeinfer.json_values import JsonObject
 
 
 @dataclass
-class _Turn:
+class _AssistantTurn:
     """Of the assistant."""
 
     reasoning: list[str] = field(default_factory=list[str])
@@ -22,14 +22,14 @@ class _Turn:
     phase: str | None = None
 
 
-class Turns:
+class ConversationBuilder:
     """Messages in order; `take` them at the end."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
-        self._turn: _Turn | None = None
+        self._turn: _AssistantTurn | None = None
 
-    def say(self, role: Role, texts: Sequence[str], phase: str | None = None) -> None:
+    def add_message(self, role: Role, texts: Sequence[str], phase: str | None = None) -> None:
         """A message, of one or several parts. One of the system behind another belongs to that:
         most templates know one. `phase`: of the assistant's, for templates that ask."""
         if role == "assistant":
@@ -48,36 +48,36 @@ class Turns:
         else:
             self._messages.append(ChatMessage(role, _content(texts)))
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Thoughts of the assistant, before what it says."""
         if self._turn is not None and (self._turn.content or self._turn.calls):
             self._flush()
         self._speaking().reasoning.append(text)
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
+    def add_tool_call(self, call_id: str, name: str, arguments: str) -> None:
         """A call of the assistant; `arguments` are JSON."""
         function: JsonObject = {"name": name, "arguments": arguments}
         call: JsonObject = {"id": call_id, "type": "function", "function": function}
         self._speaking().calls.append(call)
 
-    def call_custom(self, call_id: str, name: str, text: str) -> None:
+    def add_custom_call(self, call_id: str, name: str, text: str) -> None:
         """A call of a custom tool."""
         custom: JsonObject = {"name": name, "input": text}
         self._speaking().calls.append({"id": call_id, "type": "custom", "custom": custom})
 
-    def result(self, call_id: str, texts: Sequence[str]) -> None:
+    def add_tool_result(self, call_id: str, texts: Sequence[str]) -> None:
         """What a call gave."""
         self._flush()
         self._messages.append(ChatMessage("tool", _content(texts), tool_call_id=call_id))
 
-    def take(self) -> list[ChatMessage]:
+    def messages(self) -> list[ChatMessage]:
         """All of it."""
         self._flush()
         return self._messages
 
-    def _speaking(self) -> _Turn:
+    def _speaking(self) -> _AssistantTurn:
         if self._turn is None:
-            self._turn = _Turn()
+            self._turn = _AssistantTurn()
         return self._turn
 
     def _flush(self) -> None:

@@ -13,12 +13,18 @@ from functools import cached_property
 
 import msgspec
 
-from pipeinfer.gateway.pieces import INPUT
-from pipeinfer.gateway.reading.elements import ElementTags
-from pipeinfer.gateway.reading.lark_text import ESCAPED, Recursive, Unfit, as_regex, may_say
-from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
-from pipeinfer.gateway.reading.pythonic import KEY, NAME, CallList
-from pipeinfer.gateway.reading.schema_types import types
+from pipeinfer.gateway.pieces import INPUT_PARAMETER
+from pipeinfer.gateway.reading.elements import XmlTags
+from pipeinfer.gateway.reading.lark_text import (
+    JSON_ESCAPED_CHARS,
+    RecursiveGrammar,
+    UnsupportedGrammar,
+    grammar_to_regex,
+    may_contain,
+)
+from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, JsonCallMarkers
+from pipeinfer.gateway.reading.pythonic import ARGUMENT_NAME, FUNCTION_NAME, PythonicFormat
+from pipeinfer.gateway.reading.schema_types import schema_types
 from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.grammars.lookaround import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
@@ -28,27 +34,27 @@ from pipeinfer.text.added import Added
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "/(?s:.*)/"
-INSTEAD = "tool_choice none offers no tools"
+NO_TOOLS_HINT = "tool_choice none offers no tools"
 # What says nothing about the value.
-_REMARKS = {"title", "description", "default", "examples", "$comment", "deprecated"}
-_OF_OBJECT = _REMARKS | {
+_ANNOTATIONS = {"title", "description", "default", "examples", "$comment", "deprecated"}
+_OBJECT_KEYWORDS = _ANNOTATIONS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
     "x-guidance",
 }  # fmt: skip
 # Of a schema that stands within another one only definitions move along.
-_ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
-_BEFORE_TEXT = f'{{"{INPUT}": "'
+_NON_LOCAL_REF = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
+_INPUT_OPENING = f'{{"{INPUT_PARAMETER}": "'
 _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
 _CLASSES = {"D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
 _KEY = r"[^<>\s\"]{1,200}"
 _CALL_BEGINS = r"\[\s*[\w.-]+\s*\("  # in Python's notation
 
 
-class Inexpressible(ValueError):
+class UnsupportedSchema(ValueError):
     """Parameters that the form cannot be held to; the text says which, for the client."""
 
 
-class UnheldText(Inexpressible):
+class UnsupportedInputGrammar(UnsupportedSchema):
     """A text that no call of this form can be held to; `tool` is the custom tool's name."""
 
     def __init__(self, tool: str, message: str) -> None:
@@ -57,7 +63,7 @@ class UnheldText(Inexpressible):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class GrammarRequest:
     """`schemas`: of the parameters of each function that may be called; None: any object.
     `many`: several calls may follow each other. `free`: content may stand around or in place of
     calls. `tokens`: of the model, by their text. `thinks`: white space may come first. `form`: of
@@ -65,28 +71,33 @@ class Wanted:
     which have one parameter that is a text, what that is held to."""
 
     schemas: Mapping[str, JsonObject | None]
-    many: bool
-    free: bool = False
-    tokens: Mapping[str, Added] | None = None
-    thinks: bool = False
-    form: StructuredOutputs | None = None
-    texts: Mapping[str, StructuredOutputs] = field(default_factory=dict[str, StructuredOutputs])
+    parallel: bool
+    allow_content: bool = False
+    added_tokens: Mapping[str, Added] | None = None
+    after_reasoning: bool = False
+    content_constraint: StructuredOutputs | None = None
+    input_grammars: Mapping[str, StructuredOutputs] = field(
+        default_factory=dict[str, StructuredOutputs]
+    )
 
     def tag(self, text: str) -> str:
         """With the special tokens that the model has for it or its parts, or as text."""
-        return _sequence(quoted(lead) if (lead := self.lead(text)) else "", self.behind_lead(text))
+        return _sequence(
+            quoted(lead) if (lead := self.text_before_special(text)) else "",
+            self.from_first_special(text),
+        )
 
-    def special(self, text: str) -> bool:
+    def has_special_token(self, text: str) -> bool:
         """Whether it is a special token or has one, which no text can spell."""
-        return bool(self.behind_lead(text))
+        return bool(self.from_first_special(text))
 
-    def lead(self, text: str) -> str:
+    def text_before_special(self, text: str) -> str:
         """The text before the first special token of it, all of it if it has none."""
         return self._parts(text)[0]
 
-    def behind_lead(self, text: str) -> str:
+    def from_first_special(self, text: str) -> str:
         """The special tokens and what stands between and behind them; empty if it has none."""
-        tokens = self.tokens or {}
+        tokens = self.added_tokens or {}
         parts = self._parts(text)[1:]
         return _sequence(
             *(f"<[{tokens[part].id}]>" if part in tokens else quoted(part) for part in parts)
@@ -94,27 +105,27 @@ class Wanted:
 
     def _parts(self, text: str) -> list[str]:
         """The special tokens in it, and texts; a text comes first, which may be empty."""
-        if text not in self._known:
-            inside = (each for each in self._special if each in text)
+        if text not in self._parts_by_tag:
+            inside = (each for each in self._special_tokens if each in text)
             longest = "|".join(re.escape(each) for each in sorted(inside, key=len, reverse=True))
             lead, *rest = re.split(f"({longest})", text) if longest else [text]
-            self._known[text] = [lead, *filter(None, rest)]
-        return self._known[text]
+            self._parts_by_tag[text] = [lead, *filter(None, rest)]
+        return self._parts_by_tag[text]
 
     @cached_property
-    def _known(self) -> dict[str, list[str]]:
+    def _parts_by_tag(self) -> dict[str, list[str]]:
         """Parts of tags, which every parameter has and few tokens make: there may be a thousand."""
         return {}
 
     @cached_property
-    def _special(self) -> list[str]:
-        return [each for each, token in (self.tokens or {}).items() if token.special]
+    def _special_tokens(self) -> list[str]:
+        return [each for each, token in (self.added_tokens or {}).items() if token.special]
 
 
-CallGrammar = Callable[[Wanted], str]
+CallGrammar = Callable[[GrammarRequest], str]
 
 
-def hermes(wanted: Wanted) -> str:
+def hermes_grammar(wanted: GrammarRequest) -> str:
     """<tool_call> and </tool_call> around objects."""
     closing = wanted.tag(HERMES.closing)
     bodies = [
@@ -123,65 +134,67 @@ def hermes(wanted: Wanted) -> str:
     return _tagged(wanted, HERMES.opening, bodies, "", '"\\n"')
 
 
-def in_elements(tags: ElementTags) -> CallGrammar:
+def xml_grammar(tags: XmlTags) -> CallGrammar:
     """Parameters as elements, in the order of the schema."""
 
-    def grammar(wanted: Wanted) -> str:
-        elements, bodies = _Elements(tags, wanted), list[str]()
+    def grammar(wanted: GrammarRequest) -> str:
+        elements, bodies = _XmlRules(tags, wanted), list[str]()
         for i, (name, schema) in enumerate(wanted.schemas.items()):
             bodies.append(elements.function(name, f"p{i}", schema))
         never, (opening, closing) = tags.function[0], tags.call
-        if tags.together:
+        if tags.shared_call_tag:
             calls = f'"\\n" {_repeated(wanted, "function", "")} {wanted.tag(closing)}'
-            form = _tagged(replace(wanted, many=False), opening, [calls], never, "")
+            form = _tagged(replace(wanted, parallel=False), opening, [calls], never, "")
             return "\n".join((form, rule("function", bodies), *elements.rules))
         bodies = [f"{body} {wanted.tag(closing)}" for body in bodies]
-        between = _apart(tags.apart)
+        between = _optional_text(tags.separator)
         return "\n".join((_tagged(wanted, opening, bodies, never, between), *elements.rules))
 
     return grammar
 
 
-def llama3(wanted: Wanted) -> str:
+def llama3_grammar(wanted: GrammarRequest) -> str:
     """Objects with semicolons between, and nothing else."""
     calls = _repeated(wanted, "call", '"; "')
     # Where an answer may be another object, what opens a call must be lexed as that object is.
-    call = _call if wanted.form is None else _object
+    call = _call if wanted.content_constraint is None else _object
     rules = [rule("call", [call(wanted, name, "parameters") for name in wanted.schemas])]
-    if wanted.free:
+    if wanted.allow_content:
         calls = f"{calls} | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
     return "\n".join((_start(wanted, f"({calls})"), *rules))
 
 
-def mistral(wanted: Wanted) -> str:
+def mistral_grammar(wanted: GrammarRequest) -> str:
     """A list of objects; where the model has a token for it, names and [ARGS]."""
-    if "[ARGS]" not in (wanted.tokens or {}):
-        return in_lists(MISTRAL)(wanted)
+    if "[ARGS]" not in (wanted.added_tokens or {}):
+        return marked_list_grammar(MISTRAL)(wanted)
     args = wanted.tag("[ARGS]")
     bodies = [f"{quoted(n)} {args} {json_arguments(wanted, n)}" for n in wanted.schemas]
     return _tagged(wanted, MISTRAL.opening, bodies, "", "")
 
 
-def in_lists(marks: Marks) -> CallGrammar:
+def marked_list_grammar(marks: JsonCallMarkers) -> CallGrammar:
     """A list of objects behind a marker, or between two."""
 
-    def grammar(wanted: Wanted) -> str:
+    def grammar(wanted: GrammarRequest) -> str:
         objects = [_call(wanted, name, "arguments") for name in wanted.schemas]
         closing = f" {wanted.tag(marks.closing)}" if marks.closing else ""
         listed = f'"[" {_repeated(wanted, "object", quoted(", "))} "]"{closing}'
-        once = replace(wanted, many=False)
+        once = replace(wanted, parallel=False)
         form = _tagged(once, marks.opening, [listed], "", "")
         return "\n".join((form, rule("object", objects)))
 
     return grammar
 
 
-def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> CallGrammar:
+def section_grammar(
+    marks: JsonCallMarkers, *head: str, foot: str = "", between: str = ""
+) -> CallGrammar:
     """Names before their arguments, and all calls in a section. `head`: what stands before
     arguments, tags and texts in which {} is the name; `foot`: what stands behind them."""
 
-    def grammar(wanted: Wanted) -> str:
+    def grammar(wanted: GrammarRequest) -> str:
         assert marks.section is not None
         begin, end = marks.section
         calls = [
@@ -189,34 +202,34 @@ def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> C
                 wanted.tag(marks.opening),
                 *(wanted.tag(part.replace("{}", name)) for part in head),
                 json_arguments(wanted, name),
-                _apart(foot),
+                _optional_text(foot),
                 wanted.tag(marks.closing),
             )
             for name in wanted.schemas
         ]
-        listed = f"{_repeated(wanted, 'object', _apart(between))} {wanted.tag(end)}"
-        form = _tagged(replace(wanted, many=False), begin, [listed], marks.opening, "")
+        listed = f"{_repeated(wanted, 'object', _optional_text(between))} {wanted.tag(end)}"
+        form = _tagged(replace(wanted, parallel=False), begin, [listed], marks.opening, "")
         return "\n".join((form, rule("object", calls)))
 
     return grammar
 
 
-def in_python(style: CallList) -> CallGrammar:
+def pythonic_grammar(style: PythonicFormat) -> CallGrammar:
     """Calls as Python writes them, with arguments in the order of the schema."""
 
-    def grammar(wanted: Wanted) -> str:
-        python = _Python(wanted)
+    def grammar(wanted: GrammarRequest) -> str:
+        python = _PythonicRules(wanted)
         calls = {name: python.call(name, f"p{i}") for i, name in enumerate(wanted.schemas)}
         whole = [f"{quoted(name + '(')} {call}" for name, call in calls.items()]
-        opening, end = style.around
-        listed = _repeated(wanted, "called", quoted(style.between))
+        opening, end = style.tags
+        listed = _repeated(wanted, "called", quoted(style.separator))
         if style.brackets:
             listed = f'"[" {listed} "]"'
         rules = ["", rule("called", whole), *python.rules]
         if opening:
             listed = f"{listed} {wanted.tag(end)}"
-            form = _tagged(replace(wanted, many=False), opening, [listed], "", "")
-        elif not wanted.free:
+            form = _tagged(replace(wanted, parallel=False), opening, [listed], "", "")
+        elif not wanted.allow_content:
             form = _start(wanted, listed, _CALL_BEGINS)
         else:
             form = _first_in_list(wanted, style, calls)
@@ -225,11 +238,11 @@ def in_python(style: CallList) -> CallGrammar:
     return grammar
 
 
-def _first_in_list(wanted: Wanted, style: CallList, calls: Mapping[str, str]) -> str:
+def _first_in_list(wanted: GrammarRequest, style: PythonicFormat, calls: Mapping[str, str]) -> str:
     """Content around calls that no tag opens: it holds nothing that begins like a list of them."""
-    more = f" ({quoted(style.between)} called)*" if wanted.many else ""
+    more = f" ({quoted(style.separator)} called)*" if wanted.parallel else ""
     rules = [
-        f'start: (first{more} "]"){"*" if wanted.many else "?"} rest',
+        f'start: (first{more} "]"){"*" if wanted.parallel else "?"} rest',
         rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
         f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_BEGINS}(?s:.*)/",
     ]
@@ -239,78 +252,82 @@ def _first_in_list(wanted: Wanted, style: CallList, calls: Mapping[str, str]) ->
     return "\n".join(rules)
 
 
-def json_list(wanted: Wanted, key: str = "parameters") -> str:
+def bare_list_grammar(wanted: GrammarRequest, key: str = "parameters") -> str:
     """A list of objects and nothing else. `key`: of arguments."""
     listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
-    call = _call if wanted.form is None else _object  # as in llama3
+    call = _call if wanted.content_constraint is None else _object  # as in llama3
     rules = [rule("call", [call(wanted, name, key) for name in wanted.schemas])]
-    if wanted.free:
+    if wanted.allow_content:
         listed = f"({listed}) | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*\\[\\s*\\{{(?s:.*)/"]
     return "\n".join((_start(wanted, listed), *rules))
 
 
-def in_objects(marks: Marks) -> CallGrammar:
+def marked_object_grammar(marks: JsonCallMarkers) -> CallGrammar:
     """Objects, each behind a marker."""
 
-    def grammar(wanted: Wanted) -> str:
+    def grammar(wanted: GrammarRequest) -> str:
         bodies = [_call(wanted, name, "arguments") for name in wanted.schemas]
         return _tagged(wanted, marks.opening, bodies, "", "")
 
     return grammar
 
 
-def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between: str) -> str:
+def _tagged(
+    wanted: GrammarRequest, opening: str, bodies: list[str], never: str, between: str
+) -> str:
     """Calls that each begin with the tag `opening`. `never`: a text that content must not have."""
     tag, body = wanted.tag(opening), rule("body", bodies)
-    if not wanted.free:
+    if not wanted.allow_content:
         call = f"call: {tag} body"
         start = _start(wanted, _repeated(wanted, "call", between), re.escape(opening))
         return "\n".join((start, call, body))
-    sign = "*" if wanted.many else "?"
-    if wanted.special(opening):
-        text, lead = _without(never), wanted.lead(opening)
-        ends = f" & /(?s:.*){_slashed(lead)}/" if lead else ""
+    sign = "*" if wanted.parallel else "?"
+    if wanted.has_special_token(opening):
+        text, lead = _text_without(never), wanted.text_before_special(opening)
+        ends = f" & /(?s:.*){_escaped_in_slashes(lead)}/" if lead else ""
         rules = (f"before: BEFORE\nBEFORE: {text}{ends}", f"rest: REST\nREST: {text}", body)
-        return "\n".join((f"start: (before {wanted.behind_lead(opening)} body){sign} rest", *rules))
+        return "\n".join(
+            (f"start: (before {wanted.from_first_special(opening)} body){sign} rest", *rules)
+        )
     # Content may not begin with a newline there: the lexer would not know which is meant.
-    before = f"before[suffix={tag}]: {_without(never)}"
-    rest = f"REST: {_without(opening, never)}"
+    before = f"before[suffix={tag}]: {_text_without(never)}"
+    rest = f"REST: {_text_without(opening, never)}"
     return "\n".join((f"start: (before body){sign} rest", before, "rest: REST", rest, body))
 
 
-def _without(*texts: str) -> str:
+def _text_without(*texts: str) -> str:
     """A regular expression of texts that have none of them."""
-    escaped = "|".join(_slashed(text) for text in texts if text)
+    escaped = "|".join(_escaped_in_slashes(text) for text in texts if text)
     return f"{ANY_TEXT} & ~/(?s:.*)({escaped})(?s:.*)/" if escaped else ANY_TEXT
 
 
-def _slashed(text: str) -> str:
+def _escaped_in_slashes(text: str) -> str:
     """A text as it stands in a regular expression between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
-def _start(wanted: Wanted, calls: str, never: str = "") -> str:
+def _start(wanted: GrammarRequest, calls: str, never: str = "") -> str:
     """Calls, or the wanted form in their place. Behind thoughts models begin a paragraph. `never`:
     as for _instead."""
-    space = "/\\n\\n?/? " if wanted.thinks else ""
-    if wanted.form is None:
+    space = "/\\n\\n?/? " if wanted.after_reasoning else ""
+    if wanted.content_constraint is None:
         return f"start: {space}{calls}"
-    return f"start: {space}({calls} | form)\n{_instead(wanted.form, never)}"
+    return f"start: {space}({calls} | form)\n{_content_rule(wanted.content_constraint, never)}"
 
 
-def _instead(form: StructuredOutputs, never: str) -> str:
+def _content_rule(form: StructuredOutputs, never: str) -> str:
     """The rule of an answer that has a form. `never`: a regular expression of what calls begin
     with, and no such answer."""
     if form.json is not None:
-        return f"form: %json {form_schema(form.json)}"
+        return f"form: %json {constraint_schema(form.json)}"
     if form.choice is not None:
         return rule("form", [quoted(text) for text in form.choice])
     if form.regex is None:
-        raise Inexpressible(f"a grammar cannot stand beside that of calls; {INSTEAD}")
+        raise UnsupportedSchema(f"a grammar cannot stand beside that of calls; {NO_TOOLS_HINT}")
     if not never:
         said = "beside this model's calls, a form must be a schema or a choice"
-        raise Inexpressible(f"{said}; {INSTEAD}")
+        raise UnsupportedSchema(f"{said}; {NO_TOOLS_HINT}")
     return f"form: FORM\nFORM: /{slashed(form.regex)}/ & ~/{slashed(never)}(?s:.*)/"
 
 
@@ -320,11 +337,11 @@ def slashed(regex: str) -> str:
     return closed.replace("\n", "\\n")
 
 
-def form_schema(text: str) -> str:
+def constraint_schema(text: str) -> str:
     """The JSON schema that a form is, for %json. Raises Inexpressible, and GrammarError."""
     schema = schema_of(text)
     if schema is False:
-        raise Inexpressible("the form's schema must be an object")
+        raise UnsupportedSchema("the form's schema must be an object")
     schema = {} if schema is True else schema
     return msgspec.json.encode(without_guidance(schema)).decode()
 
@@ -334,8 +351,8 @@ def without_guidance(schema: JsonObject) -> JsonObject:
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
-def _repeated(wanted: Wanted, name: str, between: str) -> str:
-    return f"{name} ({between} {name})*" if wanted.many else name
+def _repeated(wanted: GrammarRequest, name: str, between: str) -> str:
+    return f"{name} ({between} {name})*" if wanted.parallel else name
 
 
 def rule(name: str, alternatives: Iterable[str]) -> str:
@@ -343,18 +360,18 @@ def rule(name: str, alternatives: Iterable[str]) -> str:
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
-def _call(wanted: Wanted, name: str, key: str) -> str:
+def _call(wanted: GrammarRequest, name: str, key: str) -> str:
     head = f'{{"name": {quoted(name)}, "{key}": '
     return f'{quoted(head)} {json_arguments(wanted, name)} "}}"'
 
 
-def _object(wanted: Wanted, name: str, key: str) -> str:
+def _object(wanted: GrammarRequest, name: str, key: str) -> str:
     """The same as _call, as one schema."""
-    text = wanted.texts.get(name)
+    text = wanted.input_grammars.get(name)
     regex = None if text is None else _text_regex(name, text, None)
     arguments = _arguments(_schema(wanted, name, regex))
-    if _ELSEWHERE.search(msgspec.json.encode(arguments).decode()):
-        raise Inexpressible(f"{name}: beside a form, a $ref may only name a definition")
+    if _NON_LOCAL_REF.search(msgspec.json.encode(arguments).decode()):
+        raise UnsupportedSchema(f"{name}: beside a form, a $ref may only name a definition")
     call: JsonObject = {
         "type": "object",
         "properties": {"name": {"const": name}, key: arguments},
@@ -365,24 +382,24 @@ def _object(wanted: Wanted, name: str, key: str) -> str:
     return f"%json {msgspec.json.encode(call).decode()}"
 
 
-def json_arguments(wanted: Wanted, name: str) -> str:
+def json_arguments(wanted: GrammarRequest, name: str) -> str:
     """A function's arguments by the schema of its parameters, or by what holds its text."""
-    text = wanted.texts.get(name)
-    regex = None if text is None else _text_regex(name, text, ESCAPED)
+    text = wanted.input_grammars.get(name)
+    regex = None if text is None else _text_regex(name, text, JSON_ESCAPED_CHARS)
     if text is None or regex is not None:
         schema = _schema(wanted, name, regex)
         return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
-    return f'{quoted(_BEFORE_TEXT)} {_nested(text)} "\\"}}"'
+    return f'{quoted(_INPUT_OPENING)} {_nested_grammar(text)} "\\"}}"'
 
 
-def _schema(wanted: Wanted, name: str, regex: str | None) -> JsonObject | None:
+def _schema(wanted: GrammarRequest, name: str, regex: str | None) -> JsonObject | None:
     """None: any object. `regex`: of a custom tool's text."""
     if regex is None:
         return wanted.schemas[name]
-    return input_schema({"pattern": f"^(?:{_in_schema(regex)})$"})
+    return input_schema({"pattern": f"^(?:{_regex_in_schema(regex)})$"})
 
 
-def _in_schema(regex: str) -> str:
+def _regex_in_schema(regex: str) -> str:
     """For a schema, in which some classes have fewer letters than in an expression by itself."""
     return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
@@ -392,8 +409,8 @@ def input_schema(more: JsonObject) -> JsonObject:
     is said."""
     return {
         "type": "object",
-        "properties": {INPUT: {"type": "string", **more}},
-        "required": [INPUT],
+        "properties": {INPUT_PARAMETER: {"type": "string", **more}},
+        "required": [INPUT_PARAMETER],
         "additionalProperties": False,
     }
 
@@ -405,21 +422,23 @@ def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | 
     if text.grammar is None:
         return with_plain_digits(text.regex or "")
     try:
-        return as_regex(text.grammar)
-    except Recursive as error:
+        return grammar_to_regex(text.grammar)
+    except RecursiveGrammar as error:
         reason = error
-    except Unfit as error:
-        raise UnheldText(tool, str(error)) from None
+    except UnsupportedGrammar as error:
+        raise UnsupportedInputGrammar(tool, str(error)) from None
     try:
-        if apart is not None and not may_say(text.grammar, apart):
+        if apart is not None and not may_contain(text.grammar, apart):
             return None
-    except Unfit as error:
-        raise UnheldText(tool, str(error)) from None
+    except UnsupportedGrammar as error:
+        raise UnsupportedInputGrammar(tool, str(error)) from None
     where = "beside a form" if apart is None else "with letters that are escaped or begin a tag"
-    raise UnheldText(tool, f"{where} it cannot be held within a call of this model: {reason}")
+    raise UnsupportedInputGrammar(
+        tool, f"{where} it cannot be held within a call of this model: {reason}"
+    )
 
 
-def _nested(text: StructuredOutputs) -> str:
+def _nested_grammar(text: StructuredOutputs) -> str:
     """A grammar with rules of its own, in a rule."""
     return f"%lark {{\n{text.grammar}\n}}"
 
@@ -434,7 +453,7 @@ def quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def _apart(text: str) -> str:
+def _optional_text(text: str) -> str:
     """What sets others apart, or nothing."""
     return quoted(text) if text else ""
 
@@ -453,23 +472,29 @@ def _sequence(*parts: str) -> str:
 # ----------------------------------------------------------------------------------------- elements
 
 
-class _Elements:
+class _XmlRules:
     """Functions as elements with parameters. `rules`: that they need."""
 
-    def __init__(self, tags: ElementTags, wanted: Wanted) -> None:
+    def __init__(self, tags: XmlTags, wanted: GrammarRequest) -> None:
         self._tags = tags
         self._wanted = wanted
-        self._apart = _apart(tags.apart)
-        self._line = _apart("\n" * tags.lines)
+        self._optional_text = _optional_text(tags.separator)
+        self._line = _optional_text("\n" * tags.value_on_lines)
         end = wanted.tag(tags.value_end)
-        self._closing = _sequence(self._line, end, self._apart)
-        never = _without(*tags.ends_of_value)
-        self._special = wanted.special(tags.value_end)
+        self._closing = _sequence(self._line, end, self._optional_text)
+        never = _text_without(*tags.ends_of_value)
+        self._special = wanted.has_special_token(tags.value_end)
         # What of the closing no token spells is a part of a text before it.
-        self._lead = "\n" * tags.lines + wanted.lead(tags.value_end) if self._special else ""
-        self._behind_lead = _sequence(wanted.behind_lead(tags.value_end), self._apart)
+        self._lead = (
+            "\n" * tags.value_on_lines + wanted.text_before_special(tags.value_end)
+            if self._special
+            else ""
+        )
+        self._behind_lead = _sequence(
+            wanted.from_first_special(tags.value_end), self._optional_text
+        )
         if self._special:
-            ends = f" & /(?s:.*){_slashed(self._lead)}/" if self._lead else ""
+            ends = f" & /(?s:.*){_escaped_in_slashes(self._lead)}/" if self._lead else ""
             self.rules = [f"value: VALUE {self._behind_lead}", f"VALUE: {never}{ends}"]
         else:
             self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
@@ -480,21 +505,21 @@ class _Elements:
         opening, end = self._tags.function
         opening = self._wanted.tag(opening) if opening else ""
         closing = self._wanted.tag(end) if end else ""
-        before = self._apart if opening and not self._tags.together else ""
-        named = quoted(name + self._tags.name_end + self._tags.apart)
-        text = self._wanted.texts.get(name)
+        before = self._optional_text if opening and not self._tags.shared_call_tag else ""
+        named = quoted(name + self._tags.name_end + self._tags.separator)
+        text = self._wanted.input_grammars.get(name)
         if text is not None:
             parameters = self._text(name, prefix, text)
         else:
             parameters = self._parameters(name, prefix, schema)
-        behind = self._apart if closing else ""
+        behind = self._optional_text if closing else ""
         return _sequence(before, opening, named, parameters, closing, behind)
 
     def _key(self, key: str, text: bool | None) -> str:
         """The begin of a parameter, up to its value. `key`: an expression. `text`: whether the
         value is one; None: either."""
-        tag, value, typed = self._wanted.tag, self._tags.value, self._tags.typed
-        between = (self._apart, tag(value)) if value else ()
+        tag, value, typed = self._wanted.tag, self._tags.value, self._tags.string_flag
+        between = (self._optional_text, tag(value)) if value else ()
         types = '("true" | "false")' if text is None else quoted("true" if text else "false")
         said = (quoted(typed), types) if typed else ()
         return _sequence(
@@ -508,17 +533,17 @@ class _Elements:
         if regex is not None:
             value = self._regex(prefix, regex)
         else:
-            value = f"{_nested(text)} {self._closing}"
-        self.rules.append(f"{prefix}: {self._key(quoted(INPUT), True)} {value}")
+            value = f"{_nested_grammar(text)} {self._closing}"
+        self.rules.append(f"{prefix}: {self._key(quoted(INPUT_PARAMETER), True)} {value}")
         return prefix
 
     def _regex(self, prefix: str, regex: str) -> str:
         """A text of a regular expression, and its end."""
         name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
-        held = f"/{slashed(regex)}/ & {_without(*self._tags.ends_of_value)}"
+        held = f"/{slashed(regex)}/ & {_text_without(*self._tags.ends_of_value)}"
         if self._special:
-            text = f"/({slashed(regex)}){_slashed(self._lead)}/"
-            self.rules.append(f"{upper}: {text} & {_without(*self._tags.ends_of_value)}")
+            text = f"/({slashed(regex)}){_escaped_in_slashes(self._lead)}/"
+            self.rules.append(f"{upper}: {text} & {_text_without(*self._tags.ends_of_value)}")
             return f"{upper} {self._behind_lead}"
         self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {held}"]
         return name
@@ -540,14 +565,14 @@ class _Elements:
         if not _is_text(schema) or not isinstance(schema, dict):
             own = schema if isinstance(schema, dict) else {}
             return f"%json {msgspec.json.encode({**own, **shared}).decode()} {self._closing}"
-        if set(schema) <= _REMARKS | {"type"}:
+        if set(schema) <= _ANNOTATIONS | {"type"}:
             return "value"
         options = schema.get("enum", [schema["const"]] if "const" in schema else [])
         listed = options if isinstance(options, list) else []
-        plain = set(schema) <= _REMARKS | {"type", "enum", "const"}
+        plain = set(schema) <= _ANNOTATIONS | {"type", "enum", "const"}
         texts = [text for text in listed if isinstance(text, str)]
         if not plain or not texts or any("\n" in text or "<" in text for text in texts):
-            raise Inexpressible(
+            raise UnsupportedSchema(
                 f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
                 "of texts"
             )
@@ -556,7 +581,7 @@ class _Elements:
 
 def _is_text(schema: JsonValue) -> bool:
     """Whether a value of that schema is a text, and nothing else."""
-    return types(schema) == frozenset(("string",))
+    return schema_types(schema) == frozenset(("string",))
 
 
 def _by_name(
@@ -566,38 +591,40 @@ def _by_name(
     write each parameter by itself. `key`: a regular expression of names. Raises Inexpressible."""
     schema = given or NO_PARAMETERS
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    strange = sorted(set(schema) - _OF_OBJECT)
+    strange = sorted(set(schema) - _OBJECT_KEYWORDS)
     if strange or not isinstance(properties, dict) or not isinstance(required, list):
         said = strange[0] if strange else "properties"
-        raise Inexpressible(f"{function}: calls of this model cannot be held to {said[:100]!r}")
+        raise UnsupportedSchema(f"{function}: calls of this model cannot be held to {said[:100]!r}")
     missing = [each for each in required if each not in properties]
     if missing:
-        raise Inexpressible(f"{function}: {str(missing[0])[:100]!r} is required and has no schema")
+        raise UnsupportedSchema(
+            f"{function}: {str(missing[0])[:100]!r} is required and has no schema"
+        )
     for each in properties:
         if not re.fullmatch(key, each):
-            raise Inexpressible(f"{function}: {each[:100]!r} cannot be the name of a parameter")
+            raise UnsupportedSchema(f"{function}: {each[:100]!r} cannot be the name of a parameter")
     return properties, required, {each: schema[each] for each in DEFINITIONS if each in schema}
 
 
 # ------------------------------------------------------------------------------------------- Python
 
 
-class _Python:
+class _PythonicRules:
     """Functions with their arguments in parentheses. `rules`: that they need."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: GrammarRequest) -> None:
         self._wanted = wanted
-        self.rules = [f'pair: /{KEY}/ "=" %json {{}}']
+        self.rules = [f'pair: /{ARGUMENT_NAME}/ "=" %json {{}}']
         self._values: dict[str, str] = {}  # the names of their rules
 
     def call(self, name: str, prefix: str) -> str:
         """From behind the opening parenthesis. Raises Inexpressible."""
-        if not re.fullmatch(NAME, name):
-            raise Inexpressible(f"{name[:100]!r} cannot be called in this model's form")
-        text = self._wanted.texts.get(name)
-        regex = None if text is None else _text_regex(name, text, ESCAPED)
+        if not re.fullmatch(FUNCTION_NAME, name):
+            raise UnsupportedSchema(f"{name[:100]!r} cannot be called in this model's form")
+        text = self._wanted.input_grammars.get(name)
+        regex = None if text is None else _text_regex(name, text, JSON_ESCAPED_CHARS)
         if text is not None and regex is None:
-            return f'{quoted(INPUT + "=" + chr(34))} {_nested(text)} "\\")"'
+            return f'{quoted(INPUT_PARAMETER + "=" + chr(34))} {_nested_grammar(text)} "\\")"'
         schema = _schema(self._wanted, name, regex)
         if schema is None:
             return '(pair (", " pair)*)? ")"'
@@ -606,7 +633,7 @@ class _Python:
     def _arguments(self, name: str, prefix: str, given: JsonObject) -> str:
         """Those that are required, and others, in their order. Up to the first that is required,
         each may be the first one; it has rules of its own then, as it stands in two places."""
-        properties, required, shared = _by_name(name, given, KEY)
+        properties, required, shared = _by_name(name, given, ARGUMENT_NAME)
         values = [self._value(value, shared) for value in properties.values()]
         heads = [f"{key}=" for key in properties]
         optional = [key not in required for key in properties]
@@ -643,9 +670,9 @@ class _Python:
 def _python_value(schema: JsonValue, shared: JsonObject) -> str:
     """As JSON; words that are all of a value may be Python's."""
     own = schema if isinstance(schema, dict) else {}
-    if not set(own) - _REMARKS - {"type"}:
-        if types(own) == frozenset(("boolean",)):
+    if not set(own) - _ANNOTATIONS - {"type"}:
+        if schema_types(own) == frozenset(("boolean",)):
             return '("True" | "False" | "true" | "false")'
-        if types(own) == frozenset(("null",)):
+        if schema_types(own) == frozenset(("null",)):
             return '("None" | "null")'
     return f"%json {msgspec.json.encode({**own, **shared}).decode()}"

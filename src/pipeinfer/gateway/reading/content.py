@@ -5,43 +5,43 @@ Knows pieces; no marker and no model.
 
 from __future__ import annotations
 
-from pipeinfer.gateway.pieces import SPACE, Piece
+from pipeinfer.gateway.pieces import WHITESPACE, ParsedDelta
 
 
-class Content:
+class ContentBuffer:
     """Content before, between and after calls."""
 
-    __slots__ = ("_held", "_leading")
+    __slots__ = ("_no_content_since_call", "_pending_space")
 
     def __init__(self) -> None:
-        self._held: list[str] = []
-        self._leading = False
+        self._pending_space: list[str] = []
+        self._no_content_since_call = False
 
     @property
     def after_call(self) -> bool:
         """Nothing but white space came since a call."""
-        return self._leading
+        return self._no_content_since_call
 
-    def say(self, text: str, pieces: list[Piece]) -> None:
+    def add(self, text: str, deltas: list[ParsedDelta]) -> None:
         """White space at its end waits for what follows it."""
-        if self._leading:
-            text = text.lstrip(SPACE)
+        if self._no_content_since_call:
+            text = text.lstrip(WHITESPACE)
         if not text:
             return
-        self._leading = False
-        bare = text.rstrip(SPACE)
+        self._no_content_since_call = False
+        bare = text.rstrip(WHITESPACE)
         if bare:
-            pieces.append(Piece("content", "".join((*self._held, bare))))
-            self._held = [text[len(bare) :]]
+            deltas.append(ParsedDelta("content", "".join((*self._pending_space, bare))))
+            self._pending_space = [text[len(bare) :]]
         else:
-            self._held.append(text)
+            self._pending_space.append(text)
 
-    def call(self) -> None:
+    def start_call(self) -> None:
         """A call comes or came."""
-        self._held, self._leading = [], True
+        self._pending_space, self._no_content_since_call = [], True
 
-    def end(self, pieces: list[Piece]) -> None:
+    def flush(self, deltas: list[ParsedDelta]) -> None:
         """Nothing comes behind."""
-        if held := "".join(self._held):
-            pieces.append(Piece("content", held))
-        self._held = []
+        if pending := "".join(self._pending_space):
+            deltas.append(ParsedDelta("content", pending))
+        self._pending_space = []

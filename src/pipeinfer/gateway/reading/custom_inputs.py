@@ -9,74 +9,76 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import msgspec
 
-from pipeinfer.gateway.pieces import INPUT, SPACE, Piece, Reader
+from pipeinfer.gateway.pieces import INPUT_PARAMETER, WHITESPACE, OutputParser, ParsedDelta
 from pipeinfer.gateway.reading.json_text import ESCAPES
 from pipeinfer.json_values import JsonValue
 
-_SHORT = dict(zip(ESCAPES, '"\\/\b\f\n\r\t', strict=False))  # behind a backslash; `u` has digits
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # for a half of a letter whose other half is not there
+_SHORT_ESCAPES = dict(
+    zip(ESCAPES, '"\\/\b\f\n\r\t', strict=False)
+)  # behind a backslash; `u` has digits
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for a half of a letter whose other half is not there
 
 
-class Unescaped:
+class JsonStringDecoder:
     """A JSON string behind its opening quote, as the text that it says. `done`: it has ended."""
 
     def __init__(self) -> None:
         self.done = False
-        self._waits = ""  # an escape that has begun
-        self._high = ""  # the first half of a letter
+        self._escape_so_far = ""  # an escape that has begun
+        self._high_surrogate = ""  # the first half of a letter
 
-    def take(self, text: str) -> tuple[str, int]:
+    def feed(self, text: str) -> tuple[str, int]:
         """(what is certain, how many letters of `text` belong to the string)."""
         parts: list[str] = []
         at = 0
         while at < len(text) and not self.done:
-            if self._waits:
-                self._waits += text[at]
+            if self._escape_so_far:
+                self._escape_so_far += text[at]
                 at += 1
                 self._escape(parts)
                 continue
             end = min((i for i in (text.find('"', at), text.find("\\", at)) if i >= 0), default=-1)
             run = text[at:] if end < 0 else text[at:end]
             if run:
-                self._say(run, parts)
+                self._emit(run, parts)
             at += len(run)
             if end >= 0:
-                self.done, self._waits = text[end] == '"', "\\" * (text[end] == "\\")
+                self.done, self._escape_so_far = text[end] == '"', "\\" * (text[end] == "\\")
                 at += 1
         if self.done:
-            self._say("", parts)
+            self._emit("", parts)
         return "".join(parts), at
 
     def _escape(self, parts: list[str]) -> None:
-        kind, digits = self._waits[1], self._waits[2:]
+        kind, digits = self._escape_so_far[1], self._escape_so_far[2:]
         if kind != "u":
-            self._say(_SHORT.get(kind, kind), parts)
+            self._emit(_SHORT_ESCAPES.get(kind, kind), parts)
         elif len(digits) < 4:
             return
         else:
-            self._unit(int(digits, 16) if _hex(digits) else 0xFFFD, parts)
-        self._waits = ""
+            self._code_unit(int(digits, 16) if _is_hex(digits) else 0xFFFD, parts)
+        self._escape_so_far = ""
 
-    def _unit(self, code: int, parts: list[str]) -> None:
+    def _code_unit(self, code: int, parts: list[str]) -> None:
         """A letter, or half of one."""
-        if 0xDC00 <= code < 0xE000 and self._high:
-            both = 0x10000 + ((ord(self._high) - 0xD800) << 10) + (code - 0xDC00)
-            self._high = ""
+        if 0xDC00 <= code < 0xE000 and self._high_surrogate:
+            both = 0x10000 + ((ord(self._high_surrogate) - 0xD800) << 10) + (code - 0xDC00)
+            self._high_surrogate = ""
             parts.append(chr(both))
         elif 0xD800 <= code < 0xDC00:
-            self._say("", parts)
-            self._high = chr(code)
+            self._emit("", parts)
+            self._high_surrogate = chr(code)
         else:
-            self._say(_UNKNOWN if 0xDC00 <= code < 0xE000 else chr(code), parts)
+            self._emit(_REPLACEMENT if 0xDC00 <= code < 0xE000 else chr(code), parts)
 
-    def _say(self, text: str, parts: list[str]) -> None:
-        if self._high:
-            parts.append(_UNKNOWN)
-            self._high = ""
+    def _emit(self, text: str, parts: list[str]) -> None:
+        if self._high_surrogate:
+            parts.append(_REPLACEMENT)
+            self._high_surrogate = ""
         parts.append(text)
 
 
-class _Input:
+class _InputExtractor:
     """Of one call: arguments in JSON become the text that they say.
 
     {"input": "..."} goes on as it comes, and so does a text that stands alone. What is otherwise is
@@ -84,91 +86,95 @@ class _Input:
     """
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # all of it, while the text has not begun
-        self._rest = ""  # what may become the next of _BEGIN
-        self._begun = 0  # so many of them are there
-        self._text: Unescaped | None = None
+        self._buffered: list[str] = []  # all of it, while the text has not begun
+        self._unmatched = ""  # what may become the next of _BEGIN
+        self._matched = 0  # so many of them are there
+        self._decoder: JsonStringDecoder | None = None
 
-    def take(self, text: str) -> str:
+    def feed(self, text: str) -> str:
         """What is certain."""
-        if self._text is None:
-            self._held.append(text)
-            if self._begun < len(_BEGIN):
-                self._begin(text)
-            text = self._rest
-        return "" if self._text is None else self._text.take(text)[0]
+        if self._decoder is None:
+            self._buffered.append(text)
+            if self._matched < len(_START_TOKENS):
+                self._find_start(text)
+            text = self._unmatched
+        return "" if self._decoder is None else self._decoder.feed(text)[0]
 
-    def _begin(self, text: str) -> None:
+    def _find_start(self, text: str) -> None:
         """Looks for the text's begin; `_begun` is beyond all where there is none."""
-        self._rest += text
-        while self._begun < len(_BEGIN) and self._text is None:
-            self._rest = self._rest.lstrip(SPACE)
-            expected = '"' if self._begun == 0 and self._rest[:1] == '"' else _BEGIN[self._begun]
-            if not self._rest.startswith(expected):
-                self._begun += len(_BEGIN) * (not expected.startswith(self._rest))
+        self._unmatched += text
+        while self._matched < len(_START_TOKENS) and self._decoder is None:
+            self._unmatched = self._unmatched.lstrip(WHITESPACE)
+            expected = (
+                '"'
+                if self._matched == 0 and self._unmatched[:1] == '"'
+                else _START_TOKENS[self._matched]
+            )
+            if not self._unmatched.startswith(expected):
+                self._matched += len(_START_TOKENS) * (not expected.startswith(self._unmatched))
                 return
-            self._rest = self._rest[len(expected) :]
-            self._begun += 1
+            self._unmatched = self._unmatched[len(expected) :]
+            self._matched += 1
             if expected == '"':
-                self._text = Unescaped()
+                self._decoder = JsonStringDecoder()
 
-    def end(self) -> str:
+    def finish(self) -> str:
         """What was held back."""
-        return "" if self._text is not None else _said("".join(self._held))
+        return "" if self._decoder is not None else _input_of("".join(self._buffered))
 
 
-_BEGIN = ("{", f'"{INPUT}"', ":", '"')
+_START_TOKENS = ("{", f'"{INPUT_PARAMETER}"', ":", '"')
 
 
-def _said(text: str) -> str:
+def _input_of(text: str) -> str:
     try:
         given: JsonValue = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
     if isinstance(given, str):
         return given
-    if not isinstance(given, dict) or INPUT not in given:
+    if not isinstance(given, dict) or INPUT_PARAMETER not in given:
         return "" if given == {} else text
-    said = given[INPUT]
-    return said if isinstance(said, str) else msgspec.json.encode(said).decode()
+    chunk = given[INPUT_PARAMETER]
+    return chunk if isinstance(chunk, str) else msgspec.json.encode(chunk).decode()
 
 
-def _hex(digits: str) -> bool:
+def _is_hex(digits: str) -> bool:
     return all(digit in "0123456789abcdefABCDEF" for digit in digits)
 
 
-class CustomInputs:
+class CustomToolParser:
     """`behind`: reads calls. Those of the tools `names` are custom ones."""
 
-    def __init__(self, behind: Reader, names: Container[str]) -> None:
-        self._behind = behind
-        self._names = names
-        self._inputs: dict[int, _Input] = {}
+    def __init__(self, next_parser: OutputParser, custom_tools: Container[str]) -> None:
+        self._next_parser = next_parser
+        self._custom_tools = custom_tools
+        self._extractors: dict[int, _InputExtractor] = {}
 
-    def read(self, text: str) -> Sequence[Piece]:
-        return list(self._translated(self._behind.read(text)))
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        return list(self._translate(self._next_parser.feed(text)))
 
-    def end(self) -> Sequence[Piece]:
-        pieces = list(self._translated(self._behind.end()))
-        return [*pieces, *self._ended()]
+    def finish(self) -> Sequence[ParsedDelta]:
+        deltas = list(self._translate(self._next_parser.finish()))
+        return [*deltas, *self._finish_inputs()]
 
-    def _translated(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if piece.kind == "call":
-                yield from self._ended()
-                if piece.text in self._names:
-                    self._inputs[piece.call] = _Input()
-                    piece = piece._replace(kind="custom")
-                yield piece
-            elif piece.kind == "arguments" and piece.call in self._inputs:
-                if said := self._inputs[piece.call].take(piece.text):
-                    yield Piece("input", said, piece.call)
+    def _translate(self, deltas: Iterable[ParsedDelta]) -> Iterator[ParsedDelta]:
+        for delta in deltas:
+            if delta.kind == "call":
+                yield from self._finish_inputs()
+                if delta.text in self._custom_tools:
+                    self._extractors[delta.call_index] = _InputExtractor()
+                    delta = delta._replace(kind="custom")
+                yield delta
+            elif delta.kind == "arguments" and delta.call_index in self._extractors:
+                if chunk := self._extractors[delta.call_index].feed(delta.text):
+                    yield ParsedDelta("input", chunk, delta.call_index)
             else:
-                yield piece
+                yield delta
 
-    def _ended(self) -> Iterator[Piece]:
+    def _finish_inputs(self) -> Iterator[ParsedDelta]:
         """What the last call has still to say: none goes on behind the next one."""
-        for call, one in self._inputs.items():
-            if said := one.end():
-                yield Piece("input", said, call)
-        self._inputs.clear()
+        for call, extractor in self._extractors.items():
+            if chunk := extractor.finish():
+                yield ParsedDelta("input", chunk, call)
+        self._extractors.clear()

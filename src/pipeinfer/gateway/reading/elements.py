@@ -17,21 +17,21 @@ from typing import Literal
 
 import msgspec
 
-from pipeinfer.gateway.pieces import SPACE, Piece
-from pipeinfer.gateway.reading.content import Content
-from pipeinfer.gateway.reading.held import find
-from pipeinfer.gateway.reading.json_text import ValueEnd
-from pipeinfer.gateway.reading.python_text import PythonValue
-from pipeinfer.gateway.reading.schema_types import types
+from pipeinfer.gateway.pieces import WHITESPACE, ParsedDelta
+from pipeinfer.gateway.reading.content import ContentBuffer
+from pipeinfer.gateway.reading.held import find_marker
+from pipeinfer.gateway.reading.json_text import JsonValueScanner
+from pipeinfer.gateway.reading.python_text import PythonLiteralParser
+from pipeinfer.gateway.reading.schema_types import schema_types
 from pipeinfer.json_values import JsonObject, JsonValue
 
-MOST_LETTERS = 256  # of a name
+MAX_NAME_CHARS = 256  # of a name
 _PYTHON = ("T", "F", "N", "[", "{", "(")  # what a literal begins with that JSON may not know
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands between tags
 
 
 @dataclass(frozen=True)
-class ElementTags:
+class XmlTags:
     """How a form writes elements. Empty tags are not there.
 
     `call`: around calls. `function`: around one of them, up to its name, which `name_end` ends;
@@ -49,11 +49,11 @@ class ElementTags:
     function: tuple[str, str] = ("", "")
     name_end: str = ""
     value: str = ""
-    typed: str = ""
-    lines: bool = False
-    forgets: bool = True
-    apart: str = "\n"
-    together: bool = False
+    string_flag: str = ""
+    value_on_lines: bool = False
+    tolerates_missing_ends: bool = True
+    separator: str = "\n"
+    shared_call_tag: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class ElementTags:
     @property
     def ends_of_value(self) -> tuple[str, ...]:
         """A line's begin is asked for, since texts may hold such tags."""
-        ends = (self.key, self.function[1], self.call[1]) if self.forgets else ()
+        ends = (self.key, self.function[1], self.call[1]) if self.tolerates_missing_ends else ()
         return (self.value_end, *("\n" + end for end in ends if end))
 
     @property
@@ -73,259 +73,271 @@ class ElementTags:
                                    self.function[0])))  # fmt: skip
 
 
-QWEN3_CODER = ElementTags(
+QWEN3_CODER = XmlTags(
     ("<tool_call>", "</tool_call>"),
     "<parameter=", ">", "</parameter>",
     ("<function=", "</function>"), ">",
-    lines=True,
+    value_on_lines=True,
 )  # fmt: skip
-SEED_OSS = replace(QWEN3_CODER, call=("<seed:tool_call>", "</seed:tool_call>"), lines=False)
-MINIMAX_M2 = ElementTags(
+SEED_OSS = replace(
+    QWEN3_CODER, call=("<seed:tool_call>", "</seed:tool_call>"), value_on_lines=False
+)
+MINIMAX_M2 = XmlTags(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     '<parameter name="', '">', "</parameter>",
     ('<invoke name="', "</invoke>"), '">',
-    together=True,
+    shared_call_tag=True,
 )  # fmt: skip
-DEEPSEEK_V32 = ElementTags(
+DEEPSEEK_V32 = XmlTags(
     ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>",
     ('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), '">',
-    typed='" string="',
-    together=True,
+    string_flag='" string="',
+    shared_call_tag=True,
 )  # fmt: skip
 DEEPSEEK_V4 = replace(DEEPSEEK_V32, call=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"))
-GLM45 = ElementTags(
+GLM45 = XmlTags(
     ("<tool_call>", "</tool_call>"),
     "<arg_key>", "</arg_key>", "</arg_value>",
-    value="<arg_value>", forgets=False,
+    value="<arg_value>", tolerates_missing_ends=False,
 )  # fmt: skip
-GLM47 = replace(GLM45, apart="")
+GLM47 = replace(GLM45, separator="")
 
-State = Literal["content", "tag", "name", "begin", "body", "object", "key", "between", "value"]
+XmlCallState = Literal[
+    "content", "tag", "name", "begin", "body", "object", "key", "between", "value"
+]
 
 
-class Elements:
+class XmlCallParser:
     """`schemas`: of the tools' parameters, by name. Models forget the tag around calls, too: what
     is called without it must be one of the tools, for answers may speak of <function=...>."""
 
-    def __init__(self, tags: ElementTags, schemas: Mapping[str, JsonObject]) -> None:
+    def __init__(self, tags: XmlTags, schemas: Mapping[str, JsonObject]) -> None:
         self._tags = tags
         self._schemas = schemas
-        self._tagged = False  # between the tags around calls
-        self._state: State = "content"
-        self._text: str = ""
-        self._before: list[str] = []  # of a name, if it is none: the tags
-        self._calls = self._values = 0
+        self._inside_call_tag = False  # between the tags around calls
+        self._state: XmlCallState = "content"
+        self._buffer: str = ""
+        self._prefix: list[str] = []  # of a name, if it is none: the tags
+        self._call_count = self._value_count = 0
         self._properties: JsonObject = {}
-        self._content = Content()
-        self._key = self._typed = ""
-        self._value = _Value(frozenset(), tags.lines)
-        self._object: ValueEnd | None = None  # of a call whose parameters are no elements
+        self._content_buffer = ContentBuffer()
+        self._key = self._string_flag = ""
+        self._value = _ValueEncoder(frozenset(), tags.value_on_lines)
+        self._object_scanner: JsonValueScanner | None = (
+            None  # of a call whose parameters are no elements
+        )
 
-    def read(self, text: str) -> Sequence[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        deltas: list[ParsedDelta] = []
         steps = {
-            "content": self._outside,
-            "tag": self._opened,
-            "name": self._named,
-            "begin": self._begin,
-            "body": self._body,
-            "object": self._whole,
-            "key": self._keyed,
-            "between": self._between,
-            "value": self._valued,
+            "content": self._find_call,
+            "tag": self._expect_function,
+            "name": self._parse_name,
+            "begin": self._start_body,
+            "body": self._find_parameter,
+            "object": self._feed_object,
+            "key": self._parse_key,
+            "between": self._expect_value,
+            "value": self._feed_value,
         }
-        while steps[self._state](pieces):
+        while steps[self._state](deltas):
             pass
-        return pieces
+        return deltas
 
-    def end(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[ParsedDelta]:
         """A call without an end is closed; one that is cut off amid a value is not, so that nobody
         takes its arguments for whole ones."""
-        pieces: list[Piece] = []
+        deltas: list[ParsedDelta] = []
         match self._state:
             case "name" | "tag":
-                self._content.say("".join((*self._before, self._text)), pieces)
+                self._content_buffer.add("".join((*self._prefix, self._buffer)), deltas)
             case "content":
-                begun = self._content.after_call and self._tags.call[1].startswith(self._text)
-                self._content.say("" if begun else self._text, pieces)
+                begun = self._content_buffer.after_call and self._tags.call[1].startswith(
+                    self._buffer
+                )
+                self._content_buffer.add("" if begun else self._buffer, deltas)
             case "begin" | "body":
-                self._close(pieces)
+                self._close_arguments(deltas)
             case "value":
-                self._argue(self._value.add(self._text), pieces)
+                self._emit_arguments(self._value.add(self._buffer), deltas)
             case _:
                 pass
-        self._content.end(pieces)
-        self._text = ""
-        return pieces
+        self._content_buffer.flush(deltas)
+        self._buffer = ""
+        return deltas
 
-    def _outside(self, pieces: list[Piece]) -> bool:
+    def _find_call(self, deltas: list[ParsedDelta]) -> bool:
         call, end, function = *self._tags.call, self._tags.function[0]
-        found = find(self._text, (call, end, function) if function else (call, end))
-        self._content.say(found.before, pieces)
-        self._text = found.rest
+        found = find_marker(self._buffer, (call, end, function) if function else (call, end))
+        self._content_buffer.add(found.before, deltas)
+        self._buffer = found.tail
         if found.marker is None:
             return False
         if found.marker == end:
-            self._tagged = False
-            if not self._content.after_call:
-                self._content.say(end, pieces)
+            self._inside_call_tag = False
+            if not self._content_buffer.after_call:
+                self._content_buffer.add(end, deltas)
         else:
-            follows = self._tagged and self._content.after_call
-            self._tagged = follows or found.marker == call
-            self._before = [found.marker]
+            follows = self._inside_call_tag and self._content_buffer.after_call
+            self._inside_call_tag = follows or found.marker == call
+            self._prefix = [found.marker]
             self._state = "name" if found.marker == function or not function else "tag"
         return True
 
-    def _opened(self, pieces: list[Piece]) -> bool:
+    def _expect_function(self, deltas: list[ParsedDelta]) -> bool:
         function = self._tags.function[0]
-        bare = self._text.lstrip(SPACE)
-        self._before.append(self._text[: len(self._text) - len(bare)])
-        self._text = bare
+        bare = self._buffer.lstrip(WHITESPACE)
+        self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
         if bare.startswith(function):
-            self._before.append(function)
-            self._text, self._state = bare[len(function) :], "name"
+            self._prefix.append(function)
+            self._buffer, self._state = bare[len(function) :], "name"
             return True
         if function.startswith(bare):
             return False
-        return self._none(pieces)
+        return self._not_a_call(deltas)
 
-    def _none(self, pieces: list[Piece]) -> bool:
+    def _not_a_call(self, deltas: list[ParsedDelta]) -> bool:
         """What began like a call is content."""
-        self._content.say("".join(self._before), pieces)
-        self._state, self._tagged = "content", False
+        self._content_buffer.add("".join(self._prefix), deltas)
+        self._state, self._inside_call_tag = "content", False
         return True
 
-    def _named(self, pieces: list[Piece]) -> bool:
+    def _parse_name(self, deltas: list[ParsedDelta]) -> bool:
         if self._tags.name_end:
-            at = self._text.find(self._tags.name_end, 0, MOST_LETTERS)
-            name, rest = self._text[: max(at, 0)], self._text[at + len(self._tags.name_end) :]
+            at = self._buffer.find(self._tags.name_end, 0, MAX_NAME_CHARS)
+            name, rest = self._buffer[: max(at, 0)], self._buffer[at + len(self._tags.name_end) :]
         else:
-            found = find(self._text[:MOST_LETTERS], (self._tags.key, self._tags.call[1]))
+            found = find_marker(self._buffer[:MAX_NAME_CHARS], (self._tags.key, self._tags.call[1]))
             at = -1 if found.marker is None else len(found.before)
-            name = found.before if _BARE_NAME.fullmatch(found.before.strip(SPACE)) else ""
-            rest = self._text[len(found.before) :]
-        if at < 0 and len(self._text) < MOST_LETTERS:
+            name = found.before if _BARE_NAME.fullmatch(found.before.strip(WHITESPACE)) else ""
+            rest = self._buffer[len(found.before) :]
+        if at < 0 and len(self._buffer) < MAX_NAME_CHARS:
             return False
-        name = name.strip(SPACE)
-        if at < 0 or not name or not (self._tagged or name in self._schemas):
-            return self._none(pieces)
-        self._content.call()
-        self._values, self._object, self._text = 0, None, rest
+        name = name.strip(WHITESPACE)
+        if at < 0 or not name or not (self._inside_call_tag or name in self._schemas):
+            return self._not_a_call(deltas)
+        self._content_buffer.start_call()
+        self._value_count, self._object_scanner, self._buffer = 0, None, rest
         properties = self._schemas.get(name, {}).get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
-        pieces.append(Piece("call", name, self._calls))
-        self._argue("{", pieces)
+        deltas.append(ParsedDelta("call", name, self._call_count))
+        self._emit_arguments("{", deltas)
         self._state = "begin"
         return True
 
-    def _begin(self, _pieces: list[Piece]) -> bool:
-        bare = self._text.lstrip(SPACE)
+    def _start_body(self, _deltas: list[ParsedDelta]) -> bool:
+        bare = self._buffer.lstrip(WHITESPACE)
         if bare[:1] == "{":
-            self._object = ValueEnd()
-            self._object.take("{", 0)
+            self._object_scanner = JsonValueScanner()
+            self._object_scanner.feed("{", 0)
             self._state, bare = "object", bare[1:]
         elif bare:
             self._state = "body"
-        begun, self._text = bool(bare) or self._state == "object", bare
+        begun, self._buffer = bool(bare) or self._state == "object", bare
         return begun
 
-    def _body(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, self._tags.ends_of_body)
-        self._text = found.rest
-        self._go_on(found.marker, pieces)
+    def _find_parameter(self, deltas: list[ParsedDelta]) -> bool:
+        found = find_marker(self._buffer, self._tags.ends_of_body)
+        self._buffer = found.tail
+        self._handle_marker(found.marker, deltas)
         return found.marker is not None
 
-    def _whole(self, pieces: list[Piece]) -> bool:
+    def _feed_object(self, deltas: list[ParsedDelta]) -> bool:
         """The arguments as an object, in the place of elements."""
-        assert self._object is not None
-        end, said = self._object.take(self._text, 0)
-        self._argue(said, pieces)
-        self._text = self._text[end:]
-        if self._object.done:
+        assert self._object_scanner is not None
+        end, chunk = self._object_scanner.feed(self._buffer, 0)
+        self._emit_arguments(chunk, deltas)
+        self._buffer = self._buffer[end:]
+        if self._object_scanner.done:
             self._state = "body"
-        return self._object.done
+        return self._object_scanner.done
 
-    def _go_on(self, marker: str | None, pieces: list[Piece]) -> None:
+    def _handle_marker(self, marker: str | None, deltas: list[ParsedDelta]) -> None:
         """Behind a marker of the body."""
         if marker == self._tags.key:
             self._state = "key"
         elif marker is not None and marker != self._tags.value_end:
-            self._close(pieces)
-            self._calls += 1
+            self._close_arguments(deltas)
+            self._call_count += 1
             self._state = "content"
             if marker != self._tags.function[1]:  # which was forgotten, or is not there
-                self._text = marker + self._text
+                self._buffer = marker + self._buffer
 
-    def _close(self, pieces: list[Piece]) -> None:
-        if self._object is None:
-            self._argue("}", pieces)
+    def _close_arguments(self, deltas: list[ParsedDelta]) -> None:
+        if self._object_scanner is None:
+            self._emit_arguments("}", deltas)
 
-    def _keyed(self, _pieces: list[Piece]) -> bool:
-        at = self._text.find(self._tags.key_end, 0, MOST_LETTERS)
+    def _parse_key(self, _deltas: list[ParsedDelta]) -> bool:
+        at = self._buffer.find(self._tags.key_end, 0, MAX_NAME_CHARS)
         if at < 0:
-            self._state = "key" if len(self._text) < MOST_LETTERS else "body"
+            self._state = "key" if len(self._buffer) < MAX_NAME_CHARS else "body"
             return self._state == "body"
-        key, self._text = self._text[:at], self._text[at + len(self._tags.key_end) :]
-        if self._tags.typed:
-            key, _, self._typed = key.partition(self._tags.typed)
-        self._key = key.strip(SPACE)
+        key, self._buffer = self._buffer[:at], self._buffer[at + len(self._tags.key_end) :]
+        if self._tags.string_flag:
+            key, _, self._string_flag = key.partition(self._tags.string_flag)
+        self._key = key.strip(WHITESPACE)
         self._state = "between"
         return True
 
-    def _between(self, pieces: list[Piece]) -> bool:
+    def _expect_value(self, deltas: list[ParsedDelta]) -> bool:
         """A key and its value. A key that has none is left out."""
         value = self._tags.value
         if value:
-            self._text = self._text.lstrip(SPACE)
-            if not self._text.startswith(value):
-                waits = value.startswith(self._text)
+            self._buffer = self._buffer.lstrip(WHITESPACE)
+            if not self._buffer.startswith(value):
+                waits = value.startswith(self._buffer)
                 self._state = "between" if waits else "body"
                 return not waits
-            self._text = self._text[len(value) :]
-        self._argue(f"{', ' if self._values else ''}{_json(self._key)}: ", pieces)
-        self._values += 1
-        self._value = _Value(self._types(), self._tags.lines)
+            self._buffer = self._buffer[len(value) :]
+        self._emit_arguments(
+            f"{', ' if self._value_count else ''}{_json_string(self._key)}: ", deltas
+        )
+        self._value_count += 1
+        self._value = _ValueEncoder(self._value_types(), self._tags.value_on_lines)
         self._state = "value"
         return True
 
-    def _types(self) -> frozenset[str]:
+    def _value_types(self) -> frozenset[str]:
         """Of the value of the key, by the schema, and by what the call says of it."""
-        known = types(self._properties.get(self._key))
-        if self._typed == "true" and (not known or "string" in known):
+        known = schema_types(self._properties.get(self._key))
+        if self._string_flag == "true" and (not known or "string" in known):
             return frozenset(("string",))
-        return (known - {"string"} or known) if self._typed == "false" else known
+        return (known - {"string"} or known) if self._string_flag == "false" else known
 
-    def _valued(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, self._tags.ends_of_value)
-        self._text = found.rest
-        self._argue(self._value.add(found.before), pieces)
+    def _feed_value(self, deltas: list[ParsedDelta]) -> bool:
+        found = find_marker(self._buffer, self._tags.ends_of_value)
+        self._buffer = found.tail
+        self._emit_arguments(self._value.add(found.before), deltas)
         if found.marker is None:
             return False
-        self._argue(self._value.end(), pieces)
+        self._emit_arguments(self._value.end(), deltas)
         self._state = "body"
-        self._go_on(found.marker.lstrip(), pieces)
+        self._handle_marker(found.marker.lstrip(), deltas)
         return True
 
-    def _argue(self, text: str, pieces: list[Piece]) -> None:
+    def _emit_arguments(self, text: str, deltas: list[ParsedDelta]) -> None:
         if text:
-            pieces.append(Piece("arguments", text, self._calls))
+            deltas.append(ParsedDelta("arguments", text, self._call_count))
 
 
-class _Value:
+class _ValueEncoder:
     """Makes JSON of one value, of the `types` that its schema allows; none: nothing is known.
     `lines`: a line end before and behind it is not its own.
 
     A text goes on as it comes. What may be something else is known at its end.
     """
 
-    def __init__(self, types: frozenset[str], lines: bool) -> None:
-        self._types = types
-        self._lines = lines
-        self._only_text = types == frozenset(("string",))
-        self._begun = False
-        self._line = ""  # the end of a line: of the last one it does not belong to the value
+    def __init__(self, allowed: frozenset[str], value_on_lines: bool) -> None:
+        self._value_types = allowed
+        self._value_on_lines = value_on_lines
+        self._is_string = allowed == frozenset(("string",))
+        self._started = False
+        self._pending_newline = (
+            ""  # the end of a line: of the last one it does not belong to the value
+        )
         self._parts: list[str] = []
 
     def add(self, text: str) -> str:
@@ -333,40 +345,40 @@ class _Value:
         if not text:
             return ""
         opening = ""
-        if not self._begun:
-            self._begun = True
-            text = text.removeprefix("\n") if self._lines else text
-            opening = '"' * self._only_text
-        text = self._line + text
-        bare = text.removesuffix("\n") if self._lines else text
-        self._line = text[len(bare) :]
-        if self._only_text:
-            return opening + _json(bare)[1:-1]
+        if not self._started:
+            self._started = True
+            text = text.removeprefix("\n") if self._value_on_lines else text
+            opening = '"' * self._is_string
+        text = self._pending_newline + text
+        bare = text.removesuffix("\n") if self._value_on_lines else text
+        self._pending_newline = text[len(bare) :]
+        if self._is_string:
+            return opening + _json_string(bare)[1:-1]
         self._parts.append(bare)
         return ""
 
     def end(self) -> str:
         """The rest of it."""
-        if self._only_text:
-            return '"' if self._begun else '""'
+        if self._is_string:
+            return '"' if self._started else '""'
         text = "".join(self._parts)
-        bare = text.strip(SPACE)
-        found = _type(bare)
+        bare = text.strip(WHITESPACE)
+        found = _json_type(bare)
         if not found and bare[:1] in _PYTHON:
             bare = _from_python(bare)
-            found = _type(bare)
-        return bare if self._allows(found) else _json(text)
+            found = _json_type(bare)
+        return bare if self._allows_type(found) else _json_string(text)
 
-    def _allows(self, found: str) -> bool:
+    def _allows_type(self, found: str) -> bool:
         """Whether a value of type `found` may stand for itself. Where no type fits, one that is no
         text does: its tool says better what is wrong with it."""
         if not found:
             return False
-        fits = found in self._types or (found == "integer" and "number" in self._types)
-        return fits or "string" not in self._types
+        fits = found in self._value_types or (found == "integer" and "number" in self._value_types)
+        return fits or "string" not in self._value_types
 
 
-def _type(text: str) -> str:
+def _json_type(text: str) -> str:
     """Of the value that a text is in JSON; of none or of a text that is not quoted, empty."""
     try:
         value: JsonValue = msgspec.json.decode(text)
@@ -391,11 +403,11 @@ def _type(text: str) -> str:
 
 def _from_python(text: str) -> str:
     """A literal in JSON, where all of the text is one; else nothing."""
-    value = PythonValue()
-    end, said = value.take(text, 0, last=True)
-    said += value.end()
-    return said if value.done and not value.strange and end == len(text) else ""
+    value = PythonLiteralParser()
+    end, chunk = value.feed(text, 0, last=True)
+    chunk += value.finish()
+    return chunk if value.done and not value.irregular and end == len(text) else ""
 
 
-def _json(value: str) -> str:
+def _json_string(value: str) -> str:
     return msgspec.json.encode(value).decode()

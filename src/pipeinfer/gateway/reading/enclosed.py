@@ -9,64 +9,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeinfer.gateway.pieces import SPACE, Piece, Reader
-from pipeinfer.gateway.reading.held import find
+from pipeinfer.gateway.pieces import WHITESPACE, OutputParser, ParsedDelta
+from pipeinfer.gateway.reading.held import find_marker
 
 
-class Enclosed:
+class AnswerTagParser:
     """An answer that does not begin with the `opening` tag is left as it is."""
 
-    def __init__(self, behind: Reader, opening: str, closing: str) -> None:
-        self._behind = behind
+    def __init__(self, next_parser: OutputParser, opening: str, closing: str) -> None:
+        self._next_parser = next_parser
         self._opening = opening
         self._closing = closing
         self._state: Literal["begin", "space", "inside", "over", "bare"] = "begin"
-        self._text = ""
-        self._space: list[str] = []  # that may stand before the closing tag
+        self._buffer = ""
+        self._pending_space: list[str] = []  # that may stand before the closing tag
 
-    def read(self, text: str) -> Sequence[Piece]:
-        self._text += text
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
         if self._state == "begin":
-            self._begin()
+            self._find_opening()
         if self._state == "space":
-            self._text = self._text.lstrip(SPACE)
-            self._state = "inside" if self._text else "space"
+            self._buffer = self._buffer.lstrip(WHITESPACE)
+            self._state = "inside" if self._buffer else "space"
         if self._state == "inside":
-            return self._inside()
-        return self._rest() if self._state in ("over", "bare") else ()
+            return self._feed_inside()
+        return self._feed_rest() if self._state in ("over", "bare") else ()
 
-    def end(self) -> Sequence[Piece]:
+    def finish(self) -> Sequence[ParsedDelta]:
         if self._state == "begin":
             self._state = "bare"
-        inside = "".join((*self._space, self._text)) if self._state == "inside" else ""
-        rest = self._behind.read(inside) if inside else self._rest()
-        return (*rest, *self._behind.end())
+        inside = "".join((*self._pending_space, self._buffer)) if self._state == "inside" else ""
+        deltas_after = self._next_parser.feed(inside) if inside else self._feed_rest()
+        return (*deltas_after, *self._next_parser.finish())
 
-    def _begin(self) -> None:
-        bare = self._text.lstrip(SPACE)
+    def _find_opening(self) -> None:
+        bare = self._buffer.lstrip(WHITESPACE)
         if bare.startswith(self._opening):
-            self._text, self._state = bare[len(self._opening) :], "space"
+            self._buffer, self._state = bare[len(self._opening) :], "space"
         elif not self._opening.startswith(bare):
             self._state = "bare"
 
-    def _inside(self) -> Sequence[Piece]:
-        found = find(self._text, (self._closing,))
-        self._text, bare = found.rest, found.before.rstrip(SPACE)
-        pieces: list[Piece] = []
+    def _feed_inside(self) -> Sequence[ParsedDelta]:
+        found = find_marker(self._buffer, (self._closing,))
+        self._buffer, bare = found.tail, found.before.rstrip(WHITESPACE)
+        deltas: list[ParsedDelta] = []
         if bare:
-            pieces += self._behind.read("".join((*self._space, bare)))
-            self._space = []
-        self._space.append(found.before[len(bare) :])
+            deltas += self._next_parser.feed("".join((*self._pending_space, bare)))
+            self._pending_space = []
+        self._pending_space.append(found.before[len(bare) :])
         if found.marker is not None:
-            self._space, self._state = [], "over"
-            pieces += self._rest()
-        return pieces
+            self._pending_space, self._state = [], "over"
+            deltas += self._feed_rest()
+        return deltas
 
-    def _rest(self) -> Sequence[Piece]:
+    def _feed_rest(self) -> Sequence[ParsedDelta]:
         """What stands behind the closing tag, but for white space before it; or all of an answer
         that has none."""
-        text, self._text = self._text, ""
+        text, self._buffer = self._buffer, ""
         if self._state == "over":
-            text = text.lstrip(SPACE)
+            text = text.lstrip(WHITESPACE)
             self._state = "bare" if text else "over"
-        return self._behind.read(text) if text else ()
+        return self._next_parser.feed(text) if text else ()

@@ -7,9 +7,9 @@ form, which is all that the content then is. Knows no request; compiles nothing.
 from __future__ import annotations
 
 from pipeinfer.gateway.reading.call_grammars import (
-    Inexpressible,
-    Wanted,
-    form_schema,
+    GrammarRequest,
+    UnsupportedSchema,
+    constraint_schema,
     json_arguments,
     quoted,
     rule,
@@ -18,7 +18,7 @@ from pipeinfer.gateway.reading.call_grammars import (
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 
-MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
+GRAMMAR_MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
 # `opening`: the prompt has it already, but a template that opens no answer leaves it to the model.
 # `json`: how a header says that JSON follows.
 _RULES = """
@@ -33,35 +33,39 @@ text: /(?s:.*)/
 """.strip()
 
 
-def harmony(wanted: Wanted) -> str:
+def harmony_grammar(wanted: GrammarRequest) -> str:
     """One call behind thoughts, or in its place a final message of the wanted form. An answer that
     is free is any messages, whose calls are those that are wanted. Raises Inexpressible."""
     calls = _calls(wanted)
-    if wanted.free:
+    if wanted.allow_content:
         message = "(said | final text | call)"
         return _grammar(wanted, f"({message} next)* {message}", calls)
-    if wanted.form is None:
+    if wanted.content_constraint is None:
         return _grammar(wanted, "(said next)* call", calls)
     messages = "(thought next)* (final form | (preamble next (said next)*)? call)"
-    return _grammar(wanted, messages, [*calls, _form(wanted.form)])
+    return _grammar(wanted, messages, [*calls, _constraint_rule(wanted.content_constraint)])
 
 
-def final_form(wanted: Wanted, form: StructuredOutputs) -> StructuredOutputs:
+def final_message_grammar(wanted: GrammarRequest, form: StructuredOutputs) -> StructuredOutputs:
     """What holds the final message to `form`, and offers no calls. Raises Inexpressible."""
-    return StructuredOutputs(grammar=_grammar(wanted, "(thought next)* final form", [_form(form)]))
+    return StructuredOutputs(
+        grammar=_grammar(wanted, "(thought next)* final form", [_constraint_rule(form)])
+    )
 
 
-def _grammar(wanted: Wanted, messages: str, rules: list[str]) -> str:
+def _grammar(wanted: GrammarRequest, messages: str, rules: list[str]) -> str:
     names = ("start", "end", "message", "channel", "constrain")
-    tags = dict(zip(names, map(wanted.tag, MARKERS), strict=True))
-    for marker in MARKERS:
-        if not wanted.special(marker):
-            raise Inexpressible(f"this model has no token {marker}, which sets its messages apart")
+    tags = dict(zip(names, map(wanted.tag, GRAMMAR_MARKERS), strict=True))
+    for marker in GRAMMAR_MARKERS:
+        if not wanted.has_special_token(marker):
+            raise UnsupportedSchema(
+                f"this model has no token {marker}, which sets its messages apart"
+            )
     own = _RULES.format(**tags)
     return "\n".join((f"start: opening {messages}", own, *rules))
 
 
-def _calls(wanted: Wanted) -> list[str]:
+def _calls(wanted: GrammarRequest) -> list[str]:
     """A call of each function. The recipient stands before or behind the channel."""
     channel, message = wanted.tag(CHANNEL), wanted.tag(MESSAGE)
     rules: list[str] = []
@@ -72,11 +76,11 @@ def _calls(wanted: Wanted) -> list[str]:
     return [rule("call", [f"call{i}" for i in range(len(wanted.schemas))]), *rules]
 
 
-def _form(form: StructuredOutputs) -> str:
+def _constraint_rule(form: StructuredOutputs) -> str:
     if form.json is not None:
-        return f"form: %json {form_schema(form.json)}"
+        return f"form: %json {constraint_schema(form.json)}"
     if form.choice is not None:
         return rule("form", map(quoted, form.choice))
     if form.regex is not None:
         return f"form: /{slashed(form.regex)}/"
-    raise Inexpressible("a grammar cannot stand within the messages of this model")
+    raise UnsupportedSchema("a grammar cannot stand within the messages of this model")

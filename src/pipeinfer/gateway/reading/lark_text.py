@@ -13,13 +13,15 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MOST_DEFINITION = 64 * 1024  # letters
-MOST_LETTERS = 32 * 1024  # of an expression: rules that are put in each other's places may multiply
-MOST_WORK = 16 * MOST_LETTERS  # letters that are put together on the way
-MOST_ATOMS = 1_000  # different letters and classes that are looked at
-MOST_LEVELS = 64  # of rules and brackets within each other
+MAX_DEFINITION_CHARS = 64 * 1024  # letters
+MAX_REGEX_CHARS = (
+    32 * 1024
+)  # of an expression: rules that are put in each other's places may multiply
+MAX_EXPANDED_CHARS = 16 * MAX_REGEX_CHARS  # letters that are put together on the way
+MAX_ATOMS = 1_000  # different letters and classes that are looked at
+MAX_NESTING = 64  # of rules and brackets within each other
 # A JSON string has these as escapes alone.
-ESCAPED = '"\\' + "".join(map(chr, range(32)))
+JSON_ESCAPED_CHARS = '"\\' + "".join(map(chr, range(32)))
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
       | (?P<first>"(?:\\.|[^"\\\n])*")\s*\.\.\s*(?P<last>"(?:\\.|[^"\\\n])*")
@@ -65,15 +67,17 @@ _COMMON = {
 _COMMON["NUMBER"] = f"(?:{_COMMON['FLOAT']}|[0-9]+)"
 _COMMON["SIGNED_FLOAT"] = rf"[+\-]?{_COMMON['FLOAT']}"
 _COMMON["SIGNED_NUMBER"] = rf"[+\-]?{_COMMON['NUMBER']}"
-_MEANS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in an expression
+_METACHARACTERS = re.compile(
+    r"[\\.+*?()|\[\]{}^$#&~/-]"
+)  # letters that mean something in an expression
 _FLAGS = frozenset("imsux")
 
 
-class Unfit(ValueError):
+class UnsupportedGrammar(ValueError):
     """A grammar that is not read here; the text says why, for the client."""
 
 
-class Recursive(Unfit):
+class RecursiveGrammar(UnsupportedGrammar):
     """A grammar that no expression is for: a rule refers to itself."""
 
 
@@ -84,21 +88,21 @@ class _Token(NamedTuple):
     text: str
 
 
-def as_regex(definition: str) -> str:
+def grammar_to_regex(definition: str) -> str:
     """One expression for all texts of the grammar. Raises Recursive, and Unfit."""
     return _Grammar(definition).expression()
 
 
-def may_say(definition: str, letters: str) -> bool:
+def may_contain(definition: str, letters: str) -> bool:
     """Whether any text of the grammar may have one of the `letters`, which are ASCII; rather yes
     than no. Raises Unfit."""
     atoms: set[_Atom] = set()
     for tokens in _Grammar(definition).bodies():
         for token in tokens:
             atoms.update(_atoms(token.text) if token.kind == "regex" else ())
-            if len(atoms) > MOST_ATOMS:
+            if len(atoms) > MAX_ATOMS:
                 return True
-    return any(_hits(atom, letters) for atom in atoms)
+    return any(_matches_any(atom, letters) for atom in atoms)
 
 
 class _Grammar:
@@ -107,13 +111,15 @@ class _Grammar:
     def __init__(self, definition: str) -> None:
         self._rules: dict[str, list[_Token]] = {}
         self._ignored: list[list[_Token]] = []
-        self._known: dict[str, str] = {}
-        self._made = 0  # letters, in all
-        self._within: list[str] = []  # rules that are being put together
-        if len(definition) > MOST_DEFINITION:
-            raise Unfit(f"it has {len(definition)} letters, at most {MOST_DEFINITION} are read")
-        self._read(definition)
-        self._apart = ""
+        self._regex_by_rule: dict[str, str] = {}
+        self._expanded_chars = 0  # letters, in all
+        self._open_rules: list[str] = []  # rules that are being put together
+        if len(definition) > MAX_DEFINITION_CHARS:
+            raise UnsupportedGrammar(
+                f"it has {len(definition)} letters, at most {MAX_DEFINITION_CHARS} are read"
+            )
+        self._parse(definition)
+        self._ignored_regex = ""
 
     def bodies(self) -> Iterator[list[_Token]]:
         """Of all."""
@@ -122,11 +128,11 @@ class _Grammar:
 
     def expression(self) -> str:
         """Of `start`."""
-        ignored = [self._all(tokens, within=False) for tokens in self._ignored]
-        self._apart = f"(?:{'|'.join(ignored)})*" if ignored else ""
-        return self._rule("start") + self._apart
+        ignored = [self._expand(tokens, within=False) for tokens in self._ignored]
+        self._ignored_regex = f"(?:{'|'.join(ignored)})*" if ignored else ""
+        return self._expand_rule("start") + self._ignored_regex
 
-    def _read(self, definition: str) -> None:
+    def _parse(self, definition: str) -> None:
         body: list[_Token] = []
         for found in _TOKEN.finditer(definition):
             kind = found.lastgroup or ""
@@ -141,7 +147,9 @@ class _Grammar:
                 for name in found["several"].replace(",", " ").split():
                     self._import(name, name)
             elif found["other"]:
-                raise Unfit(f"{found['other'][:40]!r} in it cannot be held within a call")
+                raise UnsupportedGrammar(
+                    f"{found['other'][:40]!r} in it cannot be held within a call"
+                )
             elif (expression := _expression(found)) is not None:
                 body.append(_Token("regex", expression))
             elif kind in ("times", "name", "mark"):
@@ -149,62 +157,64 @@ class _Grammar:
 
     def _import(self, name: str, alias: str) -> None:
         if name not in _COMMON:
-            raise Unfit(f"there is no common.{name[:100]}")
+            raise UnsupportedGrammar(f"there is no common.{name[:100]}")
         self._rules[alias] = [_Token("regex", _COMMON[name])]
 
-    def _rule(self, name: str) -> str:
-        if name in self._within:
-            raise Recursive(f"its rule {name[:100]} refers to itself")
+    def _expand_rule(self, name: str) -> str:
+        if name in self._open_rules:
+            raise RecursiveGrammar(f"its rule {name[:100]} refers to itself")
         if name not in self._rules:
-            raise Unfit(f"it has no rule {name[:100]}")
-        if name not in self._known:
-            self._within.append(name)
-            self._known[name] = self._all(self._rules[name], within=not name.isupper())
-            self._within.pop()
-        return self._known[name]
+            raise UnsupportedGrammar(f"it has no rule {name[:100]}")
+        if name not in self._regex_by_rule:
+            self._open_rules.append(name)
+            self._regex_by_rule[name] = self._expand(self._rules[name], within=not name.isupper())
+            self._open_rules.pop()
+        return self._regex_by_rule[name]
 
-    def _all(self, tokens: list[_Token], within: bool) -> str:
-        said, at = self._choice(tokens, 0, within, 0)
+    def _expand(self, tokens: list[_Token], within: bool) -> str:
+        expanded, at = self._expand_choice(tokens, 0, within, 0)
         if at < len(tokens):
-            raise Unfit(f"a bracket {tokens[at].text} closes none")
-        return said
+            raise UnsupportedGrammar(f"a bracket {tokens[at].text} closes none")
+        return expanded
 
-    def _choice(self, tokens: list[_Token], at: int, within: bool, level: int) -> tuple[str, int]:
+    def _expand_choice(
+        self, tokens: list[_Token], at: int, within: bool, level: int
+    ) -> tuple[str, int]:
         """(alternatives from `at` on, where they end). `within`: a rule, in which what is ignored
         may stand before terminals."""
-        if level + len(self._within) > MOST_LEVELS:
-            raise Unfit(f"its rules are nested deeper than {MOST_LEVELS} levels")
+        if level + len(self._open_rules) > MAX_NESTING:
+            raise UnsupportedGrammar(f"its rules are nested deeper than {MAX_NESTING} levels")
         choices: list[list[str]] = [[]]
         while at < len(tokens) and tokens[at].text not in (")", "]"):
             token = tokens[at]
             if token == _Token("mark", "|"):
                 choices.append([])
             elif token.kind == "mark":
-                said, at = self._choice(tokens, at + 1, within, level + 1)
+                expanded, at = self._expand_choice(tokens, at + 1, within, level + 1)
                 if at == len(tokens) or tokens[at].text != {"(": ")", "[": "]"}[token.text]:
-                    raise Unfit(f"a bracket {token.text} is not closed")
-                choices[-1].append(said + "?" * (token.text == "["))
+                    raise UnsupportedGrammar(f"a bracket {token.text} is not closed")
+                choices[-1].append(expanded + "?" * (token.text == "["))
             elif token.kind == "times":
                 if not choices[-1]:
-                    raise Unfit(f"{token.text} repeats nothing")
+                    raise UnsupportedGrammar(f"{token.text} repeats nothing")
                 choices[-1][-1] = f"(?:{choices[-1][-1]}){_times(token.text)}"
             elif token.kind == "regex":
-                choices[-1].append(f"{self._apart if within else ''}{token.text}")
+                choices[-1].append(f"{self._ignored_regex if within else ''}{token.text}")
             else:
-                apart = self._apart if within and token.text.isupper() else ""
-                choices[-1].append(apart + self._rule(token.text))
+                apart = self._ignored_regex if within and token.text.isupper() else ""
+                choices[-1].append(apart + self._expand_rule(token.text))
             at += 1
-            self._count(len(choices[-1][-1]) if choices[-1] else 1)
+            self._count_chars(len(choices[-1][-1]) if choices[-1] else 1)
         parts = ["".join(choice) for choice in choices]
-        said = parts[0] if len(parts) == 1 and level == 0 else f"(?:{'|'.join(parts)})"
-        self._count(len(said))
-        return said, at
+        expanded = parts[0] if len(parts) == 1 and level == 0 else f"(?:{'|'.join(parts)})"
+        self._count_chars(len(expanded))
+        return expanded, at
 
-    def _count(self, letters: int) -> None:
+    def _count_chars(self, letters: int) -> None:
         """That were put together anew."""
-        self._made += letters
-        if letters > MOST_LETTERS or self._made > MOST_WORK:
-            raise Unfit("it is too large when its rules are put together")
+        self._expanded_chars += letters
+        if letters > MAX_REGEX_CHARS or self._expanded_chars > MAX_EXPANDED_CHARS:
+            raise UnsupportedGrammar("it is too large when its rules are put together")
 
 
 def _expression(found: re.Match[str]) -> str | None:
@@ -212,13 +222,13 @@ def _expression(found: re.Match[str]) -> str | None:
     if found["first"]:
         return f"[{_quoted(_text(found['first']))}-{_quoted(_text(found['last']))}]"
     if found["string"]:
-        said = _quoted(_text(found["string"]))
-        return f"(?i:{said})" if found["fold"] else f"(?:{said})"
+        expanded = _quoted(_text(found["string"]))
+        return f"(?i:{expanded})" if found["fold"] else f"(?:{expanded})"
     if not found["regex"]:
         return None
     flags = found["flags"]
     if set(flags) - _FLAGS:
-        raise Unfit(f"the flags {flags} of /{found['regex'][:100]}/ are not known")
+        raise UnsupportedGrammar(f"the flags {flags} of /{found['regex'][:100]}/ are not known")
     return f"(?{flags}:{found['regex']})"
 
 
@@ -232,12 +242,12 @@ def _text(literal: str) -> str:
     try:
         return json.loads(literal, strict=False)
     except ValueError:
-        raise Unfit(f"the text {literal[:100]} is not written as in JSON") from None
+        raise UnsupportedGrammar(f"the text {literal[:100]} is not written as in JSON") from None
 
 
 def _quoted(text: str) -> str:
     """An expression of this text."""
-    return _MEANS.sub(r"\\\g<0>", text).replace("\n", "\\n")
+    return _METACHARACTERS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
 # ---------------------------------------------------------------------- letters of an expression
@@ -263,7 +273,7 @@ class _Atom(NamedTuple):
     dotall: bool
 
 
-def _hits(atom: _Atom, letters: str) -> bool:
+def _matches_any(atom: _Atom, letters: str) -> bool:
     """Whether it may stand for one of them."""
     text = atom.text
     if text == ".":
@@ -295,7 +305,9 @@ def _atoms(body: str) -> Iterator[_Atom]:
         if letter == "(":
             group = _GROUP.match(body, at)
             if group is None:
-                raise Unfit(f"{body[at : at + 100]} in an expression cannot be held within a call")
+                raise UnsupportedGrammar(
+                    f"{body[at : at + 100]} in an expression cannot be held within a call"
+                )
             on, _, off = (group["flags"] or "").partition("-")
             if group["alone"] != ")":
                 outside.append(dotall)
@@ -333,4 +345,4 @@ def _class_end(body: str, at: int) -> int:
             if not depth:
                 return i + 1
         i += 1 + (body[i] == "\\")
-    raise Unfit(f"the class {body[at : at + 100]} has no end")
+    raise UnsupportedGrammar(f"the class {body[at : at + 100]} has no end")

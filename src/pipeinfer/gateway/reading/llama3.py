@@ -8,105 +8,108 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Literal
 
-from pipeinfer.gateway.pieces import SPACE, Piece
-from pipeinfer.gateway.reading.json_text import CallObject
+from pipeinfer.gateway.pieces import WHITESPACE, ParsedDelta
+from pipeinfer.gateway.reading.json_text import CallObjectParser
 
-TAG = "<|python_tag|>"
-BETWEEN = SPACE + ";,}"  # calls; a brace too many is a slip
+PYTHON_TAG = "<|python_tag|>"
+BETWEEN_CALLS = WHITESPACE + ";,}"  # calls; a brace too many is a slip
 
 
-class Llama3:
+class Llama3Parser:
     """An answer that does not begin with a call of one of `names` is content, to its end."""
 
     def __init__(self, names: Container[str]) -> None:
         self._names = names
         self._state: Literal["begin", "call", "between", "content"] = "begin"
-        self._text: str = ""
-        self._before: list[str] = []  # of an object: what sets it apart, the tag
-        self._tagged = False  # the tag is there
-        self._calls = 0
-        self._object = CallObject(0, names)
+        self._buffer: str = ""
+        self._prefix: list[str] = []  # of an object: what sets it apart, the tag
+        self._tag_seen = False  # the tag is there
+        self._call_count = 0
+        self._call_parser = CallObjectParser(0, names)
 
-    def read(self, text: str) -> Sequence[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        deltas: list[ParsedDelta] = []
         steps = {
-            "begin": self._begin,
-            "call": self._call,
-            "between": self._between,
-            "content": self._content,
+            "begin": self._expect_first_call,
+            "call": self._feed_call,
+            "between": self._expect_call,
+            "content": self._emit_content,
         }
-        while self._text and steps[self._state](pieces):
+        while self._buffer and steps[self._state](deltas):
             pass
-        return pieces
+        return deltas
 
-    def end(self) -> Sequence[Piece]:
-        rest = self._text
+    def finish(self) -> Sequence[ParsedDelta]:
+        rest = self._buffer
         if self._state == "begin":
-            rest = self._all(rest)
-        if self._state == "call" and not self._object.named:
-            rest = self._all(self._object.taken + rest)
+            rest = self._with_prefix(rest)
+        if self._state == "call" and not self._call_parser.named:
+            rest = self._with_prefix(self._call_parser.consumed + rest)
         if self._state == "between":
             rest = ""
-        self._text = ""
-        return (Piece("content", rest),) if rest else ()
+        self._buffer = ""
+        return (ParsedDelta("content", rest),) if rest else ()
 
-    def _begin(self, _pieces: list[Piece]) -> bool:
-        if not self._bare(SPACE):
+    def _expect_first_call(self, _deltas: list[ParsedDelta]) -> bool:
+        if not self._skip_prefix(WHITESPACE):
             return False
-        if self._text[0] == "{":
+        if self._buffer[0] == "{":
             self._state = "call"
         else:
-            self._state, self._text = "content", self._all(self._text)
+            self._state, self._buffer = "content", self._with_prefix(self._buffer)
         return True
 
-    def _bare(self, apart: str) -> bool:
+    def _skip_prefix(self, apart: str) -> bool:
         """Puts away what sets calls apart and the tag; false while that is all."""
-        if not self._tagged:
+        if not self._tag_seen:
             self._strip(apart)
-            if self._text.startswith(TAG):
-                self._before.append(TAG)
-                self._text, self._tagged = self._text[len(TAG) :], True
-            elif TAG.startswith(self._text):
+            if self._buffer.startswith(PYTHON_TAG):
+                self._prefix.append(PYTHON_TAG)
+                self._buffer, self._tag_seen = self._buffer[len(PYTHON_TAG) :], True
+            elif PYTHON_TAG.startswith(self._buffer):
                 return False
-        if self._tagged:
-            self._strip(SPACE)
-        return bool(self._text)
+        if self._tag_seen:
+            self._strip(WHITESPACE)
+        return bool(self._buffer)
 
     def _strip(self, apart: str) -> None:
-        bare = self._text.lstrip(apart)
-        self._before.append(self._text[: len(self._text) - len(bare)])
-        self._text = bare
+        bare = self._buffer.lstrip(apart)
+        self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
 
-    def _all(self, text: str) -> str:
+    def _with_prefix(self, text: str) -> str:
         """With what stood before it."""
-        return "".join((*self._before, text))
+        return "".join((*self._prefix, text))
 
-    def _call(self, pieces: list[Piece]) -> bool:
-        said, many = self._object.feed(self._text)
-        pieces += said
-        self._text = self._text[many:]
-        if self._object.state == "open":
+    def _feed_call(self, deltas: list[ParsedDelta]) -> bool:
+        parsed, consumed = self._call_parser.feed(self._buffer)
+        deltas += parsed
+        self._buffer = self._buffer[consumed:]
+        if self._call_parser.state == "open":
             return False
-        if self._object.named:
-            self._calls += 1
-            self._state, self._before, self._tagged = "between", [], False
+        if self._call_parser.named:
+            self._call_count += 1
+            self._state, self._prefix, self._tag_seen = "between", [], False
         else:
-            self._text = self._all(self._object.taken + self._text)
+            self._buffer = self._with_prefix(self._call_parser.consumed + self._buffer)
             self._state = "content"
         return True
 
-    def _between(self, _pieces: list[Piece]) -> bool:
-        if not self._bare(BETWEEN):
+    def _expect_call(self, _deltas: list[ParsedDelta]) -> bool:
+        if not self._skip_prefix(BETWEEN_CALLS):
             return False
-        if self._text[0] == "{":
-            self._state, self._object = "call", CallObject(self._calls, self._names)
-            self._before = []
+        if self._buffer[0] == "{":
+            self._state, self._call_parser = "call", CallObjectParser(self._call_count, self._names)
+            self._prefix = []
         else:
-            self._state, self._text = "content", self._all(self._text).lstrip(BETWEEN)
+            self._state, self._buffer = (
+                "content",
+                self._with_prefix(self._buffer).lstrip(BETWEEN_CALLS),
+            )
         return True
 
-    def _content(self, pieces: list[Piece]) -> bool:
-        pieces.append(Piece("content", self._text))
-        self._text = ""
+    def _emit_content(self, deltas: list[ParsedDelta]) -> bool:
+        deltas.append(ParsedDelta("content", self._buffer))
+        self._buffer = ""
         return False

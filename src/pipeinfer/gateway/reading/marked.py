@@ -15,19 +15,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeinfer.gateway.pieces import SPACE, Piece
-from pipeinfer.gateway.reading.content import Content
-from pipeinfer.gateway.reading.held import Found, find
-from pipeinfer.gateway.reading.json_text import NOTHING, CallArguments, CallObject
+from pipeinfer.gateway.pieces import WHITESPACE, ParsedDelta
+from pipeinfer.gateway.reading.content import ContentBuffer
+from pipeinfer.gateway.reading.held import MarkerMatch, find_marker
+from pipeinfer.gateway.reading.json_text import NULL_WORDS, CallArgumentsParser, CallObjectParser
 
-MOST_BEFORE = 256  # letters between the opening and arguments: the name, an id, white space
-SLIPS = SPACE + ",}]`"  # what a model may write too much of, behind an object
-SEPARATOR, ARGUMENT_BEGIN = "<｜tool▁sep｜>", "<|tool_call_argument_begin|>"  # behind names
+MAX_HEADER_CHARS = 256  # letters between the opening and arguments: the name, an id, white space
+IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # what a model may write too much of, behind an object
+DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN = (
+    "<｜tool▁sep｜>",
+    "<|tool_call_argument_begin|>",
+)  # behind names
 _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"
 
 
 @dataclass(frozen=True)
-class Marks:
+class JsonCallMarkers:
     """`opening`, `closing`: around one call, or around a list of calls; without a closing, calls
     end where their JSON ends. `section`: around all calls of an answer, or nothing. `head`: of a
     call whose name stands before its arguments; its first group is the name. `objects`: calls may
@@ -36,7 +39,7 @@ class Marks:
     opening: str
     closing: str = ""
     section: tuple[str, str] | None = None
-    head: re.Pattern[str] | None = None
+    header: re.Pattern[str] | None = None
     objects: bool = True
     lists: bool = False
 
@@ -45,309 +48,315 @@ class Marks:
         return tuple(filter(None, (self.opening, self.closing, *(self.section or ()))))
 
     @property
-    def ends(self) -> tuple[str, ...]:
+    def end_markers(self) -> tuple[str, ...]:
         """The markers that stand behind calls."""
         return tuple(filter(None, (self.closing, *(self.section or ())[1:])))
 
 
-HERMES = Marks("<tool_call>", "</tool_call>")
-MISTRAL = Marks(
+HERMES = JsonCallMarkers("<tool_call>", "</tool_call>")
+MISTRAL = JsonCallMarkers(
     "[TOOL_CALLS]",
-    head=re.compile(
+    header=re.compile(
         r"[ \t\r\n]*([a-zA-Z0-9_.-]{1,64})[ \t\r\n]*(\[CALL_ID\][^][{}]*)?(\[ARGS\][ \t\r\n]*)?"
     ),
     lists=True,
 )
-GIGACHAT3 = Marks("<|function_call|>")
-GRANITE = Marks("<|tool_call|>", lists=True)
-PHI4_MINI = Marks("functools", lists=True)
-HUNYUAN = Marks("<tool_calls>", "</tool_calls>", lists=True)
-JSON_LIST = Marks("", lists=True)
-XLAM = Marks("", objects=False, lists=True)
+GIGACHAT3 = JsonCallMarkers("<|function_call|>")
+GRANITE = JsonCallMarkers("<|tool_call|>", lists=True)
+PHI4_MINI = JsonCallMarkers("functools", lists=True)
+HUNYUAN = JsonCallMarkers("<tool_calls>", "</tool_calls>", lists=True)
+JSON_LIST = JsonCallMarkers("", lists=True)
+XLAM = JsonCallMarkers("", objects=False, lists=True)
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-DEEPSEEK_V3 = Marks(
+DEEPSEEK_V3 = JsonCallMarkers(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     _DEEPSEEK,
-    re.compile(rf"\s*\w*\s*{SEPARATOR}\s*{_NAME}\s*(```\w*\s*)?"),
+    re.compile(rf"\s*\w*\s*{DEEPSEEK_SEPARATOR}\s*{_NAME}\s*(```\w*\s*)?"),
     objects=False,
 )
-DEEPSEEK_V31 = Marks(
+DEEPSEEK_V31 = JsonCallMarkers(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     _DEEPSEEK,
-    re.compile(rf"\s*{_NAME}\s*{SEPARATOR}\s*(```\w*\s*)?"),
+    re.compile(rf"\s*{_NAME}\s*{DEEPSEEK_SEPARATOR}\s*(```\w*\s*)?"),
     objects=False,
 )
-KIMI_K2 = Marks(
+KIMI_K2 = JsonCallMarkers(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    re.compile(rf"\s*(?:functions\.)?{_NAME}(?::\d+)?\s*{re.escape(ARGUMENT_BEGIN)}\s*"),
+    re.compile(rf"\s*(?:functions\.)?{_NAME}(?::\d+)?\s*{re.escape(KIMI_ARGUMENT_BEGIN)}\s*"),
     objects=False,
 )
 
-State = Literal["content", "section", "opened", "list", "name", "object", "next", "closing"]
+JsonCallState = Literal["content", "section", "opened", "list", "name", "object", "next", "closing"]
 
 
-class Marked:
+class JsonCallParser:
     """What is no call after its opening is content, with the opening. `begun`: the opening stands
     before the answer."""
 
-    def __init__(self, marks: Marks, begun: bool = False) -> None:
-        self._marks = marks
-        self._markers = marks.markers
+    def __init__(self, markers: JsonCallMarkers, opened: bool = False) -> None:
+        self._format = markers
+        self._markers = markers.markers
         # They end JSON that is broken; without a closing nothing but JSON itself does.
-        self._breaks = self._markers if marks.closing else ()
-        self._state: State = "opened" if begun else "content"
-        self._text: str = ""
+        self._breaking_markers = self._markers if markers.closing else ()
+        self._state: JsonCallState = "opened" if opened else "content"
+        self._buffer: str = ""
         # What stands before a call: markers and white space. Empty, where it follows another one
         # without an opening of its own.
-        self._before: list[str] = [""]
-        self._behind: State = "content"  # a call
-        self._after: list[str] = []  # of a call, before it is closed
-        self._calls = 0
-        self._content = Content()
-        self._object: CallObject | CallArguments = CallObject(0)
+        self._prefix: list[str] = [""]
+        self._state_after_call: JsonCallState = "content"  # a call
+        self._suffix: list[str] = []  # of a call, before it is closed
+        self._call_count = 0
+        self._content_buffer = ContentBuffer()
+        self._call_parser: CallObjectParser | CallArgumentsParser = CallObjectParser(0)
 
-    def read(self, text: str) -> Sequence[Piece]:
-        self._text += text
-        pieces: list[Piece] = []
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        deltas: list[ParsedDelta] = []
         steps = {
-            "content": self._outside,
-            "section": self._section,
-            "opened": self._opened,
-            "list": self._list,
-            "name": self._name,
-            "object": self._inside,
-            "next": self._next,
-            "closing": self._closing,
+            "content": self._find_opening,
+            "section": self._expect_call_in_section,
+            "opened": self._expect_call,
+            "list": self._next_in_list,
+            "name": self._parse_header,
+            "object": self._feed_object,
+            "next": self._after_object,
+            "closing": self._find_closing,
         }
-        while self._text and steps[self._state](pieces):
+        while self._buffer and steps[self._state](deltas):
             pass
-        return pieces
+        return deltas
 
-    def end(self) -> Sequence[Piece]:
-        pieces: list[Piece] = []
-        section = (self._marks.section or ())[1:]
-        ends = section if self._state == "content" else self._marks.ends
-        begun = any(end.startswith(self._text) for end in ends)
+    def finish(self) -> Sequence[ParsedDelta]:
+        deltas: list[ParsedDelta] = []
+        section = (self._format.section or ())[1:]
+        ends = section if self._state == "content" else self._format.end_markers
+        begun = any(end.startswith(self._buffer) for end in ends)
         match self._state:
             case "content":
-                self._content.say("" if self._content.after_call and begun else self._text, pieces)
+                self._content_buffer.add(
+                    "" if self._content_buffer.after_call and begun else self._buffer, deltas
+                )
             case "section" | "opened" | "name":
-                self._say(self._text, pieces)
-            case "list" if self._before:
-                self._say(self._text, pieces)
+                self._emit_content(self._buffer, deltas)
+            case "list" if self._prefix:
+                self._emit_content(self._buffer, deltas)
             case "object":
-                self._cut_off(pieces)
+                self._finish_object(deltas)
             case "next" | "closing":
-                self._forgotten("" if begun else self._text, pieces)
+                self._emit_suffix("" if begun else self._buffer, deltas)
             case _:
                 pass
-        self._content.end(pieces)
-        self._text = ""
-        return pieces
+        self._content_buffer.flush(deltas)
+        self._buffer = ""
+        return deltas
 
     # ------------------------------------------------------------------------------- before a call
 
-    def _outside(self, pieces: list[Piece]) -> bool:
-        if not self._marks.opening:
-            self._content.say(self._text, pieces)
-            self._text = ""
+    def _find_opening(self, deltas: list[ParsedDelta]) -> bool:
+        if not self._format.opening:
+            self._content_buffer.add(self._buffer, deltas)
+            self._buffer = ""
             return False
-        found = find(self._text, (self._marks.opening, *(self._marks.section or ())))
-        self._content.say(found.before, pieces)
-        self._text = found.rest
+        found = find_marker(self._buffer, (self._format.opening, *(self._format.section or ())))
+        self._content_buffer.add(found.before, deltas)
+        self._buffer = found.tail
         if found.marker is not None:
-            self._met(found.marker, pieces)
+            self._handle_marker(found.marker, deltas)
         return found.marker is not None
 
-    def _met(self, marker: str, pieces: list[Piece]) -> None:
+    def _handle_marker(self, marker: str, deltas: list[ParsedDelta]) -> None:
         """A marker outside of a call. The end of a section that has no calls is content."""
         self._state = "content"
-        if marker == self._marks.opening:
-            self._state, self._before = "opened", [marker]
-        elif marker not in self._marks.ends:
-            self._state, self._before = "section", [marker]
-        elif not self._content.after_call:
-            self._content.say(marker, pieces)
+        if marker == self._format.opening:
+            self._state, self._prefix = "opened", [marker]
+        elif marker not in self._format.end_markers:
+            self._state, self._prefix = "section", [marker]
+        elif not self._content_buffer.after_call:
+            self._content_buffer.add(marker, deltas)
 
-    def _section(self, pieces: list[Piece]) -> bool:
+    def _expect_call_in_section(self, deltas: list[ParsedDelta]) -> bool:
         """A call must follow."""
-        bare = self._put_away(SPACE)
-        opening = self._marks.opening
+        bare = self._skip(WHITESPACE)
+        opening = self._format.opening
         if bare.startswith(opening):
-            self._before.append(opening)
-            self._text, self._state = bare[len(opening) :], "opened"
+            self._prefix.append(opening)
+            self._buffer, self._state = bare[len(opening) :], "opened"
         elif opening.startswith(bare):
             return False
         else:
-            self._none("", pieces)
+            self._not_a_call("", deltas)
         return True
 
-    def _opened(self, pieces: list[Piece]) -> bool:
-        bare = self._put_away(SPACE)
+    def _expect_call(self, deltas: list[ParsedDelta]) -> bool:
+        bare = self._skip(WHITESPACE)
         if not bare:
             return False
-        if bare[0] == "{" and self._marks.objects:
-            self._open()
-        elif bare[0] == "[" and self._marks.lists:
-            self._before.append("[")
-            self._text, self._state = bare[1:], "list"
-        elif self._marks.head is not None:
+        if bare[0] == "{" and self._format.objects:
+            self._start_object()
+        elif bare[0] == "[" and self._format.lists:
+            self._prefix.append("[")
+            self._buffer, self._state = bare[1:], "list"
+        elif self._format.header is not None:
             self._state = "name"
         else:
-            self._none("", pieces)
+            self._not_a_call("", deltas)
         return True
 
-    def _put_away(self, apart: str) -> str:
+    def _skip(self, apart: str) -> str:
         """The text without what sets calls apart, which is kept in case that none comes."""
-        bare = self._text.lstrip(apart)
-        if self._before:
-            self._before.append(self._text[: len(self._text) - len(bare)])
-        self._text = bare
+        bare = self._buffer.lstrip(apart)
+        if self._prefix:
+            self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
         return bare
 
-    def _none(self, text: str, pieces: list[Piece]) -> None:
+    def _not_a_call(self, text: str, deltas: list[ParsedDelta]) -> None:
         """What came since the opening is content."""
-        self._say(text, pieces)
+        self._emit_content(text, deltas)
         self._state = "content"
 
-    def _say(self, text: str, pieces: list[Piece]) -> None:
+    def _emit_content(self, text: str, deltas: list[ParsedDelta]) -> None:
         """`text`, and what stood before it."""
-        self._content.say("".join((*self._before, text)), pieces)
-        self._before = []
+        self._content_buffer.add("".join((*self._prefix, text)), deltas)
+        self._prefix = []
 
     # -------------------------------------------------------------------------------------- a call
 
-    def _open(self) -> None:
-        self._state, self._object = "object", CallObject(self._calls)
-        self._behind = "next" if self._marks.closing else "list"
+    def _start_object(self) -> None:
+        self._state, self._call_parser = "object", CallObjectParser(self._call_count)
+        self._state_after_call = "next" if self._format.closing else "list"
 
-    def _list(self, pieces: list[Piece]) -> bool:
-        bare = self._put_away(SPACE + ",")
+    def _next_in_list(self, deltas: list[ParsedDelta]) -> bool:
+        bare = self._skip(WHITESPACE + ",")
         if not bare:
             return False
         if bare[0] == "{":
-            self._open()
-        elif self._before:  # nothing of the list was a call
-            self._none("", pieces)
+            self._start_object()
+        elif self._prefix:  # nothing of the list was a call
+            self._not_a_call("", deltas)
         else:  # the end of the list, or what does not belong there
-            self._text = bare.removeprefix("]")
-            self._state = "closing" if self._marks.closing else "content"
+            self._buffer = bare.removeprefix("]")
+            self._state = "closing" if self._format.closing else "content"
         return True
 
-    def _inside(self, pieces: list[Piece]) -> bool:
+    def _feed_object(self, deltas: list[ParsedDelta]) -> bool:
         """A marker within a string belongs to it; elsewhere it ends the object."""
-        found = find(self._text, self._breaks) if self._breaks else Found(self._text, None, "")
-        rest = self._fed(found.before, pieces)
-        if self._object.state == "open" and found.marker is not None:
-            if self._object.quoted:
-                self._text = self._fed(found.marker, pieces) + found.rest
+        found = (
+            find_marker(self._buffer, self._breaking_markers)
+            if self._breaking_markers
+            else MarkerMatch(self._buffer, None, "")
+        )
+        rest = self._feed_call_parser(found.before, deltas)
+        if self._call_parser.state == "open" and found.marker is not None:
+            if self._call_parser.in_string:
+                self._buffer = self._feed_call_parser(found.marker, deltas) + found.tail
                 return True
-            self._object.break_off(pieces)
-        self._text = rest + (found.marker or "") + found.rest
-        if self._object.state == "open":
+            self._call_parser.abort(deltas)
+        self._buffer = rest + (found.marker or "") + found.tail
+        if self._call_parser.state == "open":
             return False
-        if self._object.named:
-            self._called()
-        elif self._before or not self._marks.closing:
-            self._none(self._object.taken, pieces)
+        if self._call_parser.named:
+            self._end_call()
+        elif self._prefix or not self._format.closing:
+            self._not_a_call(self._call_parser.consumed, deltas)
         else:
-            self._after.append(self._object.taken)
+            self._suffix.append(self._call_parser.consumed)
             self._state = "closing"
         return True
 
-    def _fed(self, text: str, pieces: list[Piece]) -> str:
+    def _feed_call_parser(self, text: str, deltas: list[ParsedDelta]) -> str:
         """What of `text` is behind the object."""
-        said, many = self._object.feed(text)
-        if self._object.named and said:
-            self._content.call()
-            self._before = []
-        pieces += said
-        return text[many:]
+        parsed, consumed = self._call_parser.feed(text)
+        if self._call_parser.named and parsed:
+            self._content_buffer.start_call()
+            self._prefix = []
+        deltas += parsed
+        return text[consumed:]
 
-    def _called(self) -> None:
+    def _end_call(self) -> None:
         """A call has ended."""
-        self._calls += 1
-        self._state, self._after = self._behind, []
+        self._call_count += 1
+        self._state, self._suffix = self._state_after_call, []
 
-    def _name(self, pieces: list[Piece]) -> bool:
+    def _parse_header(self, deltas: list[ParsedDelta]) -> bool:
         """Up to the arguments, or up to the closing where there are none."""
-        head, closing = self._marks.head, self._marks.closing
+        head, closing = self._format.header, self._format.closing
         assert head is not None
-        ends = [at for mark in ("{", closing) if mark and (at := self._text.find(mark)) >= 0]
-        at = min(ends, default=MOST_BEFORE)
-        if at >= MOST_BEFORE and len(self._text) < MOST_BEFORE:
+        ends = [at for mark in ("{", closing) if mark and (at := self._buffer.find(mark)) >= 0]
+        at = min(ends, default=MAX_HEADER_CHARS)
+        if at >= MAX_HEADER_CHARS and len(self._buffer) < MAX_HEADER_CHARS:
             return False
-        said = self._text[:at]
-        if closing and not self._text.startswith("{", at):
-            said = _without_nothing(said)
-        found = head.fullmatch(said) if at < MOST_BEFORE else None
+        parsed = self._buffer[:at]
+        if closing and not self._buffer.startswith("{", at):
+            parsed = _without_null_word(parsed)
+        found = head.fullmatch(parsed) if at < MAX_HEADER_CHARS else None
         if found is None:
-            self._none("", pieces)
+            self._not_a_call("", deltas)
             return True
-        self._content.call()
-        self._before = []
-        pieces.append(Piece("call", found[1], self._calls))
-        self._text = self._text[at:]
-        self._state, self._object = "object", CallArguments(self._calls)
-        self._behind = "next" if closing else "content"
-        if not self._text.startswith("{"):
-            pieces.append(Piece("arguments", "{}", self._calls))
-            self._called()
+        self._content_buffer.start_call()
+        self._prefix = []
+        deltas.append(ParsedDelta("call", found[1], self._call_count))
+        self._buffer = self._buffer[at:]
+        self._state, self._call_parser = "object", CallArgumentsParser(self._call_count)
+        self._state_after_call = "next" if closing else "content"
+        if not self._buffer.startswith("{"):
+            deltas.append(ParsedDelta("arguments", "{}", self._call_count))
+            self._end_call()
         return True
 
-    def _cut_off(self, pieces: list[Piece]) -> None:
+    def _finish_object(self, deltas: list[ParsedDelta]) -> None:
         """Amid an object. The begin of a marker is a part of it only within a string."""
-        if self._object.quoted or not self._object.named or not self._breaks:
-            pieces += self._object.feed(self._text)[0]
-        if not self._object.named and self._before:
-            self._say(self._object.taken, pieces)
-        elif not self._object.named:
-            self._forgotten(self._object.taken, pieces)
+        if self._call_parser.in_string or not self._call_parser.named or not self._breaking_markers:
+            deltas += self._call_parser.feed(self._buffer)[0]
+        if not self._call_parser.named and self._prefix:
+            self._emit_content(self._call_parser.consumed, deltas)
+        elif not self._call_parser.named:
+            self._emit_suffix(self._call_parser.consumed, deltas)
 
     # ------------------------------------------------------------------------------- behind a call
 
-    def _next(self, _pieces: list[Piece]) -> bool:
+    def _after_object(self, _deltas: list[ParsedDelta]) -> bool:
         """Behind an object another may stand between the same markers."""
-        bare = self._text.lstrip(SLIPS)
-        self._after.append(self._text[: len(self._text) - len(bare)])
-        self._text = bare
+        bare = self._buffer.lstrip(IGNORED_AFTER_CALL)
+        self._suffix.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
         if not bare:
             return False
-        if bare[0] == "{" and self._marks.objects:
-            self._open()
+        if bare[0] == "{" and self._format.objects:
+            self._start_object()
         else:
             self._state = "closing"
         return True
 
-    def _closing(self, pieces: list[Piece]) -> bool:
+    def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
         """What stands before the closing is a slip. Where another call is opened first, or nothing
         comes, it was none: the closing was forgotten."""
-        found = find(self._text, self._markers)
-        self._after.append(found.before)
-        self._text = found.rest
+        found = find_marker(self._buffer, self._markers)
+        self._suffix.append(found.before)
+        self._buffer = found.tail
         if found.marker is None:
             return False
-        if found.marker in self._marks.ends:
-            self._state, self._after = "content", []
+        if found.marker in self._format.end_markers:
+            self._state, self._suffix = "content", []
         else:
-            self._forgotten("", pieces)
-            self._met(found.marker, pieces)
+            self._emit_suffix("", deltas)
+            self._handle_marker(found.marker, deltas)
         return True
 
-    def _forgotten(self, text: str, pieces: list[Piece]) -> None:
+    def _emit_suffix(self, text: str, deltas: list[ParsedDelta]) -> None:
         """What came behind a call that is not closed, and `text`, are content, but for slips."""
-        after = "".join((*self._after, text))
-        self._after = []
-        if after.strip(SLIPS):
-            self._content.say(after, pieces)
+        after = "".join((*self._suffix, text))
+        self._suffix = []
+        if after.strip(IGNORED_AFTER_CALL):
+            self._content_buffer.add(after, deltas)
 
 
-def _without_nothing(text: str) -> str:
+def _without_null_word(text: str) -> str:
     """Where a head ends without an object, what stands in its place for no arguments."""
-    bare = text.rstrip(SLIPS)
-    word = next((word for word in NOTHING if bare.endswith(word)), "")
+    bare = text.rstrip(IGNORED_AFTER_CALL)
+    word = next((word for word in NULL_WORDS if bare.endswith(word)), "")
     return bare.removesuffix(word)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.gateway.pieces import SPACE
+from pipeinfer.gateway.pieces import WHITESPACE
 
-MOST_DEPTH = 64  # brackets within brackets
-AHEAD = 256  # letters behind a quote that may tell whether a text ends there
+MAX_BRACKET_DEPTH = 64  # brackets within brackets
+LOOKAHEAD_CHARS = 256  # letters behind a quote that may tell whether a text ends there
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS = _PYTHON_WORDS | {word: word for word in _PYTHON_WORDS.values()}
@@ -36,25 +36,25 @@ _NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.[\d_]*)?([eE][+-]?\d+)?", re.ASCII)
 _OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]{1,16}|[oO][0-7]{1,16}|[bB][01]{1,16})")
 
 
-class Behind(NamedTuple):
+class Lookahead(NamedTuple):
     """What stands behind a value. `whole`: where it matches, a quote before it has ended a text.
     `begun`: what may become that."""
 
-    whole: re.Pattern[str]
-    begun: re.Pattern[str]
+    matches: re.Pattern[str]
+    partial: re.Pattern[str]
 
 
-def _one_of(letters: str) -> Behind:
-    return Behind(re.compile(rf"\s*[{re.escape(letters)}]"), re.compile(r"\s*"))
+def _one_of(letters: str) -> Lookahead:
+    return Lookahead(re.compile(rf"\s*[{re.escape(letters)}]"), re.compile(r"\s*"))
 
 
-_BEHIND = {
+_AFTER_VALUE = {
     "[": _one_of(",]"), "(": _one_of(",)"), "{": _one_of(",}"), "s": _one_of(",}"),
     "?": _one_of(":,}"), ":": _one_of(":,}"),
 }  # fmt: skip
 
 
-class PythonValue:
+class PythonLiteralParser:
     """Finds the end of one literal whose first character is not white space, and writes it in JSON.
 
     Texts, numbers, lists, tuples, sets, mappings, and the words for true, false and null, Python's
@@ -65,185 +65,186 @@ class PythonValue:
     """
 
     __slots__ = (
-        "_behind", "_brackets", "_empty", "_follows", "_fresh", "_held", "_place", "_quote", "_raw",
-        "_said", "_word", "_word_depth", "broken", "done", "strange",
+        "_after", "_after_comma", "_bracket_empty", "_brackets", "_open_quote", "_output", "_place",
+        "_raw_string", "_string_empty", "_undecided", "_word", "_word_brackets", "broken", "done",
+        "irregular",
     )  # fmt: skip
 
-    def __init__(self, behind: Behind | None = None) -> None:
+    def __init__(self, after: Lookahead | None = None) -> None:
         """`behind`: what may stand behind it; None: anything."""
-        self._behind = behind
+        self._after = after
         # Open ones: "?" is a brace of which nobody knows yet whether it holds a set, "s".
         self._brackets: list[str] = []
-        self._fresh = True  # nothing stands in the last one
-        self._follows = False  # a comma came
+        self._bracket_empty = True  # nothing stands in the last one
+        self._after_comma = False  # a comma came
         self._place = ""  # in a mapping: key, colon or value come next
-        self._held: list[str] | None = None  # what is said within a "?"
-        self._quote = ""  # of the text that it is amid
-        self._raw = self._empty = False  # that text
+        self._undecided: list[str] | None = None  # what is said within a "?"
+        self._open_quote = ""  # of the text that it is amid
+        self._raw_string = self._string_empty = False  # that text
         self._word: list[str] = []  # a number, a name or what is no literal
-        self._word_depth = 0
-        self._said: list[str] = []
-        self.done = self.broken = self.strange = False
+        self._word_brackets = 0
+        self._output: list[str] = []
+        self.done = self.broken = self.irregular = False
 
-    def take(self, text: str, start: int, last: bool = False) -> tuple[int, str]:
+    def feed(self, text: str, start: int, last: bool = False) -> tuple[int, str]:
         """(up to where `text` from `start` on belongs to the value for certain, that part of it in
         JSON). What is behind has to come again, with more. `last`: nothing more comes."""
-        self._said = []
+        self._output = []
         at = start
         while at < len(text) and not (self.done or self.broken):
-            if self._quote:
-                end = self._in_text(text, at, last)
+            if self._open_quote:
+                end = self._string_char(text, at, last)
             elif self._word:
-                end = self._in_word(text, at)
+                end = self._word_char(text, at)
             else:
-                end = self._outside(text, at)
+                end = self._structure_char(text, at)
             if end == at:
                 break
             at = end
-        return at, "".join(self._said)
+        return at, "".join(self._output)
 
-    def end(self) -> str:
+    def finish(self) -> str:
         """No more of it comes: the rest of a number or word."""
-        self._said = []
+        self._output = []
         if self._word:
             self._end_word()
-        return "".join(self._said)
+        return "".join(self._output)
 
     # --------------------------------------------------------------------------------- brackets
 
-    def _outside(self, text: str, at: int) -> int:
+    def _structure_char(self, text: str, at: int) -> int:
         char = text[at]
-        if char in SPACE:
+        if char in WHITESPACE:
             return at + 1
         if char in _QUOTES:
-            self._open_text(char)
+            self._open_string(char)
         elif char in "([{":
-            self._open(char)
+            self._open_bracket(char)
         elif char in ")]}":
-            return self._close(char, at)
+            return self._close_bracket(char, at)
         elif char == ",":
-            return self._comma(at)
+            return self._handle_comma(at)
         elif char == ":" and self._place == "colon":
-            self._settle("{")
-            self._say(": ")
+            self._decide_brace("{")
+            self._emit(": ")
             self._place = "value"
         else:
             self._word.append(char)
         return at + (not self.broken)
 
-    def _open(self, char: str) -> None:
+    def _open_bracket(self, char: str) -> None:
         if self._brackets and self._brackets[-1] == "?":
-            self._settle("s")
+            self._decide_brace("s")
         key = self._brackets[-1:] == ["{"] and self._place != "value"
-        if key or len(self._brackets) >= MOST_DEPTH:
+        if key or len(self._brackets) >= MAX_BRACKET_DEPTH:
             self.broken = True
             return
-        self._begin()
-        self._fresh, self._follows = True, False
+        self._start_value()
+        self._bracket_empty, self._after_comma = True, False
         if char == "{":
             self._brackets.append("?")
-            self._held, self._place = [], "key"
+            self._undecided, self._place = [], "key"
         else:
             self._brackets.append(char)
             self._place = ""
-            self._say("[")
+            self._emit("[")
 
-    def _settle(self, kind: str) -> None:
+    def _decide_brace(self, kind: str) -> None:
         """What a brace opened: a mapping or a set."""
         if self._brackets[-1] != "?":
             return
-        held = self._held or []
-        self._held, self._brackets[-1] = None, kind
-        self._say("{" if kind == "{" else "[")
+        held = self._undecided or []
+        self._undecided, self._brackets[-1] = None, kind
+        self._emit("{" if kind == "{" else "[")
         for text in held:
-            self._say(text)
+            self._emit(text)
         if kind == "s":
             self._place = ""
 
-    def _comma(self, at: int) -> int:
+    def _handle_comma(self, at: int) -> int:
         if not self._brackets:
-            return self._nothing(at)
-        if self._brackets[-1] == "?" and not self._fresh:
-            self._settle("s")
-        self._complete()
-        self._follows = not self._fresh
+            return self._emit_null(at)
+        if self._brackets[-1] == "?" and not self._bracket_empty:
+            self._decide_brace("s")
+        self._complete_pair()
+        self._after_comma = not self._bracket_empty
         return at + 1
 
-    def _complete(self) -> None:
+    def _complete_pair(self) -> None:
         """The last pair of a mapping, where it lacks something."""
         if self._brackets[-1] != "{":
             return
         if self._place in ("colon", "value"):
-            self._say(": null" if self._place == "colon" else "null")
-            self.strange = True
+            self._emit(": null" if self._place == "colon" else "null")
+            self.irregular = True
         self._place = "key"
 
-    def _close(self, char: str, at: int) -> int:
+    def _close_bracket(self, char: str, at: int) -> int:
         if not self._brackets:
-            return self._nothing(at)
+            return self._emit_null(at)
         if _CLOSERS[self._brackets[-1]] != char:
             self.broken = True
             return at
-        self._settle("{" if self._fresh else "s")
-        self._complete()
-        self._say("}" if self._brackets.pop() == "{" else "]")
-        self._fresh = self._follows = False
+        self._decide_brace("{" if self._bracket_empty else "s")
+        self._complete_pair()
+        self._emit("}" if self._brackets.pop() == "{" else "]")
+        self._bracket_empty = self._after_comma = False
         self._place = ""  # of the pair that it is the value of
         self.done = not self._brackets
         return at + 1
 
-    def _nothing(self, at: int) -> int:
+    def _emit_null(self, at: int) -> int:
         """There is no value."""
-        self._say("null")
-        self.strange = self.done = True
+        self._emit("null")
+        self.irregular = self.done = True
         return at
 
-    def _begin(self) -> None:
+    def _start_value(self) -> None:
         """A value, or a key, begins."""
-        if self._brackets and not self._fresh and self._place != "value":
-            self.strange = self.strange or not self._follows
-            self._say(", ")
+        if self._brackets and not self._bracket_empty and self._place != "value":
+            self.irregular = self.irregular or not self._after_comma
+            self._emit(", ")
             if self._brackets[-1] == "{":
                 self._place = "key"
-        self._fresh = self._follows = False
+        self._bracket_empty = self._after_comma = False
 
-    def _ended(self) -> None:
+    def _end_scalar(self) -> None:
         """A text or word that stands there, or a key."""
         if not self._brackets:
             self.done = True
         elif self._brackets[-1] in "{?":
             self._place = "colon" if self._place == "key" else ""
 
-    def _say(self, text: str) -> None:
-        (self._said if self._held is None else self._held).append(text)
+    def _emit(self, text: str) -> None:
+        (self._output if self._undecided is None else self._undecided).append(text)
 
     # ------------------------------------------------------------------------------------ words
 
-    def _in_word(self, text: str, at: int) -> int:
+    def _word_char(self, text: str, at: int) -> int:
         found = _IN_WORD.search(text, at)
         stop = len(text) if found is None else found.start()
         if stop > at:
             self._word.append(text[at:stop])
             return stop
         char = text[at]
-        if self._ends_word(char):
+        if self._word_ends(char):
             self._end_word(char)
-            return at if self.done else self._outside(text, at)
-        if char in _QUOTES and self._prefix():
-            prefix, self._word = self._prefix(), []
-            self._open_text(char)
-            self._raw = "r" in prefix
+            return at if self.done else self._structure_char(text, at)
+        if char in _QUOTES and self._string_prefix():
+            prefix, self._word = self._string_prefix(), []
+            self._open_string(char)
+            self._raw_string = "r" in prefix
             return at + 1
-        self._word_depth += (char in "([{") - (char in ")]}")
+        self._word_brackets += (char in "([{") - (char in ")]}")
         self._word.append(char)
         return at + 1
 
-    def _ends_word(self, char: str) -> bool:
-        if self._word_depth:
+    def _word_ends(self, char: str) -> bool:
+        if self._word_brackets:
             return False
         return char in ",)]}" or (char == ":" and self._place == "key")
 
-    def _prefix(self) -> str:
+    def _string_prefix(self) -> str:
         """Of a text; empty if the word is none."""
         if len(self._word) > 2:
             return ""
@@ -252,115 +253,117 @@ class PythonValue:
 
     def _end_word(self, behind: str = "") -> None:
         """`behind`: the letter that follows."""
-        word = "".join(self._word).strip(SPACE)
+        word = "".join(self._word).strip(WHITESPACE)
         self._word = []
-        self._begin()
-        said = _WORDS.get(word) or _number(word)
-        if not said:
-            self.strange = True
-            said = f'"{_json(word)}"'
+        self._start_value()
+        chunk = _WORDS.get(word) or _number(word)
+        if not chunk:
+            self.irregular = True
+            chunk = f'"{_json_chars(word)}"'
         elif self._place == "key" and (self._brackets[-1] == "{" or behind == ":"):
-            said = f'"{said}"'
-        self._say(said)
-        self._ended()
+            chunk = f'"{chunk}"'
+        self._emit(chunk)
+        self._end_scalar()
 
     # ------------------------------------------------------------------------------------ texts
 
-    def _open_text(self, quote: str) -> None:
-        self._begin()
-        self._say('"')
-        self._quote, self._raw, self._empty = quote, False, True
+    def _open_string(self, quote: str) -> None:
+        self._start_value()
+        self._emit('"')
+        self._open_quote, self._raw_string, self._string_empty = quote, False, True
 
-    def _in_text(self, text: str, at: int, last: bool) -> int:
+    def _string_char(self, text: str, at: int, last: bool) -> int:
         found = _IN_TEXT.search(text, at)
         stop = len(text) if found is None else found.start()
         char = text[at]
         if stop > at:
-            return self._literal(text[at:stop], at)
+            return self._emit_string_chars(text[at:stop], at)
         if char == "\\":
             return self._escape(text, at, last)
-        if char != self._quote[0]:
-            return self._literal(char, at)
-        if len(self._quote) == 3:
-            return self._end_long(text, at, last)
-        if self._empty and text[at + 1 : at + 2] == char:
-            self._quote, self._empty = 3 * char, False
+        if char != self._open_quote[0]:
+            return self._emit_string_chars(char, at)
+        if len(self._open_quote) == 3:
+            return self._end_triple_quoted(text, at, last)
+        if self._string_empty and text[at + 1 : at + 2] == char:
+            self._open_quote, self._string_empty = 3 * char, False
             return at + 2
-        if self._empty and at + 1 == len(text) and not last:
+        if self._string_empty and at + 1 == len(text) and not last:
             return at
-        ends = self._text_ends(text, at + 1, last)
+        ends = self._string_ends(text, at + 1, last)
         if ends is None:
             return at
         if not ends:
-            self.strange = True
-            return self._literal(char, at)
-        return self._end_text(at + 1)
+            self.irregular = True
+            return self._emit_string_chars(char, at)
+        return self._end_string(at + 1)
 
-    def _literal(self, text: str, at: int) -> int:
-        self._say(_json(text))
-        self._empty = False
+    def _emit_string_chars(self, text: str, at: int) -> int:
+        self._emit(_json_chars(text))
+        self._string_empty = False
         return at + len(text)
 
-    def _end_text(self, at: int) -> int:
-        self._say('"')
-        self._quote = ""
-        self._ended()
+    def _end_string(self, at: int) -> int:
+        self._emit('"')
+        self._open_quote = ""
+        self._end_scalar()
         return at
 
-    def _end_long(self, text: str, at: int, last: bool) -> int:
-        many = text[at : at + 3]
-        if many == self._quote:
-            return self._end_text(at + 3)
-        if at + len(many) == len(text) and self._quote.startswith(many) and not last:
+    def _end_triple_quoted(self, text: str, at: int, last: bool) -> int:
+        quotes = text[at : at + 3]
+        if quotes == self._open_quote:
+            return self._end_string(at + 3)
+        if at + len(quotes) == len(text) and self._open_quote.startswith(quotes) and not last:
             return at
-        return self._literal(text[at], at)
+        return self._emit_string_chars(text[at], at)
 
-    def _text_ends(self, text: str, at: int, last: bool) -> bool | None:
+    def _string_ends(self, text: str, at: int, last: bool) -> bool | None:
         """Whether it ends before `at`; None while nobody knows."""
-        behind = self._behind
+        behind = self._after
         if self._brackets:
             key = self._brackets[-1] == "{" and self._place == "key"
-            behind = _BEHIND[":" if key else self._brackets[-1]]
+            behind = _AFTER_VALUE[":" if key else self._brackets[-1]]
         if behind is None:
             return True
-        ahead = text[at : at + AHEAD]
-        if behind.whole.match(ahead):
+        ahead = text[at : at + LOOKAHEAD_CHARS]
+        if behind.matches.match(ahead):
             return True
-        if len(ahead) < AHEAD and behind.begun.fullmatch(ahead):
+        if len(ahead) < LOOKAHEAD_CHARS and behind.partial.fullmatch(ahead):
             return True if last else None
         return False
 
     def _escape(self, text: str, at: int, last: bool) -> int:
         """From a backslash on. What escapes nothing is a backslash and a letter in Python, too."""
-        if self._raw:
-            return self._unescaped(text, at, last)
+        if self._raw_string:
+            return self._raw_backslash(text, at, last)
         found = _ESCAPE.match(text, at)
         if found is None or _ESCAPE_BEGUN.fullmatch(text, at):
             return len(text) if last else at
         two, four, eight, octal, char = found.groups()
         if char is None:
             digits = two or four or eight
-            self._say(_letter(int(digits, 16) if digits else int(octal, 8), digits or octal))
-        elif char == "/" and self._quote[0] == '"':
-            self._say("/")  # as JSON has it
+            self._emit(_char_json(int(digits, 16) if digits else int(octal, 8), digits or octal))
+        elif char == "/" and self._open_quote[0] == '"':
+            self._emit("/")  # as JSON has it
         else:
-            self._say(_ESCAPES.get(char, "\\\\" + _json(char)))
-        self._empty = False
+            self._emit(_ESCAPES.get(char, "\\\\" + _json_chars(char)))
+        self._string_empty = False
         return found.end()
 
-    def _unescaped(self, text: str, at: int, last: bool) -> int:
+    def _raw_backslash(self, text: str, at: int, last: bool) -> int:
         """A backslash of a raw text, and what it keeps from ending the text."""
         if at + 1 == len(text) and not last:
             return at
         behind = text[at + 1 : at + 2]
-        return self._literal("\\" + behind if behind in ("\\", self._quote[0]) else "\\", at)
+        return self._emit_string_chars(
+            "\\" + behind if behind in ("\\", self._open_quote[0]) else "\\", at
+        )
 
 
-def _letter(code: int, digits: str) -> str:
+def _char_json(code: int, digits: str) -> str:
     """In JSON, the letter of that number; where it is none, its digits."""
     if code > 0x10FFFF:
-        return _json(digits)
-    return _json(chr(code)) if not 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
+        return _json_chars(digits)
+    return _json_chars(chr(code)) if not 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
 
 
 def _number(word: str) -> str:
@@ -376,5 +379,5 @@ def _number(word: str) -> str:
     return f"{sign}{whole}{'.0' if fraction == '.' else fraction}{found[4] or ''}"
 
 
-def _json(text: str) -> str:
+def _json_chars(text: str) -> str:
     return msgspec.json.encode(text).decode()[1:-1]

@@ -12,20 +12,27 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from pipeinfer.close_names import none_of
-from pipeinfer.gateway.pieces import AnswerReader, CallIds, MakeReader, Piece, Plain, Reader
+from pipeinfer.gateway.pieces import (
+    CallIdStyle,
+    ChoiceParser,
+    OutputParser,
+    ParsedDelta,
+    ParserFactory,
+    PlainTextParser,
+)
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
-    hermes,
-    in_elements,
-    in_lists,
-    in_objects,
-    in_python,
-    in_section,
-    json_list,
-    llama3,
-    mistral,
+    bare_list_grammar,
+    hermes_grammar,
+    llama3_grammar,
+    marked_list_grammar,
+    marked_object_grammar,
+    mistral_grammar,
+    pythonic_grammar,
+    section_grammar,
+    xml_grammar,
 )
-from pipeinfer.gateway.reading.custom_inputs import CustomInputs
+from pipeinfer.gateway.reading.custom_inputs import CustomToolParser
 from pipeinfer.gateway.reading.elements import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
@@ -34,15 +41,15 @@ from pipeinfer.gateway.reading.elements import (
     MINIMAX_M2,
     QWEN3_CODER,
     SEED_OSS,
-    Elements,
-    ElementTags,
+    XmlCallParser,
+    XmlTags,
 )
-from pipeinfer.gateway.reading.enclosed import Enclosed
-from pipeinfer.gateway.reading.harmony import Harmony
-from pipeinfer.gateway.reading.harmony_grammar import harmony
-from pipeinfer.gateway.reading.llama3 import Llama3
+from pipeinfer.gateway.reading.enclosed import AnswerTagParser
+from pipeinfer.gateway.reading.harmony import HarmonyParser
+from pipeinfer.gateway.reading.harmony_grammar import harmony_grammar
+from pipeinfer.gateway.reading.llama3 import Llama3Parser
 from pipeinfer.gateway.reading.marked import (
-    ARGUMENT_BEGIN,
+    DEEPSEEK_SEPARATOR,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GIGACHAT3,
@@ -50,17 +57,17 @@ from pipeinfer.gateway.reading.marked import (
     HERMES,
     HUNYUAN,
     JSON_LIST,
+    KIMI_ARGUMENT_BEGIN,
     KIMI_K2,
     MISTRAL,
     PHI4_MINI,
-    SEPARATOR,
     XLAM,
-    Marked,
-    Marks,
+    JsonCallMarkers,
+    JsonCallParser,
 )
-from pipeinfer.gateway.reading.pythonic import LFM2, OLMO3, PYTHONIC, CallList, Pythonic
-from pipeinfer.gateway.reading.thinking import Thinking
-from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
+from pipeinfer.gateway.reading.pythonic import LFM2, OLMO3, PYTHONIC, PythonicFormat, PythonicParser
+from pipeinfer.gateway.reading.thinking import ReasoningParser
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokenCounter
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
@@ -80,45 +87,49 @@ class ToolParser:
     `markers`: texts that may be special tokens, whose texts are left out else. `special`: they are
     such in the tokenizers of these models. `ids`: of calls, as their templates want them."""
 
-    make: Callable[[Schemas], Reader]
+    make_parser: Callable[[Schemas], OutputParser]
     grammar: CallGrammar
-    shown: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
+    template_patterns: tuple[str, ...] = ()
+    excluding_patterns: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     special: bool = False
-    ids: CallIds = ""
+    call_ids: CallIdStyle = ""
 
-    def told_by(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         """Whether a chat template shows this form."""
-        found = (re.search(mark, template) is not None for mark in self.shown)
+        found = (re.search(mark, template) is not None for mark in self.template_patterns)
         return (
-            bool(self.shown)
+            bool(self.template_patterns)
             and all(found)
-            and not any(re.search(mark, template) for mark in self.never)
+            and not any(re.search(mark, template) for mark in self.excluding_patterns)
         )
 
 
-class _More(TypedDict, total=False):
-    never: tuple[str, ...]
+class _ToolParserOptions(TypedDict, total=False):
+    excluding_patterns: tuple[str, ...]
     special: bool
-    ids: CallIds
+    call_ids: CallIdStyle
 
 
-def _marked(marks: Marks, grammar: CallGrammar, *shown: str, **more: Unpack[_More]) -> ToolParser:
+def _marked(
+    marks: JsonCallMarkers, grammar: CallGrammar, *shown: str, **more: Unpack[_ToolParserOptions]
+) -> ToolParser:
     """Of calls that are JSON behind markers."""
-    return ToolParser(lambda _: Marked(marks), grammar, shown, markers=marks.markers, **more)
+    return ToolParser(
+        lambda _: JsonCallParser(marks), grammar, shown, markers=marks.markers, **more
+    )
 
 
-def _elements(tags: ElementTags, *shown: str, **more: Unpack[_More]) -> ToolParser:
+def _elements(tags: XmlTags, *shown: str, **more: Unpack[_ToolParserOptions]) -> ToolParser:
     """Of calls that are elements."""
-    made, grammar = partial(Elements, tags), in_elements(tags)
-    return ToolParser(made, grammar, shown, markers=tags.markers, **more)
+    factory, grammar = partial(XmlCallParser, tags), xml_grammar(tags)
+    return ToolParser(factory, grammar, shown, markers=tags.markers, **more)
 
 
-def _pythonic(style: CallList, *shown: str, **more: Unpack[_More]) -> ToolParser:
+def _pythonic(style: PythonicFormat, *shown: str, **more: Unpack[_ToolParserOptions]) -> ToolParser:
     """Of calls as Python writes them."""
-    made = partial(Pythonic, style)
-    return ToolParser(made, in_python(style), shown, markers=style.markers, **more)
+    factory = partial(PythonicParser, style)
+    return ToolParser(factory, pythonic_grammar(style), shown, markers=style.markers, **more)
 
 
 # What may stand between a tag and JSON where a template says both: line ends and its own syntax.
@@ -127,73 +138,82 @@ _OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}
 _LINE = r"</arg_key>(?:\\n|\n)"
 
 TOOL_PARSERS: dict[str, ToolParser] = {
-    "hermes": _marked(HERMES, hermes, _OBJECT, never=("<function=", "<arg_key>", "<invoke")),
+    "hermes": _marked(
+        HERMES, hermes_grammar, _OBJECT,
+        excluding_patterns=("<function=", "<arg_key>", "<invoke"),
+    ),
     "llama3_json": ToolParser(
-        Llama3,
-        llama3,
+        Llama3Parser,
+        llama3_grammar,
         (r'\{"name": [^{}"]*, "parameters": ',),
         ("<function=", "<tool_call>"),
         ("<|python_tag|>",),
         special=True,
     ),
-    "mistral": _marked(MISTRAL, mistral, r"\[TOOL_CALLS\]", special=True, ids="short"),
+    "mistral": _marked(MISTRAL, mistral_grammar, r"\[TOOL_CALLS\]", special=True, call_ids="short"),
     "qwen3_coder": _elements(QWEN3_CODER, "<tool_call>", "<function=", "<parameter="),
     "glm45": _elements(GLM45, "<tool_call>", "<arg_key>", "<arg_value>", _LINE),
-    "glm47": _elements(GLM47, "<tool_call>", "<arg_key>", "<arg_value>", never=(_LINE,)),
+    "glm47": _elements(
+        GLM47, "<tool_call>", "<arg_key>", "<arg_value>", excluding_patterns=(_LINE,)
+    ),
     "deepseek_v3": _marked(
         DEEPSEEK_V3,
-        in_section(
-            DEEPSEEK_V3, "function", SEPARATOR, "{}\n```json\n", foot="\n```", between="\n"
+        section_grammar(
+            DEEPSEEK_V3, "function", DEEPSEEK_SEPARATOR, "{}\n```json\n", foot="\n```", between="\n"
         ),
-        SEPARATOR,
+        DEEPSEEK_SEPARATOR,
         "```json",
         special=True,
     ),
     "deepseek_v31": _marked(
         DEEPSEEK_V31,
-        in_section(DEEPSEEK_V31, "{}", SEPARATOR),
-        SEPARATOR,
-        never=("```json",),
+        section_grammar(DEEPSEEK_V31, "{}", DEEPSEEK_SEPARATOR),
+        DEEPSEEK_SEPARATOR,
+        excluding_patterns=("```json",),
         special=True,
     ),
     "deepseek_v32": _elements(DEEPSEEK_V32, "｜DSML｜", "function_calls>", special=True),
     "deepseek_v4": _elements(
-        DEEPSEEK_V4, "｜DSML｜", "tool_calls>", never=("function_calls>",), special=True
+        DEEPSEEK_V4, "｜DSML｜", "tool_calls>",
+        excluding_patterns=("function_calls>",), special=True,
     ),
     "kimi_k2": _marked(
         KIMI_K2,
-        in_section(KIMI_K2, "functions.{}:0", ARGUMENT_BEGIN),
+        section_grammar(KIMI_K2, "functions.{}:0", KIMI_ARGUMENT_BEGIN),
         re.escape(KIMI_K2.opening),
-        re.escape(ARGUMENT_BEGIN),
+        re.escape(KIMI_ARGUMENT_BEGIN),
         special=True,
-        ids="numbered",
+        call_ids="numbered",
     ),
     "seed_oss": _elements(SEED_OSS, "<seed:tool_call>", "<function=", "<parameter=", special=True),
     "minimax_m2": _elements(MINIMAX_M2, "<minimax:tool_call>", '<invoke name="', "<parameter name"),
-    "granite": _marked(GRANITE, in_lists(GRANITE), re.escape(GRANITE.opening), special=True),
-    "hunyuan_a13b": _marked(HUNYUAN, in_lists(HUNYUAN), r"<tool_calls>\["),
-    "phi4_mini_json": _marked(PHI4_MINI, in_lists(PHI4_MINI), r"functools\["),
+    "granite": _marked(
+        GRANITE, marked_list_grammar(GRANITE), re.escape(GRANITE.opening), special=True
+    ),
+    "hunyuan_a13b": _marked(HUNYUAN, marked_list_grammar(HUNYUAN), r"<tool_calls>\["),
+    "phi4_mini_json": _marked(PHI4_MINI, marked_list_grammar(PHI4_MINI), r"functools\["),
     "xlam": ToolParser(
-        lambda _: Marked(XLAM, begun=True),
-        partial(json_list, key="arguments"),
+        lambda _: JsonCallParser(XLAM, opened=True),
+        partial(bare_list_grammar, key="arguments"),
         ('"name": "tool_call_name", "arguments"',),
     ),
     "gigachat3": _marked(
-        GIGACHAT3, in_objects(GIGACHAT3), re.escape(GIGACHAT3.opening), special=True
+        GIGACHAT3, marked_object_grammar(GIGACHAT3), re.escape(GIGACHAT3.opening), special=True
     ),
     "pythonic": _pythonic(PYTHONIC, r"func_name1\(param"),
     "lfm2": _pythonic(
         LFM2, r"<\|tool_(?:call|list)_start\|>|List of tools: \[", special=True
     ),
-    "olmo3": _pythonic(OLMO3, "<function_calls>", never=("｜DSML｜",)),
+    "olmo3": _pythonic(OLMO3, "<function_calls>", excluding_patterns=("｜DSML｜",)),
     "openai": ToolParser(
-        Harmony, harmony, tuple(map(re.escape, (START, CHANNEL, MESSAGE))), special=True
+        HarmonyParser, harmony_grammar, tuple(map(re.escape, (START, CHANNEL, MESSAGE))),
+        special=True,
     ),
 }  # fmt: skip
 # Of models that have no form of their own, and say what a grammar makes them say.
-ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
+ANY_MODEL = ToolParser(lambda _: JsonCallParser(JSON_LIST, opened=True), bare_list_grammar)
 # Forms that no parser reads, by what a chat template has that shows them: most by vLLM's names.
-UNREAD_FORMS = {
+UNSUPPORTED_FORMS = {
     "functiongemma": "<start_function_call>",
     "gemma4": r"<\|tool_call>call:",
     "cohere_command": r"<\|START_ACTION\|>",
@@ -217,46 +237,46 @@ HARMONY = ("openai", "openai_gptoss")
 
 
 @dataclass(frozen=True)
-class Reading:
+class OutputParsers:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
     `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
     `goes_on`: the prompt ends amid the answer's last message. `off`: the settings want no
     parser of tools. `unread`: a form that the template shows, and no parser reads."""
 
-    tools: str = ""
-    reasoning: str = ""
-    takes_tools: bool = False
-    added: Mapping[str, Added] = field(default_factory=dict[str, Added])
-    goes_on: bool = False
-    off: bool = False
-    unread: str = ""
+    tool_parser_name: str = ""
+    reasoning_parser_name: str = ""
+    template_has_tools: bool = False
+    added_tokens: Mapping[str, Added] = field(default_factory=dict[str, Added])
+    continues_message: bool = False
+    tools_disabled: bool = False
+    unsupported_form: str = ""
 
     @property
     def harmony(self) -> bool:
         """Whether answers are messages of the harmony format, which one reader reads."""
-        return self.tools == HARMONY[0] or self.reasoning == HARMONY[1]
+        return self.tool_parser_name == HARMONY[0] or self.reasoning_parser_name == HARMONY[1]
 
     @property
-    def special(self) -> bool:
+    def calls_need_special_tokens(self) -> bool:
         """Whether calls are told by special tokens."""
-        if not self.tools:
+        if not self.tool_parser_name:
             return False
-        parser = TOOL_PARSERS[self.tools]
-        known = (self.added.get(marker) for marker in parser.markers)
+        parser = TOOL_PARSERS[self.tool_parser_name]
+        known = (self.added_tokens.get(marker) for marker in parser.markers)
         return parser.special or any(token is not None and token.special for token in known)
 
     @property
-    def no_calls(self) -> str:
+    def why_no_tool_calls(self) -> str:
         """Why the model calls no tools by itself; empty where it does."""
-        if not self.takes_tools:
+        if not self.template_has_tools:
             return "its chat template has no tools"
-        if self.off:
+        if self.tools_disabled:
             return "--tool-parser is none"
-        return "" if self.tools else self._unknown_form
+        return "" if self.tool_parser_name else self._unknown_form
 
     @property
     def _unknown_form(self) -> str:
-        named = f"{self.unread}, a form" if self.unread else "a form"
+        named = f"{self.unsupported_form}, a form" if self.unsupported_form else "a form"
         parsers = ", ".join(TOOL_PARSERS)
         return f"its chat template writes calls in {named} that no --tool-parser knows: {parsers}"
 
@@ -265,151 +285,169 @@ class Reading:
         """Of calls that the model is made to say."""
         if self.harmony:
             return TOOL_PARSERS[HARMONY[0]]
-        return TOOL_PARSERS[self.tools] if self.tools else ANY_MODEL
+        return TOOL_PARSERS[self.tool_parser_name] if self.tool_parser_name else ANY_MODEL
 
-    def going_on(self) -> Reading:
+    def continuing_message(self) -> OutputParsers:
         """Of answers that go on from the last message."""
-        return replace(self, goes_on=True)
+        return replace(self, continues_message=True)
 
     @property
-    def tags(self) -> Tags | None:
+    def reasoning_tags(self) -> Tags | None:
         """Around the thoughts."""
-        return REASONING_PARSERS.get(self.reasoning)
+        return REASONING_PARSERS.get(self.reasoning_parser_name)
 
     @property
-    def _told_by(self) -> tuple[str, ...]:
-        return () if self.tags is None else (*self.tags.pair, *self.tags.answer)
+    def _reasoning_markers(self) -> tuple[str, ...]:
+        return (
+            ()
+            if self.reasoning_tags is None
+            else (*self.reasoning_tags.pair, *self.reasoning_tags.answer)
+        )
 
     @property
-    def special_thoughts(self) -> bool:
+    def reasoning_needs_special_tokens(self) -> bool:
         """Whether thoughts are told by special tokens."""
-        tokens = [self.added[tag] for tag in self._told_by if tag in self.added]
+        tokens = [
+            self.added_tokens[tag] for tag in self._reasoning_markers if tag in self.added_tokens
+        ]
         return any(token.special for token in tokens)
 
-    def left(self, said: str) -> ThoughtState:
+    def reasoning_state(self, said: str) -> ThoughtState:
         """Where what was `said` of an answer leaves its thoughts."""
-        return "over" if self.tags is None else left(said, self.tags)
+        return "over" if self.reasoning_tags is None else left(said, self.reasoning_tags)
 
-    def reader(
+    def parser_factory(
         self,
         schemas: Schemas | None,
-        one_call: bool = False,
-        thoughts: bool = True,
-        padded: bool = False,
-        custom: Collection[str] = (),
-    ) -> MakeReader | None:
+        first_call_only: bool = False,
+        include_reasoning: bool = True,
+        strip_answer: bool = False,
+        custom_tools: Collection[str] = (),
+    ) -> ParserFactory | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
         not looked for. `one_call`: further ones are left out. `thoughts`: they are shown.
         `padded`: as for Thinking. `custom`: tools that take a text."""
-        made = self._reader(schemas, one_call, thoughts, padded)
-        if made is None or not custom:
-            return made
+        factory = self._make_factory(schemas, first_call_only, include_reasoning, strip_answer)
+        if factory is None or not custom_tools:
+            return factory
 
-        def translated(state: ThoughtState) -> AnswerReader:
-            reader = made(state)
-            return InParts(CustomInputs(reader, custom), reader.reasoning)
+        def with_custom_tools(state: ThoughtState) -> ChoiceParser:
+            parser = factory(state)
+            return BoundedFeedParser(CustomToolParser(parser, custom_tools), parser.reasoning)
 
-        return translated
+        return with_custom_tools
 
-    def _reader(
+    def _make_factory(
         self, schemas: Schemas | None, one_call: bool, thoughts: bool, padded: bool
-    ) -> MakeReader | None:
+    ) -> ParserFactory | None:
         if self.harmony:
             return self._harmony(schemas, one_call, thoughts)
-        calls = self.tool_parser.make if schemas is not None else None
-        tags = self.tags
+        calls = self.tool_parser.make_parser if schemas is not None else None
+        tags = self.reasoning_tags
         if calls is None and tags is None:
             return None
 
-        def make(state: ThoughtState = "before") -> AnswerReader:
-            reader: Reader = Plain() if calls is None else calls(schemas or {})
+        def make(state: ThoughtState = "before") -> ChoiceParser:
+            parser: OutputParser = PlainTextParser() if calls is None else calls(schemas or {})
             if one_call:
-                reader = FirstCall(reader)
+                parser = FirstCallParser(parser)
             if tags is not None and tags.answer[0]:
-                reader = Enclosed(reader, *tags.answer)
+                parser = AnswerTagParser(parser, *tags.answer)
             if tags is None or state == "over":
-                return InParts(reader)
-            reasoning = ReasoningTokens()
+                return BoundedFeedParser(parser)
+            reasoning = ReasoningTokenCounter()
             begun = state == "open"
-            return InParts(Thinking(reader, tags, begun, thoughts, padded, reasoning), reasoning)
+            return BoundedFeedParser(
+                ReasoningParser(parser, tags, begun, thoughts, padded, reasoning), reasoning
+            )
 
         return make
 
-    def _harmony(self, schemas: Schemas | None, one_call: bool, thoughts: bool) -> MakeReader:
-        def make(_state: ThoughtState = "before") -> AnswerReader:
-            reasoning = ReasoningTokens()
-            reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts, reasoning)
-            return InParts(FirstCall(reader) if one_call else reader, reasoning)
+    def _harmony(self, schemas: Schemas | None, one_call: bool, thoughts: bool) -> ParserFactory:
+        def make(_state: ThoughtState = "before") -> ChoiceParser:
+            reasoning = ReasoningTokenCounter()
+            parser = HarmonyParser(
+                schemas,
+                self.continues_message,
+                bool(self.reasoning_parser_name),
+                thoughts,
+                reasoning,
+            )
+            return BoundedFeedParser(FirstCallParser(parser) if one_call else parser, reasoning)
 
         return make
 
 
-NOTHING = Reading()
-PART = 1024  # letters
+NO_PARSERS = OutputParsers()
+MAX_FEED_CHARS = 1024  # letters
 
 
-class InParts:
+class BoundedFeedParser:
     """Reads a text in parts: what follows a marker is copied, which in a whole text of markers,
     after a stall or where a gateway took over, would grow as its square."""
 
-    def __init__(self, reader: Reader, reasoning: ReasoningTokens | None = None) -> None:
+    def __init__(
+        self, parser: OutputParser, reasoning: ReasoningTokenCounter | None = None
+    ) -> None:
         """`reasoning`: as the reader fills it; None where it finds no thoughts."""
-        self._reader = reader
-        self.reasoning = reasoning or ReasoningTokens()
+        self._make_factory = parser
+        self.reasoning = reasoning or ReasoningTokenCounter()
 
-    def read(self, text: str) -> Sequence[Piece]:
-        if len(text) <= PART:
-            pieces = self._reader.read(text)
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        if len(text) <= MAX_FEED_CHARS:
+            deltas = self._make_factory.feed(text)
         else:
-            parts = (text[at : at + PART] for at in range(0, len(text), PART))
-            pieces = [piece for part in parts for piece in self._reader.read(part)]
-        self.reasoning.settle()
-        return pieces
+            parts = (text[at : at + MAX_FEED_CHARS] for at in range(0, len(text), MAX_FEED_CHARS))
+            deltas = [delta for part in parts for delta in self._make_factory.feed(part)]
+        self.reasoning.update_count()
+        return deltas
 
-    def end(self) -> Sequence[Piece]:
-        pieces = self._reader.end()
-        self.reasoning.settle()
-        return pieces
+    def finish(self) -> Sequence[ParsedDelta]:
+        deltas = self._make_factory.finish()
+        self.reasoning.update_count()
+        return deltas
 
 
-class FirstCall:
+class FirstCallParser:
     """Leaves out all calls but the first."""
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    def __init__(self, parser: OutputParser) -> None:
+        self._make_factory = parser
 
-    def read(self, text: str) -> Sequence[Piece]:
-        return [piece for piece in self._reader.read(text) if piece.call <= 0]
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        return [delta for delta in self._make_factory.feed(text) if delta.call_index <= 0]
 
-    def end(self) -> Sequence[Piece]:
-        return [piece for piece in self._reader.end() if piece.call <= 0]
+    def finish(self) -> Sequence[ParsedDelta]:
+        return [delta for delta in self._make_factory.finish() if delta.call_index <= 0]
 
 
-def reading(
+def choose_parsers(
     tool_parser: str,
     reasoning_parser: str,
     template: str,
     added: Mapping[str, Added] | None = None,
-) -> Reading:
+) -> OutputParsers:
     """For settings that name parsers, "auto" or "none", and the text of a chat template.
     Raises ConfigurationError for a name that is unknown."""
-    tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
+    tools = _resolve("tool-parser", tool_parser, TOOL_PARSERS, _tool_parser_of(template))
     known = (*REASONING_PARSERS, HARMONY[1])
-    channels = TOOL_PARSERS[HARMONY[0]].told_by(template)
+    channels = TOOL_PARSERS[HARMONY[0]].matches_template(template)
     thoughts = HARMONY[1] if channels else parser_of(template)
-    reasoning = _named("reasoning-parser", reasoning_parser, known, thoughts)
+    reasoning = _resolve("reasoning-parser", reasoning_parser, known, thoughts)
     if tools == HARMONY[0] and reasoning_parser == "auto":
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
-    told = (name for name, mark in UNREAD_FORMS.items() if not tools and re.search(mark, template))
-    return Reading(
-        tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none",
-        unread=next(told, ""),
+    unsupported = (
+        name for name, mark in UNSUPPORTED_FORMS.items() if not tools and re.search(mark, template)
+    )
+    return OutputParsers(
+        tools, reasoning, "tools" in template, added or {}, tools_disabled=tool_parser == "none",
+        unsupported_form=next(unsupported, ""),
     )  # fmt: skip
 
 
-def _named(flag: str, name: str, known: Collection[str], found: str) -> str:
+def _resolve(flag: str, name: str, known: Collection[str], found: str) -> str:
     if name == "auto":
         return found
     if name == "none":
@@ -419,5 +457,5 @@ def _named(flag: str, name: str, known: Collection[str], found: str) -> str:
     return name
 
 
-def _tools_of(template: str) -> str:
-    return next((name for name, one in TOOL_PARSERS.items() if one.told_by(template)), "")
+def _tool_parser_of(template: str) -> str:
+    return next((name for name, one in TOOL_PARSERS.items() if one.matches_template(template)), "")

@@ -11,7 +11,7 @@ _ANY_OF = ("anyOf", "oneOf")
 _MOST_LEVELS = 8  # of choices within choices
 
 
-def types(schema: JsonValue, level: int = 0) -> frozenset[str]:
+def schema_types(schema: JsonValue, level: int = 0) -> frozenset[str]:
     """Their names; empty where nothing is known."""
     if not isinstance(schema, dict) or level > _MOST_LEVELS:
         return frozenset()
@@ -21,7 +21,7 @@ def types(schema: JsonValue, level: int = 0) -> frozenset[str]:
     for key in _ANY_OF:
         choices = schema.get(key)
         if not found and isinstance(choices, list):
-            each = [types(choice, level + 1) for choice in choices]
+            each = [schema_types(choice, level + 1) for choice in choices]
             found = {name for one in each for name in one} if all(each) else found
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not found and isinstance(options, list):

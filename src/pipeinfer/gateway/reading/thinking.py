@@ -9,122 +9,122 @@ from collections.abc import Sequence
 from math import inf
 from typing import Literal
 
-from pipeinfer.gateway.pieces import SPACE, Piece, Reader
-from pipeinfer.gateway.reading.held import find
-from pipeinfer.gateway.reasoning_tokens import ReasoningTokens
+from pipeinfer.gateway.pieces import WHITESPACE, OutputParser, ParsedDelta
+from pipeinfer.gateway.reading.held import find_marker
+from pipeinfer.gateway.reasoning_tokens import ReasoningTokenCounter
 from pipeinfer.text.thoughts import Tags
 
 
-class Thinking:
+class ReasoningParser:
     """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
     space at either end. `padded`: white space before the answer is not part of it."""
 
     def __init__(
         self,
-        behind: Reader,
+        next_parser: OutputParser,
         tags: Tags,
-        begun: bool,
-        shown: bool = True,
-        padded: bool = False,
-        reasoning: ReasoningTokens | None = None,
+        opened_by_prompt: bool,
+        include_reasoning: bool = True,
+        strip_answer: bool = False,
+        counter: ReasoningTokenCounter | None = None,
     ) -> None:
         """`reasoning`: is told where the thoughts lie."""
-        self._reasoning = reasoning or ReasoningTokens()
-        self._reasoning.read = 0
-        self._letters = 0  # of all text so far
-        self._behind = behind
+        self._counter = counter or ReasoningTokenCounter()
+        self._counter.parsed_chars = 0
+        self._total_chars = 0  # of all text so far
+        self._next_parser = next_parser
         self._tags = tags
-        self._begun = begun
-        self._shown = shown
-        self._padded = padded
-        self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
-        self._text: str = ""
-        self._before: list[str] = []  # white space before anything else
-        self._held: list[str] = []  # white space after thoughts
-        self._said = False
+        self._opened_by_prompt = opened_by_prompt
+        self._include_reasoning = include_reasoning
+        self._strip_answer = strip_answer
+        self._state: Literal["begin", "reasoning", "space", "answer"] = "begin"
+        self._buffer: str = ""
+        self._leading_space: list[str] = []  # white space before anything else
+        self._pending_space: list[str] = []  # white space after thoughts
+        self._emitted = False
 
     @property
-    def _at(self) -> int:
+    def _buffer_start(self) -> int:
         """The place in the whole text of the first letter that waits."""
-        return self._letters - len(self._text)
+        return self._total_chars - len(self._buffer)
 
-    def read(self, text: str) -> Sequence[Piece]:
-        self._text += text
-        self._letters += len(text)
-        pieces: list[Piece] = []
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        self._total_chars += len(text)
+        deltas: list[ParsedDelta] = []
         steps = {
-            "begin": self._begin,
-            "thoughts": self._thoughts,
-            "space": self._space,
-            "answer": self._answer,
+            "begin": self._find_opening,
+            "reasoning": self._find_closing,
+            "space": self._skip_space,
+            "answer": self._feed_answer,
         }
-        while self._text and steps[self._state](pieces):
+        while self._buffer and steps[self._state](deltas):
             pass
         if self._state != "begin":
-            self._reasoning.read = self._at
-        return pieces
+            self._counter.parsed_chars = self._buffer_start
+        return deltas
 
-    def end(self) -> Sequence[Piece]:
-        pieces: list[Piece] = []
-        if self._state == "begin" and self._begun:
-            self._state = "thoughts"
-            self._reasoning.begin(0)
-        if self._state == "thoughts":
-            self._think(self._text, pieces)
+    def finish(self) -> Sequence[ParsedDelta]:
+        deltas: list[ParsedDelta] = []
+        if self._state == "begin" and self._opened_by_prompt:
+            self._state = "reasoning"
+            self._counter.open_span(0)
+        if self._state == "reasoning":
+            self._emit_reasoning(self._buffer, deltas)
         elif self._state == "begin":
-            pieces += self._behind.read(self._whole(self._text))
-        self._text = ""
-        self._reasoning.read = inf
-        return (*pieces, *self._behind.end())
+            deltas += self._next_parser.feed(self._answer_text(self._buffer))
+        self._buffer = ""
+        self._counter.parsed_chars = inf
+        return (*deltas, *self._next_parser.finish())
 
-    def _begin(self, _pieces: list[Piece]) -> bool:
-        bare, opening = self._text.lstrip(SPACE), self._tags.opening
-        self._before.append(self._text[: len(self._text) - len(bare)])
-        self._text = bare
+    def _find_opening(self, _deltas: list[ParsedDelta]) -> bool:
+        bare, opening = self._buffer.lstrip(WHITESPACE), self._tags.opening
+        self._leading_space.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
         if bare.startswith(opening):
-            self._text, self._state = bare[len(opening) :], "thoughts"
-            self._reasoning.begin(self._at)
+            self._buffer, self._state = bare[len(opening) :], "reasoning"
+            self._counter.open_span(self._buffer_start)
         elif opening.startswith(bare):
             return False
-        elif self._begun:
-            self._state = "thoughts"
-            self._reasoning.begin(0)
+        elif self._opened_by_prompt:
+            self._state = "reasoning"
+            self._counter.open_span(0)
         else:
-            self._text, self._state = self._whole(bare), "answer"
+            self._buffer, self._state = self._answer_text(bare), "answer"
         return True
 
-    def _whole(self, bare: str) -> str:
+    def _answer_text(self, bare: str) -> str:
         """An answer without thoughts, which begins with `bare` text."""
-        return bare if self._padded else "".join((*self._before, bare))
+        return bare if self._strip_answer else "".join((*self._leading_space, bare))
 
-    def _thoughts(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, (self._tags.closing,))
-        self._think(found.before, pieces)
-        self._text = found.rest
+    def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
+        found = find_marker(self._buffer, (self._tags.closing,))
+        self._emit_reasoning(found.before, deltas)
+        self._buffer = found.tail
         if found.marker is None:
             return False
-        self._reasoning.end(self._at - len(found.marker))
+        self._counter.close_span(self._buffer_start - len(found.marker))
         self._state = "space"
         return True
 
-    def _think(self, text: str, pieces: list[Piece]) -> None:
-        if not self._said:
-            text = text.lstrip(SPACE)
-        bare = text.rstrip(SPACE)
+    def _emit_reasoning(self, text: str, deltas: list[ParsedDelta]) -> None:
+        if not self._emitted:
+            text = text.lstrip(WHITESPACE)
+        bare = text.rstrip(WHITESPACE)
         if bare:
-            if self._shown:
-                pieces.append(Piece("reasoning", "".join((*self._held, bare))))
-            self._held, self._said = [text[len(bare) :]], True
+            if self._include_reasoning:
+                deltas.append(ParsedDelta("reasoning", "".join((*self._pending_space, bare))))
+            self._pending_space, self._emitted = [text[len(bare) :]], True
         elif text:
-            self._held.append(text)
+            self._pending_space.append(text)
 
-    def _space(self, _pieces: list[Piece]) -> bool:
-        self._text = self._text.lstrip(SPACE)
-        if self._text:
+    def _skip_space(self, _deltas: list[ParsedDelta]) -> bool:
+        self._buffer = self._buffer.lstrip(WHITESPACE)
+        if self._buffer:
             self._state = "answer"
-        return bool(self._text)
+        return bool(self._buffer)
 
-    def _answer(self, pieces: list[Piece]) -> bool:
-        pieces += self._behind.read(self._text)
-        self._text = ""
+    def _feed_answer(self, deltas: list[ParsedDelta]) -> bool:
+        deltas += self._next_parser.feed(self._buffer)
+        self._buffer = ""
         return False
