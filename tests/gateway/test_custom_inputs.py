@@ -147,7 +147,7 @@ def test_the_text_of_a_custom_tool_is_held_in_every_form(family: str) -> None:
         assert not allows(grammar, written.write(("edit", {"input": wrong})))
         if family == "any":
             continue
-        free = held(family, text, free=True)
+        free = held(family, text, allow_content=True)
         assert allows(free, written.write(("edit", {"input": right}), ("now", {})))
         assert allows(free, "") and not allows(free, written.write(("edit", {"input": wrong})))
 
@@ -173,14 +173,14 @@ def test_a_grammar_that_refers_to_itself_is_held_where_its_letters_stand_for_the
 def test_between_special_tokens_any_grammar_is_held() -> None:
     tokens = {"</arg_value>": Added(259, True)}
     grammar = held("glm47", StructuredOutputs(grammar=NESTED.replace("INT", '/[^()]/', 1)),
-                   tokens=tokens)  # fmt: skip
+                   added_tokens=tokens)  # fmt: skip
     assert "<[259]>" in grammar and "%lark" in grammar
 
 
 def test_beside_a_form_a_grammar_is_held_or_refused() -> None:
     form = StructuredOutputs(json='{"type": "object", "additionalProperties": false}')
-    grammar = held("llama3_json", StructuredOutputs(grammar=PATCH), form=form)
+    grammar = held("llama3_json", StructuredOutputs(grammar=PATCH), content_constraint=form)
     call = WRITTEN["llama3_json"].write(("edit", {"input": EDIT}))
     assert allows(grammar, call) and not allows(grammar, call.replace("@@", "!!"))
     with pytest.raises(UnsupportedInputGrammar, match="beside a form"):
-        held("llama3_json", StructuredOutputs(grammar=NESTED), form=form)
+        held("llama3_json", StructuredOutputs(grammar=NESTED), content_constraint=form)

@@ -118,7 +118,7 @@ FORMS: Any = {
 def test_a_form_is_that_of_the_final_message(name: str, before: str) -> None:
     form, good, bad = FORMS[name]
     alone = final_message_grammar(wanted(schemas={}), form).grammar
-    beside = harmony_grammar(wanted(form=form))
+    beside = harmony_grammar(wanted(content_constraint=form))
     assert alone is not None
     preamble = "commentary" in before
     for head in (FINAL, "<|channel|>final <|constrain|>json<|message|>"):
@@ -135,7 +135,9 @@ def test_a_form_is_that_of_the_final_message(name: str, before: str) -> None:
 
 
 def test_strict_functions_are_held_to_their_schemas_where_calls_are_free() -> None:
-    free = harmony_grammar(wanted(free=True, schemas={"weather": PARAMETERS, "weather_now": None}))
+    free = harmony_grammar(
+        wanted(allow_content=True, schemas={"weather": PARAMETERS, "weather_now": None})
+    )
     for before in THOUGHTS:
         for text in (
             FINAL + "No {calls} at all.",
@@ -215,7 +217,7 @@ def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> Non
     held, call = job.params.structured_outputs, HEADS[0].format("weather") + WEATHER
     assert held is not None and held.grammar is not None and allows(held.grammar, call)
     assert job.parser_factory is not None
-    assert job.parser_factory().read(call)[0].kind == "call"
+    assert job.parser_factory().feed(call)[0].kind == "call"
 
 
 def test_what_goes_on_from_a_text_has_its_form_at_once_and_no_held_calls() -> None:
@@ -249,7 +251,7 @@ def test_what_cannot_be_held_is_refused_by_name() -> None:
 
 def test_the_text_of_a_custom_tool_is_held_and_read() -> None:
     text = StructuredOutputs(grammar='start: "say " /[^\\n]+/ NL\nNL: /\\n/')
-    grammar = harmony_grammar(wanted(schemas={"query": {}}, texts={"query": text}))
+    grammar = harmony_grammar(wanted(schemas={"query": {}}, input_grammars={"query": text}))
     for head in HEADS:
         said = head.format("query") + json.dumps({"input": 'say "ü"\\\n'}, ensure_ascii=False)
         assert allows(grammar, said)

@@ -398,7 +398,7 @@ def test_what_a_reader_looks_at_again_stays_short_however_long_an_answer_is(pars
 
     def unread(reader):
         inner = [getattr(reader, name, None) for name in ("_parser", "_next_parser")]
-        return len(getattr(reader, "_text", "")) + sum(map(unread, filter(None, inner)))
+        return len(getattr(reader, "_buffer", "")) + sum(map(unread, filter(None, inner)))
 
     lefts: list[ThoughtState] = ["before", "open", "over"]
     for left in lefts:
@@ -419,7 +419,7 @@ def test_a_text_that_comes_at_once_is_read_in_parts():
         def __init__(self):
             self.most = 0
 
-        def read(self, text):
+        def feed(self, text):
             self.most = max(self.most, len(text))
             return super().feed(text)
 

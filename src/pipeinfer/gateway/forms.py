@@ -49,11 +49,11 @@ class OutputConstraint:
         return dataclasses.replace(self, field=field_in(names, self.field))
 
 
-def output_constraint(request: Generation, closed: bool = True) -> OutputConstraint:
+def output_constraint(request: Generation, closed_objects: bool = True) -> OutputConstraint:
     """What the request asks for. `closed`: objects have only the properties that their schema
     names, unless it says otherwise. ApiError 400 for more than one form, for one that is too large
     or that is none, and for a strict schema that an answer cannot be held to."""
-    found = list(_asked(request))
+    found = list(_constraints(request))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         message = f"an answer has one form, but {names} are given"
@@ -68,20 +68,26 @@ def output_constraint(request: Generation, closed: bool = True) -> OutputConstra
             return OutputConstraint(spec, field=name)
         schema = schema_of(spec.json)
         try:
-            return _schema_form(name, spec, schema, strict, closed)
+            return _schema_constraint(name, spec, schema, strict, closed_objects)
         except GrammarError as error:
             if strict or isinstance(error, MalformedSchema):
                 raise
-            return OutputConstraint(_any_json(spec, schema), (f"{WHOLE_SCHEMA}: {error}",), name)
+            return OutputConstraint(
+                _fallback_json(spec, schema), (f"{WHOLE_SCHEMA}: {error}",), name
+            )
     except GrammarError as error:
         raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
 
 
-def _schema_form(
-    name: str, spec: StructuredOutputs, schema: JsonObject | bool, strict: bool, closed: bool
+def _schema_constraint(
+    name: str,
+    spec: StructuredOutputs,
+    schema: JsonObject | bool,
+    strict: bool,
+    closed_objects: bool,
 ) -> OutputConstraint:
     """Raises GrammarError, also where an answer cannot be held to a strict one."""
-    found = held(schema, closed, narrow=strict)
+    found = held(schema, closed_objects, narrow=strict)
     if found.malformed:
         raise MalformedSchema(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
     if strict and found.left_out:
@@ -90,13 +96,13 @@ def _schema_form(
     check(spec)
     if strict:
         return OutputConstraint(spec, field=name)
-    other = _any_json(spec, schema)
+    other = _fallback_json(spec, schema)
     if other == spec:
         return OutputConstraint(spec, found.left_out, name)
     return OutputConstraint(spec, found.left_out, name, other, WHOLE_SCHEMA)
 
 
-def _any_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
+def _fallback_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
     """In place of a schema that cannot be held: any JSON, an object or an array where that is what
     the schema describes."""
     kind = "" if isinstance(schema, bool) else schema.get("type")
@@ -115,16 +121,16 @@ def _strict(given: ResponseFormat | None) -> bool:
     return given is not None and given.json_schema is not None and given.json_schema.strict is True
 
 
-def _asked(request: Generation) -> Iterator[FieldConstraint]:
+def _constraints(request: Generation) -> Iterator[FieldConstraint]:
     given = request.response_format
     if given is not None and given.type != "text":
-        yield "response_format", _response_format(given)
+        yield "response_format", _from_response_format(given)
     if request.structured_outputs is not None:
-        yield "structured_outputs", _structured(request.structured_outputs)
+        yield "structured_outputs", _from_structured_outputs(request.structured_outputs)
     for name in ("guided_json", "json_schema"):
         schema: str | JsonObject | None = getattr(request, name)
         if schema is not None:
-            yield name, StructuredOutputs(json=_text(schema))
+            yield name, StructuredOutputs(json=_schema_text(schema))
     for name in ("guided_regex", "regex"):
         if (regex := getattr(request, name)) is not None:
             yield name, StructuredOutputs(regex=regex)
@@ -134,10 +140,10 @@ def _asked(request: Generation) -> Iterator[FieldConstraint]:
     if request.guided_choice is not None:
         yield "guided_choice", StructuredOutputs(choice=tuple(request.guided_choice))
     if request.format:  # Ollama's "" is none, too
-        yield "format", StructuredOutputs(json=_ollama(request.format))
+        yield "format", StructuredOutputs(json=_from_ollama_format(request.format))
 
 
-def _response_format(given: ResponseFormat) -> StructuredOutputs:
+def _from_response_format(given: ResponseFormat) -> StructuredOutputs:
     """OpenAI's json_object has no schema. Others' may have one, and then is that schema."""
     schema = None if given.json_schema is None else given.json_schema.schema
     if schema is not None and given.schema is not None:
@@ -145,15 +151,15 @@ def _response_format(given: ResponseFormat) -> StructuredOutputs:
         raise ApiError(400, message, "response_format", "invalid_value")
     schema = given.schema if schema is None else schema
     if schema is not None:
-        return StructuredOutputs(json=_text(schema))
+        return StructuredOutputs(json=_schema_text(schema))
     if given.type == "json_object":
         return StructuredOutputs(json=ANY_OBJECT)
     message = "response_format.json_schema.schema must be given with type json_schema"
     raise ApiError(400, message, "response_format", "invalid_value")
 
 
-def _structured(given: Structured) -> StructuredOutputs:
-    schema = None if given.json is None else _text(given.json)
+def _from_structured_outputs(given: Structured) -> StructuredOutputs:
+    schema = None if given.json is None else _schema_text(given.json)
     if given.json_object:
         if schema is not None:
             message = "structured_outputs: an answer has one form, but json and json_object are two"
@@ -163,14 +169,14 @@ def _structured(given: Structured) -> StructuredOutputs:
     return StructuredOutputs(json=schema, regex=given.regex, choice=choice, grammar=given.grammar)
 
 
-def _ollama(given: str | JsonObject) -> str:
+def _from_ollama_format(given: str | JsonObject) -> str:
     if given == "json":
         return ANY_OBJECT
     if isinstance(given, str):
         message = 'format must be "json" or a JSON schema'
         raise ApiError(400, message, "format", "invalid_value")
-    return _text(given)
+    return _schema_text(given)
 
 
-def _text(schema: JsonValue) -> str:
+def _schema_text(schema: JsonValue) -> str:
     return schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()

@@ -39,10 +39,10 @@ class ChoiceCollector:
         "_completion",
         "_echo",
         "_ids",
-        "_make_reader",
+        "_parsed",
+        "_parser",
+        "_parser_factory",
         "_prompt",
-        "_reader",
-        "_said",
         "_texts",
         "prompt_ids",
         "prompt_text",
@@ -58,9 +58,9 @@ class ChoiceCollector:
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
         self._echo = shown.echo
         self._texts: list[str] = []
-        self._make_reader = answer.parser_factory
-        self._reader: ChoiceParser | None = None
-        self._said = ParsedOutput()
+        self._parser_factory = answer.parser_factory
+        self._parser: ChoiceParser | None = None
+        self._parsed = ParsedOutput()
         self._ids: list[int] | None = [] if shown.token_ids else None
         self.prompt_text = ""
         self.prompt_ids: list[int] | None = None
@@ -68,21 +68,21 @@ class ChoiceCollector:
     def started(self, started: Started) -> None:
         """Comes first."""
         self.prompt_text = started.prompt_text
-        if self._make_reader is not None:
-            self._reader = self._make_reader(started.thoughts)
+        if self._parser_factory is not None:
+            self._parser = self._parser_factory(started.thoughts)
         if self._ids is not None:
             self.prompt_ids = unpack(started.prompt_ids).tolist()
 
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of thoughts so far, as far as is certain."""
-        return 0 if self._reader is None else self._reader.reasoning.count
+        return 0 if self._parser is None else self._parser.reasoning.count
 
     def add(self, delta: Delta) -> None:
         """Keeps all of it."""
         self._texts.append(delta.text)
-        if self._reader is not None:
-            self._reader.reasoning.add_offsets(delta.offsets)
+        if self._parser is not None:
+            self._parser.reasoning.add_offsets(delta.offsets)
         if self._ids is not None:
             self._ids += unpack(delta.ids).tolist()
         self.add_logprobs(delta)
@@ -106,24 +106,24 @@ class ChoiceCollector:
 
     def parse(self, delta: Delta) -> Sequence[ParsedDelta]:
         """Those that are certain now; none of a choice that is not read."""
-        if self._reader is None:
+        if self._parser is None:
             return ()
-        self._reader.reasoning.add_offsets(delta.offsets)
-        pieces = [*self._reader.feed(delta.text)]
+        self._parser.reasoning.add_offsets(delta.offsets)
+        deltas = [*self._parser.feed(delta.text)]
         if delta.finish is not None:
-            pieces += self._reader.finish()
-        self._said.add(pieces)
-        return pieces
+            deltas += self._parser.finish()
+        self._parsed.add(deltas)
+        return deltas
 
     def finished_choice(self, delta: Delta, logprobs: bytes) -> FinishedChoice:
         """The end of a choice whose pieces were sent."""
         assert delta.finish is not None
-        return FinishedChoice("", delta.finish, delta.stop_reason, logprobs, parsed=self._said)
+        return FinishedChoice("", delta.finish, delta.stop_reason, logprobs, parsed=self._parsed)
 
     def take_logprobs(self) -> bytes:
         """`logprobs` of all tokens since it was asked last, as JSON; null if nobody wants any."""
-        shape = self._completion if self._chat is None else self._chat
-        return NULL if shape is None else shape.take()
+        logprobs = self._completion if self._chat is None else self._chat
+        return NULL if logprobs is None else logprobs.take()
 
     def with_token_ids(self, logprobs: bytes, delta: Delta, first: bool) -> bytes:
         """What stands in a choice's chunk behind the name `logprobs`: these, then the ids that came
@@ -139,17 +139,17 @@ class ChoiceCollector:
         """The choice, of all that was kept."""
         text = self.prompt_text + "".join(self._texts)
         of_prompt = None if self._prompt is None else self._prompt.take()
-        said = None
-        if self._reader is not None:
-            said = ParsedOutput()
-            said.add((*self._reader.feed(text), *self._reader.finish()))
+        parsed = None
+        if self._parser is not None:
+            parsed = ParsedOutput()
+            parsed.add((*self._parser.feed(text), *self._parser.finish()))
         return FinishedChoice(
             text,
             finish,
             stop_reason,
             self.take_logprobs(),
             of_prompt,
-            said,
+            parsed,
             self._ids,
             self.prompt_ids,
         )

@@ -36,19 +36,19 @@ def unknown_within(body: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) 
     for each time that one is there. `body` is known to be right for `kind`. A field of null is as
     none."""
     inner = fields_of(kind).inner
-    waiting = [(name, body[name], inner[name]) for name in inner if name in body]
+    pending = [(name, body[name], inner[name]) for name in inner if name in body]
     found: list[str] = []
-    looked_at = 0
-    while waiting and looked_at < MAX_OBJECTS:
-        where, raw, fields = waiting.pop()
+    scanned = 0
+    while pending and scanned < MAX_OBJECTS:
+        where, raw, fields = pending.pop()
         first = bytes(memoryview(raw)[:1])
         if first == b"[":
-            waiting += [(where, one, fields) for one in reversed(_list(raw)[:MAX_OBJECTS])]
+            pending += [(where, item, fields) for item in reversed(_list(raw)[:MAX_OBJECTS])]
         elif first == b"{":
-            looked_at += 1
+            scanned += 1
             for name, value in _object(raw).items():
                 if name in fields.inner:
-                    waiting.append((f"{where}.{name}", value, fields.inner[name]))
+                    pending.append((f"{where}.{name}", value, fields.inner[name]))
                 elif name not in fields.known and name not in IGNORED_NESTED_FIELDS:
                     found += [f"{where}.{name}"] if bytes(memoryview(value)[:5]) != b"null" else []
     return found
@@ -81,5 +81,5 @@ def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
     elif isinstance(kind, inspect.ListType):
         yield from _structs(kind.item_type)
     elif isinstance(kind, inspect.UnionType):
-        for one in kind.types:
-            yield from _structs(one)
+        for item in kind.types:
+            yield from _structs(item)

@@ -72,11 +72,13 @@ def request_tools(request: ChatRequest) -> RequestTools | None:
         for i, tool in enumerate(tools)
         if tool.type == "custom" and tool.custom is not None
     }
-    texts = {tool.name: text for tool in customs.values() if (text := _text(tool)) is not None}
+    texts = {
+        tool.name: text for tool in customs.values() if (text := _input_grammar(tool)) is not None
+    }
     if sum(len(text.grammar or text.regex or "") for text in texts.values()) > MOST_BYTES:
         message = f"tools: grammars of custom tools have at most {MOST_BYTES} letters together"
         raise ApiError(400, message, "tools", "invalid_value")
-    allowed, forced = _allowed(choice, kinds)
+    allowed, forced = _allowed_tools(choice, kinds)
     named = not (choice is None or isinstance(choice, str) or choice.type == "allowed_tools")
     return RequestTools(
         [{"type": "function", "function": msgspec.to_builtins(each)} for each in functions],
@@ -99,7 +101,9 @@ def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
         function = required(tool.function, where)
     else:
         custom = required(tool.custom, where)
-        function = Function(custom.name, custom.description, input_schema(_told(custom, where)))
+        function = Function(
+            custom.name, custom.description, input_schema(_input_annotations(custom, where))
+        )
     if function.name in kinds:
         message = f"{where}.name: there are two tools {function.name!r}"
         raise ApiError(400, message, f"{where}.name", "invalid_value")
@@ -115,7 +119,7 @@ def check_tool_type(kind: str, where: str, *more: str) -> None:
         raise ApiError(400, message, where, "unsupported_parameter")
 
 
-def _told(tool: CustomTool, where: str) -> JsonObject:
+def _input_annotations(tool: CustomTool, where: str) -> JsonObject:
     """What a model is told of the tool's input. ApiError 400 for a grammar that is not there."""
     if tool.format is None or tool.format.type == "text":
         return {}
@@ -124,7 +128,7 @@ def _told(tool: CustomTool, where: str) -> JsonObject:
     return {"description": f"A text of this {kind}:\n{grammar.definition}"}
 
 
-def _text(tool: CustomTool) -> StructuredOutputs | None:
+def _input_grammar(tool: CustomTool) -> StructuredOutputs | None:
     grammar = None if tool.format is None else tool.format.grammar
     if grammar is None or tool.format is None or tool.format.type == "text":
         return None
@@ -133,24 +137,24 @@ def _text(tool: CustomTool) -> StructuredOutputs | None:
     return StructuredOutputs(grammar=grammar.definition)
 
 
-def _allowed(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset[str], bool]:
+def _allowed_tools(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset[str], bool]:
     """The tools that may be called, and whether one of them must be. `kinds`: of all, by name."""
     if choice is None or isinstance(choice, str):
         return frozenset(kinds), choice == "required"
     check_tool_type(choice.type, "tool_choice.type", "allowed_tools")
     if choice.type != "allowed_tools":
         one = NamedTool(choice.type, choice.function, choice.custom)
-        return frozenset((_named(one, "tool_choice", kinds),)), True
+        return frozenset((_tool_name(one, "tool_choice", kinds),)), True
     allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
     where = "tool_choice.allowed_tools.tools"
     if not allowed.tools:
         message = f"{where} must not be empty; tool_choice none offers no tools"
         raise ApiError(400, message, where, "invalid_value")
-    names = {_named(tool, f"{where}[{i}]", kinds) for i, tool in enumerate(allowed.tools)}
+    names = {_tool_name(tool, f"{where}[{i}]", kinds) for i, tool in enumerate(allowed.tools)}
     return frozenset(names), allowed.mode == "required"
 
 
-def _named(tool: NamedTool, where: str, kinds: Mapping[str, str]) -> str:
+def _tool_name(tool: NamedTool, where: str, kinds: Mapping[str, str]) -> str:
     """The name of a tool that the request offers."""
     check_tool_type(tool.type, f"{where}.type")
     given = tool.function if tool.type == "function" else tool.custom

@@ -38,12 +38,12 @@ def functions_to_tools(request: ChatRequest) -> ChatRequest | None:
         functions=None,
         function_call=None,
         tools=[Tool("function", function) for function in request.functions],
-        tool_choice=_choice(request),
+        tool_choice=_tool_choice(request),
         parallel_tool_calls=False,
     )
 
 
-def _choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None:
+def _tool_choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None:
     choice = request.function_call
     if isinstance(choice, str) or choice is None:
         return choice
@@ -53,11 +53,11 @@ def _choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None
 def function_messages_to_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Calls of functions and what they gave, as calls of tools. ApiError 400."""
     if any(message.function_call is not None or message.role == "function" for message in messages):
-        return list(_translated(messages))
+        return list(_as_tool_messages(messages))
     return messages
 
 
-def _translated(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
+def _as_tool_messages(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
     """A result belongs to the last call of its function."""
     ids: dict[str, str] = {}
     for i, message in enumerate(messages):

@@ -25,8 +25,11 @@ from pipeinfer.gateway.harmony_chats import (
     with_descriptions,
 )
 from pipeinfer.gateway.offered import RequestTools, request_tools
-from pipeinfer.gateway.old_functions import LEGACY_FIELD_NAMES as OLD_NAMES
-from pipeinfer.gateway.old_functions import function_messages_to_tool_messages, functions_to_tools
+from pipeinfer.gateway.old_functions import (
+    LEGACY_FIELD_NAMES,
+    function_messages_to_tool_messages,
+    functions_to_tools,
+)
 from pipeinfer.gateway.pieces import ParserFactory
 from pipeinfer.gateway.reading.registry import NO_PARSERS, OutputParsers
 from pipeinfer.gateway.schema import (
@@ -118,68 +121,72 @@ class ParsedRequest(msgspec.Struct, frozen=True):
 
 
 def parse_chat(
-    request: ChatRequest, base: str, terms: RequestDefaults, trace: str
+    request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
     with_tools = functions_to_tools(request)
     if with_tools is None:
-        return _chat_job(request, base, terms, trace)
+        return _chat_job(request, base, defaults, trace)
     try:
-        job = _chat_job(with_tools, base, terms, trace)
+        job = _chat_job(with_tools, base, defaults, trace)
     except ApiError as error:
-        raise renamed(error, OLD_NAMES) from None
-    calling = replace(job.tool_call_options, legacy_functions=True)
+        raise renamed(error, LEGACY_FIELD_NAMES) from None
+    tool_call_options = replace(job.tool_call_options, legacy_functions=True)
     return replace(
-        job, tool_call_options=calling, constraint=job.constraint.with_field_names(OLD_NAMES)
+        job,
+        tool_call_options=tool_call_options,
+        constraint=job.constraint.with_field_names(LEGACY_FIELD_NAMES),
     )
 
 
-def _chat_job(request: ChatRequest, base: str, terms: RequestDefaults, trace: str) -> ParsedRequest:
-    limit, field = _limit(request, terms.sampling.max_tokens)
+def _chat_job(
+    request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
+) -> ParsedRequest:
+    limit, field = _limit(request, defaults.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
     ids = bool(request.return_token_ids)
     shown = OutputOptions(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
-    asked = output_constraint(request, terms.closed_objects)
-    params = _params(request, terms.sampling, limit, shown, names, asked)
-    _check_count(1, "n", params.n, terms)
-    reading = terms.parsers
-    chat, arguments, tools = chat_prompt(request, reading)
-    check_tool_support(tools, reading)
+    constraint = output_constraint(request, defaults.closed_objects)
+    params = _params(request, defaults.sampling, limit, shown, names, constraint)
+    _check_count(1, "n", params.n, defaults)
+    parsers = defaults.parsers
+    chat, arguments, tools = chat_prompt(request, parsers)
+    check_tool_support(tools, parsers)
     if request.continue_final_message and chat:
-        _check_going_on(reading, chat[-1], params)
-        reading = reading.continuing_message()
-    if reading.harmony and params.thinking_token_budget is not None:
+        _check_continuation(parsers, chat[-1], params)
+        parsers = parsers.continuing_message()
+    if parsers.harmony and params.thinking_token_budget is not None:
         message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if tools is not None:
         parallel = request.parallel_tool_calls is not False
-        calls = tool_call_constraint(tools, parallel, reading, asked, terms.closed_objects)
-        made, asked = calls.spec is not asked.spec, calls
-        if made and reading.harmony and reading.continues_message:
+        calls = tool_call_constraint(tools, parallel, parsers, constraint, defaults.closed_objects)
+        made, constraint = calls.spec is not constraint.spec, calls
+        if made and parsers.harmony and parsers.continues_message:
             message = "continue_final_message: amid a message of this model no calls can be held"
             raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
-        if reading.calls_need_special_tokens or made:  # its tags may be special tokens
+        if parsers.calls_need_special_tokens or made:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
-    if reading.harmony:
-        if asked.spec is not None and tools is None and not reading.continues_message:
-            final = final_message_constraint(asked.spec, reading, asked.field)
-            other = asked.fallback and final_message_constraint(
-                asked.fallback, reading, asked.field
+    if parsers.harmony:
+        if constraint.spec is not None and tools is None and not parsers.continues_message:
+            final = final_message_constraint(constraint.spec, parsers, constraint.field)
+            other = constraint.fallback and final_message_constraint(
+                constraint.fallback, parsers, constraint.field
             )
-            asked = dataclasses.replace(asked, spec=final, fallback=other)
+            constraint = dataclasses.replace(constraint, spec=final, fallback=other)
         params = replace(params, skip_special_tokens=False)
-    params = replace(params, structured_outputs=asked.spec)
-    if reading.reasoning_needs_special_tokens:
+    params = replace(params, structured_outputs=constraint.spec)
+    if parsers.reasoning_needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     call = replace(
-        _common(request, params, terms, trace),
+        _common(request, params, defaults, trace),
         request_id=base,
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
-        otherwise=asked.fallback,
+        otherwise=constraint.fallback,
     )
     one_call, thoughts = (
         request.parallel_tool_calls is False,
@@ -189,49 +196,51 @@ def _chat_job(request: ChatRequest, base: str, terms: RequestDefaults, trace: st
     padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
     schemas = None if tools is None else tools.schemas
     custom = () if tools is None else tools.custom_tools
-    reader = reading.parser_factory(schemas, one_call, thoughts, padded, custom)
-    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning_parser_name))
-    job = _job(request, [call], params.n, shown)
+    parser_factory = parsers.parser_factory(schemas, one_call, thoughts, padded, custom)
+    call = replace(
+        call, token_offsets=parser_factory is not None and bool(parsers.reasoning_parser_name)
+    )
+    job = _parsed_request(request, [call], params.n, shown)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
-    calling = ToolCallOptions(
-        reading.tool_parser.call_ids, before, tools is not None and tools.one_function
+    tool_call_options = ToolCallOptions(
+        parsers.tool_parser.call_ids, before, tools is not None and tools.one_function
     )
     return replace(
         job,
-        constraint=asked,
-        parser_factory=reader,
+        constraint=constraint,
+        parser_factory=parser_factory,
         params=params,
-        tool_call_options=calling,
+        tool_call_options=tool_call_options,
     )
 
 
-def _check_going_on(reading: OutputParsers, last: JsonObject, params: SamplingParams) -> None:
+def _check_continuation(parsers: OutputParsers, last: JsonObject, params: SamplingParams) -> None:
     """ApiError 400 where the answer cannot go on from the last message as it is asked to."""
-    if reading.harmony and last.get("tool_calls"):
+    if parsers.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    open_thoughts = reading.reasoning_state(spoken(last.get("content"))) == "open"
+    open_thoughts = parsers.reasoning_state(spoken(last.get("content"))) == "open"
     if params.thinking_token_budget is not None and open_thoughts:
         message = "thinking_token_budget: the last message's own thoughts would not be counted"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
 
 
 def parse_completion(
-    request: CompletionRequest, base: str, terms: RequestDefaults, trace: str
+    request: CompletionRequest, base: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
     """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400.
 
     Where only the best are shown all must have log-probs, by which they are known.
     """
-    prompts = _prompts(request.prompt, terms.max_prompts)
+    prompts = _prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
     shown = _completion_shown(request, limit)
     limit += shown.no_new_tokens  # the model has no step that samples nothing
-    asked = output_constraint(request, terms.closed_objects)
-    params = _params(request, terms.sampling, limit, shown, {"max_tokens": field}, asked)
+    constraint = output_constraint(request, defaults.closed_objects)
+    params = _params(request, defaults.sampling, limit, shown, {"max_tokens": field}, constraint)
     if shown.echo and shown.logprobs is not None and limit == 1:
         # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
         # A stop token has none; so nothing stops here.
@@ -240,10 +249,10 @@ def parse_completion(
     best = params.n if made > params.n else 0
     if best:
         params = replace(params, n=made, logprobs=params.logprobs or 0)
-    _check_count(len(prompts), "best_of" if best else "n", made, terms)
+    _check_count(len(prompts), "best_of" if best else "n", made, defaults)
     special = request.add_special_tokens is not False
-    common = _common(request, params, terms, trace)
-    common = replace(common, return_prompt_text=shown.echo, otherwise=asked.fallback)
+    common = _common(request, params, defaults, trace)
+    common = replace(common, return_prompt_text=shown.echo, otherwise=constraint.fallback)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -253,8 +262,8 @@ def parse_completion(
             else:
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
-    job = _job(request, calls(), len(prompts) * made, shown)
-    return replace(job, prompts=len(prompts), best_of=best, constraint=asked)
+    job = _parsed_request(request, calls(), len(prompts) * made, shown)
+    return replace(job, prompts=len(prompts), best_of=best, constraint=constraint)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
@@ -295,10 +304,10 @@ def _best_of(request: CompletionRequest, n: int) -> int:
     return request.best_of
 
 
-def _check_count(prompts: int, param: str, each: int, terms: RequestDefaults) -> None:
-    if each > 1 and prompts * each > terms.max_prompts:
+def _check_count(prompts: int, param: str, each: int, defaults: RequestDefaults) -> None:
+    if each > 1 and prompts * each > defaults.max_prompts:
         message = (
-            f"at most {terms.max_prompts} choices a request, not {each} of "
+            f"at most {defaults.max_prompts} choices a request, not {each} of "
             f"{prompts} prompt{'s' * (prompts > 1)}"
         )
         raise ApiError(400, message, param, "invalid_value")
@@ -325,7 +334,7 @@ def _completion_shown(request: CompletionRequest, limit: int) -> OutputOptions:
     return OutputOptions(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
 
 
-def _job(
+def _parsed_request(
     request: Generation, calls: Iterable[Call], choices: int, shown: OutputOptions
 ) -> ParsedRequest:
     stream = bool(request.stream)
@@ -342,7 +351,7 @@ def _job(
 
 
 def _common(
-    request: Generation, params: SamplingParams, terms: RequestDefaults, trace: str
+    request: Generation, params: SamplingParams, defaults: RequestDefaults, trace: str
 ) -> Call:
     """What all calls of a request share; the id and the prompt of each are still to come."""
     if request.timeout == 0:
@@ -352,7 +361,7 @@ def _common(
         request_id="",
         params=params,
         priority=request.priority or 0,
-        timeout=request.timeout or terms.timeout,
+        timeout=request.timeout or defaults.timeout,
         cache_salt=_salt(request.cache_salt or "", request.extra_key or ""),
         trace=trace,
         return_prompt_ids=bool(request.return_token_ids),
@@ -372,13 +381,13 @@ def _params(
     max_tokens: int | None,
     shown: OutputOptions,
     names: dict[str, str],
-    asked: OutputConstraint,
+    constraint: OutputConstraint,
 ) -> SamplingParams:
     """names: of fields that are called otherwise in SamplingParams."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
-    known["structured_outputs"] = asked.spec
+    known["structured_outputs"] = constraint.spec
     try:
         params = normalized(replace(defaults, **known))
     except InvalidParameter as error:
@@ -415,7 +424,7 @@ class ChatPrompt(NamedTuple):
     tools: RequestTools | None
 
 
-def chat_prompt(request: ChatRequest, reading: OutputParsers) -> ChatPrompt:
+def chat_prompt(request: ChatRequest, parsers: OutputParsers) -> ChatPrompt:
     """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
     chat = _chat(request.messages)
     arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
@@ -423,11 +432,11 @@ def chat_prompt(request: ChatRequest, reading: OutputParsers) -> ChatPrompt:
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
     tools = request_tools(request)
-    if reading.harmony:
+    if parsers.harmony:
         check_reasoning_effort(arguments)
         chat = harmony_messages(chat)
     if tools is not None:
-        shown = with_descriptions(tools.as_functions) if reading.harmony else tools.as_functions
+        shown = with_descriptions(tools.as_functions) if parsers.harmony else tools.as_functions
         arguments["tools"] = list[JsonValue](shown)
     return ChatPrompt(chat, arguments, tools)
 

@@ -311,7 +311,7 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/completions; `prompt` is a text, token ids, or a list of either. `logprobs`:
     how many alternatives; false is as not given."""
 
-    bounds: ClassVar[JsonLimits] = COMPLETION_LIMITS
+    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Int32 | bool | None = None
     echo: bool | None = None
@@ -329,7 +329,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /tokenize; either `prompt` or `messages` is given. Fields with which a chat is
     only sampled are ignored, so that a chat's body can be counted."""
 
-    ignored: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     return_token_strs: bool | None = None
@@ -350,8 +350,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /detokenize."""
 
-    ignored: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
-    bounds: ClassVar[JsonLimits] = COMPLETION_LIMITS
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
+    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
     tokens: list[TokenId]
     skip_special_tokens: bool | None = None
 

@@ -131,18 +131,18 @@ class ParsedOutput:
     calls: list[list[str]] = field(default_factory=list[list[str]])
     custom: set[int] = field(default_factory=set[int])
 
-    def add(self, pieces: Sequence[ParsedDelta]) -> None:
+    def add(self, deltas: Sequence[ParsedDelta]) -> None:
         """Further ones, in order."""
-        for piece in pieces:
-            if piece.kind in ("call", "custom"):
-                self.custom |= {len(self.calls)} if piece.kind == "custom" else set()
-                self.calls.append([piece.text])
-            elif piece.kind in ("arguments", "input"):
-                self.calls[piece.call_index].append(piece.text)
-            elif piece.kind == "reasoning":
-                self.reasoning.append(piece.text)
+        for parsed_delta in deltas:
+            if parsed_delta.kind in ("call", "custom"):
+                self.custom |= {len(self.calls)} if parsed_delta.kind == "custom" else set()
+                self.calls.append([parsed_delta.text])
+            elif parsed_delta.kind in ("arguments", "input"):
+                self.calls[parsed_delta.call_index].append(parsed_delta.text)
+            elif parsed_delta.kind == "reasoning":
+                self.reasoning.append(parsed_delta.text)
             else:
-                self.content.append(piece.text)
+                self.content.append(parsed_delta.text)
 
 
 @dataclass
@@ -191,24 +191,26 @@ class ChunkEncoder:
         self._usage = usage
         self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + usage
         self._head = head
-        self._counts = [TokenUsage() for _ in range(choices)] if continuous_usage else None
+        self._usage_by_choice = [TokenUsage() for _ in range(choices)] if continuous_usage else None
 
     def started(self, index: int, started: Started) -> None:
         """Comes before a choice's first delta."""
-        if self._counts is not None:
-            self._counts[index].prompt = started.prompt_tokens
+        if self._usage_by_choice is not None:
+            self._usage_by_choice[index].prompt = started.prompt_tokens
 
     def count(self, index: int, delta: Delta, reasoning: int) -> None:
         """Comes before the chunks of the delta, with the choice's tokens of thoughts so far."""
-        if self._counts is None:
+        if self._usage_by_choice is None:
             return
         so_far = delta.token_offset + len(unpack(delta.ids))
-        self._counts[index].output = so_far if delta.finish is None else delta.output_tokens
-        self._counts[index].reasoning = reasoning
-        self._usage = self._said_so_far(self._counts)
+        self._usage_by_choice[index].output = (
+            so_far if delta.finish is None else delta.output_tokens
+        )
+        self._usage_by_choice[index].reasoning = reasoning
+        self._usage = self._usage_so_far(self._usage_by_choice)
         self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + self._usage
 
-    def _said_so_far(self, counts: Sequence[TokenUsage]) -> bytes:
+    def _usage_so_far(self, counts: Sequence[TokenUsage]) -> bytes:
         total = TokenUsage(
             sum(n.prompt for n in counts),
             sum(n.output for n in counts),
@@ -226,9 +228,11 @@ class ChunkEncoder:
         if prompt_ids is not None:
             said += b',"prompt_token_ids":%s' % _json.encode(prompt_ids)
         usage = self._usage
-        if self._counts is not None:  # no token of this choice has been told yet
-            untold = replace(self._counts[index], output=0, reasoning=0)
-            usage = self._said_so_far([untold, *self._counts[:index], *self._counts[index + 1 :]])
+        if self._usage_by_choice is not None:  # no token of this choice has been told yet
+            unsent = replace(self._usage_by_choice[index], output=0, reasoning=0)
+            usage = self._usage_so_far(
+                [unsent, *self._usage_by_choice[:index], *self._usage_by_choice[index + 1 :]]
+            )
         return b'data: %s,"choices":%s%s' % (self._head, said, usage)
 
     def text_chunk(self, index: int, text: str) -> bytes:
@@ -257,9 +261,9 @@ class ChunkEncoder:
             self._usage,
         )
 
-    def parsed_chunk(self, index: int, piece: ParsedDelta, logprobs: bytes = NULL) -> bytes:
+    def parsed_chunk(self, index: int, parsed_delta: ParsedDelta, logprobs: bytes = NULL) -> bytes:
         """A chunk with a piece that a reader has found."""
-        return self._delta(index, _delta(self._answer, index, piece), logprobs)
+        return self._delta(index, _delta(self._answer, index, parsed_delta), logprobs)
 
     def logprobs_chunk(self, index: int, logprobs: bytes) -> bytes:
         """A chunk with log-probs of tokens that give no piece yet."""
@@ -325,24 +329,34 @@ def _head(answer: ResponseMetadata, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _delta(answer: ResponseMetadata, index: int, piece: ParsedDelta) -> JsonObject:
-    if piece.kind == "content":
-        return {"content": piece.text}
-    if piece.kind == "reasoning":
-        return {"reasoning_content": piece.text}
+def _delta(answer: ResponseMetadata, index: int, parsed_delta: ParsedDelta) -> JsonObject:
+    if parsed_delta.kind == "content":
+        return {"content": parsed_delta.text}
+    if parsed_delta.kind == "reasoning":
+        return {"reasoning_content": parsed_delta.text}
     if answer.tool_call_options.legacy_functions:
-        begun: JsonObject = {"name": piece.text, "arguments": ""}
-        return {"function_call": begun if piece.kind == "call" else {"arguments": piece.text}}
-    call: JsonObject = {"index": piece.call_index, "function": {"arguments": piece.text}}
-    if piece.kind == "input":
-        call = {"index": piece.call_index, "custom": {"input": piece.text}}
-    elif piece.kind != "arguments":
-        call_id = answer.call_id(index, piece.call_index, piece.text)
-        call = {"index": piece.call_index, **_call(call_id, piece.text, "", piece.kind == "custom")}
+        begun: JsonObject = {"name": parsed_delta.text, "arguments": ""}
+        return {
+            "function_call": begun
+            if parsed_delta.kind == "call"
+            else {"arguments": parsed_delta.text}
+        }
+    call: JsonObject = {
+        "index": parsed_delta.call_index,
+        "function": {"arguments": parsed_delta.text},
+    }
+    if parsed_delta.kind == "input":
+        call = {"index": parsed_delta.call_index, "custom": {"input": parsed_delta.text}}
+    elif parsed_delta.kind != "arguments":
+        call_id = answer.call_id(index, parsed_delta.call_index, parsed_delta.text)
+        call = {
+            "index": parsed_delta.call_index,
+            **_tool_call(call_id, parsed_delta.text, "", parsed_delta.kind == "custom"),
+        }
     return {"tool_calls": [call]}
 
 
-def _call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
+def _tool_call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
     """`text`: its arguments, or the input of a custom one."""
     if custom:
         return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
@@ -362,7 +376,9 @@ def _message(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> Js
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
     elif said.calls:
         message["tool_calls"] = [
-            _call(answer.call_id(index, number, name), name, "".join(texts), number in said.custom)
+            _tool_call(
+                answer.call_id(index, number, name), name, "".join(texts), number in said.custom
+            )
             for number, (name, *texts) in enumerate(said.calls)
         ]
     return message

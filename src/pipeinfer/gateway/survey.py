@@ -70,9 +70,9 @@ class JsonPrescan:
         self._in_string = False
         self._escaping = False  # the last byte was a backslash that escapes the next one
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, chunk: bytes) -> None:
         """Goes on with the next bytes, cut anywhere. Raises TooMuch at the first bound exceeded."""
-        structure = self._structure(piece)
+        structure = self._structure(chunk)
         commas = structure.count(b",")
         brackets = structure.translate(None, b",:")
         self.values += commas
@@ -105,18 +105,18 @@ class JsonPrescan:
         if self.members > bounds.members:
             raise LimitExceeded(f"the body holds more than {bounds.members} members of objects")
 
-    def _structure(self, piece: bytes) -> bytes:
+    def _structure(self, chunk: bytes) -> bytes:
         """The brackets, commas and colons of `piece` that are outside of strings."""
         if self._escaping:
-            piece = b"\\" + piece
+            chunk = b"\\" + chunk
             self._escaping = False
-        if b"\\" in piece:  # outside of strings it is an error, which the decoder finds
-            piece = piece.replace(b"\\\\", b"")
-            self._escaping = piece.endswith(b"\\")
-            piece = piece.replace(b'\\"', b"")
-        if b'"' not in piece:
-            return b"" if self._in_string else piece.translate(None, _NOT_STRUCTURE)
-        parts = piece.split(b'"')  # by turns outside and inside
+        if b"\\" in chunk:  # outside of strings it is an error, which the decoder finds
+            chunk = chunk.replace(b"\\\\", b"")
+            self._escaping = chunk.endswith(b"\\")
+            chunk = chunk.replace(b'\\"', b"")
+        if b'"' not in chunk:
+            return b"" if self._in_string else chunk.translate(None, _NOT_STRUCTURE)
+        parts = chunk.split(b'"')  # by turns outside and inside
         outside = parts[1::2] if self._in_string else parts[::2]
         self._in_string ^= len(parts) % 2 == 0
         return b"".join(outside).translate(None, _NOT_STRUCTURE)
@@ -124,8 +124,8 @@ class JsonPrescan:
 
 def prescan(body: bytes | bytearray, bounds: JsonLimits) -> Iterator[None]:
     """Surveys all of `body`, a slice each time it is asked to go on. Raises TooMuch."""
-    seen = JsonPrescan(bounds)
+    scan = JsonPrescan(bounds)
     for start in range(0, len(body), SLICE_BYTES):
-        seen.feed(bytes(body[start : start + SLICE_BYTES]))
+        scan.feed(bytes(body[start : start + SLICE_BYTES]))
         if start + SLICE_BYTES < len(body):
             yield

@@ -29,26 +29,26 @@ from pipeinfer.params import StructuredOutputs
 MAX_ARGUMENT_CHARS = 2**20
 
 
-def check_tool_support(tools: RequestTools | None, reading: OutputParsers) -> None:
+def check_tool_support(tools: RequestTools | None, parsers: OutputParsers) -> None:
     """ApiError 400 for tools that the model may call or not, if it cannot."""
-    if tools is not None and not tools.required and reading.why_no_tool_calls:
-        message = f"this server's model cannot call tools: {reading.why_no_tool_calls}"
+    if tools is not None and not tools.required and parsers.why_no_tool_calls:
+        message = f"this server's model cannot call tools: {parsers.why_no_tool_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
 
 
 def tool_call_constraint(
     tools: RequestTools,
     parallel: bool,
-    reading: OutputParsers,
-    form: OutputConstraint,
-    closed: bool,
+    parsers: OutputParsers,
+    constraint: OutputConstraint,
+    closed_objects: bool,
 ) -> OutputConstraint:
     """What holds an answer to calls that must be made, to those that are allowed, to the schemas of
     `strict` functions and the texts of custom tools, or to calls or its `form`. `parallel`: several
     calls are wanted. `closed`: see forms.form. ApiError 400."""
     strict, forced = tools.strict & tools.allowed, tools.required
-    if not (forced or strict or tools.restricted) and form.spec is None:
-        return form
+    if not (forced or strict or tools.restricted) and constraint.spec is None:
+        return constraint
     held = tools.allowed if forced else strict | (tools.custom_tools & tools.allowed)
     schemas: dict[str, JsonObject | None] = {
         name: schema if name in held else None
@@ -59,26 +59,41 @@ def tool_call_constraint(
         parallel and not tools.one_function,
         "tool_choice" if tools.one_function else "tools",
     )
-    free, thinks = not forced and form.spec is None, bool(reading.reasoning_parser_name)
-    content, instead = (None, None) if forced else (form.spec, form.fallback or form.spec)
-    left_out: dict[str, tuple[str, ...]] = {}  # by function
-    write = reading.tool_parser.grammar
+    allow_content, after_reasoning = (
+        not forced and constraint.spec is None,
+        bool(parsers.reasoning_parser_name),
+    )
+    content_constraint, fallback_content = (
+        (None, None) if forced else (constraint.spec, constraint.fallback or constraint.spec)
+    )
+    unenforced: dict[str, tuple[str, ...]] = {}  # by function
+    grammar_of = parsers.tool_parser.grammar
     try:
         for name, schema in schemas.items():
-            schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
+            schemas[name], unenforced[name] = _enforceable_schema(
+                name, schema, name in strict, closed_objects
+            )
         wanted = GrammarRequest(
-            schemas, many, free, reading.added_tokens, thinks, content, tools.input_grammars
+            schemas,
+            many,
+            allow_content,
+            parsers.added_tokens,
+            after_reasoning,
+            content_constraint,
+            tools.input_grammars,
         )
-        spec = StructuredOutputs(grammar=_grammar(write, wanted, strict, left_out))
+        spec = StructuredOutputs(grammar=_grammar(grammar_of, wanted, strict, unenforced))
         kept = strict | tools.custom_tools
         any_object = {name: s if name in kept else None for name, s in schemas.items()}
-        looser = dataclasses.replace(wanted, schemas=any_object, content_constraint=instead)
-        loses = ", ".join(
-            [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
-            + [form.lost_in_fallback] * (content is not instead)
+        fallback_request = dataclasses.replace(
+            wanted, schemas=any_object, content_constraint=fallback_content
         )
-        otherwise = StructuredOutputs(grammar=write(looser)) if loses else None
-        check(otherwise or spec)
+        lost = ", ".join(
+            [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
+            + [constraint.lost_in_fallback] * (content_constraint is not fallback_content)
+        )
+        fallback = StructuredOutputs(grammar=grammar_of(fallback_request)) if lost else None
+        check(fallback or spec)
     except UnsupportedInputGrammar as error:
         param = tools.grammar_fields[error.tool]
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
@@ -90,19 +105,21 @@ def tool_call_constraint(
     try:
         check(spec)
     except GrammarError as error:
-        return OutputConstraint(otherwise, (f"{loses}: {error}",), param)
-    return OutputConstraint(spec, _places(form, left_out), param, otherwise, loses)
+        return OutputConstraint(fallback, (f"{lost}: {error}",), param)
+    return OutputConstraint(spec, _unenforced_places(constraint, unenforced), param, fallback, lost)
 
 
-def _places(form: OutputConstraint, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    return (*form.unenforced, *(place for each in left_out.values() for place in each))
+def _unenforced_places(
+    constraint: OutputConstraint, unenforced: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    return (*constraint.unenforced, *(place for each in unenforced.values() for place in each))
 
 
 def _grammar(
     grammar: CallGrammar,
     wanted: GrammarRequest,
     strict: Container[str],
-    left_out: dict[str, tuple[str, ...]],
+    unenforced: dict[str, tuple[str, ...]],
 ) -> str:
     """The grammar of calls. Functions that it cannot hold to their schema, and that are not strict,
     get any object; `left_out` says so. Raises Inexpressible."""
@@ -116,19 +133,19 @@ def _grammar(
         except UnsupportedSchema as error:
             if name in strict or schema is None:
                 raise
-            schemas[name], left_out[name] = None, (f"parameters of {name}: {error}",)
+            schemas[name], unenforced[name] = None, (f"parameters of {name}: {error}",)
     return grammar(dataclasses.replace(wanted, schemas=schemas))
 
 
-def _held(
-    name: str, schema: JsonObject | None, strict: bool, closed: bool
+def _enforceable_schema(
+    name: str, schema: JsonObject | None, strict: bool, closed_objects: bool
 ) -> tuple[JsonObject | None, tuple[str, ...]]:
     """The schema of a function's parameters in the words of grammars, and what they leave out.
     Raises GrammarError where a strict one is not held."""
     if not schema:
         return schema, ()
     try:
-        found = held(schema, closed, narrow=strict)
+        found = held(schema, closed_objects, narrow=strict)
     except GrammarError as error:
         if strict:
             raise GrammarError(f"{name}: {error}") from None
@@ -140,13 +157,13 @@ def _held(
 
 
 def final_message_constraint(
-    form: StructuredOutputs, reading: OutputParsers, field: str
+    constraint: StructuredOutputs, parsers: OutputParsers, field: str
 ) -> StructuredOutputs:
     """What holds the final message of a harmony answer to `form`, which `field` asks for. ApiError
     400."""
     try:
         spec = final_message_grammar(
-            GrammarRequest({}, parallel=False, added_tokens=reading.added_tokens), form
+            GrammarRequest({}, parallel=False, added_tokens=parsers.added_tokens), constraint
         )
         check(spec)
     except (UnsupportedSchema, GrammarError) as error:
@@ -156,13 +173,13 @@ def final_message_constraint(
 
 def check_arguments_size(calls: Iterable[JsonObject]) -> None:
     """ApiError 400 where calls that were made before have more arguments than are read again."""
-    texts = map(_arguments, calls)
+    texts = map(_arguments_text, calls)
     if sum(len(text) for text in texts if text is not None) > MAX_ARGUMENT_CHARS:
         message = f"the arguments of all tool_calls are longer than {MAX_ARGUMENT_CHARS} characters"
         raise ApiError(400, message, "messages", "invalid_value")
 
 
-def _arguments(call: JsonObject) -> str | None:
+def _arguments_text(call: JsonObject) -> str | None:
     function = call.get("function")
     text = function.get("arguments") if isinstance(function, dict) else None
     return text if isinstance(text, str) else None
@@ -174,10 +191,10 @@ def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
     kind = call.get("type")
     if isinstance(kind, str):
         check_tool_type(kind, f"{where}.type")
-    return _of_text(call, f"{where}.custom") if kind == "custom" else call
+    return _custom_call_as_function(call, f"{where}.custom") if kind == "custom" else call
 
 
-def _of_text(call: JsonObject, where: str) -> JsonObject:
+def _custom_call_as_function(call: JsonObject, where: str) -> JsonObject:
     """The call of a custom tool as one of a function."""
     custom = call.get("custom")
     given = custom if isinstance(custom, dict) else {}

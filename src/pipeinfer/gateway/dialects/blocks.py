@@ -56,19 +56,19 @@ class OutputBlocks:
         """Whether any of them is a call."""
         return any(block.kind in CALL_BLOCKS for block in self.all)
 
-    def add(self, pieces: Iterable[ParsedDelta]) -> Iterator[BlockEvent]:
+    def add(self, deltas: Iterable[ParsedDelta]) -> Iterator[BlockEvent]:
         """What further pieces do, in order."""
-        for piece in pieces:
-            if piece.call_index == MESSAGE_BREAK:
+        for delta in deltas:
+            if delta.call_index == MESSAGE_BREAK:
                 yield from self.close()
                 continue
-            if not self._goes_on(piece):
+            if not self._continues_block(delta):
                 yield from self.close()
-                yield BlockEvent("open", self._new(piece))
+                yield BlockEvent("open", self._open_block(delta))
             block = self._open
-            if piece.kind not in CALL_BLOCKS and piece.text and block is not None:
-                block.texts.append(piece.text)
-                yield BlockEvent("more", block, piece.text)
+            if delta.kind not in CALL_BLOCKS and delta.text and block is not None:
+                block.texts.append(delta.text)
+                yield BlockEvent("more", block, delta.text)
 
     def close(self, *, cut: bool = False) -> Iterator[BlockEvent]:
         """Ends the block that is open, if one is. `cut`: there might have been more of it."""
@@ -81,15 +81,15 @@ class OutputBlocks:
         """An answer of one text without a letter."""
         yield from self.add([ParsedDelta("content", "")])
 
-    def _goes_on(self, piece: ParsedDelta) -> bool:
+    def _continues_block(self, delta: ParsedDelta) -> bool:
         block = self._open
-        if block is None or piece.kind in CALL_BLOCKS:
+        if block is None or delta.kind in CALL_BLOCKS:
             return False
-        return block.kind == BLOCK_KINDS[piece.kind] and block.call_index == piece.call_index
+        return block.kind == BLOCK_KINDS[delta.kind] and block.call_index == delta.call_index
 
-    def _new(self, piece: ParsedDelta) -> OutputBlock:
-        name = piece.text if piece.kind in CALL_BLOCKS else ""
-        block = OutputBlock(BLOCK_KINDS[piece.kind], len(self.all), piece.call_index, name)
+    def _open_block(self, delta: ParsedDelta) -> OutputBlock:
+        name = delta.text if delta.kind in CALL_BLOCKS else ""
+        block = OutputBlock(BLOCK_KINDS[delta.kind], len(self.all), delta.call_index, name)
         self.all.append(block)
         self._open = block
         return block

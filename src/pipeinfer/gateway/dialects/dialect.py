@@ -73,16 +73,16 @@ class AdapterEncoder:
     def __init__(
         self, answer: ResponseMetadata, formatter: ResponseFormatter, streams: bool
     ) -> None:
-        self._make_reader = answer.parser_factory
-        self._reader: OutputParser = PlainTextParser()
-        self._reasoning = ReasoningTokenCounter()
-        self._speech = formatter
+        self._parser_factory = answer.parser_factory
+        self._parser: OutputParser = PlainTextParser()
+        self._reasoning_counter = ReasoningTokenCounter()
+        self._formatter = formatter
         self._streams = streams
         self._blocks = OutputBlocks()
         self._end = ResponseEnd()
         self._prompt_tokens = 0
-        self._begun = False
-        self._scores: list[JsonValue] = []  # of tokens whose text is still to come
+        self._started = False
+        self._pending_logprobs: list[JsonValue] = []  # of tokens whose text is still to come
 
     @property
     def ended(self) -> bool:
@@ -90,9 +90,9 @@ class AdapterEncoder:
 
     def started(self, index: int, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
-        if self._make_reader is not None:
-            reader = self._make_reader(started.thoughts)
-            self._reader, self._reasoning = reader, reader.reasoning
+        if self._parser_factory is not None:
+            parser = self._parser_factory(started.thoughts)
+            self._parser, self._reasoning_counter = parser, parser.reasoning
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if not delta.text and not delta.ids and delta.finish is None:
@@ -102,40 +102,44 @@ class AdapterEncoder:
         for _ in self._events(delta):
             continue  # the blocks keep what matters
         return (
-            _json.encode(self._speech.full_response(self._blocks, self._end)) if self.ended else b""
+            _json.encode(self._formatter.full_response(self._blocks, self._end))
+            if self.ended
+            else b""
         )
 
     def error(self, error: ApiError) -> bytes:
-        return server_sent_event(self._speech.error_event(error, self._blocks, self._end))
+        return server_sent_event(self._formatter.error_event(error, self._blocks, self._end))
 
     def _events(self, delta: Delta) -> Iterator[JsonObject]:
-        speech, blocks = self._speech, self._blocks
-        if not self._begun:
-            self._begun = True
-            yield from speech.start_events(self._prompt_tokens)
+        formatter, blocks = self._formatter, self._blocks
+        if not self._started:
+            self._started = True
+            yield from formatter.start_events(self._prompt_tokens)
         if delta.logprobs is not None:
-            self._scores += map(chat_token_logprob, token_scores([(delta.logprobs, delta.ids)]))
-        self._reasoning.add_offsets(delta.offsets)
-        pieces = [*self._reader.feed(delta.text)]
+            self._pending_logprobs += map(
+                chat_token_logprob, token_scores([(delta.logprobs, delta.ids)])
+            )
+        self._reasoning_counter.add_offsets(delta.offsets)
+        parsed = [*self._parser.feed(delta.text)]
         if delta.finish is not None:
-            pieces += self._reader.finish()
-        yield from self._shown(blocks.add(pieces))
+            parsed += self._parser.finish()
+        yield from self._formatted(blocks.add(parsed))
         if delta.finish is None:
             return
-        self._end.set_from(delta, self._reasoning.count)
+        self._end.set_from(delta, self._reasoning_counter.count)
         if not blocks.all:
-            yield from self._shown(blocks.add_empty())
-        yield from self._shown(blocks.close(cut=delta.finish in CUT_OFF_REASONS))
-        yield from speech.end_events(blocks, self._end)
+            yield from self._formatted(blocks.add_empty())
+        yield from self._formatted(blocks.close(cut=delta.finish in CUT_OFF_REASONS))
+        yield from formatter.end_events(blocks, self._end)
 
-    def _shown(self, steps: Iterable[BlockEvent]) -> Iterator[JsonObject]:
+    def _formatted(self, steps: Iterable[BlockEvent]) -> Iterator[JsonObject]:
         for step in steps:
             scores: list[JsonValue] = []
             if step.action == "more":
-                scores, self._scores = self._scores, []
+                scores, self._pending_logprobs = self._pending_logprobs, []
                 if step.block.kind == "content":
                     step.block.logprobs += scores
-            yield from self._speech.block_events(step, scores)
+            yield from self._formatter.block_events(step, scores)
 
 
 def server_sent_event(content: JsonObject) -> bytes:

@@ -56,18 +56,18 @@ class AdapterHandlers:
     async def responses(self, request: web.Request) -> web.StreamResponse:
         base = f"resp_{uuid.uuid4().hex}"
         body = await self._answering.body(request, ResponsesRequest)
-        job, outlet = self._response(request, base, body)
+        job, encoder = self._response(request, base, body)
         whole = body if body.truncation == "auto" else None
         del body  # an answer takes minutes, in which the core has all that is needed
         with with_field_names(responses_body.FIELD_NAMES):
             try:
-                return await self._answering.respond(request, job, outlet)
+                return await self._answering.respond(request, job, encoder)
             except ApiError as error:  # before anything was sent
                 if whole is None:
                     raise
-                whole = await self._shortened(request, whole, error, whole.max_output_tokens)
-            job, outlet = self._response(request, base, whole)
-            return await self._answering.respond(request, job, outlet)
+                whole = await self._truncated(request, whole, error, whole.max_output_tokens)
+            job, encoder = self._response(request, base, whole)
+            return await self._answering.respond(request, job, encoder)
 
     def _response(
         self, request: web.Request, base: str, body: ResponsesRequest
@@ -77,8 +77,8 @@ class AdapterHandlers:
             responses_body.to_chat(body), base, self._terms, trace(request), names
         )
         answer = self._answering.said(base, job, chat=True)
-        speech = ResponsesFormatter(body, answer, job.params)
-        return job, AdapterEncoder(answer, speech, job.stream)
+        formatter = ResponsesFormatter(body, answer, job.params)
+        return job, AdapterEncoder(answer, formatter, job.stream)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, InputTokensRequest)
@@ -87,20 +87,22 @@ class AdapterHandlers:
                 tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
             except ApiError as error:
                 tokens = await self._count(
-                    request, await self._shortened(request, body, error, 1), 1
+                    request, await self._truncated(request, body, error, 1), 1
                 )
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
-    async def _count(self, request: web.Request, body: ResponsesPrompt, room: int | None) -> int:
+    async def _count(
+        self, request: web.Request, body: ResponsesPrompt, answer_tokens: int | None
+    ) -> int:
         """Tokens of the prompt, which leaves `room` for an answer; None: for one of any length; 0:
         the prompt may be longer than the context."""
         chat = responses_body.to_prompt_chat(body)
         call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
-        call = replace(call, params=replace(call.params, max_tokens=room))
+        call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
         return (await self._answering.encoded(request, call)).prompt_tokens
 
-    async def _shortened(
-        self, request: web.Request, body: ResponsesBody, error: ApiError, room: int | None
+    async def _truncated(
+        self, request: web.Request, body: ResponsesBody, error: ApiError, answer_tokens: int | None
     ) -> ResponsesBody:
         """`body`, which was refused with `error`, with as few of the first turns left out as it
         takes to fit; `error` again where it asks for no such thing, or no turn can be left out."""
@@ -111,7 +113,7 @@ class AdapterHandlers:
             middle = (first + behind) // 2
             shorter = responses_body.without_turns_before(body, turns[middle])
             try:
-                await self._count(request, shorter, room)
+                await self._count(request, shorter, answer_tokens)
                 found, behind = shorter, middle
             except ApiError as still:
                 if still.code != TOO_LONG:
@@ -125,16 +127,16 @@ class AdapterHandlers:
         base = f"msg_{uuid.uuid4().hex}"
         body = await self._answering.body(request, MessagesRequest)
         names = messages_body.FIELD_NAMES
-        reading = self._terms.parsers
-        chat = messages_body.to_chat(body, bool(reading.reasoning_parser_name), reading.harmony)
+        parsers = self._terms.parsers
+        chat = messages_body.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
         job = parse_adapted_chat(chat, base, self._terms, trace(request), names)
-        omits = body.thinking is not None and body.thinking.display == "omitted"
+        omit_reasoning = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
         answer = self._answering.said(base, job, chat=True)
-        speech = MessagesFormatter(answer, omits, name_of(request))
-        outlet = AdapterEncoder(answer, speech, job.stream)
+        formatter = MessagesFormatter(answer, omit_reasoning, name_of(request))
+        encoder = AdapterEncoder(answer, formatter, job.stream)
         with with_field_names(names):
-            return await self._answering.respond(request, job, outlet)
+            return await self._answering.respond(request, job, encoder)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, CountRequest)
@@ -158,7 +160,7 @@ def adapted_error_response(request: web.Request, error: ApiError) -> web.Respons
     """`error` in the form that clients of the request's path read."""
     response = error_response(error)
     if MESSAGES_PATHS.fullmatch(request.path):
-        told = messages_events.error_object(error, name_of(request))
-        response.body = msgspec.json.encode(told)
+        body = messages_events.error_object(error, name_of(request))
+        response.body = msgspec.json.encode(body)
         response.set_status(messages_events.status_of(error))
     return response

@@ -146,8 +146,8 @@ class OutputConfig(Part, frozen=True):
 class CountRequest(Body, frozen=True, kw_only=True):
     """The body of /v1/messages/count_tokens: a conversation."""
 
-    refused: ClassVar[Refusals] = MESSAGES
-    ignored: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
+    unsupported_fields: ClassVar[Refusals] = MESSAGES
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -160,7 +160,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """The body of /v1/messages."""
 
-    ignored: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     max_tokens: Int32
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -201,7 +201,7 @@ def to_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> 
 def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatRequest:
     """The chat, without how it is to be answered; `by_effort` as in as_chat. ApiError 400."""
     choice, messages = request.tool_choice, _messages(request)
-    goes_on = messages[-1].role == "assistant"
+    continues = messages[-1].role == "assistant"
     alone = choice is not None and choice.disable_parallel_tool_use
     chat = ChatRequest(
         messages=messages,
@@ -210,13 +210,13 @@ def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatReques
         tools=_tools(request),
         tool_choice=_choice(choice),
         parallel_tool_calls=False if alone else None,
-        continue_final_message=goes_on or None,
-        add_generation_prompt=False if goes_on else None,
+        continue_final_message=continues or None,
+        add_generation_prompt=False if continues else None,
     )
     form = request.output_config.format if request.output_config is not None else None
     if form is None:
         return chat
-    if goes_on:
+    if continues:
         where = "output_config.format"
         message = f"{where}: what goes on from the assistant's last message has no form of its own"
         raise ApiError(400, message, where, "unsupported_parameter")
@@ -284,17 +284,17 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
     if not 0 < many <= MAX_MESSAGES:
         reason = f"be at most {MAX_MESSAGES}, not {many}" if many else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
-    turns = ConversationBuilder()
+    conversation = ConversationBuilder()
     if request.system:
-        turns.add_message("system", _texts(request.system, "system"))
+        conversation.add_message("system", _texts(request.system, "system"))
     for i, turn in enumerate(request.messages):
-        _say(turns, turn, f"messages[{i}].content")
-    messages = turns.messages()
-    _check_open(messages[-1], f"messages[{many - 1}].content")
+        _add_turn(conversation, turn, f"messages[{i}].content")
+    messages = conversation.messages()
+    _check_last_turn(messages[-1], f"messages[{many - 1}].content")
     return messages
 
 
-def _check_open(last: ChatMessage, where: str) -> None:
+def _check_last_turn(last: ChatMessage, where: str) -> None:
     """The assistant's last message goes on from its text."""
     if last.role != "assistant" or (last.content and not last.tool_calls):
         return
@@ -303,9 +303,9 @@ def _check_open(last: ChatMessage, where: str) -> None:
     raise ApiError(400, message, where, "invalid_value")
 
 
-def _say(turns: ConversationBuilder, turn: Turn, where: str) -> None:
+def _add_turn(conversation: ConversationBuilder, turn: Turn, where: str) -> None:
     if isinstance(turn.content, str):
-        turns.add_message(turn.role, [turn.content])
+        conversation.add_message(turn.role, [turn.content])
         return
     texts: list[str] = []
     for j, block in enumerate(turn.content):
@@ -317,45 +317,47 @@ def _say(turns: ConversationBuilder, turn: Turn, where: str) -> None:
             texts.append(_document(block, here))
             continue
         if texts:
-            turns.add_message(turn.role, texts)
+            conversation.add_message(turn.role, texts)
             texts = []
-        _BLOCKS.get((turn.role, block.type), _refused)(turns, block, here)
+        _BLOCK_HANDLERS.get((turn.role, block.type), _refuse_block)(conversation, block, here)
     if texts or not turn.content:
-        turns.add_message(turn.role, texts)
+        conversation.add_message(turn.role, texts)
 
 
-def _thought(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
-    turns.add_reasoning(required(block.thinking, f"{where}.thinking"))
+def _add_thinking(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:
+    conversation.add_reasoning(required(block.thinking, f"{where}.thinking"))
 
 
-def _unreadable(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
+def _skip_redacted_thinking(
+    conversation: ConversationBuilder, block: MessageBlock, where: str
+) -> None:
     """Thoughts that another server has encrypted say nothing here."""
 
 
-def _called(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
+def _add_tool_use(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:
     call_id, name = required(block.id, f"{where}.id"), required(block.name, f"{where}.name")
-    turns.add_tool_call(call_id, name, msgspec.json.encode(block.input or {}).decode())
+    conversation.add_tool_call(call_id, name, msgspec.json.encode(block.input or {}).decode())
 
 
-def _gave(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
+def _add_tool_result(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:
     content, here = block.content or "", f"{where}.content"
     texts = [content] if isinstance(content, str) else []
     for j, part in enumerate([] if isinstance(content, str) else content):
         shown = _document if part.type == "document" else _text
         texts.append(shown(part, f"{here}[{j}]"))
-    turns.add_tool_result(required(block.tool_use_id, f"{where}.tool_use_id"), texts)
+    conversation.add_tool_result(required(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
-def _refused(turns: ConversationBuilder, block: MessageBlock, where: str) -> None:
+def _refuse_block(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:
     message = f"{where}.type: {block.type[:100]!r} is not supported in a message of this role"
     raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
 
 
-_BLOCKS = {
-    ("assistant", "thinking"): _thought,
-    ("assistant", "redacted_thinking"): _unreadable,
-    ("assistant", "tool_use"): _called,
-    ("user", "tool_result"): _gave,
+_BLOCK_HANDLERS = {
+    ("assistant", "thinking"): _add_thinking,
+    ("assistant", "redacted_thinking"): _skip_redacted_thinking,
+    ("assistant", "tool_use"): _add_tool_use,
+    ("user", "tool_result"): _add_tool_result,
 }
 
 
@@ -381,9 +383,9 @@ def _document(block: TextBlock, where: str) -> str:
         message = f"{param}.type: {source.type[:100]!r} is not supported, 'text' and 'content' are"
         raise ApiError(400, message, f"{param}.type", "unsupported_parameter")
     head = [
-        f"<{name}>{said}</{name}>"
-        for name, said in (("title", block.title), ("context", block.context))
-        if said
+        f"<{name}>{value}</{name}>"
+        for name, value in (("title", block.title), ("context", block.context))
+        if value
     ]
     return "\n".join(("<document>", *head, text, "</document>", ""))
 

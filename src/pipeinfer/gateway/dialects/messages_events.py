@@ -42,17 +42,17 @@ class MessagesFormatter:
     ) -> None:
         self._answer = answer
         self._request_id = request_id
-        self._omits = omit_reasoning
+        self._omit_reasoning = omit_reasoning
 
     def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
-        usage = _whole_usage(TokenUsage(prompt_tokens))
+        usage = _full_usage(TokenUsage(prompt_tokens))
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
         yield {"type": "ping"}
 
     def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
-            if self._omits and block.kind == "reasoning":
+            if self._omit_reasoning and block.kind == "reasoning":
                 return
             kind, field = DELTAS[block.kind]
             yield {
@@ -68,17 +68,17 @@ class MessagesFormatter:
             yield {"type": "content_block_stop", "index": block.index}
 
     def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
-        reason, sequence = _reason(blocks, end)
+        reason, sequence = _stop_reason(blocks, end)
         yield {
             "type": "message_delta",
-            "delta": _ended(reason, sequence),
+            "delta": _stop_fields(reason, sequence),
             "usage": _usage(end.usage),
         }
         yield {"type": "message_stop"}
 
     def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         content: list[JsonValue] = [self._content(block) for block in blocks.all]
-        return self._message(content, *_reason(blocks, end), _whole_usage(end.usage))
+        return self._message(content, *_stop_reason(blocks, end), _full_usage(end.usage))
 
     def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         return error_object(error, self._request_id)
@@ -92,7 +92,7 @@ class MessagesFormatter:
             "role": "assistant",
             "model": self._answer.model,
             "content": content,
-            **_ended(reason, sequence),
+            **_stop_fields(reason, sequence),
             "usage": usage,
         }
 
@@ -100,17 +100,17 @@ class MessagesFormatter:
         if block.kind == "content":
             return {"type": "text", "text": block.text, "citations": None}
         if block.kind == "reasoning":
-            text = "" if self._omits else block.text
+            text = "" if self._omit_reasoning else block.text
             return {"type": "thinking", "thinking": text, "signature": ""}
         call_id = self._answer.call_id(0, block.call_index, block.name)
         if call_id.startswith("call_"):
             call_id = f"toolu_{call_id.removeprefix('call_')}"
-        given = _input(block.text)
+        given = _tool_input(block.text)
         call: JsonObject = {"type": "tool_use", "id": call_id, "caller": {"type": "direct"}}
         return {**call, "name": block.name, "input": given}
 
 
-def _input(text: str) -> JsonObject:
+def _tool_input(text: str) -> JsonObject:
     """A call's arguments. What is no JSON object, cut off perhaps, is shown under a name that no
     tool knows."""
     raw = text.encode("utf-8", "surrogatepass") or b"{}"
@@ -122,7 +122,7 @@ def _input(text: str) -> JsonObject:
         return {"invalid_json": text}
 
 
-def _reason(blocks: OutputBlocks, end: ResponseEnd) -> tuple[str, str | None]:
+def _stop_reason(blocks: OutputBlocks, end: ResponseEnd) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence). Where its time was up, an answer is cut as by max_tokens."""
     if end.finish != "stop":
         return "max_tokens", None
@@ -131,7 +131,7 @@ def _reason(blocks: OutputBlocks, end: ResponseEnd) -> tuple[str, str | None]:
     return ("tool_use" if blocks.has_calls else "end_turn"), None
 
 
-def _ended(reason: str | None, sequence: str | None) -> JsonObject:
+def _stop_fields(reason: str | None, sequence: str | None) -> JsonObject:
     """How; what says more of that are refusals and containers, and there are none."""
     return {
         "stop_reason": reason,
@@ -153,7 +153,7 @@ def _usage(usage: TokenUsage) -> JsonObject:
     }
 
 
-def _whole_usage(usage: TokenUsage) -> JsonObject:
+def _full_usage(usage: TokenUsage) -> JsonObject:
     """With what a message says once."""
     further: JsonObject = {"cache_creation": None, "inference_geo": None, "service_tier": None}
     return {**_usage(usage), **further}

@@ -167,7 +167,7 @@ class ResponsesPrompt(Body, frozen=True, kw_only=True):
     """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
     one that does not fit."""
 
-    refused: ClassVar[Refusals] = RESPONSES
+    unsupported_fields: ClassVar[Refusals] = RESPONSES
     input: str | list[InputItem]
     instructions: str | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -183,7 +183,7 @@ class InputTokensRequest(ResponsesPrompt, frozen=True, kw_only=True):
     """The body of /v1/responses/input_tokens. Fields with which a response is only sampled are
     ignored, so that a response's body can be counted."""
 
-    ignored: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS | {
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS | {
         "max_output_tokens",
         "include",
         "personality",
@@ -256,11 +256,11 @@ def _is_message(item: InputItem) -> bool:
 def to_prompt_chat(request: ResponsesPrompt) -> ChatRequest:
     """The chat, without how it is to be answered. ApiError 400."""
     messages = _messages(request)
-    goes_on = _goes_on(request, messages)
+    continues = _continues_message(request, messages)
     return ChatRequest(
         messages=messages,
-        continue_final_message=goes_on or None,
-        add_generation_prompt=False if goes_on else None,
+        continue_final_message=continues or None,
+        add_generation_prompt=False if continues else None,
         model=request.model,
         chat_template_kwargs=_arguments(request),
         tools=_tools(request),
@@ -309,7 +309,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
     return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
 
 
-def _goes_on(request: ResponsesPrompt, messages: list[ChatMessage]) -> bool:
+def _continues_message(request: ResponsesPrompt, messages: list[ChatMessage]) -> bool:
     """Whether the last item is a message of the assistant that its status calls unfinished."""
     last = None if isinstance(request.input, str) else request.input[-1]
     if last is None or last.status not in UNFINISHED or last.role != "assistant":
@@ -384,43 +384,43 @@ def _named(kind: str, name: str | None, where: str) -> NamedTool:
 
 
 def _messages(request: ResponsesPrompt) -> list[ChatMessage]:
-    turns = ConversationBuilder()
+    conversation = ConversationBuilder()
     if request.instructions:
-        turns.add_message("system", [request.instructions])
+        conversation.add_message("system", [request.instructions])
     if isinstance(request.input, str):
-        turns.add_message("user", [request.input])
-        return turns.messages()
+        conversation.add_message("user", [request.input])
+        return conversation.messages()
     if not 0 < len(request.input) <= MAX_MESSAGES:
         many = len(request.input)
         reason = f"hold at most {MAX_MESSAGES} items, not {many}" if many else "not be empty"
         raise ApiError(400, f"input must {reason}", "input", "invalid_value")
     for i, item in enumerate(request.input):
-        _say(turns, item, f"input[{i}]")
-    return turns.messages()
+        _add_item(conversation, item, f"input[{i}]")
+    return conversation.messages()
 
 
-def _say(turns: ConversationBuilder, item: InputItem, where: str) -> None:
+def _add_item(conversation: ConversationBuilder, item: InputItem, where: str) -> None:
     kind = item.type or "message"
     if kind == "message":
         if item.role is None or item.role in ("tool", "function"):
             message = f"{where}.role must be system, developer, user or assistant"
             raise ApiError(400, message, f"{where}.role", "invalid_value")
-        turns.add_message(item.role, _texts(item.content, f"{where}.content"), item.phase)
+        conversation.add_message(item.role, _texts(item.content, f"{where}.content"), item.phase)
     elif kind == "reasoning":
         shown = item.content or item.summary or ""
         if shown:  # what is only encrypted comes from elsewhere, and says nothing here
-            turns.add_reasoning("\n".join(_texts(shown, f"{where}.content")))
+            conversation.add_reasoning("\n".join(_texts(shown, f"{where}.content")))
     elif kind == "function_call":
         call_id = required(item.call_id, f"{where}.call_id")
         arguments = required(item.arguments, f"{where}.arguments")
-        turns.add_tool_call(call_id, required(item.name, f"{where}.name"), arguments)
+        conversation.add_tool_call(call_id, required(item.name, f"{where}.name"), arguments)
     elif kind == "custom_tool_call":
         call_id = required(item.call_id, f"{where}.call_id")
         text = required(item.input, f"{where}.input")
-        turns.add_custom_call(call_id, required(item.name, f"{where}.name"), text)
+        conversation.add_custom_call(call_id, required(item.name, f"{where}.name"), text)
     elif kind in RESULT_ITEMS:
         call_id = required(item.call_id, f"{where}.call_id")
-        turns.add_tool_result(call_id, _texts(item.output, f"{where}.output"))
+        conversation.add_tool_result(call_id, _texts(item.output, f"{where}.output"))
     else:
         message = f"{where}.type: {kind[:100]!r} is not supported by this server"
         raise ApiError(400, message, f"{where}.type", "unsupported_parameter")

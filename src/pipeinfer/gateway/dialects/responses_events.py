@@ -40,7 +40,7 @@ class ResponsesFormatter:
     ) -> None:
         self._answer = answer
         self._clock = clock
-        self._fields = _said_again(request, answer, params)
+        self._fields = _echoed_fields(request, answer, params)
         self._number = 0  # of the next event
 
     def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
@@ -50,16 +50,16 @@ class ResponsesFormatter:
     def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.action == "more":
-            yield self._more(block, step.text, scores)
+            yield self._delta_event(block, step.text, scores)
         elif step.action == "open":
             item = self._item(block, "in_progress")
             yield self._event("response.output_item.added", output_index=block.index, item=item)
             if block.kind not in CALL_BLOCKS:
                 yield self._event(
-                    "response.content_part.added", **self._at(block), part=_part(block)
+                    "response.content_part.added", **self._position(block), part=_part(block)
                 )
         else:
-            yield from self._closed(block)
+            yield from self._done_events(block)
 
     def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
         whole = self.full_response(blocks, end)
@@ -82,35 +82,39 @@ class ResponsesFormatter:
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=response)
 
-    def _more(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
+    def _delta_event(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
         if block.kind in CALL_BLOCKS:
             _, _, name = CALL_ITEM_EVENTS[block.kind]
             return self._event(
                 f"{name}.delta", item_id=self._id(block), output_index=block.index, delta=text
             )
         if block.kind == "reasoning":
-            return self._event("response.reasoning_text.delta", **self._at(block), delta=text)
+            return self._event("response.reasoning_text.delta", **self._position(block), delta=text)
         return self._event(
-            "response.output_text.delta", **self._at(block), delta=text, logprobs=scores
+            "response.output_text.delta", **self._position(block), delta=text, logprobs=scores
         )
 
-    def _closed(self, block: OutputBlock) -> Iterator[JsonObject]:
+    def _done_events(self, block: OutputBlock) -> Iterator[JsonObject]:
         if block.kind in CALL_BLOCKS:
             _, field, name = CALL_ITEM_EVENTS[block.kind]
-            said: JsonObject = {"name": block.name} if block.kind == "call" else {}
-            said = {"output_index": block.index, **said, field: block.text}
-            yield self._event(f"{name}.done", item_id=self._id(block), **said)
+            fields: JsonObject = {"name": block.name} if block.kind == "call" else {}
+            fields = {"output_index": block.index, **fields, field: block.text}
+            yield self._event(f"{name}.done", item_id=self._id(block), **fields)
         elif block.kind == "reasoning":
-            yield self._event("response.reasoning_text.done", **self._at(block), text=block.text)
+            yield self._event(
+                "response.reasoning_text.done", **self._position(block), text=block.text
+            )
         else:
             yield self._event(
                 "response.output_text.done",
-                **self._at(block),
+                **self._position(block),
                 text=block.text,
                 logprobs=block.logprobs,
             )
         if block.kind not in CALL_BLOCKS:
-            yield self._event("response.content_part.done", **self._at(block), part=_part(block))
+            yield self._event(
+                "response.content_part.done", **self._position(block), part=_part(block)
+            )
         item = self._item(block)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
@@ -118,7 +122,7 @@ class ResponsesFormatter:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
 
-    def _at(self, block: OutputBlock) -> JsonObject:
+    def _position(self, block: OutputBlock) -> JsonObject:
         return {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
 
     def _id(self, block: OutputBlock) -> str:
@@ -165,7 +169,7 @@ def _usage(end: ResponseEnd) -> JsonObject:
     }
 
 
-def _said_again(
+def _echoed_fields(
     request: ResponsesRequest, answer: ResponseMetadata, params: SamplingParams
 ) -> JsonObject:
     """What does not change while the answer grows."""
