@@ -13,13 +13,14 @@ from call_forms import FORMS as OWN
 from tokenizers import Tokenizer
 
 from pipeinfer.demo import __file__ as demo
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.reading.call_grammars import GrammarRequest, UnsupportedSchema
-from pipeinfer.gateway.reading.elements import XmlTags
-from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
-from pipeinfer.gateway.schema import ChatRequest, decode
-from pipeinfer.gateway.shapes import ParsedOutput
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest, UnsupportedSchema
+from pipeinfer.gateway.tool_parsers.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
+from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs

@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.detokenizer.text import DecoderFactory
-from pipeinfer.gateway.reading.call_grammars import GrammarRequest
-from pipeinfer.gateway.reading.marked import DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN
-from pipeinfer.gateway.reading.registry import TOOL_PARSERS, choose_parsers
-from pipeinfer.gateway.shapes import ParsedOutput
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest
+from pipeinfer.gateway.tool_parsers.json_calls import DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN
+from pipeinfer.gateway.tool_parsers.registry import TOOL_PARSERS, choose_parsers
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import template_families
-from pipeinfer.gateway.reading.elements import XmlTags
-from pipeinfer.gateway.reading.registry import TOOL_PARSERS, choose_parsers
-from pipeinfer.gateway.shapes import ParsedOutput
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.tool_parsers.registry import TOOL_PARSERS, choose_parsers
+from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.tokenizer.sandbox import make_environment
 
 # By family, which parser is chosen; of other families none is known.

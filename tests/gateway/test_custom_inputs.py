@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from test_call_grammars import allows
 from test_lark_text import PATCH
 
-from pipeinfer.gateway.pieces import ParsedDelta
-from pipeinfer.gateway.reading.call_grammars import (
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.tool_parsers.base import ParsedDelta
+from pipeinfer.gateway.tool_parsers.grammars import (
     GrammarRequest,
     UnsupportedInputGrammar,
     input_schema,
 )
-from pipeinfer.gateway.reading.custom_inputs import CustomToolParser
-from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
-from pipeinfer.gateway.shapes import ParsedOutput
+from pipeinfer.gateway.tool_parsers.partial_json import CustomToolParser
+from pipeinfer.gateway.tool_parsers.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added
 

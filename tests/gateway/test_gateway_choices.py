@@ -15,11 +15,12 @@ from gateway_pipeline import Gateway, StartGateway
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.best_of import BestOf
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat, parse_completion
-from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.response_encoders import BestOf
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.messages import LogprobTexts
 from pipeinfer.packing import pack
 from pipeinfer.params import MOST_CHOICES, SamplingParams

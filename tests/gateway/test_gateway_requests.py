@@ -9,25 +9,21 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.gateway.defaults import sampling_defaults
-from pipeinfer.gateway.dialects.messages_body import MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.anthropic import MessagesRequest
+from pipeinfer.gateway.decoding import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
-from pipeinfer.gateway.nested_fields import MAX_OBJECTS
-from pipeinfer.gateway.reading.registry import OutputParsers
-from pipeinfer.gateway.requests import RequestDefaults, parse_chat, parse_completion
-from pipeinfer.gateway.schema import (
-    Body,
-    BodyType,
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    decode,
-    prescanned,
+from pipeinfer.gateway.requests import (
+    RequestDefaults,
+    parse_chat,
+    parse_completion,
+    sampling_defaults,
 )
+from pipeinfer.gateway.responses_api import ResponsesRequest
+from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, TokenizeRequest
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import Submit
 from pipeinfer.packing import pack

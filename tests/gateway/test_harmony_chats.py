@@ -11,13 +11,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from harmony_tokens import MARKERS, tokenizer
-from pipeinfer.gateway.dialects import messages_body, responses_body
+from pipeinfer.gateway import anthropic, responses_api
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.harmony_chats import harmony_messages
-from pipeinfer.gateway.reading.registry import choose_parsers
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
-from pipeinfer.gateway.schema import ChatRequest, decode
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.tool_parsers.harmony import harmony_messages
+from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer.chats import Chats
 from pipeinfer.tokenizer.templates import ChatTemplates
@@ -181,8 +182,8 @@ def test_a_chat_without_calls_stays_as_it_is() -> None:
 
 def of_message(**fields: Any) -> str:
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **fields}
-    request = decode(json.dumps(body).encode(), messages_body.MessagesRequest, lambda _: None)
-    [call] = parse_chat(messages_body.to_chat(request, True, True), "r", TERMS, "").calls
+    request = decode(json.dumps(body).encode(), anthropic.MessagesRequest, lambda _: None)
+    [call] = parse_chat(anthropic.to_chat(request, True, True), "r", TERMS, "").calls
     return rendered(call)
 
 
@@ -207,9 +208,9 @@ def test_messages_ask_for_an_effort_by_name_or_by_budget(fields: Any, effort: st
 def test_responses_ask_for_an_effort_that_there_is() -> None:
     def of_response(effort: str) -> str:
         body = {"input": "Hi", "reasoning": {"effort": effort}}
-        kind = responses_body.ResponsesRequest
+        kind = responses_api.ResponsesRequest
         request = decode(json.dumps(body).encode(), kind, lambda _: None)
-        [call] = parse_chat(responses_body.to_chat(request), "r", TERMS, "").calls
+        [call] = parse_chat(responses_api.to_chat(request), "r", TERMS, "").calls
         return rendered(call)
 
     for effort in ("low", "medium", "high"):

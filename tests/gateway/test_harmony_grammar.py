@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from harmony_tokens import tokenizer
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.reading.call_grammars import GrammarRequest, UnsupportedSchema
-from pipeinfer.gateway.reading.harmony import MARKERS, HarmonyParser
-from pipeinfer.gateway.reading.harmony_grammar import final_message_grammar, harmony_grammar
-from pipeinfer.gateway.reading.registry import OutputParsers
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
-from pipeinfer.gateway.schema import ChatRequest, decode
-from pipeinfer.gateway.shapes import ParsedOutput
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest, UnsupportedSchema
+from pipeinfer.gateway.tool_parsers.harmony import (
+    MARKERS,
+    HarmonyParser,
+    final_message_grammar,
+    harmony_grammar,
+)
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.text.added import Added

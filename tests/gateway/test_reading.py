@@ -11,15 +11,15 @@ from call_forms import FORMS, MARKERS, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.pieces import PlainTextParser
-from pipeinfer.gateway.reading.registry import (
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.tool_parsers.base import PlainTextParser
+from pipeinfer.gateway.tool_parsers.registry import (
     MAX_FEED_CHARS,
     TOOL_PARSERS,
     BoundedFeedParser,
     OutputParsers,
     choose_parsers,
 )
-from pipeinfer.gateway.shapes import ParsedOutput
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added

@@ -15,8 +15,8 @@ from test_harmony_http import CUTS, TEXTS, events, post
 from test_spoken_thoughts import ANSWERS, ENCLOSED, PARSERS, Answer, cuts, spelled
 
 from pipeinfer.gateway.ledger import Record, offsets
-from pipeinfer.gateway.pieces import ParserFactory
-from pipeinfer.gateway.reading.registry import OutputParsers
+from pipeinfer.gateway.tool_parsers.base import ParserFactory
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit, TextRow
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, ThoughtState

@@ -19,8 +19,8 @@ from call_forms import FORMS, texts
 from tokenizers import Tokenizer
 
 from pipeinfer.demo import __file__ as demo
-from pipeinfer.gateway.pieces import OutputParser
-from pipeinfer.gateway.reading.registry import (
+from pipeinfer.gateway.tool_parsers.base import OutputParser
+from pipeinfer.gateway.tool_parsers.registry import (
     ANY_MODEL,
     TOOL_PARSERS,
     OutputParsers,

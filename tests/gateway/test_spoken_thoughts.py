@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeinfer.gateway.pieces import OutputParser
-from pipeinfer.gateway.reading.registry import OutputParsers
-from pipeinfer.gateway.shapes import ParsedOutput
+from pipeinfer.gateway.response_json import ParsedOutput
+from pipeinfer.gateway.tool_parsers.base import OutputParser
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.params import ThoughtState
 from pipeinfer.text.thoughts import REASONING_PARSERS, Tags
 

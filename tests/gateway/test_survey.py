@@ -11,7 +11,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.survey import SLICE_BYTES, JsonLimits, JsonPrescan, LimitExceeded, prescan
+from pipeinfer.gateway.json_prescan import (
+    SLICE_BYTES,
+    JsonLimits,
+    JsonPrescan,
+    LimitExceeded,
+    prescan,
+)
 
 WIDE = JsonLimits(depth=10**9, values=10**9, containers=10**9, members=10**9)
 JSON = st.recursive(

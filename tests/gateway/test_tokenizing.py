@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.gateway.dialects.messages_body import (
+from pipeinfer.gateway.anthropic import (
     CountRequest,
     MessagesRequest,
     to_chat,
     to_prompt_chat,
 )
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.reading.registry import NO_PARSERS, OutputParsers
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
-from pipeinfer.gateway.schema import PROMPT_FIELDS, ChatRequest, TokenizeRequest, decode
+from pipeinfer.gateway.schema import PROMPT_FIELDS, ChatRequest, TokenizeRequest
 from pipeinfer.gateway.tokenizing import OF_CHATS, prompt_call, tokenize_call
+from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.params import SamplingParams
 
 CALLING = RequestDefaults(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeinfer.gateway.dialects.messages_body import MessagesRequest
+from pipeinfer.gateway.anthropic import MessagesRequest
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 
 
 def read(kind, **fields):

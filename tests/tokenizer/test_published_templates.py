@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import template_families
-from pipeinfer.gateway.reading.registry import OutputParsers
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
-from pipeinfer.gateway.schema import ChatRequest, decode
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.params import SamplingParams
 from pipeinfer.text.thoughts import THINK
 from pipeinfer.tokenizer.chats import Chats

@@ -14,9 +14,9 @@ from typing import Any
 
 from chaos import sending, wire
 from chaos.sending import Way
+from pipeinfer.gateway.json_prescan import MAX_DEPTH
 from pipeinfer.gateway.requests import MAX_PROMPTS
 from pipeinfer.gateway.schema import MAX_MESSAGES
-from pipeinfer.gateway.survey import MAX_DEPTH
 from pipeinfer.params import (
     LEAST_REPETITION,
     LEAST_TOP_P,

@@ -12,9 +12,9 @@ import msgspec
 
 from docs.markdown import bullets, codes, kind
 from docs.markdown import page as page_of
-from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
 from pipeinfer.gateway.field_help import BY_BODY
+from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,

@@ -16,15 +16,15 @@ from msgspec.structs import replace
 from pipeinfer.gateway.access import name_of
 from pipeinfer.gateway.admission import VISIT
 from pipeinfer.gateway.bodies import Bodies
+from pipeinfer.gateway.decoding import BodyType
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
 from pipeinfer.gateway.intake import Intake
-from pipeinfer.gateway.outlets import ResponseEncoder
 from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.requests import ParsedRequest
-from pipeinfer.gateway.schema import BodyType
+from pipeinfer.gateway.response_encoders import ResponseEncoder
+from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.service import Service
-from pipeinfer.gateway.shapes import ResponseMetadata
 from pipeinfer.gateway.streams import EventStream, Turn, WholeAnswer, api_error
 from pipeinfer.gateway.tokenizing import Encoded
 from pipeinfer.gateway.tracing import carried

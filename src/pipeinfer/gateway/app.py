@@ -15,21 +15,25 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway import docs_page, openapi
+from pipeinfer.gateway import openapi
 from pipeinfer.gateway.access import REQUEST_ID, name_of
-from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
-from pipeinfer.gateway.best_of import BestOf
-from pipeinfer.gateway.cache_resets import RESET
-from pipeinfer.gateway.dialects.handlers import (
+from pipeinfer.gateway.adapter_handlers import (
     MESSAGES_PATHS,
     AdapterHandlers,
     adapted_error_response,
 )
+from pipeinfer.gateway.answering import LEFT_OUT, Answering, trace
+from pipeinfer.gateway.cache_resets import RESET
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
-from pipeinfer.gateway.outlets import FullResponseEncoder, ResponseEncoder, StreamEncoder
 from pipeinfer.gateway.page import HEADERS, Page
 from pipeinfer.gateway.requests import ParsedRequest, parse_chat, parse_completion
+from pipeinfer.gateway.response_encoders import (
+    BestOf,
+    FullResponseEncoder,
+    ResponseEncoder,
+    StreamEncoder,
+)
 from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
     ChatRequest,
@@ -275,7 +279,7 @@ def _document() -> bytes:
 
 @cache
 def _page() -> str:
-    return docs_page.page(openapi.document())
+    return openapi.page(openapi.document())
 
 
 def loose(path: str) -> str:

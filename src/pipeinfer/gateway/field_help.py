@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
+from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
+from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -21,8 +21,12 @@ from pipeinfer.gateway.schema import (
 
 
 class FieldHelp(NamedTuple):
-    """text: Markdown, without links. default: what holds without the field, if anything does;
-    "required" where a body is wrong without it."""
+    """What a field means, and what holds without it.
+
+    Attributes:
+    - text: Markdown, without links
+    - default: value without the field, if any; "required" where a body is wrong without it
+    """
 
     text: str
     default: str = ""

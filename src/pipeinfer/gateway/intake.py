@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 
 from pipeinfer.gateway.bodies import Bodies
-from pipeinfer.gateway.schema import BodyType, decode, prescanned
-from pipeinfer.gateway.survey import SLICE_BYTES
+from pipeinfer.gateway.decoding import BodyType, decode, prescanned
+from pipeinfer.gateway.json_prescan import SLICE_BYTES
 
 # Bodies up to this are decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
 SMALL = SLICE_BYTES

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import ETag, web
 
-from pipeinfer.gateway import docs_page
+from pipeinfer.gateway import openapi
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
@@ -66,7 +66,7 @@ class Page:
 
     def route_docs(self, router: web.UrlDispatcher) -> None:
         """The files of /docs, which is there also where the page is not."""
-        names = "|".join(map(re.escape, docs_page.FILES))
+        names = "|".join(map(re.escape, openapi.FILES))
         router.add_get(f"/docs/{{name:{names}}}", self.file)
 
     async def index(self, request: web.Request) -> web.StreamResponse:

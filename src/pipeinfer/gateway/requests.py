@@ -1,6 +1,6 @@
-"""From a decoded request to the calls of the core: one for each prompt, with all of its choices.
+"""From a decoded body to the core's calls: one for each prompt, with all of its choices.
 
-Knows the schema and the core's events, and nothing about HTTP or tokens.
+Knows the schema and the core's events; no HTTP and no tokens.
 """
 
 from __future__ import annotations
@@ -9,49 +9,37 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer.gateway.client_marks import without_billing_header
-from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
-from pipeinfer.gateway.errors import ApiError, renamed, required
+from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.forms import OutputConstraint, output_constraint
-from pipeinfer.gateway.harmony_chats import (
-    check_reasoning_effort,
-    harmony_messages,
-    with_descriptions,
-)
-from pipeinfer.gateway.offered import RequestTools, request_tools
-from pipeinfer.gateway.old_functions import (
-    LEGACY_FIELD_NAMES,
-    function_messages_to_tool_messages,
-    functions_to_tools,
-)
-from pipeinfer.gateway.pieces import ParserFactory
-from pipeinfer.gateway.reading.registry import NO_PARSERS, OutputParsers
+from pipeinfer.gateway.prompts import chat_prompt
+from pipeinfer.gateway.response_json import OutputOptions, ToolCallOptions
 from pipeinfer.gateway.schema import (
-    MAX_MESSAGES,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     Generation,
     StreamOptions,
 )
-from pipeinfer.gateway.shapes import OutputOptions, ToolCallOptions
+from pipeinfer.gateway.structured_outputs import OutputConstraint, output_constraint
+from pipeinfer.gateway.tool_parsers.base import ParserFactory
+from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.gateway.tools import (
-    check_arguments_size,
+    LEGACY_FIELD_NAMES,
     check_tool_support,
     final_message_constraint,
+    functions_to_tools,
     tool_call_constraint,
-    tool_call_for_template,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.json_values import JsonObject
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.thoughts import spoken
 
 # Fields that mean the same in SamplingParams; `stop` is a text or a list there as well.
@@ -87,10 +75,15 @@ MAX_PROMPTS = 1024
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """What the server grants: `sampling` of requests that leave it open, the most prompts of a
-    request, each counted as often as it has choices, the `timeout` (seconds, 0 is never) of one
-    that names none, and how its model's answers are read. `closed`: objects that answers are held
-    to have only the properties that their schema names, unless it says otherwise."""
+    """The server's defaults and limits for requests.
+
+    Attributes:
+    - sampling: parameters that a request leaves open
+    - max_prompts: prompts of a request, each counted as often as it has choices
+    - timeout: seconds, of requests that name none; 0: never
+    - parsers: output parsers of the model
+    - closed_objects: schemas allow only the properties that they name, unless they say otherwise
+    """
 
     sampling: SamplingParams
     max_prompts: int = MAX_PROMPTS
@@ -100,11 +93,18 @@ class RequestDefaults:
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
-    """What one HTTP request asks for. `calls`: one for each of its `prompts`, in order, to be gone
-    through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
-    beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
-    makes what reads one choice; None: all of it is content. `calling`: how calls are told.
-    `params`: as a chat is sampled. `asked`: what an answer must be."""
+    """What one HTTP request asks for.
+
+    Attributes:
+    - calls: one for each prompt, in order; built lazily, to be iterated once
+    - choices: of all prompts together
+    - prompts: number of prompts
+    - best_of: choices of each prompt that are shown, the best; 0: all
+    - parser_factory: makes the output parser of a choice; None: all output is content
+    - output_options, tool_call_options: how the response is written
+    - params: sampling parameters of a chat
+    - constraint: what the output must fit
+    """
 
     calls: Iterable[Call]
     choices: int
@@ -232,7 +232,7 @@ def parse_completion(
 ) -> ParsedRequest:
     """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400.
 
-    Where only the best are shown all must have log-probs, by which they are known.
+    With best_of all choices need log-probs, by which the best are known.
     """
     prompts = _prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
@@ -271,20 +271,6 @@ def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
     if request.max_tokens is None and request.max_new_tokens is not None:
         return request.max_new_tokens, "max_new_tokens"
     return default if request.max_tokens is None else request.max_tokens, "max_tokens"
-
-
-def _for_template(request: ChatRequest) -> JsonObject:
-    """Fields of a chat that its template is given, or that say how it is used."""
-    given: JsonObject = {
-        "enable_thinking": request.enable_thinking,
-        "reasoning_effort": request.reasoning_effort,
-        "chat_template": request.chat_template,
-        "continue_final_message": request.continue_final_message or None,
-        "documents": None if request.documents is None else list[JsonValue](request.documents),
-    }
-    if request.reasoning_effort == "none" and request.enable_thinking is None:
-        given["enable_thinking"] = False
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _best_of(request: CompletionRequest, n: int) -> int:
@@ -415,85 +401,17 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
     return cast(list[str | list[int]], listed)  # of one kind, and no single ids
 
 
-class ChatPrompt(NamedTuple):
-    """What a prompt is made of: messages, and all variables of the template. `tools` that are among
-    these; None if none are."""
-
-    chat: list[JsonObject]
-    arguments: JsonObject
-    tools: RequestTools | None
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has none
 
 
-def chat_prompt(request: ChatRequest, parsers: OutputParsers) -> ChatPrompt:
-    """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
-    chat = _chat(request.messages)
-    arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
-    _check_sendable("chat_template_kwargs", arguments)
-    if request.add_generation_prompt is not None:
-        arguments["add_generation_prompt"] = request.add_generation_prompt
-    tools = request_tools(request)
-    if parsers.harmony:
-        check_reasoning_effort(arguments)
-        chat = harmony_messages(chat)
-    if tools is not None:
-        shown = with_descriptions(tools.as_functions) if parsers.harmony else tools.as_functions
-        arguments["tools"] = list[JsonValue](shown)
-    return ChatPrompt(chat, arguments, tools)
+def sampling_defaults(folder: Path) -> SamplingParams:
+    """The checkpoint's default parameters, from generation_config.json, do_sample aside, as in
+    vLLM.
 
-
-def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
-    """The conversation as chat templates want it."""
-    messages = function_messages_to_tool_messages(messages)
-    if not 0 < len(messages) <= MAX_MESSAGES:
-        reason = f"be at most {MAX_MESSAGES}, not {len(messages)}" if messages else "not be empty"
-        raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
-    _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
-    check_arguments_size(call for m in messages for call in m.tool_calls or ())
-    return without_billing_header([_message(i, message) for i, message in enumerate(messages)])
-
-
-def _check_sendable(param: str, value: JsonValue) -> None:
-    """Free-form JSON may hold numbers that the bus cannot carry."""
+    max_tokens (of chats) is None unless the checkpoint limits it. Raises ConfigurationError.
+    """
+    given = read_generation(folder).sampling()
     try:
-        msgspec.msgpack.encode(value)
-    except OverflowError as error:
-        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-
-
-def _message(i: int, message: ChatMessage) -> JsonObject:
-    """The message as the tokenizer takes it: a content of texts alone, or null where the message
-    only calls tools; thoughts under one name; no absent fields."""
-    thoughts = (message.reasoning_content, message.thinking, message.reasoning)
-    shown = next((text for text in thoughts if text is not None), None)
-    message = replace(message, reasoning_content=shown, thinking=None, reasoning=None)
-    plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [
-            tool_call_for_template(call, f"messages[{i}].tool_calls[{j}]")
-            for j, call in enumerate(message.tool_calls)
-        ]
-    content = message.content
-    if message.refusal is not None and not content:
-        content = message.refusal
-    if isinstance(content, list):
-        plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
-    elif content is not None:
-        plain["content"] = content
-    elif message.role == "assistant" and message.tool_calls:
-        plain["content"] = None
-    else:
-        param = f"messages[{i}].content"
-        raise ApiError(400, f"{param} must be given", param, "invalid_value")
-    if message.role == "developer":  # templates of open models know it as "system"
-        plain["role"] = "system"
-    return plain
-
-
-def _text_part(i: int, j: int, part: ContentPart) -> JsonObject:
-    """A part of text; what a model refused to say is one as well."""
-    where = f"messages[{i}].content[{j}]"
-    if part.type not in ("text", "refusal"):
-        text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
-        raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
-    text = part.text if part.type == "text" else part.refusal
-    return {"type": "text", "text": required(text, f"{where}.{part.type}")}
+        return normalized(replace(SamplingParams(max_tokens=None), **given))
+    except InvalidParameter as error:
+        raise ConfigurationError(f"{folder / 'generation_config.json'}: {error}") from None

@@ -6,30 +6,21 @@ no HTTP library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.errors import ApiError, from_validation
-from pipeinfer.gateway.nested_fields import unknown_within
-from pipeinfer.gateway.survey import (
+from pipeinfer.gateway.json_prescan import (
     CHAT_LIMITS,
     COMPLETION_LIMITS,
     JsonLimits,
-    LimitExceeded,
-    prescan,
 )
 from pipeinfer.gateway.unsupported_fields import (
-    ALTERNATIVES,
     IGNORED_FIELDS,
-    OF_OTHER_BODIES,
     REFUSED,
     Refusals,
-    is_neutral,
 )
-from pipeinfer.gateway.whole_numbers import with_integral_floats_as_ints
 from pipeinfer.json_values import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
@@ -78,9 +69,13 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all bodies; null is the same as not given. Of names that are no field of it:
-    `refused` would change an answer, `ignored` cannot, whatever `refused` says. `bounds`: of depth
-    and size."""
+    """Base of all bodies; null is the same as absent.
+
+    Class attributes:
+    - unsupported_fields: names that would change an answer elsewhere, with their neutral values
+    - ignored_fields: names that cannot change an answer, even if `unsupported_fields` has them
+    - json_limits: of depth and size
+    """
 
     unsupported_fields: ClassVar[Refusals] = REFUSED
     ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
@@ -354,76 +349,3 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
     tokens: list[TokenId]
     skip_special_tokens: bool | None = None
-
-
-BodyType = TypeVar("BodyType", bound=Body)
-
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
-def prescanned(body: bytes | bytearray, kind: type[BodyType]) -> Iterator[None]:
-    """Checks the bounds of depth and size of a `body` of `kind`, a slice each time it is asked to
-    go on; to be done before decode(). ApiError 400."""
-    try:
-        yield from prescan(body, kind.json_limits)
-    except LimitExceeded as error:
-        raise ApiError(400, str(error), code="invalid_value") from None
-
-
-def decode(
-    body: bytes, kind: type[BodyType], on_unknown_fields: Callable[[Sequence[str]], object]
-) -> BodyType:
-    """The typed request in a surveyed `body`; ApiError 400 says which field is wrong and why.
-
-    strange: told the fields that neither this server nor its tables know, if there are any: those
-    of the body, and then those within its fields.
-    """
-    if not body.strip():
-        raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
-    try:
-        fields, known = _fields(body), kind.__struct_fields__
-        others = {name: fields[name] for name in fields if name not in known}
-        if others:
-            _check_unsupported(others, kind, on_unknown_fields)
-        decoded = _typed(body, fields, kind)
-        if unknown := unknown_within(fields, kind):
-            on_unknown_fields(unknown)
-        return decoded
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-
-
-def _typed(body: bytes, fields: Mapping[str, msgspec.Raw], kind: type[BodyType]) -> BodyType:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError:
-        whole = with_integral_floats_as_ints(fields, kind)
-        if whole is None:
-            raise
-        return msgspec.json.decode(whole, type=kind)
-
-
-def _check_unsupported(
-    fields: Mapping[str, msgspec.Raw],
-    kind: type[Body],
-    on_unknown_fields: Callable[[Sequence[str]], object],
-) -> None:
-    refused, unknown = kind.unsupported_fields, list[str]()
-    for name, value in fields.items():
-        if name in kind.ignored_fields:
-            continue
-        if name not in refused:
-            unknown.append(name)
-        elif not is_neutral(value, refused[name]):
-            place = "endpoint" if name in OF_OTHER_BODIES else "server"
-            message = f"{name} is not supported by this {place}"
-            instead = [
-                other for other in ALTERNATIVES.get(name, ()) if other in kind.__struct_fields__
-            ]
-            if instead:
-                message += f"; ask for {instead[0]}"
-            raise ApiError(400, message, name, "unsupported_parameter")
-    if unknown:
-        on_unknown_fields(unknown)

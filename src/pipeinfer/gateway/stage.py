@@ -19,7 +19,6 @@ from pipeinfer.gateway.admission import Admission, guarded
 from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
-from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.gateway.fingerprint import fingerprint
 from pipeinfer.gateway.health import Health, expected_stages
@@ -27,11 +26,11 @@ from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.reading.registry import choose_parsers
-from pipeinfer.gateway.requests import RequestDefaults
+from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
+from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.gateway.tracing import Traces
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts

@@ -16,7 +16,7 @@ from aiohttp.http import HttpVersion11
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
-from pipeinfer.gateway.outlets import ResponseEncoder
+from pipeinfer.gateway.response_encoders import ResponseEncoder
 from pipeinfer.gateway.responses import GONE
 
 BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
-from pipeinfer.gateway.old_functions import LEGACY_FIELD_NAMES as OLD_NAMES
-from pipeinfer.gateway.old_functions import functions_to_tools
-from pipeinfer.gateway.requests import RequestDefaults, chat_prompt
+from pipeinfer.gateway.prompts import chat_prompt
+from pipeinfer.gateway.requests import RequestDefaults
 from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.streams import api_error
+from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES as OLD_NAMES
+from pipeinfer.gateway.tools import functions_to_tools
 from pipeinfer.json_values import JsonObject
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams

@@ -1,28 +1,44 @@
-"""Calls of tools: what holds an answer to them, and those that were made before.
+"""The tools of a chat: which it offers, what constrains their calls, calls made before.
 
-Knows no request and no text of an answer.
+Templates know functions alone: a custom tool is shown as a function of one text, its input. Knows
+the schema of requests; no output text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.forms import OutputConstraint, unenforced_message
-from pipeinfer.gateway.offered import RequestTools, check_tool_type
-from pipeinfer.gateway.pieces import INPUT_PARAMETER
-from pipeinfer.gateway.reading.call_grammars import (
+import msgspec
+from msgspec.structs import replace
+
+from pipeinfer.gateway.errors import ApiError, required
+from pipeinfer.gateway.schema import (
+    ChatMessage,
+    ChatRequest,
+    Choice,
+    CustomTool,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
+from pipeinfer.gateway.structured_outputs import OutputConstraint, unenforced_message
+from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER
+from pipeinfer.gateway.tool_parsers.grammars import (
     CallGrammar,
     GrammarRequest,
     UnsupportedInputGrammar,
     UnsupportedSchema,
+    input_schema,
 )
-from pipeinfer.gateway.reading.harmony_grammar import final_message_grammar
-from pipeinfer.gateway.reading.registry import OutputParsers
-from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.gateway.tool_parsers.harmony import final_message_grammar
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
+from pipeinfer.grammars.bounds import MOST_BYTES, GrammarError, check
 from pipeinfer.grammars.json_schema import held
-from pipeinfer.json_values import JsonObject
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 # Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.
@@ -30,7 +46,7 @@ MAX_ARGUMENT_CHARS = 2**20
 
 
 def check_tool_support(tools: RequestTools | None, parsers: OutputParsers) -> None:
-    """ApiError 400 for tools that the model may call or not, if it cannot."""
+    """ApiError 400 for optional tools if the model cannot call any."""
     if tools is not None and not tools.required and parsers.why_no_tool_calls:
         message = f"this server's model cannot call tools: {parsers.why_no_tool_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
@@ -43,9 +59,11 @@ def tool_call_constraint(
     constraint: OutputConstraint,
     closed_objects: bool,
 ) -> OutputConstraint:
-    """What holds an answer to calls that must be made, to those that are allowed, to the schemas of
-    `strict` functions and the texts of custom tools, or to calls or its `form`. `parallel`: several
-    calls are wanted. `closed`: see forms.form. ApiError 400."""
+    """The constraint of an answer with tools. ApiError 400.
+
+    It enforces required calls, allowed tools, schemas of strict functions, input grammars, or that
+    an answer is calls or fits its own `constraint`. `parallel`: several calls are wanted.
+    """
     strict, forced = tools.strict & tools.allowed, tools.required
     if not (forced or strict or tools.restricted) and constraint.spec is None:
         return constraint
@@ -159,8 +177,9 @@ def _enforceable_schema(
 def final_message_constraint(
     constraint: StructuredOutputs, parsers: OutputParsers, field: str
 ) -> StructuredOutputs:
-    """What holds the final message of a harmony answer to `form`, which `field` asks for. ApiError
-    400."""
+    """The constraint of a harmony answer's final message. `field`: that asks for it. ApiError
+    400.
+    """
     try:
         spec = final_message_grammar(
             GrammarRequest({}, parallel=False, added_tokens=parsers.added_tokens), constraint
@@ -172,7 +191,7 @@ def final_message_constraint(
 
 
 def check_arguments_size(calls: Iterable[JsonObject]) -> None:
-    """ApiError 400 where calls that were made before have more arguments than are read again."""
+    """ApiError 400 if earlier calls have more arguments than are parsed again."""
     texts = map(_arguments_text, calls)
     if sum(len(text) for text in texts if text is not None) > MAX_ARGUMENT_CHARS:
         message = f"the arguments of all tool_calls are longer than {MAX_ARGUMENT_CHARS} characters"
@@ -186,8 +205,9 @@ def _arguments_text(call: JsonObject) -> str | None:
 
 
 def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
-    """A call that was made before, as one of a function; whether a template wants its arguments as
-    an object or as a text, the tokenizer finds. ApiError 400 for a call of another kind."""
+    """An earlier call as one of a function; the tokenizer finds whether a template wants its
+    arguments as an object or as text. ApiError 400 for an unknown type.
+    """
     kind = call.get("type")
     if isinstance(kind, str):
         check_tool_type(kind, f"{where}.type")
@@ -208,3 +228,227 @@ def _custom_call_as_function(call: JsonObject, where: str) -> JsonObject:
         "type": "function",
         "function": {"name": name, "arguments": {INPUT_PARAMETER: text}},
     }
+
+
+TOOL_TYPES = ("function", "custom")
+
+
+@dataclass(frozen=True)
+class RequestTools:
+    """The tools that a request offers.
+
+    Attributes:
+    - as_functions: all tools, as functions for the chat template
+    - schemas: of the parameters of each tool, by name
+    - strict: names whose calls always fit their schema
+    - custom_tools: names of tools that take a text
+    - input_grammars: of custom tools, by name
+    - grammar_fields: where in the request a custom tool's format stands, by name
+    - allowed: names that may be called
+    - required: one of them must be called
+    - one_function: the client chose the function
+    """
+
+    as_functions: list[JsonObject] = field(default_factory=list[JsonObject])
+    schemas: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
+    strict: frozenset[str] = frozenset()
+    custom_tools: frozenset[str] = frozenset()
+    input_grammars: dict[str, StructuredOutputs] = field(
+        default_factory=dict[str, StructuredOutputs]
+    )
+    grammar_fields: dict[str, str] = field(default_factory=dict[str, str])
+    allowed: frozenset[str] = frozenset()
+    required: bool = False
+    one_function: bool = False
+
+    @property
+    def restricted(self) -> bool:
+        """Whether the model is shown tools that it may not call."""
+        return len(self.allowed) < len(self.schemas)
+
+
+def request_tools(request: ChatRequest) -> RequestTools | None:
+    """The tools of the request; None: none. ApiError 400."""
+    tools, choice = request.tools or [], request.tool_choice
+    if not tools:
+        if choice not in (None, "none"):
+            message = "tool_choice is only allowed with tools"
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        return None
+    kinds: dict[str, str] = {}
+    functions = [_function(tool, f"tools[{i}]", kinds) for i, tool in enumerate(tools)]
+    schemas = {function.name: function.parameters or {} for function in functions}
+    check_sendable("tools", dict[str, JsonValue](schemas))
+    if choice == "none":
+        return None
+    customs = {
+        f"tools[{i}].custom.format": tool.custom
+        for i, tool in enumerate(tools)
+        if tool.type == "custom" and tool.custom is not None
+    }
+    texts = {
+        tool.name: text for tool in customs.values() if (text := _input_grammar(tool)) is not None
+    }
+    if sum(len(text.grammar or text.regex or "") for text in texts.values()) > MOST_BYTES:
+        message = f"tools: grammars of custom tools have at most {MOST_BYTES} letters together"
+        raise ApiError(400, message, "tools", "invalid_value")
+    allowed, forced = _allowed_tools(choice, kinds)
+    named = not (choice is None or isinstance(choice, str) or choice.type == "allowed_tools")
+    return RequestTools(
+        [{"type": "function", "function": msgspec.to_builtins(each)} for each in functions],
+        schemas,
+        frozenset((*texts, *(function.name for function in functions if function.strict))),
+        frozenset(tool.name for tool in customs.values()),
+        texts,
+        {tool.name: where for where, tool in customs.items()},
+        allowed,
+        forced,
+        named,
+    )
+
+
+def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
+    """The tool as a function; its kind is noted in `kinds`, by its name."""
+    check_tool_type(tool.type, f"{where}.type")
+    where = f"{where}.{tool.type}"
+    if tool.type == "function":
+        function = required(tool.function, where)
+    else:
+        custom = required(tool.custom, where)
+        function = Function(
+            custom.name, custom.description, input_schema(_input_annotations(custom, where))
+        )
+    if function.name in kinds:
+        message = f"{where}.name: there are two tools {function.name!r}"
+        raise ApiError(400, message, f"{where}.name", "invalid_value")
+    kinds[function.name] = tool.type
+    return function
+
+
+def check_tool_type(kind: str, where: str, *more: str) -> None:
+    """ApiError 400 for a tool type that is not served; `more`: types that are served there as
+    well.
+    """
+    if kind not in (*TOOL_TYPES, *more):
+        known = ", ".join(map(repr, (*TOOL_TYPES, *more)))
+        message = f"{where}: {kind[:100]!r} is not supported, only {known} are"
+        raise ApiError(400, message, where, "unsupported_parameter")
+
+
+def _input_annotations(tool: CustomTool, where: str) -> JsonObject:
+    """What a model is told of the tool's input. ApiError 400 for a grammar that is not there."""
+    if tool.format is None or tool.format.type == "text":
+        return {}
+    grammar = required(tool.format.grammar, f"{where}.format.grammar")
+    kind = "Lark grammar" if grammar.syntax == "lark" else "regular expression"
+    return {"description": f"A text of this {kind}:\n{grammar.definition}"}
+
+
+def _input_grammar(tool: CustomTool) -> StructuredOutputs | None:
+    grammar = None if tool.format is None else tool.format.grammar
+    if grammar is None or tool.format is None or tool.format.type == "text":
+        return None
+    if grammar.syntax == "regex":
+        return StructuredOutputs(regex=grammar.definition)
+    return StructuredOutputs(grammar=grammar.definition)
+
+
+def _allowed_tools(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset[str], bool]:
+    """The tools that may be called, and whether one of them must be. `kinds`: of all, by name."""
+    if choice is None or isinstance(choice, str):
+        return frozenset(kinds), choice == "required"
+    check_tool_type(choice.type, "tool_choice.type", "allowed_tools")
+    if choice.type != "allowed_tools":
+        one = NamedTool(choice.type, choice.function, choice.custom)
+        return frozenset((_tool_name(one, "tool_choice", kinds),)), True
+    allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
+    where = "tool_choice.allowed_tools.tools"
+    if not allowed.tools:
+        message = f"{where} must not be empty; tool_choice none offers no tools"
+        raise ApiError(400, message, where, "invalid_value")
+    names = {_tool_name(tool, f"{where}[{i}]", kinds) for i, tool in enumerate(allowed.tools)}
+    return frozenset(names), allowed.mode == "required"
+
+
+def _tool_name(tool: NamedTool, where: str, kinds: Mapping[str, str]) -> str:
+    """The name of a tool that the request offers."""
+    check_tool_type(tool.type, f"{where}.type")
+    given = tool.function if tool.type == "function" else tool.custom
+    name = required(given, f"{where}.{tool.type}").name
+    if kinds.get(name) != tool.type:
+        where += f".{tool.type}.name" if where != "tool_choice" else ""
+        message = f"{where}: there is no {tool.type} tool {name[:100]!r} in tools"
+        raise ApiError(400, message, where, "invalid_value")
+    return name
+
+
+def check_sendable(param: str, value: JsonValue) -> None:
+    """ApiError 400 for free-form JSON with numbers that the bus cannot carry."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
+
+
+# What chats with tools call a field, and what it is called here.
+LEGACY_FIELD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
+
+
+def functions_to_tools(request: ChatRequest) -> ChatRequest | None:
+    """The request with tools in place of `functions`, OpenAI's older form; None without functions.
+    ApiError 400.
+    """
+    choice = request.function_call
+    if not request.functions:
+        if choice not in (None, "none", "auto"):
+            message = "function_call is only allowed with functions"
+            raise ApiError(400, message, "function_call", "invalid_value")
+        return None
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name) is not None:
+            message = f"{name} is not allowed with functions: they say the same"
+            raise ApiError(400, message, name, "invalid_value")
+    return replace(
+        request,
+        functions=None,
+        function_call=None,
+        tools=[Tool("function", function) for function in request.functions],
+        tool_choice=_tool_choice(request),
+        parallel_tool_calls=False,
+    )
+
+
+def _tool_choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None:
+    choice = request.function_call
+    if isinstance(choice, str) or choice is None:
+        return choice
+    return ToolChoice("function", choice)
+
+
+def function_messages_to_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Earlier calls and results of functions as those of tools. ApiError 400."""
+    if any(message.function_call is not None or message.role == "function" for message in messages):
+        return list(_as_tool_messages(messages))
+    return messages
+
+
+def _as_tool_messages(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
+    """A result belongs to the last call of its function."""
+    ids: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        called = message.function_call
+        # Nine letters and digits, as templates of Mistral's demand.
+        call_id = f"call{i:05d}"
+        if message.role == "function":
+            call_id, text = ids.get(message.name or "", call_id), message.content or ""
+            yield replace(message, role="tool", content=text, tool_call_id=call_id)
+        elif called is None:
+            yield message
+        elif message.tool_calls:
+            where = f"messages[{i}].function_call"
+            text = f"{where} is not allowed beside tool_calls: a message calls in one way"
+            raise ApiError(400, text, where, "invalid_value")
+        else:
+            ids[str(called.get("name"))] = call_id
+            call: JsonObject = {"id": call_id, "type": "function", "function": called}
+            yield replace(message, function_call=None, tool_calls=[call])

@@ -352,7 +352,7 @@ IGNORED_NESTED_FIELDS = IGNORED_FIELDS.union(*IGNORED_WITHIN.values())
 
 
 def is_neutral(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:
-    """Whether a field that is refused has one of the values that are `neutral` there."""
+    """Whether an unsupported field has a value that asks for nothing."""
     if memoryview(raw).nbytes > MAX_NEUTRAL_BYTES:
         return False
     try:

@@ -18,7 +18,7 @@ import msgspec
 
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.outline import read_outline
-from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
+from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import ChatOptions, Message, Options, Prompt

@@ -1,18 +1,28 @@
-"""The body of /v1/responses, and the chat that it asks for.
+"""OpenAI's Responses API, /v1/responses: its bodies as chats, its responses and events.
 
-OpenAI's Responses API without memory: each request brings its whole conversation.
+There is no memory: each request brings its whole conversation.
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.dialects.turns import ConversationBuilder
+from pipeinfer.gateway.adapter import (
+    CALL_BLOCKS,
+    BlockEvent,
+    ConversationBuilder,
+    OutputBlock,
+    OutputBlocks,
+    ResponseEnd,
+)
 from pipeinfer.gateway.errors import ApiError, required
-from pipeinfer.gateway.offered import check_tool_type
+from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.schema import (
     INT32,
     MAX_MESSAGES,
@@ -43,8 +53,10 @@ from pipeinfer.gateway.schema import (
     ToolChoice,
     ToolName,
 )
+from pipeinfer.gateway.tools import check_tool_type
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
-from pipeinfer.json_values import JsonObject
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import SamplingParams
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside an answer; the others have nothing to show here.
@@ -114,7 +126,7 @@ class ResponsesTool(Part, frozen=True):
     defer_loading: bool | None = None
 
     def echoed(self) -> JsonObject:
-        """As an answer shows it."""
+        """The tool as a response shows it."""
         shown: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "function":
             return {**shown, "parameters": self.parameters, "strict": self.strict}
@@ -230,8 +242,9 @@ ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)
 
 
 def turn_starts(request: ResponsesPrompt) -> list[int]:
-    """Where its turns but the first begin, by items: with messages of the user. What is before one
-    of them can be left out, if the request asks for that where it does not fit; else empty."""
+    """Indices of items with which the turns but the first begin: messages of the user. What is
+    before one can be left out if the request allows truncation; else empty.
+    """
     items = request.input
     if request.truncation != "auto" or isinstance(items, str):
         return []
@@ -239,8 +252,9 @@ def turn_starts(request: ResponsesPrompt) -> list[int]:
 
 
 def without_turns_before(request: ResponsesBody, first: int) -> ResponsesBody:
-    """The same from item `first` on. What system and developer say stays; results go where their
-    calls go."""
+    """The request from item `first` on. System and developer messages stay; results go with
+    their calls.
+    """
     assert isinstance(request.input, list)
     gone, rest = request.input[:first], request.input[first:]
     calls = {item.call_id for item in gone if item.type in CALL_ITEMS}
@@ -254,7 +268,7 @@ def _is_message(item: InputItem) -> bool:
 
 
 def to_prompt_chat(request: ResponsesPrompt) -> ChatRequest:
-    """The chat, without how it is to be answered. ApiError 400."""
+    """The chat without sampling parameters. ApiError 400."""
     messages = _messages(request)
     continues = _continues_message(request, messages)
     return ChatRequest(
@@ -270,7 +284,7 @@ def to_prompt_chat(request: ResponsesPrompt) -> ChatRequest:
 
 
 def to_chat(request: ResponsesRequest) -> ChatRequest:
-    """The same as the body of a chat. ApiError 400."""
+    """The body of a chat that asks for the same. ApiError 400."""
     logprobs = _logprobs(request)
     chat = msgspec.structs.replace(
         to_prompt_chat(request),
@@ -443,3 +457,201 @@ def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
             raise ApiError(400, message, f"{here}.type", "unsupported_parameter")
         texts.append(required(part.text, f"{here}.text"))
     return texts
+
+
+ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
+# Of calls: the type of the item, its field that grows, and the events of that.
+CALL_ITEM_EVENTS = {
+    "call": ("function_call", "arguments", "response.function_call_arguments"),
+    "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
+}
+ABORTED_MESSAGE = "the request was ended before its answer was complete: its time was up"
+
+
+class ResponsesFormatter:
+    """Formats responses of /v1/responses. `params`: as the request is sampled. `clock`: Unix
+    seconds.
+    """
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        answer: ResponseMetadata,
+        params: SamplingParams,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._answer = answer
+        self._clock = clock
+        self._fields = _echoed_fields(request, answer, params)
+        self._number = 0  # of the next event
+
+    def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
+        block = step.block
+        if step.action == "more":
+            yield self._delta_event(block, step.text, scores)
+        elif step.action == "open":
+            item = self._item(block, "in_progress")
+            yield self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind not in CALL_BLOCKS:
+                yield self._event(
+                    "response.content_part.added", **self._position(block), part=_part(block)
+                )
+        else:
+            yield from self._done_events(block)
+
+    def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
+        whole = self.full_response(blocks, end)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
+        status = {"length": "incomplete", "abort": "failed"}.get(end.finish or "", "completed")
+        response = self._response(status, list[JsonValue](map(self._item, blocks.all)))
+        response["usage"] = _usage(end)
+        if status == "completed":
+            response["completed_at"] = int(self._clock())
+        elif status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["error"] = {"code": "server_error", "message": ABORTED_MESSAGE}
+        return response
+
+    def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
+        response = self._response("failed", list[JsonValue](map(self._item, blocks.all)))
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    def _delta_event(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
+        if block.kind in CALL_BLOCKS:
+            _, _, name = CALL_ITEM_EVENTS[block.kind]
+            return self._event(
+                f"{name}.delta", item_id=self._id(block), output_index=block.index, delta=text
+            )
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **self._position(block), delta=text)
+        return self._event(
+            "response.output_text.delta", **self._position(block), delta=text, logprobs=scores
+        )
+
+    def _done_events(self, block: OutputBlock) -> Iterator[JsonObject]:
+        if block.kind in CALL_BLOCKS:
+            _, field, name = CALL_ITEM_EVENTS[block.kind]
+            fields: JsonObject = {"name": block.name} if block.kind == "call" else {}
+            fields = {"output_index": block.index, **fields, field: block.text}
+            yield self._event(f"{name}.done", item_id=self._id(block), **fields)
+        elif block.kind == "reasoning":
+            yield self._event(
+                "response.reasoning_text.done", **self._position(block), text=block.text
+            )
+        else:
+            yield self._event(
+                "response.output_text.done",
+                **self._position(block),
+                text=block.text,
+                logprobs=block.logprobs,
+            )
+        if block.kind not in CALL_BLOCKS:
+            yield self._event(
+                "response.content_part.done", **self._position(block), part=_part(block)
+            )
+        item = self._item(block)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _event(self, kind: str, /, **fields: JsonValue) -> JsonObject:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _position(self, block: OutputBlock) -> JsonObject:
+        return {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
+
+    def _id(self, block: OutputBlock) -> str:
+        name = f"{self._answer.id}-{block.index}".encode()
+        return f"{ITEM_ID_PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
+
+    def _item(self, block: OutputBlock, status: str = "") -> JsonObject:
+        status = status or ("completed" if block.complete else "incomplete")
+        item: JsonObject = {"id": self._id(block), "status": status}
+        parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
+        if block.kind in CALL_BLOCKS:
+            kind, field, _ = CALL_ITEM_EVENTS[block.kind]
+            call_id = self._answer.call_id(0, block.call_index, block.name)
+            return {
+                **item, "type": kind, "call_id": call_id, "name": block.name, field: block.text
+            }  # fmt: skip
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": parts}
+        return {**item, "type": "message", "role": "assistant", "content": parts}
+
+    def _response(self, status: str, output: list[JsonValue]) -> JsonObject:
+        return {**self._fields, "status": status, "output": output}
+
+
+def _part(block: OutputBlock) -> JsonObject:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": list(block.logprobs),
+    }
+
+
+def _usage(end: ResponseEnd) -> JsonObject:
+    usage = end.usage
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def _echoed_fields(
+    request: ResponsesRequest, answer: ResponseMetadata, params: SamplingParams
+) -> JsonObject:
+    """The fields of the response that do not change while it grows."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    form = request.text.format if request.text is not None else None
+    verbosity = request.text.verbosity if request.text is not None else None
+    shown: JsonObject = {"type": "text"}
+    if form is not None:
+        shown = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
+    return {
+        "id": answer.id,
+        "object": "response",
+        "created_at": answer.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "frequency_penalty": params.frequency_penalty,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "model": answer.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": shown, "verbosity": verbosity or "medium"},
+        "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
+        "tools": [tool.echoed() for tool in request.tools or ()],
+        "top_logprobs": params.logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": request.truncation or "disabled",
+        "usage": None,
+        "user": request.user,
+        "metadata": request.metadata or {},
+    }

@@ -1,7 +1,7 @@
-"""What a model's calls look like as a grammar, in llguidance's Lark: one function for each form.
+"""The tool calls of a model as a grammar in llguidance's Lark: one function for each format.
 
-What such a grammar allows, the form's reader reads, and arguments fit their schemas. Knows no
-request; compiles nothing.
+What a grammar allows, the parser of the same format parses, and arguments fit their schemas.
+Compiles nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from functools import cached_property
 
 import msgspec
 
-from pipeinfer.gateway.pieces import INPUT_PARAMETER
-from pipeinfer.gateway.reading.elements import XmlTags
-from pipeinfer.gateway.reading.lark_text import (
+from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER, schema_types
+from pipeinfer.gateway.tool_parsers.json_calls import HERMES, MISTRAL, JsonCallMarkers
+from pipeinfer.gateway.tool_parsers.lark import (
     JSON_ESCAPED_CHARS,
     RecursiveGrammar,
     UnsupportedGrammar,
     grammar_to_regex,
     may_contain,
 )
-from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, JsonCallMarkers
-from pipeinfer.gateway.reading.pythonic import ARGUMENT_NAME, FUNCTION_NAME, PythonicFormat
-from pipeinfer.gateway.reading.schema_types import schema_types
+from pipeinfer.gateway.tool_parsers.pythonic import ARGUMENT_NAME, FUNCTION_NAME, PythonicFormat
+from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.grammars.lookaround import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
@@ -51,11 +50,11 @@ _CALL_BEGINS = r"\[\s*[\w.-]+\s*\("  # in Python's notation
 
 
 class UnsupportedSchema(ValueError):
-    """Parameters that the form cannot be held to; the text says which, for the client."""
+    """A schema that the format cannot enforce; the message says which, for the client."""
 
 
 class UnsupportedInputGrammar(UnsupportedSchema):
-    """A text that no call of this form can be held to; `tool` is the custom tool's name."""
+    """An input grammar that no call of this format can enforce; `tool`: the custom tool's name."""
 
     def __init__(self, tool: str, message: str) -> None:
         super().__init__(message)
@@ -64,11 +63,18 @@ class UnsupportedInputGrammar(UnsupportedSchema):
 
 @dataclass(frozen=True)
 class GrammarRequest:
-    """`schemas`: of the parameters of each function that may be called; None: any object.
-    `many`: several calls may follow each other. `free`: content may stand around or in place of
-    calls. `tokens`: of the model, by their text. `thinks`: white space may come first. `form`: of
-    an answer that has no calls; None if it must have some, or is free. `texts`: of some functions,
-    which have one parameter that is a text, what that is held to."""
+    """What a grammar of calls must enforce.
+
+    Attributes:
+    - schemas: of the parameters of each function that may be called, by name; None: any object
+    - parallel: several calls may follow each other
+    - allow_content: content may stand around or in place of calls
+    - added_tokens: of the model, by their text
+    - after_reasoning: white space may come first
+    - content_constraint: of an answer without calls; None if there must be calls, or any content is
+      allowed
+    - input_grammars: by name of a custom tool, the constraint of its one parameter
+    """
 
     schemas: Mapping[str, JsonObject | None]
     parallel: bool
@@ -81,22 +87,24 @@ class GrammarRequest:
     )
 
     def tag(self, text: str) -> str:
-        """With the special tokens that the model has for it or its parts, or as text."""
+        """A rule for `text` with the special tokens that the model has for it or its parts."""
         return _sequence(
             quoted(lead) if (lead := self.text_before_special(text)) else "",
             self.from_first_special(text),
         )
 
     def has_special_token(self, text: str) -> bool:
-        """Whether it is a special token or has one, which no text can spell."""
+        """Whether `text` is or contains a special token, which no other text can spell."""
         return bool(self.from_first_special(text))
 
     def text_before_special(self, text: str) -> str:
-        """The text before the first special token of it, all of it if it has none."""
+        """The text before the first special token; all of it if there is none."""
         return self._parts(text)[0]
 
     def from_first_special(self, text: str) -> str:
-        """The special tokens and what stands between and behind them; empty if it has none."""
+        """A rule for the special tokens and the text between and behind them; empty if there is
+        none.
+        """
         tokens = self.added_tokens or {}
         parts = self._parts(text)[1:]
         return _sequence(
@@ -104,7 +112,7 @@ class GrammarRequest:
         )
 
     def _parts(self, text: str) -> list[str]:
-        """The special tokens in it, and texts; a text comes first, which may be empty."""
+        """Special tokens and the texts between them; the first part is a text, maybe empty."""
         if text not in self._parts_by_tag:
             inside = (each for each in self._special_tokens if each in text)
             longest = "|".join(re.escape(each) for each in sorted(inside, key=len, reverse=True))
@@ -114,7 +122,9 @@ class GrammarRequest:
 
     @cached_property
     def _parts_by_tag(self) -> dict[str, list[str]]:
-        """Parts of tags, which every parameter has and few tokens make: there may be a thousand."""
+        """Cache of _parts: every parameter has the same tags, and there may be a thousand
+        parameters.
+        """
         return {}
 
     @cached_property
@@ -126,7 +136,7 @@ CallGrammar = Callable[[GrammarRequest], str]
 
 
 def hermes_grammar(wanted: GrammarRequest) -> str:
-    """<tool_call> and </tool_call> around objects."""
+    """Objects between <tool_call> and </tool_call>."""
     closing = wanted.tag(HERMES.closing)
     bodies = [
         f'"\\n" {_call(wanted, name, "arguments")} "\\n" {closing}' for name in wanted.schemas
@@ -166,7 +176,7 @@ def llama3_grammar(wanted: GrammarRequest) -> str:
 
 
 def mistral_grammar(wanted: GrammarRequest) -> str:
-    """A list of objects; where the model has a token for it, names and [ARGS]."""
+    """A list of objects; names and [ARGS] if the model has that token."""
     if "[ARGS]" not in (wanted.added_tokens or {}):
         return marked_list_grammar(MISTRAL)(wanted)
     args = wanted.tag("[ARGS]")
@@ -191,8 +201,13 @@ def marked_list_grammar(marks: JsonCallMarkers) -> CallGrammar:
 def section_grammar(
     marks: JsonCallMarkers, *head: str, foot: str = "", between: str = ""
 ) -> CallGrammar:
-    """Names before their arguments, and all calls in a section. `head`: what stands before
-    arguments, tags and texts in which {} is the name; `foot`: what stands behind them."""
+    """Calls with their name before the arguments, all in one section.
+
+    Arguments:
+    - head: tags and texts before the arguments, in which {} is the name
+    - foot: text behind the arguments
+    - between: text between calls
+    """
 
     def grammar(wanted: GrammarRequest) -> str:
         assert marks.section is not None
@@ -239,7 +254,9 @@ def pythonic_grammar(style: PythonicFormat) -> CallGrammar:
 
 
 def _first_in_list(wanted: GrammarRequest, style: PythonicFormat, calls: Mapping[str, str]) -> str:
-    """Content around calls that no tag opens: it holds nothing that begins like a list of them."""
+    """Content around calls without an opening tag: it holds nothing that begins like a list of
+    calls.
+    """
     more = f" ({quoted(style.separator)} called)*" if wanted.parallel else ""
     rules = [
         f'start: (first{more} "]"){"*" if wanted.parallel else "?"} rest',
@@ -253,7 +270,7 @@ def _first_in_list(wanted: GrammarRequest, style: PythonicFormat, calls: Mapping
 
 
 def bare_list_grammar(wanted: GrammarRequest, key: str = "parameters") -> str:
-    """A list of objects and nothing else. `key`: of arguments."""
+    """A list of objects and nothing else. `key`: of the arguments."""
     listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
     call = _call if wanted.content_constraint is None else _object  # as in llama3
     rules = [rule("call", [call(wanted, name, key) for name in wanted.schemas])]
@@ -276,7 +293,7 @@ def marked_object_grammar(marks: JsonCallMarkers) -> CallGrammar:
 def _tagged(
     wanted: GrammarRequest, opening: str, bodies: list[str], never: str, between: str
 ) -> str:
-    """Calls that each begin with the tag `opening`. `never`: a text that content must not have."""
+    """Calls that each begin with the tag `opening`. `never`: text that content must not contain."""
     tag, body = wanted.tag(opening), rule("body", bodies)
     if not wanted.allow_content:
         call = f"call: {tag} body"
@@ -297,19 +314,20 @@ def _tagged(
 
 
 def _text_without(*texts: str) -> str:
-    """A regular expression of texts that have none of them."""
+    """A regular expression for texts that contain none of `texts`."""
     escaped = "|".join(_escaped_in_slashes(text) for text in texts if text)
     return f"{ANY_TEXT} & ~/(?s:.*)({escaped})(?s:.*)/" if escaped else ANY_TEXT
 
 
 def _escaped_in_slashes(text: str) -> str:
-    """A text as it stands in a regular expression between slashes."""
+    """A text, escaped for a regular expression between slashes."""
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 def _start(wanted: GrammarRequest, calls: str, never: str = "") -> str:
-    """Calls, or the wanted form in their place. Behind thoughts models begin a paragraph. `never`:
-    as for _instead."""
+    """Calls, or content that fits the constraint. Behind reasoning models begin a paragraph.
+    `never`: see _content_rule.
+    """
     space = "/\\n\\n?/? " if wanted.after_reasoning else ""
     if wanted.content_constraint is None:
         return f"start: {space}{calls}"
@@ -473,7 +491,7 @@ def _sequence(*parts: str) -> str:
 
 
 class _XmlRules:
-    """Functions as elements with parameters. `rules`: that they need."""
+    """Functions as elements with parameters. `rules`: that the functions refer to."""
 
     def __init__(self, tags: XmlTags, wanted: GrammarRequest) -> None:
         self._tags = tags
@@ -610,7 +628,7 @@ def _by_name(
 
 
 class _PythonicRules:
-    """Functions with their arguments in parentheses. `rules`: that they need."""
+    """Functions with their arguments in parentheses. `rules`: that the functions refer to."""
 
     def __init__(self, wanted: GrammarRequest) -> None:
         self._wanted = wanted

@@ -1,27 +1,42 @@
-"""Answers in the harmony format of gpt-oss: messages with headers, each on a channel.
+"""The harmony format of gpt-oss: its output messages, the grammar of its calls, its prompts.
 
-    <|channel|>analysis<|message|>thoughts<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+    <|channel|>analysis<|message|>reasoning<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
 The prompt ends with <|start|>assistant. A recipient may also stand before the channel. Knows no
-request.
-"""  # noqa: E501
+request; compiles nothing.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Literal
 
 import msgspec
 
-from pipeinfer.gateway.pieces import MESSAGE_BREAK, WHITESPACE, ParsedDelta
-from pipeinfer.gateway.reading.held import find_marker
-from pipeinfer.gateway.reading.json_text import CallObjectParser, is_json
-from pipeinfer.gateway.reasoning_tokens import ReasoningTokenCounter
-from pipeinfer.json_values import JsonObject
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.tool_parsers.base import (
+    MESSAGE_BREAK,
+    WHITESPACE,
+    ParsedDelta,
+    ReasoningTokenCounter,
+    find_marker,
+)
+from pipeinfer.gateway.tool_parsers.grammars import (
+    GrammarRequest,
+    UnsupportedSchema,
+    constraint_schema,
+    json_arguments,
+    quoted,
+    rule,
+    slashed,
+)
+from pipeinfer.gateway.tool_parsers.partial_json import CallObjectParser, is_json
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
@@ -42,8 +57,9 @@ MessageKind = Literal["content", "reasoning", "call", "nothing"]
 
 
 class MessageHeader:
-    """What stands before a message's text, by sections: the role, what follows <|channel|>, what
-    follows <|constrain|>. `opened`: a marker has begun the header; text alone may be no header."""
+    """The header of a message, by sections: the role, the text behind <|channel|>, the text behind
+    <|constrain|>. `opened`: a marker has begun the header; text without a marker may be no header.
+    """
 
     def __init__(self, opened: bool = False) -> None:
         self.opened = opened
@@ -68,7 +84,7 @@ class MessageHeader:
 
     @property
     def recipient(self) -> str:
-        """Of the message, empty if there is none."""
+        """The recipient of the message; empty if there is none."""
         for section in ("role", "channel", "type"):
             if found := _RECIPIENT.search(self._section_text(section)):
                 return found[1]
@@ -76,19 +92,19 @@ class MessageHeader:
 
     @property
     def role(self) -> str:
-        """Whose message it is; empty where the header leaves it open."""
+        """The role; empty where the header does not say."""
         found = _ROLE.match(_RECIPIENT.sub(" ", self._section_text("role")))
         return found[1] if found is not None else ""
 
     @property
     def channel(self) -> str:
-        """Its name; models also write it right behind the role."""
+        """The channel's name; models also write it directly behind the role."""
         found = _WORD.match(_RECIPIENT.sub(" ", self._section_text("channel")))
         return (found[1] if found is not None else "") or self.role.removeprefix(ASSISTANT)
 
     @property
     def leftover_text(self) -> str:
-        """What is no part of a header: text of a message whose <|message|> was forgotten."""
+        """What is no part of a header: the text of a message whose <|message|> was forgotten."""
         parts = [_ROLE.sub("", _RECIPIENT.sub(" ", self._section_text("role")), count=1)]
         for section in ("channel", "type"):
             parts.append(_WORD.sub("", _RECIPIENT.sub(" ", self._section_text(section)), count=1))
@@ -97,11 +113,14 @@ class MessageHeader:
 
 
 class HarmonyParser:
-    """Reads one choice. Analysis is reasoning; commentary and final are content; what is sent to a
-    function is a call, and what is sent to a built-in tool is reasoning. Text outside of messages
-    is content, so nothing is lost of an answer that does not keep to the format.
+    """Parses one choice's messages.
 
-    Where a second message of one kind follows, a line end comes between, as a piece of its own.
+    - analysis: reasoning
+    - commentary, final: content
+    - a message to a function: a call; to a built-in tool: reasoning
+    - text outside of messages: content, so nothing is lost of output that breaks the format
+
+    Between two messages of one kind stands a line end, as a delta of its own.
     """
 
     def __init__(
@@ -112,9 +131,13 @@ class HarmonyParser:
         include_reasoning: bool = True,
         counter: ReasoningTokenCounter | None = None,
     ) -> None:
-        """`schemas`: of the parameters of functions, by name; None: no calls are looked for.
-        `goes_on`: the prompt ends amid a final message. `thinks`: analysis is reasoning, else it is
-        content. `shown`: reasoning is not left out. `reasoning`: is told where it lies."""
+        """Arguments:
+        - schemas: of the functions' parameters, by name; None: calls are not looked for
+        - continues_message: the prompt ends within a final message
+        - parse_reasoning: analysis is reasoning, else content
+        - include_reasoning: reasoning is returned, else dropped
+        - counter: is told where reasoning lies
+        """
         self._counter = counter or ReasoningTokenCounter()
         self._counter.parsed_chars = 0
         self._total_chars = 0  # of all text so far
@@ -197,7 +220,7 @@ class HarmonyParser:
             self._open_reasoning_span(self._marker_position + len(MESSAGE))
 
     def _open_reasoning_span(self, at: int) -> None:
-        """The message's text begins there."""
+        """The message's text begins at that character."""
         if self._kind == "reasoning":
             self._counter.open_span(at)
 
@@ -220,7 +243,7 @@ class HarmonyParser:
         return "reasoning" if thought and self._parse_reasoning else "content"
 
     def _start_message(self, kind: MessageKind, name: str, deltas: list[ParsedDelta]) -> None:
-        """The text of a message comes."""
+        """The header is complete, the message's text follows."""
         self._header, self._kind, self._message_started = None, kind, False
         if kind == "call":
             self._arguments_parser = HarmonyArgumentsParser(self._call_count, name)
@@ -241,7 +264,7 @@ class HarmonyParser:
             deltas.append(ParsedDelta(kind, text))
 
     def _end_message(self, deltas: list[ParsedDelta]) -> None:
-        """Nothing comes of the message any more, or of its header."""
+        """The message ends, or its header."""
         header, self._header = self._header, MessageHeader()
         if header is None:
             self._counter.close_span(self._marker_position)
@@ -260,7 +283,7 @@ class HarmonyParser:
 
 
 class HarmonyArgumentsParser:
-    """The text of call number `call` to function `name`: its arguments, as JSON."""
+    """The arguments, as JSON, of call number `call` to the function `name`."""
 
     def __init__(self, call: int, name: str) -> None:
         self._call_parser = CallObjectParser(call)
@@ -269,12 +292,12 @@ class HarmonyArgumentsParser:
         self._streaming = False
 
     def start(self) -> Sequence[ParsedDelta]:
-        """The call's name."""
+        """The delta with the function's name."""
         name = msgspec.json.encode(self._name).decode()
         return self._call_parser.feed(f'{{"name": {name}, "arguments": ')[0]
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
-        """An object comes as it is said; of all else the end must be known."""
+        """An object is returned as it arrives; anything else when its end is known."""
         if not self._streaming and not self._buffered:
             text = text.lstrip(WHITESPACE)
             self._streaming = text[:1] == "{"
@@ -285,7 +308,7 @@ class HarmonyArgumentsParser:
         return ()
 
     def finish(self) -> Sequence[ParsedDelta]:
-        """All of it has come."""
+        """The message has ended."""
         if self._streaming:
             return ()
         text = "".join(self._buffered).strip(WHITESPACE) or "{}"
@@ -295,7 +318,7 @@ class HarmonyArgumentsParser:
 
 
 def _function_name(recipient: str) -> str:
-    """The name of the function that is called so; models leave the namespace out at times."""
+    """The function's name; models leave the namespace out at times."""
     return recipient.removeprefix(FUNCTIONS_NAMESPACE)
 
 
@@ -307,3 +330,164 @@ def _may_be_header(text: str) -> bool:
     return len(text) <= MAX_UNMARKED_HEADER_CHARS and (
         begun or _ONLY_RECIPIENT.fullmatch(rest) is not None
     )
+
+
+GRAMMAR_MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
+# `opening`: the prompt has it already, but a template that opens no answer leaves it to the model.
+# `json`: how a header says that JSON follows.
+_RULES = """
+opening: ({start} "assistant")?
+next: {end} {start} "assistant"
+said: thought | preamble
+thought: {channel} "analysis" {message} text
+preamble: {channel} "commentary" {message} text
+final: {channel} "final" json? {message}
+json: " json" | " "? {constrain} "json"
+text: /(?s:.*)/
+""".strip()
+
+
+def harmony_grammar(wanted: GrammarRequest) -> str:
+    """The grammar of calls in this format. Raises UnsupportedSchema.
+
+    One call behind any reasoning, or in its place a final message that fits `content_constraint`.
+    Where content is allowed: any messages, whose calls are those of the request.
+    """
+    calls = _calls(wanted)
+    if wanted.allow_content:
+        message = "(said | final text | call)"
+        return _grammar(wanted, f"({message} next)* {message}", calls)
+    if wanted.content_constraint is None:
+        return _grammar(wanted, "(said next)* call", calls)
+    messages = "(thought next)* (final form | (preamble next (said next)*)? call)"
+    return _grammar(wanted, messages, [*calls, _constraint_rule(wanted.content_constraint)])
+
+
+def final_message_grammar(wanted: GrammarRequest, form: StructuredOutputs) -> StructuredOutputs:
+    """What holds the final message to `form`, and offers no calls. Raises Inexpressible."""
+    return StructuredOutputs(
+        grammar=_grammar(wanted, "(thought next)* final form", [_constraint_rule(form)])
+    )
+
+
+def _grammar(wanted: GrammarRequest, messages: str, rules: list[str]) -> str:
+    names = ("start", "end", "message", "channel", "constrain")
+    tags = dict(zip(names, map(wanted.tag, GRAMMAR_MARKERS), strict=True))
+    for marker in GRAMMAR_MARKERS:
+        if not wanted.has_special_token(marker):
+            raise UnsupportedSchema(
+                f"this model has no token {marker}, which sets its messages apart"
+            )
+    own = _RULES.format(**tags)
+    return "\n".join((f"start: opening {messages}", own, *rules))
+
+
+def _calls(wanted: GrammarRequest) -> list[str]:
+    """A call of each function. The recipient stands before or behind the channel."""
+    channel, message = wanted.tag(CHANNEL), wanted.tag(MESSAGE)
+    rules: list[str] = []
+    for i, name in enumerate(wanted.schemas):
+        rules.append(f"to{i}: {quoted(f' to=functions.{name}')}")
+        head = f'({channel} "commentary" to{i} | to{i} {channel} "commentary") json? {message}'
+        rules.append(f"call{i}: {head} {json_arguments(wanted, name)}")
+    return [rule("call", [f"call{i}" for i in range(len(wanted.schemas))]), *rules]
+
+
+def _constraint_rule(form: StructuredOutputs) -> str:
+    if form.json is not None:
+        return f"form: %json {constraint_schema(form.json)}"
+    if form.choice is not None:
+        return rule("form", map(quoted, form.choice))
+    if form.regex is not None:
+        return f"form: /{slashed(form.regex)}/"
+    raise UnsupportedSchema("a grammar cannot stand within the messages of this model")
+
+
+EFFORTS = ("low", "medium", "high")
+
+
+def harmony_messages(chat: Sequence[JsonObject]) -> list[JsonObject]:
+    """The same conversation in messages that the template shows completely; system messages first.
+
+    The template shows one system message, one call a message, and either reasoning or content
+    beside it; other things it leaves out silently, or refuses.
+    """
+    return list(_template_messages(chat))
+
+
+def check_reasoning_effort(arguments: JsonObject) -> None:
+    """ApiError 400 for a reasoning_effort that the model was not trained on; the template would
+    show any.
+    """
+    effort = arguments.get("reasoning_effort")
+    if "reasoning_effort" in arguments and effort not in EFFORTS:
+        known = ", ".join(EFFORTS)
+        message = (
+            f"reasoning_effort must be one of {known} for this model, not {str(effort)[:64]!r}"
+        )
+        raise ApiError(400, message, "reasoning_effort", "invalid_value")
+
+
+def with_descriptions(tools: Sequence[JsonObject]) -> list[JsonObject]:
+    """Tools as the template needs them: each with a description, if an empty one."""
+    return [_with_description(tool) for tool in tools]
+
+
+def _with_description(tool: JsonObject) -> JsonObject:
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
+def _template_messages(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    system = [message for message in chat if message.get("role") == "system"]
+    if system:
+        texts = [_text(message.get("content")) for message in system]
+        yield {**system[0], "content": "\n\n".join(text for text in texts if text)}
+    chat, at = [message for message in chat if message.get("role") != "system"], 0
+    while at < len(chat):
+        message, at = chat[at], at + 1
+        calls = message.get("tool_calls")
+        if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+            # The template takes an empty list for calls.
+            yield {key: value for key, value in message.items() if value or key != "tool_calls"}
+            continue
+        behind = at
+        while at < len(chat) and chat[at].get("role") == "tool":
+            at += 1
+        yield from _one_call_each(message, calls, chat[behind:at])
+
+
+def _one_call_each(
+    message: JsonObject, calls: list[JsonValue], results: Sequence[JsonObject]
+) -> Iterator[JsonObject]:
+    """Each call followed by its result. The template names a result after the call before it."""
+    left = list(results)
+    message = _content_as_reasoning(message)
+    for i, call in enumerate(calls):
+        yield {**message, "tool_calls": [call]}
+        message = {"role": "assistant", "content": ""}  # what was thought is shown once
+        name = call.get("id") if isinstance(call, dict) else None
+        mine = left if i + 1 == len(calls) else [r for r in left if r.get("tool_call_id") == name]
+        left = [result for result in left if result not in mine]
+        yield from mine
+
+
+def _content_as_reasoning(message: JsonObject) -> JsonObject:
+    """Content beside a call moved to the end of the reasoning: the template shows only one of
+    them.
+    """
+    content = _text(message.get("content"))
+    thoughts = _text(message.get("reasoning_content"))
+    if not thoughts or not content:
+        return {**message, "content": content}
+    return {**message, "reasoning_content": f"{thoughts}\n{content}", "content": ""}
+
+
+def _text(content: JsonValue) -> str:
+    """Parts joined to one text, as chats join them; empty without content."""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""

@@ -1,6 +1,6 @@
-"""Thoughts between a model's tags, before the answer; the rest is for the next reader.
+"""Parsers of the text around tool calls: reasoning between tags, and answers that have own tags.
 
-Knows no calls.
+Both hand the rest of the output to the next parser of the chain. Knows no tool call.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from math import inf
 from typing import Literal
 
-from pipeinfer.gateway.pieces import WHITESPACE, OutputParser, ParsedDelta
-from pipeinfer.gateway.reading.held import find_marker
-from pipeinfer.gateway.reasoning_tokens import ReasoningTokenCounter
+from pipeinfer.gateway.tool_parsers.base import (
+    WHITESPACE,
+    OutputParser,
+    ParsedDelta,
+    ReasoningTokenCounter,
+    find_marker,
+)
 from pipeinfer.text.thoughts import Tags
 
 
 class ReasoningParser:
-    """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
-    space at either end. `padded`: white space before the answer is not part of it."""
+    """Reasoning between a model's tags, at the begin of the output."""
 
     def __init__(
         self,
@@ -28,7 +31,14 @@ class ReasoningParser:
         strip_answer: bool = False,
         counter: ReasoningTokenCounter | None = None,
     ) -> None:
-        """`reasoning`: is told where the thoughts lie."""
+        """Arguments:
+        - next_parser: parses what follows the reasoning
+        - tags: opening and closing tag
+        - opened_by_prompt: the prompt ends behind the opening tag
+        - include_reasoning: reasoning is returned, without white space at either end; else dropped
+        - strip_answer: white space before the answer is not part of it
+        - counter: is told where reasoning lies
+        """
         self._counter = counter or ReasoningTokenCounter()
         self._counter.parsed_chars = 0
         self._total_chars = 0  # of all text so far
@@ -45,7 +55,7 @@ class ReasoningParser:
 
     @property
     def _buffer_start(self) -> int:
-        """The place in the whole text of the first letter that waits."""
+        """Where in the whole output the buffered text begins, in characters."""
         return self._total_chars - len(self._buffer)
 
     def feed(self, text: str) -> Sequence[ParsedDelta]:
@@ -94,7 +104,7 @@ class ReasoningParser:
         return True
 
     def _answer_text(self, bare: str) -> str:
-        """An answer without thoughts, which begins with `bare` text."""
+        """An answer without reasoning that begins with `bare`, with the white space before it."""
         return bare if self._strip_answer else "".join((*self._leading_space, bare))
 
     def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
@@ -128,3 +138,67 @@ class ReasoningParser:
         deltas += self._next_parser.feed(self._buffer)
         self._buffer = ""
         return False
+
+
+class AnswerTagParser:
+    """An answer between tags of its own, which are removed; what is between them goes to the next
+    parser.
+
+    Output that does not begin with the `opening` tag is passed on as it is.
+    """
+
+    def __init__(self, next_parser: OutputParser, opening: str, closing: str) -> None:
+        self._next_parser = next_parser
+        self._opening = opening
+        self._closing = closing
+        self._state: Literal["begin", "space", "inside", "over", "bare"] = "begin"
+        self._buffer = ""
+        self._pending_space: list[str] = []  # that may stand before the closing tag
+
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        if self._state == "begin":
+            self._find_opening()
+        if self._state == "space":
+            self._buffer = self._buffer.lstrip(WHITESPACE)
+            self._state = "inside" if self._buffer else "space"
+        if self._state == "inside":
+            return self._feed_inside()
+        return self._feed_rest() if self._state in ("over", "bare") else ()
+
+    def finish(self) -> Sequence[ParsedDelta]:
+        if self._state == "begin":
+            self._state = "bare"
+        inside = "".join((*self._pending_space, self._buffer)) if self._state == "inside" else ""
+        deltas_after = self._next_parser.feed(inside) if inside else self._feed_rest()
+        return (*deltas_after, *self._next_parser.finish())
+
+    def _find_opening(self) -> None:
+        bare = self._buffer.lstrip(WHITESPACE)
+        if bare.startswith(self._opening):
+            self._buffer, self._state = bare[len(self._opening) :], "space"
+        elif not self._opening.startswith(bare):
+            self._state = "bare"
+
+    def _feed_inside(self) -> Sequence[ParsedDelta]:
+        found = find_marker(self._buffer, (self._closing,))
+        self._buffer, bare = found.tail, found.before.rstrip(WHITESPACE)
+        deltas: list[ParsedDelta] = []
+        if bare:
+            deltas += self._next_parser.feed("".join((*self._pending_space, bare)))
+            self._pending_space = []
+        self._pending_space.append(found.before[len(bare) :])
+        if found.marker is not None:
+            self._pending_space, self._state = [], "over"
+            deltas += self._feed_rest()
+        return deltas
+
+    def _feed_rest(self) -> Sequence[ParsedDelta]:
+        """Text behind the closing tag without the white space before it; or all of an untagged
+        answer.
+        """
+        text, self._buffer = self._buffer, ""
+        if self._state == "over":
+            text = text.lstrip(WHITESPACE)
+            self._state = "bare" if text else "over"
+        return self._next_parser.feed(text) if text else ()

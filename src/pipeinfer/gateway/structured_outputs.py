@@ -1,8 +1,7 @@
-"""What an answer must be, in all the ways in which requests say it, as one StructuredOutputs.
+"""Structured outputs: what an answer must fit, in all the forms of requests, as StructuredOutputs.
 
 OpenAI's response_format, vLLM's structured_outputs and guided_*, SGLang's regex, ebnf and
-json_schema, llama.cpp's grammar, Ollama's format. Schemas are put into the words of the grammars'
-compiler. Compiles nothing.
+json_schema, llama.cpp's grammar, Ollama's format. Compiles nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +27,20 @@ FieldConstraint = tuple[str, StructuredOutputs]  # by which field
 
 
 class MalformedSchema(GrammarError):
-    """A schema that is none; the text says where, for the client."""
+    """A schema that is no JSON Schema; the message says where, for the client."""
 
 
 @dataclass(frozen=True)
 class OutputConstraint:
-    """`spec`: None if all texts will do. `left_out`: keywords of its schema that an answer is not
-    held to, see grammars/json_schema.py. `field`: of the request, that asked for it. `otherwise`:
-    what the answer must be where nobody can hold it to `spec`; None: the request is refused then.
-    `loses`: what an answer is not held to then."""
+    """What an output must fit.
+
+    Attributes:
+    - spec: None if any text will do
+    - unenforced: keywords of the schema that are not enforced, see grammars/json_schema.py
+    - field: of the request, that asked for it
+    - fallback: the constraint where `spec` cannot be compiled; None: the request is refused then
+    - lost_in_fallback: what the fallback does not enforce
+    """
 
     spec: StructuredOutputs | None = None
     unenforced: tuple[str, ...] = ()
@@ -45,14 +49,16 @@ class OutputConstraint:
     lost_in_fallback: str = ""
 
     def with_field_names(self, names: Mapping[str, str]) -> OutputConstraint:
-        """The same, where the client calls the field as `names` has it."""
+        """The same, with the field's name as the client calls it."""
         return dataclasses.replace(self, field=field_in(names, self.field))
 
 
 def output_constraint(request: Generation, closed_objects: bool = True) -> OutputConstraint:
-    """What the request asks for. `closed`: objects have only the properties that their schema
-    names, unless it says otherwise. ApiError 400 for more than one form, for one that is too large
-    or that is none, and for a strict schema that an answer cannot be held to."""
+    """The constraint that the request asks for.
+
+    `closed_objects`: see RequestDefaults. ApiError 400 for more than one form, for one that is too
+    large or invalid, and for a strict schema that cannot be enforced.
+    """
     found = list(_constraints(request))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)

@@ -1,10 +1,10 @@
-"""Calls as elements, each parameter one of its own, with texts that stand for themselves:
+"""Tool calls as XML-like elements, one for each parameter, whose text is not escaped:
 
     <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
     <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
     <invoke name="name"><parameter name="key" string="true">value</parameter></invoke>
 
-What a value is in JSON, the tool's schema says. `ElementTags` says how a form writes the elements.
+The tool's schema decides which JSON a value is. XmlTags says how a format writes the elements.
 Knows no model.
 """
 
@@ -17,12 +17,15 @@ from typing import Literal
 
 import msgspec
 
-from pipeinfer.gateway.pieces import WHITESPACE, ParsedDelta
-from pipeinfer.gateway.reading.content import ContentBuffer
-from pipeinfer.gateway.reading.held import find_marker
-from pipeinfer.gateway.reading.json_text import JsonValueScanner
-from pipeinfer.gateway.reading.python_text import PythonLiteralParser
-from pipeinfer.gateway.reading.schema_types import schema_types
+from pipeinfer.gateway.tool_parsers.base import (
+    WHITESPACE,
+    ContentBuffer,
+    ParsedDelta,
+    find_marker,
+    schema_types,
+)
+from pipeinfer.gateway.tool_parsers.partial_json import JsonValueScanner
+from pipeinfer.gateway.tool_parsers.pythonic import PythonLiteralParser
 from pipeinfer.json_values import JsonObject, JsonValue
 
 MAX_NAME_CHARS = 256  # of a name
@@ -32,15 +35,21 @@ _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"'`]+")  # of a function that stands betw
 
 @dataclass(frozen=True)
 class XmlTags:
-    """How a form writes elements. Empty tags are not there.
+    """The tags of one format. An empty string: the format has no such tag.
 
-    `call`: around calls. `function`: around one of them, up to its name, which `name_end` ends;
-    where it is empty the name stands behind the tag `call`, before a key or the end. `key`: before
-    the name of a parameter, which `key_end` ends; `value`: before its value, which `value_end`
-    ends. `typed`: between a parameter's name and whether its value is a text, true or false; empty
-    where nothing says so. `lines`: a value stands on lines of its own. `forgets`: models of this
-    form forget ends. `apart`: what stands between elements. `together`: all calls stand between two
-    tags."""
+    Attributes:
+    - call: (opening, closing) around calls
+    - key, key_end: around the name of a parameter
+    - value, value_end: around its value; with an empty `value` it follows `key_end`
+    - function: (opening, closing) of one call, the opening up to its name. If empty, the name
+      stands behind the opening of `call`, before a key or the closing
+    - name_end: ends the name
+    - string_flag: between a parameter's name and whether its value is a string, "true" or "false"
+    - value_on_lines: a value stands on lines of its own
+    - tolerates_missing_ends: models of this format forget end tags
+    - separator: text between elements
+    - shared_call_tag: all calls stand between one pair of `call` tags
+    """
 
     call: tuple[str, str]
     key: str
@@ -57,18 +66,19 @@ class XmlTags:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """That may be tokens of their own."""
+        """Tags that may be tokens of their own."""
         whole = (*self.call, self.function[1], self.key, self.key_end, self.value, self.value_end)
         return tuple(tag for tag in whole if tag[:1] == "<" and tag[-1] == ">")
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
-        """A line's begin is asked for, since texts may hold such tags."""
+        """What ends a value. Other tags must begin a line, since values may hold such tags."""
         ends = (self.key, self.function[1], self.call[1]) if self.tolerates_missing_ends else ()
         return (self.value_end, *("\n" + end for end in ends if end))
 
     @property
     def ends_of_body(self) -> tuple[str, ...]:
+        """What ends the body of a call or begins a parameter in it."""
         return tuple(filter(None, (self.key, self.function[1], self.call[1], self.call[0],
                                    self.function[0])))  # fmt: skip
 
@@ -109,8 +119,11 @@ XmlCallState = Literal[
 
 
 class XmlCallParser:
-    """`schemas`: of the tools' parameters, by name. Models forget the tag around calls, too: what
-    is called without it must be one of the tools, for answers may speak of <function=...>."""
+    """Parses calls of one format. `schemas`: of the tools' parameters, by name.
+
+    Models also forget the tag around calls. What is called without it must be one of the tools,
+    because answers may speak about <function=...>.
+    """
 
     def __init__(self, tags: XmlTags, schemas: Mapping[str, JsonObject]) -> None:
         self._tags = tags
@@ -147,8 +160,9 @@ class XmlCallParser:
         return deltas
 
     def finish(self) -> Sequence[ParsedDelta]:
-        """A call without an end is closed; one that is cut off amid a value is not, so that nobody
-        takes its arguments for whole ones."""
+        """A call without an end is closed. One that is cut off within a value is not, so that its
+        arguments are not taken for complete ones.
+        """
         deltas: list[ParsedDelta] = []
         match self._state:
             case "name" | "tag":
@@ -246,7 +260,7 @@ class XmlCallParser:
         return found.marker is not None
 
     def _feed_object(self, deltas: list[ParsedDelta]) -> bool:
-        """The arguments as an object, in the place of elements."""
+        """The arguments as one JSON object, in place of elements."""
         assert self._object_scanner is not None
         end, chunk = self._object_scanner.feed(self._buffer, 0)
         self._emit_arguments(chunk, deltas)
@@ -256,7 +270,7 @@ class XmlCallParser:
         return self._object_scanner.done
 
     def _handle_marker(self, marker: str | None, deltas: list[ParsedDelta]) -> None:
-        """Behind a marker of the body."""
+        """What follows a marker of the body."""
         if marker == self._tags.key:
             self._state = "key"
         elif marker is not None and marker != self._tags.value_end:
@@ -283,7 +297,7 @@ class XmlCallParser:
         return True
 
     def _expect_value(self, deltas: list[ParsedDelta]) -> bool:
-        """A key and its value. A key that has none is left out."""
+        """Between a key and its value. A key without a value is left out."""
         value = self._tags.value
         if value:
             self._buffer = self._buffer.lstrip(WHITESPACE)
@@ -301,7 +315,7 @@ class XmlCallParser:
         return True
 
     def _value_types(self) -> frozenset[str]:
-        """Of the value of the key, by the schema, and by what the call says of it."""
+        """JSON types of the key's value, by the schema and by the call's own flag."""
         known = schema_types(self._properties.get(self._key))
         if self._string_flag == "true" and (not known or "string" in known):
             return frozenset(("string",))
@@ -324,10 +338,13 @@ class XmlCallParser:
 
 
 class _ValueEncoder:
-    """Makes JSON of one value, of the `types` that its schema allows; none: nothing is known.
-    `lines`: a line end before and behind it is not its own.
+    """Encodes one value as JSON.
 
-    A text goes on as it comes. What may be something else is known at its end.
+    Strings are returned as they arrive; what may be another type is known at its end.
+
+    Arguments:
+    - allowed: JSON types that the schema allows; empty if nothing is known
+    - value_on_lines: one line end before and behind the value is not part of it
     """
 
     def __init__(self, allowed: frozenset[str], value_on_lines: bool) -> None:
@@ -341,7 +358,7 @@ class _ValueEncoder:
         self._parts: list[str] = []
 
     def add(self, text: str) -> str:
-        """JSON that is certain."""
+        """JSON text that is certain."""
         if not text:
             return ""
         opening = ""
@@ -358,7 +375,7 @@ class _ValueEncoder:
         return ""
 
     def end(self) -> str:
-        """The rest of it."""
+        """The rest of the JSON text."""
         if self._is_string:
             return '"' if self._started else '""'
         text = "".join(self._parts)
@@ -370,8 +387,9 @@ class _ValueEncoder:
         return bare if self._allows_type(found) else _json_string(text)
 
     def _allows_type(self, found: str) -> bool:
-        """Whether a value of type `found` may stand for itself. Where no type fits, one that is no
-        text does: its tool says better what is wrong with it."""
+        """Whether a value of JSON type `found` is passed on as it is. Where no type fits, one that
+        is no string is: the tool's own error says better what is wrong.
+        """
         if not found:
             return False
         fits = found in self._value_types or (found == "integer" and "number" in self._value_types)
@@ -379,7 +397,7 @@ class _ValueEncoder:
 
 
 def _json_type(text: str) -> str:
-    """Of the value that a text is in JSON; of none or of a text that is not quoted, empty."""
+    """The JSON type of a text; empty if it is no JSON."""
     try:
         value: JsonValue = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -402,7 +420,7 @@ def _json_type(text: str) -> str:
 
 
 def _from_python(text: str) -> str:
-    """A literal in JSON, where all of the text is one; else nothing."""
+    """A Python literal as JSON, if all of the text is one; else empty."""
     value = PythonLiteralParser()
     end, chunk = value.feed(text, 0, last=True)
     chunk += value.finish()

@@ -1,6 +1,6 @@
-"""Which readers a model's answers need: by name, or as its chat template shows.
+"""The tool and reasoning parsers, by name and by what a model's chat template shows.
 
-Readers are made for one choice of an answer each. Knows names and templates' texts, no request.
+Parsers are made for one choice of an answer each. Knows names and templates, no request.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from functools import partial
 from typing import TypedDict, Unpack
 
 from pipeinfer.close_names import none_of
-from pipeinfer.gateway.pieces import (
+from pipeinfer.gateway.tool_parsers.base import (
     CallIdStyle,
     ChoiceParser,
     OutputParser,
     ParsedDelta,
     ParserFactory,
     PlainTextParser,
+    ReasoningTokenCounter,
 )
-from pipeinfer.gateway.reading.call_grammars import (
+from pipeinfer.gateway.tool_parsers.grammars import (
     CallGrammar,
     bare_list_grammar,
     hermes_grammar,
@@ -32,23 +33,8 @@ from pipeinfer.gateway.reading.call_grammars import (
     section_grammar,
     xml_grammar,
 )
-from pipeinfer.gateway.reading.custom_inputs import CustomToolParser
-from pipeinfer.gateway.reading.elements import (
-    DEEPSEEK_V4,
-    DEEPSEEK_V32,
-    GLM45,
-    GLM47,
-    MINIMAX_M2,
-    QWEN3_CODER,
-    SEED_OSS,
-    XmlCallParser,
-    XmlTags,
-)
-from pipeinfer.gateway.reading.enclosed import AnswerTagParser
-from pipeinfer.gateway.reading.harmony import HarmonyParser
-from pipeinfer.gateway.reading.harmony_grammar import harmony_grammar
-from pipeinfer.gateway.reading.llama3 import Llama3Parser
-from pipeinfer.gateway.reading.marked import (
+from pipeinfer.gateway.tool_parsers.harmony import HarmonyParser, harmony_grammar
+from pipeinfer.gateway.tool_parsers.json_calls import (
     DEEPSEEK_SEPARATOR,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -64,10 +50,28 @@ from pipeinfer.gateway.reading.marked import (
     XLAM,
     JsonCallMarkers,
     JsonCallParser,
+    Llama3Parser,
 )
-from pipeinfer.gateway.reading.pythonic import LFM2, OLMO3, PYTHONIC, PythonicFormat, PythonicParser
-from pipeinfer.gateway.reading.thinking import ReasoningParser
-from pipeinfer.gateway.reasoning_tokens import ReasoningTokenCounter
+from pipeinfer.gateway.tool_parsers.partial_json import CustomToolParser
+from pipeinfer.gateway.tool_parsers.pythonic import (
+    LFM2,
+    OLMO3,
+    PYTHONIC,
+    PythonicFormat,
+    PythonicParser,
+)
+from pipeinfer.gateway.tool_parsers.reasoning import AnswerTagParser, ReasoningParser
+from pipeinfer.gateway.tool_parsers.xml_calls import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    GLM45,
+    GLM47,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    XmlCallParser,
+    XmlTags,
+)
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
@@ -80,12 +84,18 @@ Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
 @dataclass(frozen=True)
 class ToolParser:
-    """How one form of calls is read and written.
+    """One format of tool calls, how it is parsed and how it is enforced.
 
-    `grammar`: of what `make`'s reader reads. `shown`: what a chat template has that shows this
-    form, all of them; `never`: what it has only where it shows another one. Regular expressions.
-    `markers`: texts that may be special tokens, whose texts are left out else. `special`: they are
-    such in the tokenizers of these models. `ids`: of calls, as their templates want them."""
+    Attributes:
+    - make_parser: from the tools' schemas by name to the parser of one choice
+    - grammar: of exactly the calls that the parser parses
+    - template_patterns: regular expressions; a chat template that matches all of them uses the
+      format
+    - excluding_patterns: regular expressions that such a template does not match
+    - markers: texts that may be special tokens, which must not be skipped then
+    - special: the models' tokenizers have them as special tokens
+    - call_ids: style of call ids that the models' templates want
+    """
 
     make_parser: Callable[[Schemas], OutputParser]
     grammar: CallGrammar
@@ -96,7 +106,7 @@ class ToolParser:
     call_ids: CallIdStyle = ""
 
     def matches_template(self, template: str) -> bool:
-        """Whether a chat template shows this form."""
+        """Whether a chat template uses this format."""
         found = (re.search(mark, template) is not None for mark in self.template_patterns)
         return (
             bool(self.template_patterns)
@@ -114,20 +124,20 @@ class _ToolParserOptions(TypedDict, total=False):
 def _marked(
     marks: JsonCallMarkers, grammar: CallGrammar, *shown: str, **more: Unpack[_ToolParserOptions]
 ) -> ToolParser:
-    """Of calls that are JSON behind markers."""
+    """A parser of JSON calls behind markers."""
     return ToolParser(
         lambda _: JsonCallParser(marks), grammar, shown, markers=marks.markers, **more
     )
 
 
 def _elements(tags: XmlTags, *shown: str, **more: Unpack[_ToolParserOptions]) -> ToolParser:
-    """Of calls that are elements."""
+    """A parser of calls as XML-like elements."""
     factory, grammar = partial(XmlCallParser, tags), xml_grammar(tags)
     return ToolParser(factory, grammar, shown, markers=tags.markers, **more)
 
 
 def _pythonic(style: PythonicFormat, *shown: str, **more: Unpack[_ToolParserOptions]) -> ToolParser:
-    """Of calls as Python writes them."""
+    """A parser of calls as Python writes them."""
     factory = partial(PythonicParser, style)
     return ToolParser(factory, pythonic_grammar(style), shown, markers=style.markers, **more)
 
@@ -238,10 +248,16 @@ HARMONY = ("openai", "openai_gptoss")
 
 @dataclass(frozen=True)
 class OutputParsers:
-    """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
-    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
-    `goes_on`: the prompt ends amid the answer's last message. `off`: the settings want no
-    parser of tools. `unread`: a form that the template shows, and no parser reads."""
+    """Which parsers the output of the served model needs.
+
+    Attributes:
+    - tool_parser_name, reasoning_parser_name: names, or empty for none
+    - template_has_tools: the chat template shows tools to the model
+    - added_tokens: tokens by their text
+    - continues_message: the prompt ends within the answer's last message
+    - tools_disabled: the settings want no tool parser
+    - unsupported_form: a format that the template uses and no parser parses
+    """
 
     tool_parser_name: str = ""
     reasoning_parser_name: str = ""
@@ -253,12 +269,12 @@ class OutputParsers:
 
     @property
     def harmony(self) -> bool:
-        """Whether answers are messages of the harmony format, which one reader reads."""
+        """Whether output has the harmony format, which one parser parses."""
         return self.tool_parser_name == HARMONY[0] or self.reasoning_parser_name == HARMONY[1]
 
     @property
     def calls_need_special_tokens(self) -> bool:
-        """Whether calls are told by special tokens."""
+        """Whether calls are recognised by special tokens."""
         if not self.tool_parser_name:
             return False
         parser = TOOL_PARSERS[self.tool_parser_name]
@@ -267,7 +283,7 @@ class OutputParsers:
 
     @property
     def why_no_tool_calls(self) -> str:
-        """Why the model calls no tools by itself; empty where it does."""
+        """Why the model calls no tools by itself; empty if it does."""
         if not self.template_has_tools:
             return "its chat template has no tools"
         if self.tools_disabled:
@@ -282,18 +298,18 @@ class OutputParsers:
 
     @property
     def tool_parser(self) -> ToolParser:
-        """Of calls that the model is made to say."""
+        """The parser of calls that the model is made to write."""
         if self.harmony:
             return TOOL_PARSERS[HARMONY[0]]
         return TOOL_PARSERS[self.tool_parser_name] if self.tool_parser_name else ANY_MODEL
 
     def continuing_message(self) -> OutputParsers:
-        """Of answers that go on from the last message."""
+        """The same for an answer that continues the last message."""
         return replace(self, continues_message=True)
 
     @property
     def reasoning_tags(self) -> Tags | None:
-        """Around the thoughts."""
+        """The tags around reasoning."""
         return REASONING_PARSERS.get(self.reasoning_parser_name)
 
     @property
@@ -306,14 +322,14 @@ class OutputParsers:
 
     @property
     def reasoning_needs_special_tokens(self) -> bool:
-        """Whether thoughts are told by special tokens."""
+        """Whether reasoning is recognised by special tokens."""
         tokens = [
             self.added_tokens[tag] for tag in self._reasoning_markers if tag in self.added_tokens
         ]
         return any(token.special for token in tokens)
 
     def reasoning_state(self, said: str) -> ThoughtState:
-        """Where what was `said` of an answer leaves its thoughts."""
+        """The state of reasoning behind `said`, the begin of an answer."""
         return "over" if self.reasoning_tags is None else left(said, self.reasoning_tags)
 
     def parser_factory(
@@ -324,9 +340,15 @@ class OutputParsers:
         strip_answer: bool = False,
         custom_tools: Collection[str] = (),
     ) -> ParserFactory | None:
-        """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
-        not looked for. `one_call`: further ones are left out. `thoughts`: they are shown.
-        `padded`: as for Thinking. `custom`: tools that take a text."""
+        """Makes the parser of each choice; None where all output is content.
+
+        Arguments:
+        - schemas: of the tools' parameters, by name; None: calls are not looked for
+        - first_call_only: further calls are dropped
+        - include_reasoning: reasoning is returned, else dropped
+        - strip_answer: white space before the answer is dropped
+        - custom_tools: names of tools that take a text
+        """
         factory = self._make_factory(schemas, first_call_only, include_reasoning, strip_answer)
         if factory is None or not custom_tools:
             return factory
@@ -383,13 +405,14 @@ MAX_FEED_CHARS = 1024  # letters
 
 
 class BoundedFeedParser:
-    """Reads a text in parts: what follows a marker is copied, which in a whole text of markers,
-    after a stall or where a gateway took over, would grow as its square."""
+    """Feeds long texts in parts. Text behind a marker is copied, so a long text of many markers,
+    after a stall or a takeover by another gateway, would cost the square of its length.
+    """
 
     def __init__(
         self, parser: OutputParser, reasoning: ReasoningTokenCounter | None = None
     ) -> None:
-        """`reasoning`: as the reader fills it; None where it finds no thoughts."""
+        """`reasoning`: the counter that `parser` fills; None if it parses no reasoning."""
         self._make_factory = parser
         self.reasoning = reasoning or ReasoningTokenCounter()
 
@@ -409,7 +432,7 @@ class BoundedFeedParser:
 
 
 class FirstCallParser:
-    """Leaves out all calls but the first."""
+    """Drops all calls but the first."""
 
     def __init__(self, parser: OutputParser) -> None:
         self._make_factory = parser
@@ -427,8 +450,9 @@ def choose_parsers(
     template: str,
     added: Mapping[str, Added] | None = None,
 ) -> OutputParsers:
-    """For settings that name parsers, "auto" or "none", and the text of a chat template.
-    Raises ConfigurationError for a name that is unknown."""
+    """The parsers for settings that name one, "auto" or "none", and a chat template's text. Raises
+    ConfigurationError for an unknown name.
+    """
     tools = _resolve("tool-parser", tool_parser, TOOL_PARSERS, _tool_parser_of(template))
     known = (*REASONING_PARSERS, HARMONY[1])
     channels = TOOL_PARSERS[HARMONY[0]].matches_template(template)

@@ -11,14 +11,22 @@ arguments. Knows no model.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeinfer.gateway.pieces import WHITESPACE, ParsedDelta
-from pipeinfer.gateway.reading.content import ContentBuffer
-from pipeinfer.gateway.reading.held import MarkerMatch, find_marker
-from pipeinfer.gateway.reading.json_text import NULL_WORDS, CallArgumentsParser, CallObjectParser
+from pipeinfer.gateway.tool_parsers.base import (
+    WHITESPACE,
+    ContentBuffer,
+    MarkerMatch,
+    ParsedDelta,
+    find_marker,
+)
+from pipeinfer.gateway.tool_parsers.partial_json import (
+    NULL_WORDS,
+    CallArgumentsParser,
+    CallObjectParser,
+)
 
 MAX_HEADER_CHARS = 256  # letters between the opening and arguments: the name, an id, white space
 IGNORED_AFTER_CALL = WHITESPACE + ",}]`"  # what a model may write too much of, behind an object
@@ -31,10 +39,17 @@ _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"
 
 @dataclass(frozen=True)
 class JsonCallMarkers:
-    """`opening`, `closing`: around one call, or around a list of calls; without a closing, calls
-    end where their JSON ends. `section`: around all calls of an answer, or nothing. `head`: of a
-    call whose name stands before its arguments; its first group is the name. `objects`: calls may
-    be objects with a name and arguments; `lists`: these may stand in a list."""
+    """The markers of one format of JSON calls.
+
+    Attributes:
+    - opening: before a call, or a list of calls
+    - closing: behind it; empty where calls end with their JSON
+    - section: (opening, closing) around all calls of an answer, or None
+    - header: matches what stands between opening and arguments; group 1 is the name. None where
+      calls are objects with their name inside
+    - objects: calls may be objects with a name and arguments
+    - lists: such objects may stand in a list
+    """
 
     opening: str
     closing: str = ""
@@ -49,7 +64,7 @@ class JsonCallMarkers:
 
     @property
     def end_markers(self) -> tuple[str, ...]:
-        """The markers that stand behind calls."""
+        """The markers behind calls."""
         return tuple(filter(None, (self.closing, *(self.section or ())[1:])))
 
 
@@ -94,10 +109,12 @@ JsonCallState = Literal["content", "section", "opened", "list", "name", "object"
 
 
 class JsonCallParser:
-    """What is no call after its opening is content, with the opening. `begun`: the opening stands
-    before the answer."""
+    """Parses calls that are JSON behind markers. Text behind an opening that is no call is content,
+    with the opening.
+    """
 
     def __init__(self, markers: JsonCallMarkers, opened: bool = False) -> None:
+        """`opened`: the opening stands before the answer, in the prompt."""
         self._format = markers
         self._markers = markers.markers
         # They end JSON that is broken; without a closing nothing but JSON itself does.
@@ -169,7 +186,7 @@ class JsonCallParser:
         return found.marker is not None
 
     def _handle_marker(self, marker: str, deltas: list[ParsedDelta]) -> None:
-        """A marker outside of a call. The end of a section that has no calls is content."""
+        """A marker outside of a call. The end of a section without calls is content."""
         self._state = "content"
         if marker == self._format.opening:
             self._state, self._prefix = "opened", [marker]
@@ -207,7 +224,7 @@ class JsonCallParser:
         return True
 
     def _skip(self, apart: str) -> str:
-        """The text without what sets calls apart, which is kept in case that none comes."""
+        """The text without leading separators, which are kept in case no call follows."""
         bare = self._buffer.lstrip(apart)
         if self._prefix:
             self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
@@ -220,7 +237,7 @@ class JsonCallParser:
         self._state = "content"
 
     def _emit_content(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """`text`, and what stood before it."""
+        """`text` and the prefix before it, as content."""
         self._content_buffer.add("".join((*self._prefix, text)), deltas)
         self._prefix = []
 
@@ -244,7 +261,7 @@ class JsonCallParser:
         return True
 
     def _feed_object(self, deltas: list[ParsedDelta]) -> bool:
-        """A marker within a string belongs to it; elsewhere it ends the object."""
+        """A marker within a string belongs to it; elsewhere the marker ends the object."""
         found = (
             find_marker(self._buffer, self._breaking_markers)
             if self._breaking_markers
@@ -269,7 +286,7 @@ class JsonCallParser:
         return True
 
     def _feed_call_parser(self, text: str, deltas: list[ParsedDelta]) -> str:
-        """What of `text` is behind the object."""
+        """The part of `text` behind the object."""
         parsed, consumed = self._call_parser.feed(text)
         if self._call_parser.named and parsed:
             self._content_buffer.start_call()
@@ -283,7 +300,7 @@ class JsonCallParser:
         self._state, self._suffix = self._state_after_call, []
 
     def _parse_header(self, deltas: list[ParsedDelta]) -> bool:
-        """Up to the arguments, or up to the closing where there are none."""
+        """Up to the arguments; where there are none, up to the closing."""
         head, closing = self._format.header, self._format.closing
         assert head is not None
         ends = [at for mark in ("{", closing) if mark and (at := self._buffer.find(mark)) >= 0]
@@ -309,7 +326,9 @@ class JsonCallParser:
         return True
 
     def _finish_object(self, deltas: list[ParsedDelta]) -> None:
-        """Amid an object. The begin of a marker is a part of it only within a string."""
+        """The output ends within an object. The begin of a marker is part of it only within a
+        string.
+        """
         if self._call_parser.in_string or not self._call_parser.named or not self._breaking_markers:
             deltas += self._call_parser.feed(self._buffer)[0]
         if not self._call_parser.named and self._prefix:
@@ -320,7 +339,7 @@ class JsonCallParser:
     # ------------------------------------------------------------------------------- behind a call
 
     def _after_object(self, _deltas: list[ParsedDelta]) -> bool:
-        """Behind an object another may stand between the same markers."""
+        """Behind an object another one may stand between the same markers."""
         bare = self._buffer.lstrip(IGNORED_AFTER_CALL)
         self._suffix.append(self._buffer[: len(self._buffer) - len(bare)])
         self._buffer = bare
@@ -333,8 +352,9 @@ class JsonCallParser:
         return True
 
     def _find_closing(self, deltas: list[ParsedDelta]) -> bool:
-        """What stands before the closing is a slip. Where another call is opened first, or nothing
-        comes, it was none: the closing was forgotten."""
+        """What stands before the closing is dropped. If another call opens first, or the output
+        ends, the closing was forgotten and the text is content.
+        """
         found = find_marker(self._buffer, self._markers)
         self._suffix.append(found.before)
         self._buffer = found.tail
@@ -348,7 +368,7 @@ class JsonCallParser:
         return True
 
     def _emit_suffix(self, text: str, deltas: list[ParsedDelta]) -> None:
-        """What came behind a call that is not closed, and `text`, are content, but for slips."""
+        """Text behind a call that was not closed is content, unless only separators."""
         after = "".join((*self._suffix, text))
         self._suffix = []
         if after.strip(IGNORED_AFTER_CALL):
@@ -356,7 +376,115 @@ class JsonCallParser:
 
 
 def _without_null_word(text: str) -> str:
-    """Where a head ends without an object, what stands in its place for no arguments."""
+    """The header of a call without arguments, without the word that stands in their place."""
     bare = text.rstrip(IGNORED_AFTER_CALL)
     word = next((word for word in NULL_WORDS if bare.endswith(word)), "")
     return bare.removesuffix(word)
+
+
+PYTHON_TAG = "<|python_tag|>"
+BETWEEN_CALLS = WHITESPACE + ";,}"  # calls; a brace too many is a slip
+
+
+class Llama3Parser:
+    """Calls of Llama 3: {"name": ..., "parameters": {...}} is all of the output.
+
+    Several calls follow each other with semicolons between; <|python_tag|> may come first. Output
+    that does not begin with a call of one of the tools `names` is content to its end.
+    """
+
+    def __init__(self, names: Container[str]) -> None:
+        self._names = names
+        self._state: Literal["begin", "call", "between", "content"] = "begin"
+        self._buffer: str = ""
+        self._prefix: list[str] = []  # of an object: what sets it apart, the tag
+        self._tag_seen = False  # the tag is there
+        self._call_count = 0
+        self._call_parser = CallObjectParser(0, names)
+
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        deltas: list[ParsedDelta] = []
+        steps = {
+            "begin": self._expect_first_call,
+            "call": self._feed_call,
+            "between": self._expect_call,
+            "content": self._emit_content,
+        }
+        while self._buffer and steps[self._state](deltas):
+            pass
+        return deltas
+
+    def finish(self) -> Sequence[ParsedDelta]:
+        rest = self._buffer
+        if self._state == "begin":
+            rest = self._with_prefix(rest)
+        if self._state == "call" and not self._call_parser.named:
+            rest = self._with_prefix(self._call_parser.consumed + rest)
+        if self._state == "between":
+            rest = ""
+        self._buffer = ""
+        return (ParsedDelta("content", rest),) if rest else ()
+
+    def _expect_first_call(self, _deltas: list[ParsedDelta]) -> bool:
+        if not self._skip_prefix(WHITESPACE):
+            return False
+        if self._buffer[0] == "{":
+            self._state = "call"
+        else:
+            self._state, self._buffer = "content", self._with_prefix(self._buffer)
+        return True
+
+    def _skip_prefix(self, apart: str) -> bool:
+        """Skips separators and the tag; False while there is nothing else."""
+        if not self._tag_seen:
+            self._strip(apart)
+            if self._buffer.startswith(PYTHON_TAG):
+                self._prefix.append(PYTHON_TAG)
+                self._buffer, self._tag_seen = self._buffer[len(PYTHON_TAG) :], True
+            elif PYTHON_TAG.startswith(self._buffer):
+                return False
+        if self._tag_seen:
+            self._strip(WHITESPACE)
+        return bool(self._buffer)
+
+    def _strip(self, apart: str) -> None:
+        bare = self._buffer.lstrip(apart)
+        self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
+        self._buffer = bare
+
+    def _with_prefix(self, text: str) -> str:
+        """`text` with what was skipped before it."""
+        return "".join((*self._prefix, text))
+
+    def _feed_call(self, deltas: list[ParsedDelta]) -> bool:
+        parsed, consumed = self._call_parser.feed(self._buffer)
+        deltas += parsed
+        self._buffer = self._buffer[consumed:]
+        if self._call_parser.state == "open":
+            return False
+        if self._call_parser.named:
+            self._call_count += 1
+            self._state, self._prefix, self._tag_seen = "between", [], False
+        else:
+            self._buffer = self._with_prefix(self._call_parser.consumed + self._buffer)
+            self._state = "content"
+        return True
+
+    def _expect_call(self, _deltas: list[ParsedDelta]) -> bool:
+        if not self._skip_prefix(BETWEEN_CALLS):
+            return False
+        if self._buffer[0] == "{":
+            self._state, self._call_parser = "call", CallObjectParser(self._call_count, self._names)
+            self._prefix = []
+        else:
+            self._state, self._buffer = (
+                "content",
+                self._with_prefix(self._buffer).lstrip(BETWEEN_CALLS),
+            )
+        return True
+
+    def _emit_content(self, deltas: list[ParsedDelta]) -> bool:
+        deltas.append(ParsedDelta("content", self._buffer))
+        self._buffer = ""
+        return False

@@ -1,20 +1,23 @@
-"""The JSON of answers: chat and text completions, whole or as server-sent events.
+"""The JSON of responses: chat and text completions, whole or as server-sent events, and log-probs.
 
-What is the same in all chunks of a stream is encoded once. Knows no HTTP and no core.
+What is the same in all chunks of a stream is encoded once. Log-probs are encoded as the tokens
+come: encoding those of a long prompt at once would block the event loop. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Started
-from pipeinfer.gateway.pieces import CallIdStyle, ParsedDelta, ParserFactory
-from pipeinfer.json_values import JsonObject
+from pipeinfer.gateway.token_scores import Likely, TokenScore
+from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.logprobs import finite
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack
 
@@ -25,9 +28,15 @@ _json = msgspec.json.Encoder()
 
 
 class OutputOptions(msgspec.Struct, frozen=True):
-    """What an answer has beside new text: log-probs with so many alternatives (None: no log-probs),
-    those of the prompt, the prompt itself, the ids of prompt and output. nothing_new: and nothing
-    else."""
+    """What a response contains beside new text.
+
+    Attributes:
+    - logprobs: number of alternatives of each output token; None: no log-probs
+    - prompt_logprobs: the same of each prompt token
+    - echo: the prompt itself comes first
+    - no_new_tokens: no new text is wanted (max_tokens 0)
+    - token_ids: ids of prompt and output
+    """
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -37,13 +46,15 @@ class OutputOptions(msgspec.Struct, frozen=True):
 
     @property
     def more_than_text(self) -> bool:
-        """Whether anything of that is asked for."""
+        """Whether anything but text is asked for."""
         scored = self.logprobs is not None or self.prompt_logprobs is not None
         return self.echo or self.token_ids or scored
 
     @property
     def prompt_logprobs_needed(self) -> int | None:
-        """Alternatives of the prompt's tokens that are needed in all."""
+        """Alternatives of the prompt's tokens that must be computed, for echo and
+        prompt_logprobs.
+        """
         echoed = self.logprobs if self.echo else None
         return max(
             (most for most in (echoed, self.prompt_logprobs) if most is not None), default=None
@@ -51,9 +62,14 @@ class OutputOptions(msgspec.Struct, frozen=True):
 
 
 class ToolCallOptions(msgspec.Struct, frozen=True):
-    """How an answer tells calls. `ids`: what they look like. `made`: how many calls the
-    conversation has already. `named`: the client chose the function; OpenAI ends such a call with
-    "stop". `older`: the one call is `function_call`."""
+    """How a response writes tool calls.
+
+    Attributes:
+    - id_style: of call ids
+    - previous_calls: calls that the conversation already has
+    - function_forced: the client chose the function; OpenAI ends such a call with "stop"
+    - legacy_functions: the one call is `function_call`
+    """
 
     id_style: CallIdStyle = ""
     previous_calls: int = 0
@@ -62,10 +78,16 @@ class ToolCallOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseMetadata(msgspec.Struct, frozen=True):
-    """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
-    `fingerprint`: of the server.
+    """What all chunks and bodies of one response have in common.
 
-    `reader`: makes what reads one choice; None where all is content."""
+    Attributes:
+    - chat: a chat, else a text completion
+    - id, model: as the client sees them
+    - created: Unix seconds
+    - output_options, tool_call_options: what the client asked for
+    - parser_factory: makes the output parser of a choice; None: all output is content
+    - fingerprint: system_fingerprint of the server
+    """
 
     chat: bool
     id: str
@@ -77,7 +99,7 @@ class ResponseMetadata(msgspec.Struct, frozen=True):
     fingerprint: str = ""
 
     def call_id(self, index: int, call: int, name: str) -> str:
-        """Of call number `call` in choice `index`, of the function `name`."""
+        """The id of call number `call` in choice `index`, of the function `name`."""
         if self.tool_call_options.id_style == "numbered":
             return f"functions.{name}:{self.tool_call_options.previous_calls + call}"
         whole = f"{self.id}-{index}-{call}".encode()
@@ -87,7 +109,9 @@ class ResponseMetadata(msgspec.Struct, frozen=True):
 
 @dataclass
 class TokenUsage:
-    """Token counts, summed over the choices."""
+    """Token counts, summed over the choices. `reasoning` and `cached` are parts of `output` and
+    `prompt`.
+    """
 
     prompt: int = 0
     output: int = 0
@@ -95,14 +119,14 @@ class TokenUsage:
     reasoning: int = 0  # of the output
 
     def add(self, delta: Delta, reasoning: int = 0) -> None:
-        """Those of a choice, whose last delta it is; so many of its tokens are thoughts."""
+        """Adds a choice, by its last delta; `reasoning`: its reasoning tokens."""
         self.reasoning += reasoning
         self.prompt += delta.prompt_tokens
         self.output += delta.output_tokens
         self.cached += delta.cached_tokens
 
     def fields(self, chat: bool) -> JsonObject:
-        """As they are shown; tokens of thoughts where OpenAI has them, and where SGLang has."""
+        """The `usage` object; reasoning tokens under OpenAI's name and under SGLang's."""
         fields: JsonObject = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
@@ -115,7 +139,7 @@ class TokenUsage:
         return fields
 
     def fields_without_cache(self, chat: bool) -> JsonObject:
-        """Of an answer that has not ended: what the cache had is not known yet."""
+        """Of a response that has not ended: cached tokens are not known yet."""
         fields = self.fields(chat)
         del fields["prompt_tokens_details"]
         return fields
@@ -123,8 +147,13 @@ class TokenUsage:
 
 @dataclass
 class ParsedOutput:
-    """What a reader has made of a choice; of each call its name, then pieces of its arguments or,
-    of the `custom` ones, of its input."""
+    """The parsed output of a choice.
+
+    Attributes:
+    - content, reasoning: parts of text
+    - calls: of each call the tool's name, then parts of its arguments or of its input
+    - custom: indices of calls of custom tools
+    """
 
     content: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
@@ -132,7 +161,7 @@ class ParsedOutput:
     custom: set[int] = field(default_factory=set[int])
 
     def add(self, deltas: Sequence[ParsedDelta]) -> None:
-        """Further ones, in order."""
+        """Adds further deltas, in order."""
         for parsed_delta in deltas:
             if parsed_delta.kind in ("call", "custom"):
                 self.custom |= {len(self.calls)} if parsed_delta.kind == "custom" else set()
@@ -147,7 +176,9 @@ class ParsedOutput:
 
 @dataclass
 class FinishedChoice:
-    """One finished choice, or the end of one; log-probs as JSON."""
+    """A finished choice, or the end of one. Log-probs are JSON; `parsed`: None where all is
+    content.
+    """
 
     text: str
     finish: FinishReason
@@ -159,7 +190,7 @@ class FinishedChoice:
     prompt_token_ids: list[int] | None = None
 
     def client_finish_reason(self, answer: ResponseMetadata) -> str:
-        """Why it ended, for the client."""
+        """`finish_reason` as the client sees it."""
         calling = answer.tool_call_options
         called = self.parsed is not None and bool(self.parsed.calls) and not calling.function_forced
         if not called or self.finish != "stop":
@@ -177,7 +208,7 @@ class ChunkEncoder:
         include_usage: bool,
         continuous_usage: bool = False,
     ) -> None:
-        """continuous_usage: each chunk says how much there was so far."""
+        """`continuous_usage`: each chunk carries the usage so far."""
         kind = "chat.completion.chunk" if answer.chat else "text_completion"
         self._answer = answer
         self._kind = kind
@@ -199,7 +230,7 @@ class ChunkEncoder:
             self._usage_by_choice[index].prompt = started.prompt_tokens
 
     def count(self, index: int, delta: Delta, reasoning: int) -> None:
-        """Comes before the chunks of the delta, with the choice's tokens of thoughts so far."""
+        """Comes before the chunks of a delta. `reasoning`: the choice's reasoning tokens so far."""
         if self._usage_by_choice is None:
             return
         so_far = delta.token_offset + len(unpack(delta.ids))
@@ -219,8 +250,9 @@ class ChunkEncoder:
         return b',"usage":%s}\n\n' % _json.encode(total.fields_without_cache(self._answer.chat))
 
     def role_chunk(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
-        """What comes before a choice's first text: the role, in a chat, and the prompt's ids, if
-        they are asked for."""
+        """The chunk before a choice's first text: of a chat the role, and the prompt's ids if
+        asked for.
+        """
         if not self._answer.chat:
             return b""
         delta = b'{"role":"assistant","content":""}'
@@ -250,7 +282,7 @@ class ChunkEncoder:
         )
 
     def last_text_chunk(self, index: int, choice: FinishedChoice) -> bytes:
-        """The choice's last text together with its end."""
+        """The choice's last text and its finish reason."""
         return b'%s%s%s,"logprobs":%s,"finish_reason":"%s","stop_reason":%s}]%s' % (
             self._prefixes[index],
             _json.encode(choice.text),
@@ -262,15 +294,15 @@ class ChunkEncoder:
         )
 
     def parsed_chunk(self, index: int, parsed_delta: ParsedDelta, logprobs: bytes = NULL) -> bytes:
-        """A chunk with a piece that a reader has found."""
+        """The chunk of a parsed delta."""
         return self._delta(index, _delta(self._answer, index, parsed_delta), logprobs)
 
     def logprobs_chunk(self, index: int, logprobs: bytes) -> bytes:
-        """A chunk with log-probs of tokens that give no piece yet."""
+        """Log-probs of tokens that give no parsed delta yet."""
         return self._delta(index, {}, logprobs)
 
     def finish_chunk(self, index: int, choice: FinishedChoice) -> bytes:
-        """The end of a choice whose pieces have all been sent."""
+        """The finish reason of a choice whose parsed deltas have all been sent."""
         return self._delta(index, {}, choice.logprobs, choice)
 
     def _delta(
@@ -294,14 +326,14 @@ class ChunkEncoder:
 
     @staticmethod
     def error_chunk(error: ApiError) -> bytes:
-        """What ends a stream that cannot go on; no [DONE] follows."""
+        """Ends a stream that cannot go on; no [DONE] follows."""
         return b"data: %s\n\n" % error.body()
 
 
 def encode_response(
     answer: ResponseMetadata, choices: list[FinishedChoice], usage: TokenUsage
 ) -> bytes:
-    """The whole answer of a request without `stream`."""
+    """The body of the response to a request without `stream`."""
     kind = "chat.completion" if answer.chat else "text_completion"
     listed = [_choice(answer, i, choice) for i, choice in enumerate(choices)]
     of_prompt = b""
@@ -401,3 +433,121 @@ def _choice(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> dic
         "finish_reason": choice.client_finish_reason(answer),
         "stop_reason": choice.stop_reason,
     }
+
+
+COMPLETION_LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class ChatLogprobs:
+    """`logprobs` of a chat's choice."""
+
+    def __init__(self) -> None:
+        self._content = JsonListEncoder()
+
+    def add(self, scores: Iterable[TokenScore]) -> None:
+        """More tokens."""
+        for score in scores:
+            self._content.add(chat_token_logprob(score))
+
+    def take(self) -> bytes:
+        """The JSON of all tokens since the last call."""
+        return b'{"content":%s,"refusal":null}' % self._content.take()
+
+
+class CompletionLogprobs:
+    """`logprobs` of a completion's choice, with `most` alternatives beside each token itself."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lists = [JsonListEncoder() for _ in COMPLETION_LOGPROB_FIELDS]
+
+    def add(self, scores: Iterable[TokenScore], letters: int = 0) -> None:
+        """Adds tokens. `letters`: characters of the response's text before that in which offsets
+        count.
+        """
+        for score in scores:
+            own, tops = self._numbers(score)
+            values = _name(score.own.text, "bytes:"), own, tops, letters + score.offset
+            for listed, value in zip(self._lists, values, strict=True):
+                listed.add(value)
+
+    def take(self) -> bytes:
+        """See ChatLogprobs."""
+        parts = zip(COMPLETION_LOGPROB_FIELDS, self._lists, strict=True)
+        return b"{%s}" % b",".join(b'"%s":%s' % (n.encode(), listed.take()) for n, listed in parts)
+
+    def _numbers(self, score: TokenScore) -> tuple[JsonValue, JsonValue]:
+        if not score.own.rank:
+            return None, None
+        tops: JsonObject = {}
+        for one in (score.own, *score.others[: self._most]):  # of equal texts the likelier's counts
+            tops.setdefault(_name(one.text, "bytes:"), finite(one.logprob))
+        return finite(score.own.logprob), tops
+
+
+class PromptLogprobs:
+    """vLLM's `prompt_logprobs`, with `most` alternatives."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._list = JsonListEncoder()
+
+    def add(self, scores: Iterable[TokenScore]) -> None:
+        """More tokens."""
+        for score in scores:
+            if not score.own.rank:
+                self._list.add(None)
+                continue
+            some = {one.id: one for one in (score.own, *score.others[: self._most])}
+            self._list.add(
+                {
+                    str(one.id): {
+                        "logprob": finite(one.logprob),
+                        "rank": one.rank,
+                        "decoded_token": one.text.decode(errors="replace"),
+                    }
+                    for one in some.values()
+                }
+            )
+
+    def take(self) -> bytes:
+        """See ChatLogprobs."""
+        return self._list.take()
+
+
+class JsonListEncoder:
+    """A JSON list whose values are encoded as they are added."""
+
+    def __init__(self) -> None:
+        self._encoded: list[bytes] = []
+
+    def add(self, value: JsonValue) -> None:
+        """One more."""
+        self._encoded.append(_json.encode(value))
+
+    def take(self) -> bytes:
+        """The list of all values since the last call."""
+        encoded, self._encoded = self._encoded, []
+        return b"[%s]" % b",".join(encoded)
+
+
+def chat_token_logprob(score: TokenScore) -> JsonObject:
+    """One token of a chat's log-probs."""
+    tops: list[JsonValue] = [_token(one) for one in score.others]
+    return {**_token(score.own), "top_logprobs": tops}
+
+
+def _token(one: Likely) -> JsonObject:
+    return {
+        "token": _name(one.text),
+        "logprob": finite(one.logprob),
+        "bytes": list(one.text),
+    }
+
+
+def _name(text: bytes, prefix: str = "") -> str:
+    r"""The token's text; bytes that are part of a character as OpenAI writes them, "\\xe4\\xbd"."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(chr(b) if 32 <= b < 127 else f"\\x{b:02x}" for b in text)

@@ -1,17 +1,19 @@
-"""Python literals that come in pieces, as JSON: models that saw Python write {'a': None, 'b': [1]}.
+"""Tool calls as Python writes them, [name(key=value, ...), ...], and Python literals as JSON.
 
-Each character is looked at once, but for a few behind a quote. Nothing is evaluated. Knows no model
-and no call.
+PythonicFormat says how a format writes the list. Nothing is evaluated: each character is looked
+at once, a few more behind a quote. Knows no model.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from pipeinfer.gateway.pieces import WHITESPACE
+from pipeinfer.gateway.tool_parsers.base import WHITESPACE, ContentBuffer, ParsedDelta, find_marker
 
 MAX_BRACKET_DEPTH = 64  # brackets within brackets
 LOOKAHEAD_CHARS = 256  # letters behind a quote that may tell whether a text ends there
@@ -37,8 +39,12 @@ _OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]{1,16}|[oO][0-7]{1,16}|[bB][0
 
 
 class Lookahead(NamedTuple):
-    """What stands behind a value. `whole`: where it matches, a quote before it has ended a text.
-    `begun`: what may become that."""
+    """What may stand behind a value.
+
+    Attributes:
+    - matches: where it matches, a quote before it has ended a string
+    - partial: text that may become a match
+    """
 
     matches: re.Pattern[str]
     partial: re.Pattern[str]
@@ -55,13 +61,17 @@ _AFTER_VALUE = {
 
 
 class PythonLiteralParser:
-    """Finds the end of one literal whose first character is not white space, and writes it in JSON.
+    """Finds the end of a Python literal whose first character is not white space; encodes it as
+    JSON.
 
-    Texts, numbers, lists, tuples, sets, mappings, and the words for true, false and null, Python's
-    and JSON's. What is none of these is a text as it stands, and `strange` is true. A quote that
-    nothing follows which may stand behind a text belongs to the text: some models escape none.
+    Strings, numbers, lists, tuples, sets, mappings, and true, false and null as Python or JSON
+    write them. Anything else becomes a string. A quote with nothing behind it that may follow a
+    string belongs to the string: some models do not escape quotes.
 
-    `done`: it has ended. `broken`: it is nested too deep, or its brackets do not match.
+    Attributes:
+    - done: the literal has ended
+    - broken: it is nested too deep, or its brackets do not match
+    - irregular: part of it is no literal
     """
 
     __slots__ = (
@@ -71,7 +81,7 @@ class PythonLiteralParser:
     )  # fmt: skip
 
     def __init__(self, after: Lookahead | None = None) -> None:
-        """`behind`: what may stand behind it; None: anything."""
+        """`after`: what may stand behind the literal; None: anything."""
         self._after = after
         # Open ones: "?" is a brace of which nobody knows yet whether it holds a set, "s".
         self._brackets: list[str] = []
@@ -87,8 +97,10 @@ class PythonLiteralParser:
         self.done = self.broken = self.irregular = False
 
     def feed(self, text: str, start: int, last: bool = False) -> tuple[int, str]:
-        """(up to where `text` from `start` on belongs to the value for certain, that part of it in
-        JSON). What is behind has to come again, with more. `last`: nothing more comes."""
+        """(index up to which `text` from `start` on certainly belongs to the literal, that part as
+        JSON). The text from that index must be fed again, with more behind it. `last`: no more
+        comes.
+        """
         self._output = []
         at = start
         while at < len(text) and not (self.done or self.broken):
@@ -104,7 +116,7 @@ class PythonLiteralParser:
         return at, "".join(self._output)
 
     def finish(self) -> str:
-        """No more of it comes: the rest of a number or word."""
+        """No more comes: the rest of a number or word, as JSON."""
         self._output = []
         if self._word:
             self._end_word()
@@ -150,7 +162,7 @@ class PythonLiteralParser:
             self._emit("[")
 
     def _decide_brace(self, kind: str) -> None:
-        """What a brace opened: a mapping or a set."""
+        """Whether the open brace is a mapping ("{") or a set ("s")."""
         if self._brackets[-1] != "?":
             return
         held = self._undecided or []
@@ -171,7 +183,7 @@ class PythonLiteralParser:
         return at + 1
 
     def _complete_pair(self) -> None:
-        """The last pair of a mapping, where it lacks something."""
+        """Adds what the last pair of a mapping lacks."""
         if self._brackets[-1] != "{":
             return
         if self._place in ("colon", "value"):
@@ -200,7 +212,7 @@ class PythonLiteralParser:
         return at
 
     def _start_value(self) -> None:
-        """A value, or a key, begins."""
+        """A value or a key begins."""
         if self._brackets and not self._bracket_empty and self._place != "value":
             self.irregular = self.irregular or not self._after_comma
             self._emit(", ")
@@ -209,7 +221,7 @@ class PythonLiteralParser:
         self._bracket_empty = self._after_comma = False
 
     def _end_scalar(self) -> None:
-        """A text or word that stands there, or a key."""
+        """A string, a word or a key is complete."""
         if not self._brackets:
             self.done = True
         elif self._brackets[-1] in "{?":
@@ -245,14 +257,14 @@ class PythonLiteralParser:
         return char in ",)]}" or (char == ":" and self._place == "key")
 
     def _string_prefix(self) -> str:
-        """Of a text; empty if the word is none."""
+        """The prefix (r, b, ...) of a string; empty if the word is none."""
         if len(self._word) > 2:
             return ""
         word = "".join(self._word).lower()
         return word if word in _PREFIXES else ""
 
     def _end_word(self, behind: str = "") -> None:
-        """`behind`: the letter that follows."""
+        """`behind`: the character that follows."""
         word = "".join(self._word).strip(WHITESPACE)
         self._word = []
         self._start_value()
@@ -317,7 +329,7 @@ class PythonLiteralParser:
         return self._emit_string_chars(text[at], at)
 
     def _string_ends(self, text: str, at: int, last: bool) -> bool | None:
-        """Whether it ends before `at`; None while nobody knows."""
+        """Whether the string ends before `at`; None while that is undecided."""
         behind = self._after
         if self._brackets:
             key = self._brackets[-1] == "{" and self._place == "key"
@@ -332,7 +344,7 @@ class PythonLiteralParser:
         return False
 
     def _escape(self, text: str, at: int, last: bool) -> int:
-        """From a backslash on. What escapes nothing is a backslash and a letter in Python, too."""
+        """From a backslash on. If it escapes nothing, it is a backslash, as in Python."""
         if self._raw_string:
             return self._raw_backslash(text, at, last)
         found = _ESCAPE.match(text, at)
@@ -350,7 +362,7 @@ class PythonLiteralParser:
         return found.end()
 
     def _raw_backslash(self, text: str, at: int, last: bool) -> int:
-        """A backslash of a raw text, and what it keeps from ending the text."""
+        """A backslash of a raw string, with the character that it keeps from ending the string."""
         if at + 1 == len(text) and not last:
             return at
         behind = text[at + 1 : at + 2]
@@ -360,14 +372,14 @@ class PythonLiteralParser:
 
 
 def _char_json(code: int, digits: str) -> str:
-    """In JSON, the letter of that number; where it is none, its digits."""
+    """The JSON of the character with this code; if there is none, its digits."""
     if code > 0x10FFFF:
         return _json_chars(digits)
     return _json_chars(chr(code)) if not 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
 
 
 def _number(word: str) -> str:
-    """In JSON; empty if it is none. Long ones are not computed."""
+    """A number as JSON; empty if it is none. Long numbers are not computed."""
     if _OTHER_BASE.fullmatch(word):
         return str(int(word, 0))
     found = _NUMBER.fullmatch(word)
@@ -381,3 +393,230 @@ def _number(word: str) -> str:
 
 def _json_chars(text: str) -> str:
     return msgspec.json.encode(text).decode()[1:-1]
+
+
+MAX_HEAD_CHARS = 256  # from a bracket to the first value
+FUNCTION_NAME = r"[\w.-]{1,128}"  # of a function
+ARGUMENT_NAME = r"[^\s()\[\]{}<>,:;=\"'`]{1,128}"  # of an argument
+BETWEEN_PYTHON_CALLS = WHITESPACE + ",;"  # what may stand behind a call, before another one
+
+# Behind a parenthesis or comma: the end, or a name and the begin of its value.
+_FIRST = rf"(?:(?P<end>\))|(?P<key>{ARGUMENT_NAME})\s*=\s*(?=[^=\s]))"
+_HEAD = re.compile(rf"\s*(?P<name>{FUNCTION_NAME})\s*\(\s*{_FIRST}")
+_HEAD_PARTIAL = re.compile(
+    rf"\s*(?:{FUNCTION_NAME}(?:\s*(?:\(\s*(?:{ARGUMENT_NAME}\s*(?:=\s*)?)?)?)?)?"
+)
+_CALLED = re.compile(rf"\s*({FUNCTION_NAME})\s*\(")
+_NEXT = re.compile(rf"\s*{_FIRST}")
+_NEXT_PARTIAL = re.compile(rf"\s*(?:{ARGUMENT_NAME}\s*(?:=\s*)?)?")
+# Behind the value of an argument. More than one letter is asked for, since a text may hold quotes
+# that nobody escaped.
+_AFTER_ARGUMENT = Lookahead(
+    re.compile(rf"\s*(?:,\s*(?:{ARGUMENT_NAME}\s*=|\))|\)\s*(?:[,;\]<]|{FUNCTION_NAME}\s*\())"),
+    re.compile(rf"\s*(?:,\s*(?:{ARGUMENT_NAME}\s*)?|\)\s*(?:{FUNCTION_NAME}\s*)?)?"),
+)
+
+
+@dataclass(frozen=True)
+class PythonicFormat:
+    """How a format writes its list of calls.
+
+    Attributes:
+    - tags: (opening, closing) around all calls; if empty, calls stand in a list whose first
+      function is one of the tools
+    - brackets: the calls stand in a list
+    - separator: text between calls
+    """
+
+    tags: tuple[str, str] = ("", "")
+    brackets: bool = True
+    separator: str = ", "
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.tags))
+
+
+PYTHONIC = PythonicFormat()
+LFM2 = PythonicFormat(("<|tool_call_start|>", "<|tool_call_end|>"))
+OLMO3 = PythonicFormat(("<function_calls>", "</function_calls>"), brackets=False, separator="\n")
+
+PythonicState = Literal["content", "opened", "head", "value", "behind", "key", "next"]
+
+
+class PythonicParser:
+    """Parses calls of one format; `names`: of the tools.
+
+    Text behind an opening that is no call is content, with the opening. A call whose arguments are
+    no literals with names ends there, and its arguments are not closed.
+    """
+
+    def __init__(self, format: PythonicFormat, names: Container[str]) -> None:
+        self._format = format
+        self._names = names
+        self._state: PythonicState = "content"
+        self._buffer: str = ""
+        self._no_more_text = False  # no more text comes
+        self._prefix: list[str] = []  # of the first call
+        self._call_count = 0
+        self._value = PythonLiteralParser(_AFTER_ARGUMENT)
+        self._content_buffer = ContentBuffer()
+
+    def feed(self, text: str) -> Sequence[ParsedDelta]:
+        self._buffer += text
+        deltas: list[ParsedDelta] = []
+        steps = {
+            "content": self._find_opening,
+            "opened": self._skip_bracket,
+            "head": self._parse_head,
+            "value": self._feed_value,
+            "behind": self._after_value,
+            "key": self._parse_key,
+            "next": self._after_call,
+        }
+        while self._buffer and steps[self._state](deltas):
+            pass
+        return deltas
+
+    def finish(self) -> Sequence[ParsedDelta]:
+        """A call that is cut off is not closed, so that its arguments are not taken for complete
+        ones.
+        """
+        self._no_more_text = True
+        deltas = list(self.feed(""))
+        closing = self._format.tags[1]
+        begun = self._content_buffer.after_call and closing.startswith(self._buffer)
+        if self._state in ("content", "opened", "head") and not begun:
+            self._not_a_call(self._buffer, deltas)
+        self._content_buffer.flush(deltas)
+        self._buffer = ""
+        return deltas
+
+    # ------------------------------------------------------------------------------- before a call
+
+    def _find_opening(self, deltas: list[ParsedDelta]) -> bool:
+        opening, closing = self._format.tags
+        found = find_marker(self._buffer, (opening, closing) if opening else ("[",))
+        self._content_buffer.add(found.before, deltas)
+        self._buffer = found.tail
+        if found.marker is None:
+            return False
+        if found.marker != closing:
+            self._prefix = [found.marker]
+            self._state = "opened" if opening else "head"
+        elif not self._content_buffer.after_call:
+            self._content_buffer.add(closing, deltas)
+        return True
+
+    def _skip_bracket(self, _deltas: list[ParsedDelta]) -> bool:
+        bare = self._buffer.lstrip(WHITESPACE)
+        skipped = len(self._buffer) - len(bare) + bare.startswith("[")
+        self._prefix.append(self._buffer[:skipped])
+        self._buffer = self._buffer[skipped:]
+        if bare:
+            self._state = "head"
+        return True
+
+    def _not_a_call(self, text: str, deltas: list[ParsedDelta]) -> None:
+        """What came since the opening is content."""
+        self._content_buffer.add("".join((*self._prefix, text)), deltas)
+        self._state, self._prefix = "content", []
+
+    def _parse_head(self, deltas: list[ParsedDelta]) -> bool:
+        """From a function's name to its first argument."""
+        ahead = self._buffer[:MAX_HEAD_CHARS]
+        found, named = _HEAD.match(ahead), _CALLED.match(ahead)
+        first = bool(self._prefix)
+        if named is not None and first and not self._format.markers and named[1] not in self._names:
+            found = None
+        elif found is None and len(ahead) < MAX_HEAD_CHARS and _HEAD_PARTIAL.fullmatch(ahead):
+            return False
+        if found is None:
+            self._not_a_call("", deltas)
+            return True
+        self._prefix = []
+        self._content_buffer.start_call()
+        deltas.append(ParsedDelta("call", found["name"], self._call_count))
+        self._emit_arguments("{", deltas)
+        self._start_argument(found, "", deltas)
+        return True
+
+    # -------------------------------------------------------------------------------------- a call
+
+    def _start_argument(self, found: re.Match[str], apart: str, deltas: list[ParsedDelta]) -> None:
+        self._buffer = self._buffer[found.end() :]
+        if found["end"]:
+            self._end_call(deltas)
+            return
+        self._emit_arguments(f"{apart}{msgspec.json.encode(found['key']).decode()}: ", deltas)
+        self._state, self._value = "value", PythonLiteralParser(_AFTER_ARGUMENT)
+
+    def _end_call(self, deltas: list[ParsedDelta]) -> None:
+        self._emit_arguments("}", deltas)
+        self._call_count += 1
+        self._state = "next"
+
+    def _break_call(self) -> bool:
+        """The rest is no part of the call."""
+        self._call_count += 1
+        self._state = "content"
+        return True
+
+    def _emit_arguments(self, text: str, deltas: list[ParsedDelta]) -> None:
+        if text:
+            deltas.append(ParsedDelta("arguments", text, self._call_count))
+
+    def _feed_value(self, deltas: list[ParsedDelta]) -> bool:
+        end, chunk = self._value.feed(self._buffer, 0, self._no_more_text)
+        self._emit_arguments(chunk, deltas)
+        self._buffer = self._buffer[end:]
+        if self._value.broken:
+            return self._break_call()
+        if self._value.done:
+            self._state = "behind"
+        return self._value.done
+
+    def _after_value(self, deltas: list[ParsedDelta]) -> bool:
+        self._buffer = self._buffer.lstrip(WHITESPACE)
+        if not self._buffer:
+            return False
+        char = self._buffer[0]
+        if char not in ",)":
+            return self._break_call()
+        self._buffer = self._buffer[1:]
+        if char == ",":
+            self._state = "key"
+        else:
+            self._end_call(deltas)
+        return True
+
+    def _parse_key(self, deltas: list[ParsedDelta]) -> bool:
+        ahead = self._buffer[:MAX_HEAD_CHARS]
+        found = _NEXT.match(ahead)
+        if found is not None:
+            self._start_argument(found, ", ", deltas)
+        elif len(ahead) < MAX_HEAD_CHARS and _NEXT_PARTIAL.fullmatch(ahead):
+            return False
+        else:
+            self._break_call()
+        return True
+
+    def _after_call(self, deltas: list[ParsedDelta]) -> bool:
+        """Behind a call: another call, or the end of all calls."""
+        self._buffer = self._buffer.lstrip(BETWEEN_PYTHON_CALLS)
+        closing = self._format.tags[1]
+        if not closing:
+            if self._buffer.startswith("]"):
+                self._buffer, self._state = self._buffer[1:], "content"
+            elif self._buffer:
+                self._state = "head"
+            return bool(self._buffer)
+        if self._buffer[:1] in ("[", "]"):
+            self._buffer = self._buffer[1:]
+        elif self._buffer.startswith(closing):
+            self._buffer, self._state = self._buffer[len(closing) :], "content"
+        elif closing.startswith(self._buffer):
+            return False
+        else:
+            self._state = "head"
+        return True

@@ -1,7 +1,4 @@
-"""The endpoints that speak otherwise than chat completions, and the form of their errors.
-
-Knows which body, which speech and which errors belong together.
-"""
+"""The handlers of /v1/responses and /v1/messages, and the form of their errors."""
 
 from __future__ import annotations
 
@@ -14,22 +11,21 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from pipeinfer.gateway import anthropic, responses_api
 from pipeinfer.gateway.access import name_of
+from pipeinfer.gateway.adapter import AdapterEncoder, parse_adapted_chat
 from pipeinfer.gateway.answering import Answering, trace
-from pipeinfer.gateway.dialects import messages_body, messages_events, responses_body
-from pipeinfer.gateway.dialects.dialect import AdapterEncoder, parse_adapted_chat
-from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.messages_events import MessagesFormatter
-from pipeinfer.gateway.dialects.responses_body import (
-    InputTokensRequest,
-    ResponsesBody,
-    ResponsesPrompt,
-    ResponsesRequest,
-)
-from pipeinfer.gateway.dialects.responses_events import ResponsesFormatter
+from pipeinfer.gateway.anthropic import CountRequest, MessagesFormatter, MessagesRequest
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.requests import ParsedRequest
 from pipeinfer.gateway.responses import Handler, error_response, json_response
+from pipeinfer.gateway.responses_api import (
+    InputTokensRequest,
+    ResponsesBody,
+    ResponsesFormatter,
+    ResponsesPrompt,
+    ResponsesRequest,
+)
 from pipeinfer.gateway.tokenizing import prompt_call
 
 # Also what is not there, below it. Routes take several slashes for one.
@@ -59,7 +55,7 @@ class AdapterHandlers:
         job, encoder = self._response(request, base, body)
         whole = body if body.truncation == "auto" else None
         del body  # an answer takes minutes, in which the core has all that is needed
-        with with_field_names(responses_body.FIELD_NAMES):
+        with with_field_names(responses_api.FIELD_NAMES):
             try:
                 return await self._answering.respond(request, job, encoder)
             except ApiError as error:  # before anything was sent
@@ -72,9 +68,9 @@ class AdapterHandlers:
     def _response(
         self, request: web.Request, base: str, body: ResponsesRequest
     ) -> tuple[ParsedRequest, AdapterEncoder]:
-        names = responses_body.FIELD_NAMES
+        names = responses_api.FIELD_NAMES
         job = parse_adapted_chat(
-            responses_body.to_chat(body), base, self._terms, trace(request), names
+            responses_api.to_chat(body), base, self._terms, trace(request), names
         )
         answer = self._answering.said(base, job, chat=True)
         formatter = ResponsesFormatter(body, answer, job.params)
@@ -82,7 +78,7 @@ class AdapterHandlers:
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, InputTokensRequest)
-        with with_field_names(responses_body.FIELD_NAMES):
+        with with_field_names(responses_api.FIELD_NAMES):
             try:
                 tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
             except ApiError as error:
@@ -94,9 +90,10 @@ class AdapterHandlers:
     async def _count(
         self, request: web.Request, body: ResponsesPrompt, answer_tokens: int | None
     ) -> int:
-        """Tokens of the prompt, which leaves `room` for an answer; None: for one of any length; 0:
-        the prompt may be longer than the context."""
-        chat = responses_body.to_prompt_chat(body)
+        """Tokens of the prompt. `answer_tokens`: that must fit behind it; None: any number; 0: the
+        prompt may be longer than the context.
+        """
+        chat = responses_api.to_prompt_chat(body)
         call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
         call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
         return (await self._answering.encoded(request, call)).prompt_tokens
@@ -104,14 +101,15 @@ class AdapterHandlers:
     async def _truncated(
         self, request: web.Request, body: ResponsesBody, error: ApiError, answer_tokens: int | None
     ) -> ResponsesBody:
-        """`body`, which was refused with `error`, with as few of the first turns left out as it
-        takes to fit; `error` again where it asks for no such thing, or no turn can be left out."""
-        turns = responses_body.turn_starts(body) if error.code == TOO_LONG else []
+        """`body`, refused with `error`, without as few of the first turns as it takes to fit.
+        Raises `error` if the request does not allow that, or no turn can be left out.
+        """
+        turns = responses_api.turn_starts(body) if error.code == TOO_LONG else []
         found: ResponsesBody | None = None
         first, behind = 0, len(turns)
         while first < behind:
             middle = (first + behind) // 2
-            shorter = responses_body.without_turns_before(body, turns[middle])
+            shorter = responses_api.without_turns_before(body, turns[middle])
             try:
                 await self._count(request, shorter, answer_tokens)
                 found, behind = shorter, middle
@@ -126,9 +124,9 @@ class AdapterHandlers:
     async def messages(self, request: web.Request) -> web.StreamResponse:
         base = f"msg_{uuid.uuid4().hex}"
         body = await self._answering.body(request, MessagesRequest)
-        names = messages_body.FIELD_NAMES
+        names = anthropic.FIELD_NAMES
         parsers = self._terms.parsers
-        chat = messages_body.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
+        chat = anthropic.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
         job = parse_adapted_chat(chat, base, self._terms, trace(request), names)
         omit_reasoning = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
@@ -140,8 +138,8 @@ class AdapterHandlers:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, CountRequest)
-        chat = messages_body.to_prompt_chat(body, self._terms.parsers.harmony)
-        with with_field_names(messages_body.FIELD_NAMES):
+        chat = anthropic.to_prompt_chat(body, self._terms.parsers.harmony)
+        with with_field_names(anthropic.FIELD_NAMES):
             call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
             prompt = await self._answering.encoded(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
@@ -149,7 +147,7 @@ class AdapterHandlers:
 
 @contextmanager
 def with_field_names(names: Mapping[str, str]) -> Generator[None]:
-    """Errors name the fields as a dialect calls them: `names` by those of chats."""
+    """Errors name the fields as the adapter calls them. `names`: by those of chats."""
     try:
         yield
     except ApiError as error:
@@ -160,7 +158,7 @@ def adapted_error_response(request: web.Request, error: ApiError) -> web.Respons
     """`error` in the form that clients of the request's path read."""
     response = error_response(error)
     if MESSAGES_PATHS.fullmatch(request.path):
-        body = messages_events.error_object(error, name_of(request))
+        body = anthropic.error_object(error, name_of(request))
         response.body = msgspec.json.encode(body)
-        response.set_status(messages_events.status_of(error))
+        response.set_status(anthropic.status_of(error))
     return response

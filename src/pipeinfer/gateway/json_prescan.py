@@ -1,7 +1,8 @@
-"""How deep a JSON text is nested and how many values it holds, found before anything is built.
+"""A JSON pre-scan: how deep a body is nested and how many values it holds, before anything is
+built.
 
-A survey goes over the raw bytes piece by piece, so that whoever runs an event loop may let others
-run between two pieces. It does not judge the JSON: the decoder says later what is wrong with it.
+The raw bytes are scanned slice by slice, so that an event loop may run between two slices. The scan
+does not judge the JSON; the decoder says later what is wrong.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ _STEPS[list(_OPENING)], _STEPS[list(_CLOSING)] = 1, -1
 
 
 class JsonLimits(NamedTuple):
-    """The most that a body may hold: levels of nesting, values, lists with objects, and members of
-    objects."""
+    """The most that a body may hold.
+
+    Attributes:
+    - depth: levels of nesting
+    - values: values of any kind
+    - containers: lists and objects
+    - members: of all objects
+    """
 
     depth: int = MAX_DEPTH
     values: int = MAX_VALUES
@@ -50,16 +57,18 @@ COMPLETION_LIMITS = JsonLimits()
 
 
 class LimitExceeded(ValueError):
-    """A bound was exceeded; the text says which, for the client."""
+    """A limit is exceeded; the message says which, for the client."""
 
 
 class JsonPrescan:
-    """What was seen so far.
+    """The counts so far. In invalid JSON they are what brackets, commas and colons outside of
+    strings amount to.
 
-    `depth`: the deepest level of nesting. `containers`: lists and objects that were opened.
-    `values`: one, and one more for each comma and each container; so an empty list counts twice.
-    `members`: of all objects. In what is no valid JSON all four are what brackets, commas and
-    colons outside of strings amount to.
+    Attributes:
+    - depth: deepest level of nesting
+    - containers: lists and objects that were opened
+    - values: 1, and 1 more for each comma and each container; so an empty list counts twice
+    - members: of all objects
     """
 
     def __init__(self, bounds: JsonLimits) -> None:
@@ -71,7 +80,7 @@ class JsonPrescan:
         self._escaping = False  # the last byte was a backslash that escapes the next one
 
     def feed(self, chunk: bytes) -> None:
-        """Goes on with the next bytes, cut anywhere. Raises TooMuch at the first bound exceeded."""
+        """Scans the next bytes, cut anywhere. Raises LimitExceeded at the first limit exceeded."""
         structure = self._structure(chunk)
         commas = structure.count(b",")
         brackets = structure.translate(None, b",:")
@@ -123,7 +132,7 @@ class JsonPrescan:
 
 
 def prescan(body: bytes | bytearray, bounds: JsonLimits) -> Iterator[None]:
-    """Surveys all of `body`, a slice each time it is asked to go on. Raises TooMuch."""
+    """Scans all of `body`, one slice each time it is asked to go on. Raises LimitExceeded."""
     scan = JsonPrescan(bounds)
     for start in range(0, len(body), SLICE_BYTES):
         scan.feed(bytes(body[start : start + SLICE_BYTES]))

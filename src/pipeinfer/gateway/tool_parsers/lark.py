@@ -1,9 +1,9 @@
-"""Lark grammars of clients as regular expressions, which unlike them can stand within a call.
+"""Lark grammars of clients as regular expressions, which can stand within a tool call.
 
-Calls have tags and escapes, and a compiler reads terminals greedily: a terminal that ends where an
-escape begins would swallow it. One expression for all of a text has no such seam. A grammar whose
-rules refer to themselves is none; of such it is known which letters its texts may have.
-Knows no call and no model; compiles nothing.
+A call has tags and escapes, and a compiler matches terminals greedily: a terminal that ends where
+an escape begins would swallow the escape. One expression for the whole text avoids that. A
+recursive grammar has no expression; for it the characters of its texts can be found.
+Compiles nothing.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _FLAGS = frozenset("imsux")
 
 
 class UnsupportedGrammar(ValueError):
-    """A grammar that is not read here; the text says why, for the client."""
+    """A grammar that is not converted; the message says why, for the client."""
 
 
 class RecursiveGrammar(UnsupportedGrammar):
-    """A grammar that no expression is for: a rule refers to itself."""
+    """A grammar without an expression: a rule refers to itself."""
 
 
 class _Token(NamedTuple):
@@ -89,13 +89,16 @@ class _Token(NamedTuple):
 
 
 def grammar_to_regex(definition: str) -> str:
-    """One expression for all texts of the grammar. Raises Recursive, and Unfit."""
+    """One regular expression for all texts of the grammar. Raises RecursiveGrammar,
+    UnsupportedGrammar.
+    """
     return _Grammar(definition).expression()
 
 
 def may_contain(definition: str, letters: str) -> bool:
-    """Whether any text of the grammar may have one of the `letters`, which are ASCII; rather yes
-    than no. Raises Unfit."""
+    """Whether a text of the grammar may contain one of `letters` (ASCII); True when in doubt.
+    Raises UnsupportedGrammar.
+    """
     atoms: set[_Atom] = set()
     for tokens in _Grammar(definition).bodies():
         for token in tokens:
@@ -106,7 +109,7 @@ def may_contain(definition: str, letters: str) -> bool:
 
 
 class _Grammar:
-    """Rules and terminals by name, each as the tokens of what it is."""
+    """Rules and terminals by name, each as its tokens."""
 
     def __init__(self, definition: str) -> None:
         self._rules: dict[str, list[_Token]] = {}
@@ -122,12 +125,12 @@ class _Grammar:
         self._ignored_regex = ""
 
     def bodies(self) -> Iterator[list[_Token]]:
-        """Of all."""
+        """The tokens of all rules and of what is ignored."""
         yield from self._rules.values()
         yield from self._ignored
 
     def expression(self) -> str:
-        """Of `start`."""
+        """The expression of `start`."""
         ignored = [self._expand(tokens, within=False) for tokens in self._ignored]
         self._ignored_regex = f"(?:{'|'.join(ignored)})*" if ignored else ""
         return self._expand_rule("start") + self._ignored_regex
@@ -211,14 +214,14 @@ class _Grammar:
         return expanded, at
 
     def _count_chars(self, letters: int) -> None:
-        """That were put together anew."""
+        """Adds characters to the work done. Raises UnsupportedGrammar beyond the limits."""
         self._expanded_chars += letters
         if letters > MAX_REGEX_CHARS or self._expanded_chars > MAX_EXPANDED_CHARS:
             raise UnsupportedGrammar("it is too large when its rules are put together")
 
 
 def _expression(found: re.Match[str]) -> str | None:
-    """Of a text, a range of letters or an expression; None for any other token."""
+    """The expression of a string, a range of letters or a regex; None for any other token."""
     if found["first"]:
         return f"[{_quoted(_text(found['first']))}-{_quoted(_text(found['last']))}]"
     if found["string"]:
@@ -233,7 +236,7 @@ def _expression(found: re.Match[str]) -> str | None:
 
 
 def _times(text: str) -> str:
-    """How often, as expressions say it."""
+    """A repetition as expressions write it."""
     bare = re.sub(r"[\s{}~]", "", text)
     return bare if bare in ("?", "*", "+") else f"{{{bare.replace('..', ',')}}}"
 
@@ -246,7 +249,7 @@ def _text(literal: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """An expression of this text."""
+    """An expression that matches exactly this text."""
     return _METACHARACTERS.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
@@ -267,14 +270,14 @@ _TIMES = re.compile(r"\{\d*,?\d*\}")
 
 
 class _Atom(NamedTuple):
-    """What stands for one letter. `dotall`: a dot may be a line end."""
+    """Part of an expression that matches one letter. `dotall`: a dot matches a line end."""
 
     text: str
     dotall: bool
 
 
 def _matches_any(atom: _Atom, letters: str) -> bool:
-    """Whether it may stand for one of them."""
+    """Whether the atom may match one of `letters`."""
     text = atom.text
     if text == ".":
         return atom.dotall or letters != "\n"
@@ -297,7 +300,7 @@ def _in_python(found: re.Match[str]) -> str:
 
 
 def _atoms(body: str) -> Iterator[_Atom]:
-    """What an expression has for letters, in order."""
+    """The atoms of an expression, in order."""
     dotall, at = False, 0
     outside: list[bool] = []
     while at < len(body):
@@ -332,7 +335,7 @@ def _atoms(body: str) -> Iterator[_Atom]:
 
 
 def _class_end(body: str, at: int) -> int:
-    """Behind the bracket that closes the class that opens at `at`."""
+    """Index behind the bracket that closes the class that opens at `at`."""
     depth, i = 0, at
     while i < len(body):
         if body[i] == "[":
