@@ -355,8 +355,8 @@ def _add_tool_result(conversation: ConversationBuilder, block: MessageBlock, whe
     content, here = block.content or "", f"{where}.content"
     texts = [content] if isinstance(content, str) else []
     for j, part in enumerate([] if isinstance(content, str) else content):
-        shown = _document if part.type == "document" else _text
-        texts.append(shown(part, f"{here}[{j}]"))
+        text_of = _document if part.type == "document" else _text
+        texts.append(text_of(part, f"{here}[{j}]"))
     conversation.add_tool_result(required(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
@@ -464,8 +464,8 @@ class MessagesFormatter:
             }
         elif step.action == "open":
             empty = OutputBlock(block.kind, block.index, block.call_index, block.name)
-            shown = self._content(empty)
-            yield {"type": "content_block_start", "index": block.index, "content_block": shown}
+            text_of = self._content(empty)
+            yield {"type": "content_block_start", "index": block.index, "content_block": text_of}
         else:
             yield {"type": "content_block_stop", "index": block.index}
 

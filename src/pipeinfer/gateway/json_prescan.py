@@ -115,7 +115,7 @@ class JsonPrescan:
             raise LimitExceeded(f"the body holds more than {bounds.members} members of objects")
 
     def _structure(self, chunk: bytes) -> bytes:
-        """The brackets, commas and colons of `piece` that are outside of strings."""
+        """The brackets, commas and colons of `chunk` that are outside of strings."""
         if self._escaping:
             chunk = b"\\" + chunk
             self._escaping = False

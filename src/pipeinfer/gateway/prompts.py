@@ -49,8 +49,13 @@ def _for_template(request: ChatRequest) -> JsonObject:
 
 
 class ChatPrompt(NamedTuple):
-    """What a prompt is made of: messages, and all variables of the template. `tools` that are among
-    these; None if none are."""
+    """What a chat's prompt is made of.
+
+    Attributes:
+    - chat: messages, as the chat template wants them
+    - arguments: all variables of the template
+    - tools: of the request, which are among the variables; None if it has none
+    """
 
     chat: list[JsonObject]
     arguments: JsonObject
@@ -69,8 +74,10 @@ def chat_prompt(request: ChatRequest, parsers: OutputParsers) -> ChatPrompt:
         check_reasoning_effort(arguments)
         chat = harmony_messages(chat)
     if tools is not None:
-        shown = with_descriptions(tools.as_functions) if parsers.harmony else tools.as_functions
-        arguments["tools"] = list[JsonValue](shown)
+        function_tools = (
+            with_descriptions(tools.as_functions) if parsers.harmony else tools.as_functions
+        )
+        arguments["tools"] = list[JsonValue](function_tools)
     return ChatPrompt(chat, arguments, tools)
 
 
@@ -88,9 +95,9 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
 def _message(i: int, message: ChatMessage) -> JsonObject:
     """The message as the tokenizer takes it: a content of texts alone, or null where the message
     only calls tools; thoughts under one name; no absent fields."""
-    thoughts = (message.reasoning_content, message.thinking, message.reasoning)
-    shown = next((text for text in thoughts if text is not None), None)
-    message = replace(message, reasoning_content=shown, thinking=None, reasoning=None)
+    reasoning_texts = (message.reasoning_content, message.thinking, message.reasoning)
+    function_tools = next((text for text in reasoning_texts if text is not None), None)
+    message = replace(message, reasoning_content=function_tools, thinking=None, reasoning=None)
     plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
     if message.tool_calls is not None:
         plain["tool_calls"] = [

@@ -126,9 +126,9 @@ def parse_chat(
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
     with_tools = functions_to_tools(request)
     if with_tools is None:
-        return _chat_job(request, base, defaults, trace)
+        return _parse_chat(request, base, defaults, trace)
     try:
-        job = _chat_job(with_tools, base, defaults, trace)
+        job = _parse_chat(with_tools, base, defaults, trace)
     except ApiError as error:
         raise renamed(error, LEGACY_FIELD_NAMES) from None
     tool_call_options = replace(job.tool_call_options, legacy_functions=True)
@@ -139,17 +139,17 @@ def parse_chat(
     )
 
 
-def _chat_job(
+def _parse_chat(
     request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
 ) -> ParsedRequest:
     limit, field = _limit(request, defaults.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
     ids = bool(request.return_token_ids)
-    shown = OutputOptions(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
+    output_options = OutputOptions(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     constraint = output_constraint(request, defaults.closed_objects)
-    params = _params(request, defaults.sampling, limit, shown, names, constraint)
+    params = _params(request, defaults.sampling, limit, output_options, names, constraint)
     _check_count(1, "n", params.n, defaults)
     parsers = defaults.parsers
     chat, arguments, tools = chat_prompt(request, parsers)
@@ -188,19 +188,21 @@ def _chat_job(
         add_special_tokens=bool(request.add_special_tokens),
         otherwise=constraint.fallback,
     )
-    one_call, thoughts = (
+    first_call_only, include_reasoning = (
         request.parallel_tool_calls is False,
         request.include_reasoning is not False,
     )
     spec = params.structured_outputs
-    padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
+    strip_answer = spec is not None and spec.json is not None  # as masks.LaterSource allows it
     schemas = None if tools is None else tools.schemas
-    custom = () if tools is None else tools.custom_tools
-    parser_factory = parsers.parser_factory(schemas, one_call, thoughts, padded, custom)
+    custom_tools = () if tools is None else tools.custom_tools
+    parser_factory = parsers.parser_factory(
+        schemas, first_call_only, include_reasoning, strip_answer, custom_tools
+    )
     call = replace(
         call, token_offsets=parser_factory is not None and bool(parsers.reasoning_parser_name)
     )
-    job = _parsed_request(request, [call], params.n, shown)
+    job = _parsed_request(request, [call], params.n, output_options)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
@@ -237,11 +239,13 @@ def parse_completion(
     prompts = _prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
-    shown = _completion_shown(request, limit)
-    limit += shown.no_new_tokens  # the model has no step that samples nothing
+    output_options = _completion_output_options(request, limit)
+    limit += output_options.no_new_tokens  # the model has no step that samples nothing
     constraint = output_constraint(request, defaults.closed_objects)
-    params = _params(request, defaults.sampling, limit, shown, {"max_tokens": field}, constraint)
-    if shown.echo and shown.logprobs is not None and limit == 1:
+    params = _params(
+        request, defaults.sampling, limit, output_options, {"max_tokens": field}, constraint
+    )
+    if output_options.echo and output_options.logprobs is not None and limit == 1:
         # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
         # A stop token has none; so nothing stops here.
         params = replace(params, ignore_eos=True)
@@ -252,7 +256,7 @@ def parse_completion(
     _check_count(len(prompts), "best_of" if best else "n", made, defaults)
     special = request.add_special_tokens is not False
     common = _common(request, params, defaults, trace)
-    common = replace(common, return_prompt_text=shown.echo, otherwise=constraint.fallback)
+    common = replace(common, return_prompt_text=output_options.echo, otherwise=constraint.fallback)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -262,7 +266,7 @@ def parse_completion(
             else:
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
-    job = _parsed_request(request, calls(), len(prompts) * made, shown)
+    job = _parsed_request(request, calls(), len(prompts) * made, output_options)
     return replace(job, prompts=len(prompts), best_of=best, constraint=constraint)
 
 
@@ -309,7 +313,7 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _completion_shown(request: CompletionRequest, limit: int) -> OutputOptions:
+def _completion_output_options(request: CompletionRequest, limit: int) -> OutputOptions:
     """A limit of 0 is one only where the prompt is echoed."""
     if request.logprobs is True:
         message = "logprobs must be a number of alternatives, not true"
@@ -321,7 +325,7 @@ def _completion_shown(request: CompletionRequest, limit: int) -> OutputOptions:
 
 
 def _parsed_request(
-    request: Generation, calls: Iterable[Call], choices: int, shown: OutputOptions
+    request: Generation, calls: Iterable[Call], choices: int, output_options: OutputOptions
 ) -> ParsedRequest:
     stream = bool(request.stream)
     if stream and request.prompt_logprobs is not None:
@@ -333,7 +337,7 @@ def _parsed_request(
     options = request.stream_options or StreamOptions()
     usage = bool(options.include_usage)
     continuous = usage and bool(options.continuous_usage_stats)
-    return ParsedRequest(calls, choices, stream, usage, continuous, shown)
+    return ParsedRequest(calls, choices, stream, usage, continuous, output_options)
 
 
 def _common(
@@ -365,14 +369,14 @@ def _params(
     request: Generation,
     defaults: SamplingParams,
     max_tokens: int | None,
-    shown: OutputOptions,
+    output_options: OutputOptions,
     names: dict[str, str],
     constraint: OutputConstraint,
 ) -> SamplingParams:
     """names: of fields that are called otherwise in SamplingParams."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
-    known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
+    known["max_tokens"], known["logprobs"] = max_tokens, output_options.logprobs
     known["structured_outputs"] = constraint.spec
     try:
         params = normalized(replace(defaults, **known))
@@ -380,7 +384,7 @@ def _params(
         param = names.get(error.param, error.param)
         message = str(error).replace(f"{error.param} must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
-    return replace(params, prompt_logprobs=shown.prompt_logprobs_needed)
+    return replace(params, prompt_logprobs=output_options.prompt_logprobs_needed)
 
 
 def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:

@@ -127,15 +127,15 @@ class StreamEncoder:
         if self._text_only and delta.finish is None and self._choice_started[index]:
             # The hot path: every token of nearly every stream.
             return self._chunks.text_chunk(index, delta.text) if delta.text else b""
-        chunks, shown = self._chunks, self._answer.output_options
+        chunks, options = self._chunks, self._answer.output_options
         parsed = self._collectors[index].parse(delta)
         chunks.count(index, delta, self._collectors[index].reasoning_tokens)
         opening, logprobs = b"", NULL
-        if shown.more_than_text:
+        if options.more_than_text:
             delta = requested_part(self._answer, delta)
             if delta.prompt is not None:
                 self._collectors[index].add_logprobs(delta)
-        has_extras = delta.logprobs is not None or (shown.token_ids and bool(delta.ids))
+        has_extras = delta.logprobs is not None or (options.token_ids and bool(delta.ids))
         if delta.finish is None and not delta.text and not has_extras:
             return b""
         first = not self._choice_started[index]
@@ -145,7 +145,7 @@ class StreamEncoder:
         if delta.logprobs is not None:  # also where the text of its tokens comes later
             self._collectors[index].add_logprobs(delta)
             logprobs = self._collectors[index].take_logprobs()
-        if shown.token_ids:
+        if options.token_ids:
             with_prompt_ids = first and not self._answer.chat
             logprobs = self._collectors[index].with_token_ids(logprobs, delta, with_prompt_ids)
         if self._answer.parser_factory is not None:
@@ -236,19 +236,19 @@ class ChoiceCollector:
     )
 
     def __init__(self, answer: ResponseMetadata) -> None:
-        shown = answer.output_options
-        most, of_prompt = shown.logprobs, shown.prompt_logprobs
+        options = answer.output_options
+        most, of_prompt = options.logprobs, options.prompt_logprobs
         self._chat = ChatLogprobs() if answer.chat and most is not None else None
         self._completion: CompletionLogprobs | None = None
         if most is not None and not answer.chat:
             self._completion = CompletionLogprobs(most)
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
-        self._echo = shown.echo
+        self._echo = options.echo
         self._texts: list[str] = []
         self._parser_factory = answer.parser_factory
         self._parser: ChoiceParser | None = None
         self._parsed = ParsedOutput()
-        self._ids: list[int] | None = [] if shown.token_ids else None
+        self._ids: list[int] | None = [] if options.token_ids else None
         self.prompt_text = ""
         self.prompt_ids: list[int] | None = None
 
@@ -354,8 +354,8 @@ class BestOf:
     - wanted: the client asked for log-probs as well
     """
 
-    def __init__(self, choices: int, made: int, shown: int, wanted: bool) -> None:
-        self._made, self._shown, self._wanted = made, shown, wanted
+    def __init__(self, choices: int, made: int, options: int, wanted: bool) -> None:
+        self._made, self._shown, self._wanted = made, options, wanted
         self._sums = [0.0] * choices
         self._tokens = [0] * choices
 

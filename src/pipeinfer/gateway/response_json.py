@@ -256,16 +256,16 @@ class ChunkEncoder:
         if not self._answer.chat:
             return b""
         delta = b'{"role":"assistant","content":""}'
-        said = b'[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]' % (index, delta)
+        parsed = b'[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]' % (index, delta)
         if prompt_ids is not None:
-            said += b',"prompt_token_ids":%s' % _json.encode(prompt_ids)
+            parsed += b',"prompt_token_ids":%s' % _json.encode(prompt_ids)
         usage = self._usage
-        if self._usage_by_choice is not None:  # no token of this choice has been told yet
+        if self._usage_by_choice is not None:  # no token of this choice has been sent yet
             unsent = replace(self._usage_by_choice[index], output=0, reasoning=0)
             usage = self._usage_so_far(
                 [unsent, *self._usage_by_choice[:index], *self._usage_by_choice[index + 1 :]]
             )
-        return b'data: %s,"choices":%s%s' % (self._head, said, usage)
+        return b'data: %s,"choices":%s%s' % (self._head, parsed, usage)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """A chunk of text; the hot path of streaming."""
@@ -316,8 +316,8 @@ class ChunkEncoder:
             )
             finish = b'"%s","stop_reason":%s' % (reason, stop)
         head = b'data: %s,"choices":[{"index":%d,"delta":' % (self._head, index)
-        said = b'%s,"logprobs":%s,"finish_reason":%s}]' % (_json.encode(delta), logprobs, finish)
-        return head + said + self._usage
+        parsed = b'%s,"logprobs":%s,"finish_reason":%s}]' % (_json.encode(delta), logprobs, finish)
+        return head + parsed + self._usage
 
     def usage_chunk(self, usage: TokenUsage) -> bytes:
         """The chunk without choices that stream_options.include_usage asks for."""
@@ -397,21 +397,23 @@ def _tool_call(call_id: str, name: str, text: str, custom: bool) -> JsonObject:
 
 def _message(answer: ResponseMetadata, index: int, choice: FinishedChoice) -> JsonObject:
     message: JsonObject = {"role": "assistant", "content": choice.text, "refusal": None}
-    said = choice.parsed
-    if said is None:
+    parsed = choice.parsed
+    if parsed is None:
         return message
-    message["content"] = "".join(said.content) or (None if said.calls or said.reasoning else "")
-    if said.reasoning:
-        message["reasoning_content"] = "".join(said.reasoning)
-    if said.calls and answer.tool_call_options.legacy_functions:
-        name, *arguments = said.calls[0]
+    message["content"] = "".join(parsed.content) or (
+        None if parsed.calls or parsed.reasoning else ""
+    )
+    if parsed.reasoning:
+        message["reasoning_content"] = "".join(parsed.reasoning)
+    if parsed.calls and answer.tool_call_options.legacy_functions:
+        name, *arguments = parsed.calls[0]
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
-    elif said.calls:
+    elif parsed.calls:
         message["tool_calls"] = [
             _tool_call(
-                answer.call_id(index, number, name), name, "".join(texts), number in said.custom
+                answer.call_id(index, number, name), name, "".join(texts), number in parsed.custom
             )
-            for number, (name, *texts) in enumerate(said.calls)
+            for number, (name, *texts) in enumerate(parsed.calls)
         ]
     return message
 

@@ -127,10 +127,10 @@ class ResponsesTool(Part, frozen=True):
 
     def echoed(self) -> JsonObject:
         """The tool as a response shows it."""
-        shown: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
+        echo: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "function":
-            return {**shown, "parameters": self.parameters, "strict": self.strict}
-        return {**shown, "format": msgspec.to_builtins(self.format) or {"type": "text"}}
+            return {**echo, "parameters": self.parameters, "strict": self.strict}
+        return {**echo, "format": msgspec.to_builtins(self.format) or {"type": "text"}}
 
 
 class ResponsesNamedTool(msgspec.Struct, frozen=True):
@@ -421,9 +421,9 @@ def _add_item(conversation: ConversationBuilder, item: InputItem, where: str) ->
             raise ApiError(400, message, f"{where}.role", "invalid_value")
         conversation.add_message(item.role, _texts(item.content, f"{where}.content"), item.phase)
     elif kind == "reasoning":
-        shown = item.content or item.summary or ""
-        if shown:  # what is only encrypted comes from elsewhere, and says nothing here
-            conversation.add_reasoning("\n".join(_texts(shown, f"{where}.content")))
+        echo = item.content or item.summary or ""
+        if echo:  # what is only encrypted comes from elsewhere, and says nothing here
+            conversation.add_reasoning("\n".join(_texts(echo, f"{where}.content")))
     elif kind == "function_call":
         call_id = required(item.call_id, f"{where}.call_id")
         arguments = required(item.arguments, f"{where}.arguments")
@@ -618,9 +618,9 @@ def _echoed_fields(
     effort = request.reasoning.effort if request.reasoning is not None else None
     form = request.text.format if request.text is not None else None
     verbosity = request.text.verbosity if request.text is not None else None
-    shown: JsonObject = {"type": "text"}
+    echo: JsonObject = {"type": "text"}
     if form is not None:
-        shown = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
+        echo = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
     return {
         "id": answer.id,
         "object": "response",
@@ -645,7 +645,7 @@ def _echoed_fields(
         "service_tier": "default",
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": shown, "verbosity": verbosity or "medium"},
+        "text": {"format": echo, "verbosity": verbosity or "medium"},
         "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
         "tools": [tool.echoed() for tool in request.tools or ()],
         "top_logprobs": params.logprobs or 0,

@@ -21,7 +21,7 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
-WHOLE_SCHEMA = "schema"  # what an answer is not held to at all
+WHOLE_SCHEMA = "schema"  # as an entry of `unenforced`: all of the schema
 
 FieldConstraint = tuple[str, StructuredOutputs]  # by which field
 
@@ -92,7 +92,7 @@ def _schema_constraint(
     strict: bool,
     closed_objects: bool,
 ) -> OutputConstraint:
-    """Raises GrammarError, also where an answer cannot be held to a strict one."""
+    """Raises GrammarError, also for a strict schema that cannot be enforced."""
     found = held(schema, closed_objects, narrow=strict)
     if found.malformed:
         raise MalformedSchema(f"{', '.join(found.malformed[:5])}: this is no JSON Schema")
@@ -109,8 +109,9 @@ def _schema_constraint(
 
 
 def _fallback_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
-    """In place of a schema that cannot be held: any JSON, an object or an array where that is what
-    the schema describes."""
+    """In place of a schema that cannot be enforced: any JSON; an object or an array, if the schema
+    describes one.
+    """
     kind = "" if isinstance(schema, bool) else schema.get("type")
     if kind in ("object", "array"):
         return replace(spec, json=msgspec.json.encode({"type": kind}).decode())

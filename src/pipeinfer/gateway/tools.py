@@ -91,7 +91,7 @@ def tool_call_constraint(
             schemas[name], unenforced[name] = _enforceable_schema(
                 name, schema, name in strict, closed_objects
             )
-        wanted = GrammarRequest(
+        grammar_request = GrammarRequest(
             schemas,
             many,
             allow_content,
@@ -100,11 +100,11 @@ def tool_call_constraint(
             content_constraint,
             tools.input_grammars,
         )
-        spec = StructuredOutputs(grammar=_grammar(grammar_of, wanted, strict, unenforced))
+        spec = StructuredOutputs(grammar=_grammar(grammar_of, grammar_request, strict, unenforced))
         kept = strict | tools.custom_tools
         any_object = {name: s if name in kept else None for name, s in schemas.items()}
         fallback_request = dataclasses.replace(
-            wanted, schemas=any_object, content_constraint=fallback_content
+            grammar_request, schemas=any_object, content_constraint=fallback_content
         )
         lost = ", ".join(
             [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
@@ -135,31 +135,35 @@ def _unenforced_places(
 
 def _grammar(
     grammar: CallGrammar,
-    wanted: GrammarRequest,
+    grammar_request: GrammarRequest,
     strict: Container[str],
     unenforced: dict[str, tuple[str, ...]],
 ) -> str:
-    """The grammar of calls. Functions that it cannot hold to their schema, and that are not strict,
-    get any object; `left_out` says so. Raises Inexpressible."""
+    """The grammar of calls. Raises UnsupportedSchema.
+
+    Functions whose schema it cannot enforce, and that are not strict, get any object; `unenforced`
+    says so.
+    """
     try:
-        return grammar(wanted)
+        return grammar(grammar_request)
     except UnsupportedSchema:
-        schemas = dict(wanted.schemas)
-    for name, schema in wanted.schemas.items():
+        schemas = dict(grammar_request.schemas)
+    for name, schema in grammar_request.schemas.items():
         try:
-            grammar(dataclasses.replace(wanted, schemas={name: schema}))
+            grammar(dataclasses.replace(grammar_request, schemas={name: schema}))
         except UnsupportedSchema as error:
             if name in strict or schema is None:
                 raise
             schemas[name], unenforced[name] = None, (f"parameters of {name}: {error}",)
-    return grammar(dataclasses.replace(wanted, schemas=schemas))
+    return grammar(dataclasses.replace(grammar_request, schemas=schemas))
 
 
 def _enforceable_schema(
     name: str, schema: JsonObject | None, strict: bool, closed_objects: bool
 ) -> tuple[JsonObject | None, tuple[str, ...]]:
-    """The schema of a function's parameters in the words of grammars, and what they leave out.
-    Raises GrammarError where a strict one is not held."""
+    """A function's schema in the words of grammars, and what they leave out. Raises GrammarError if
+    a strict one cannot be enforced.
+    """
     if not schema:
         return schema, ()
     try:
@@ -336,7 +340,9 @@ def check_tool_type(kind: str, where: str, *more: str) -> None:
 
 
 def _input_annotations(tool: CustomTool, where: str) -> JsonObject:
-    """What a model is told of the tool's input. ApiError 400 for a grammar that is not there."""
+    """The description of a custom tool's input for the model. ApiError 400 for a missing
+    grammar.
+    """
     if tool.format is None or tool.format.type == "text":
         return {}
     grammar = required(tool.format.grammar, f"{where}.format.grammar")

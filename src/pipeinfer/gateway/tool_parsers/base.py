@@ -16,13 +16,13 @@ from pipeinfer.json_values import JsonValue
 from pipeinfer.packing import unpack_few
 from pipeinfer.params import ThoughtState
 
-WHITESPACE = " \t\r\n"  # what sets pieces apart
+WHITESPACE = " \t\r\n"  # between parts of an output
 
 # Of calls: ours, nine letters and digits, or the function's name and the call's number.
 CallIdStyle = Literal["", "short", "numbered"]
 DeltaKind = Literal["content", "reasoning", "call", "arguments", "custom", "input"]
 INPUT_PARAMETER = "input"  # the parameter that a custom tool's text is to the model
-MESSAGE_BREAK = -2  # in place of a call's number: content or thoughts begin anew here
+MESSAGE_BREAK = -2  # in place of a call's index: a new message begins here
 
 
 class ParsedDelta(NamedTuple):
@@ -62,7 +62,7 @@ class ChoiceParser(OutputParser, Protocol):
     def reasoning(self) -> ReasoningTokenCounter: ...
 
 
-# Makes one, of an answer whose prompt leaves the thoughts so.
+# From the state in which the prompt leaves the reasoning.
 ParserFactory = Callable[[ThoughtState], ChoiceParser]
 
 
@@ -93,10 +93,10 @@ class ReasoningTokenCounter:
 
     def __init__(self) -> None:
         self.count = 0
-        self.parsed_chars = inf  # where no reader looks for thoughts there are none
+        self.parsed_chars = inf  # until a parser of reasoning says otherwise
         self._open_start: float = 0
         self._span_open = False
-        self._spans: deque[tuple[float, float]] = deque()  # that have ended: from, to
+        self._spans: deque[tuple[float, float]] = deque()  # of reasoning that has ended: from, to
         self._offsets: deque[int] = deque()  # of tokens that are not counted or passed over yet
 
     def open_span(self, at: float) -> None:

@@ -135,64 +135,64 @@ class GrammarRequest:
 CallGrammar = Callable[[GrammarRequest], str]
 
 
-def hermes_grammar(wanted: GrammarRequest) -> str:
+def hermes_grammar(request: GrammarRequest) -> str:
     """Objects between <tool_call> and </tool_call>."""
-    closing = wanted.tag(HERMES.closing)
+    closing = request.tag(HERMES.closing)
     bodies = [
-        f'"\\n" {_call(wanted, name, "arguments")} "\\n" {closing}' for name in wanted.schemas
+        f'"\\n" {_call(request, name, "arguments")} "\\n" {closing}' for name in request.schemas
     ]
-    return _tagged(wanted, HERMES.opening, bodies, "", '"\\n"')
+    return _tagged(request, HERMES.opening, bodies, "", '"\\n"')
 
 
 def xml_grammar(tags: XmlTags) -> CallGrammar:
     """Parameters as elements, in the order of the schema."""
 
-    def grammar(wanted: GrammarRequest) -> str:
-        elements, bodies = _XmlRules(tags, wanted), list[str]()
-        for i, (name, schema) in enumerate(wanted.schemas.items()):
+    def grammar(request: GrammarRequest) -> str:
+        elements, bodies = _XmlRules(tags, request), list[str]()
+        for i, (name, schema) in enumerate(request.schemas.items()):
             bodies.append(elements.function(name, f"p{i}", schema))
         never, (opening, closing) = tags.function[0], tags.call
         if tags.shared_call_tag:
-            calls = f'"\\n" {_repeated(wanted, "function", "")} {wanted.tag(closing)}'
-            form = _tagged(replace(wanted, parallel=False), opening, [calls], never, "")
+            calls = f'"\\n" {_repeated(request, "function", "")} {request.tag(closing)}'
+            form = _tagged(replace(request, parallel=False), opening, [calls], never, "")
             return "\n".join((form, rule("function", bodies), *elements.rules))
-        bodies = [f"{body} {wanted.tag(closing)}" for body in bodies]
+        bodies = [f"{body} {request.tag(closing)}" for body in bodies]
         between = _optional_text(tags.separator)
-        return "\n".join((_tagged(wanted, opening, bodies, never, between), *elements.rules))
+        return "\n".join((_tagged(request, opening, bodies, never, between), *elements.rules))
 
     return grammar
 
 
-def llama3_grammar(wanted: GrammarRequest) -> str:
+def llama3_grammar(request: GrammarRequest) -> str:
     """Objects with semicolons between, and nothing else."""
-    calls = _repeated(wanted, "call", '"; "')
+    calls = _repeated(request, "call", '"; "')
     # Where an answer may be another object, what opens a call must be lexed as that object is.
-    call = _call if wanted.content_constraint is None else _object
-    rules = [rule("call", [call(wanted, name, "parameters") for name in wanted.schemas])]
-    if wanted.allow_content:
+    call = _call if request.content_constraint is None else _object
+    rules = [rule("call", [call(request, name, "parameters") for name in request.schemas])]
+    if request.allow_content:
         calls = f"{calls} | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
-    return "\n".join((_start(wanted, f"({calls})"), *rules))
+    return "\n".join((_start(request, f"({calls})"), *rules))
 
 
-def mistral_grammar(wanted: GrammarRequest) -> str:
+def mistral_grammar(request: GrammarRequest) -> str:
     """A list of objects; names and [ARGS] if the model has that token."""
-    if "[ARGS]" not in (wanted.added_tokens or {}):
-        return marked_list_grammar(MISTRAL)(wanted)
-    args = wanted.tag("[ARGS]")
-    bodies = [f"{quoted(n)} {args} {json_arguments(wanted, n)}" for n in wanted.schemas]
-    return _tagged(wanted, MISTRAL.opening, bodies, "", "")
+    if "[ARGS]" not in (request.added_tokens or {}):
+        return marked_list_grammar(MISTRAL)(request)
+    args = request.tag("[ARGS]")
+    bodies = [f"{quoted(n)} {args} {json_arguments(request, n)}" for n in request.schemas]
+    return _tagged(request, MISTRAL.opening, bodies, "", "")
 
 
 def marked_list_grammar(marks: JsonCallMarkers) -> CallGrammar:
     """A list of objects behind a marker, or between two."""
 
-    def grammar(wanted: GrammarRequest) -> str:
-        objects = [_call(wanted, name, "arguments") for name in wanted.schemas]
-        closing = f" {wanted.tag(marks.closing)}" if marks.closing else ""
-        listed = f'"[" {_repeated(wanted, "object", quoted(", "))} "]"{closing}'
-        once = replace(wanted, parallel=False)
-        form = _tagged(once, marks.opening, [listed], "", "")
+    def grammar(request: GrammarRequest) -> str:
+        objects = [_call(request, name, "arguments") for name in request.schemas]
+        closing = f" {request.tag(marks.closing)}" if marks.closing else ""
+        call_list = f'"[" {_repeated(request, "object", quoted(", "))} "]"{closing}'
+        once = replace(request, parallel=False)
+        form = _tagged(once, marks.opening, [call_list], "", "")
         return "\n".join((form, rule("object", objects)))
 
     return grammar
@@ -209,57 +209,59 @@ def section_grammar(
     - between: text between calls
     """
 
-    def grammar(wanted: GrammarRequest) -> str:
+    def grammar(request: GrammarRequest) -> str:
         assert marks.section is not None
         begin, end = marks.section
         calls = [
             _sequence(
-                wanted.tag(marks.opening),
-                *(wanted.tag(part.replace("{}", name)) for part in head),
-                json_arguments(wanted, name),
+                request.tag(marks.opening),
+                *(request.tag(part.replace("{}", name)) for part in head),
+                json_arguments(request, name),
                 _optional_text(foot),
-                wanted.tag(marks.closing),
+                request.tag(marks.closing),
             )
-            for name in wanted.schemas
+            for name in request.schemas
         ]
-        listed = f"{_repeated(wanted, 'object', _optional_text(between))} {wanted.tag(end)}"
-        form = _tagged(replace(wanted, parallel=False), begin, [listed], marks.opening, "")
+        call_list = f"{_repeated(request, 'object', _optional_text(between))} {request.tag(end)}"
+        form = _tagged(replace(request, parallel=False), begin, [call_list], marks.opening, "")
         return "\n".join((form, rule("object", calls)))
 
     return grammar
 
 
-def pythonic_grammar(style: PythonicFormat) -> CallGrammar:
+def pythonic_grammar(call_format: PythonicFormat) -> CallGrammar:
     """Calls as Python writes them, with arguments in the order of the schema."""
 
-    def grammar(wanted: GrammarRequest) -> str:
-        python = _PythonicRules(wanted)
-        calls = {name: python.call(name, f"p{i}") for i, name in enumerate(wanted.schemas)}
+    def grammar(request: GrammarRequest) -> str:
+        python = _PythonicRules(request)
+        calls = {name: python.call(name, f"p{i}") for i, name in enumerate(request.schemas)}
         whole = [f"{quoted(name + '(')} {call}" for name, call in calls.items()]
-        opening, end = style.tags
-        listed = _repeated(wanted, "called", quoted(style.separator))
-        if style.brackets:
-            listed = f'"[" {listed} "]"'
+        opening, end = call_format.tags
+        call_list = _repeated(request, "called", quoted(call_format.separator))
+        if call_format.brackets:
+            call_list = f'"[" {call_list} "]"'
         rules = ["", rule("called", whole), *python.rules]
         if opening:
-            listed = f"{listed} {wanted.tag(end)}"
-            form = _tagged(replace(wanted, parallel=False), opening, [listed], "", "")
-        elif not wanted.allow_content:
-            form = _start(wanted, listed, _CALL_BEGINS)
+            call_list = f"{call_list} {request.tag(end)}"
+            form = _tagged(replace(request, parallel=False), opening, [call_list], "", "")
+        elif not request.allow_content:
+            form = _start(request, call_list, _CALL_BEGINS)
         else:
-            form = _first_in_list(wanted, style, calls)
+            form = _first_in_list(request, call_format, calls)
         return form + "\n".join(rules)
 
     return grammar
 
 
-def _first_in_list(wanted: GrammarRequest, style: PythonicFormat, calls: Mapping[str, str]) -> str:
+def _first_in_list(
+    request: GrammarRequest, call_format: PythonicFormat, calls: Mapping[str, str]
+) -> str:
     """Content around calls without an opening tag: it holds nothing that begins like a list of
     calls.
     """
-    more = f" ({quoted(style.separator)} called)*" if wanted.parallel else ""
+    more = f" ({quoted(call_format.separator)} called)*" if request.parallel else ""
     rules = [
-        f'start: (first{more} "]"){"*" if wanted.parallel else "?"} rest',
+        f'start: (first{more} "]"){"*" if request.parallel else "?"} rest',
         rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
         f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_BEGINS}(?s:.*)/",
     ]
@@ -269,43 +271,43 @@ def _first_in_list(wanted: GrammarRequest, style: PythonicFormat, calls: Mapping
     return "\n".join(rules)
 
 
-def bare_list_grammar(wanted: GrammarRequest, key: str = "parameters") -> str:
+def bare_list_grammar(request: GrammarRequest, key: str = "parameters") -> str:
     """A list of objects and nothing else. `key`: of the arguments."""
-    listed = f'"[" {_repeated(wanted, "call", quoted(", "))} "]"'
-    call = _call if wanted.content_constraint is None else _object  # as in llama3
-    rules = [rule("call", [call(wanted, name, key) for name in wanted.schemas])]
-    if wanted.allow_content:
-        listed = f"({listed}) | text"
+    call_list = f'"[" {_repeated(request, "call", quoted(", "))} "]"'
+    call = _call if request.content_constraint is None else _object  # as in llama3
+    rules = [rule("call", [call(request, name, key) for name in request.schemas])]
+    if request.allow_content:
+        call_list = f"({call_list}) | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*\\[\\s*\\{{(?s:.*)/"]
-    return "\n".join((_start(wanted, listed), *rules))
+    return "\n".join((_start(request, call_list), *rules))
 
 
 def marked_object_grammar(marks: JsonCallMarkers) -> CallGrammar:
     """Objects, each behind a marker."""
 
-    def grammar(wanted: GrammarRequest) -> str:
-        bodies = [_call(wanted, name, "arguments") for name in wanted.schemas]
-        return _tagged(wanted, marks.opening, bodies, "", "")
+    def grammar(request: GrammarRequest) -> str:
+        bodies = [_call(request, name, "arguments") for name in request.schemas]
+        return _tagged(request, marks.opening, bodies, "", "")
 
     return grammar
 
 
 def _tagged(
-    wanted: GrammarRequest, opening: str, bodies: list[str], never: str, between: str
+    request: GrammarRequest, opening: str, bodies: list[str], never: str, between: str
 ) -> str:
     """Calls that each begin with the tag `opening`. `never`: text that content must not contain."""
-    tag, body = wanted.tag(opening), rule("body", bodies)
-    if not wanted.allow_content:
+    tag, body = request.tag(opening), rule("body", bodies)
+    if not request.allow_content:
         call = f"call: {tag} body"
-        start = _start(wanted, _repeated(wanted, "call", between), re.escape(opening))
+        start = _start(request, _repeated(request, "call", between), re.escape(opening))
         return "\n".join((start, call, body))
-    sign = "*" if wanted.parallel else "?"
-    if wanted.has_special_token(opening):
-        text, lead = _text_without(never), wanted.text_before_special(opening)
+    sign = "*" if request.parallel else "?"
+    if request.has_special_token(opening):
+        text, lead = _text_without(never), request.text_before_special(opening)
         ends = f" & /(?s:.*){_escaped_in_slashes(lead)}/" if lead else ""
         rules = (f"before: BEFORE\nBEFORE: {text}{ends}", f"rest: REST\nREST: {text}", body)
         return "\n".join(
-            (f"start: (before {wanted.from_first_special(opening)} body){sign} rest", *rules)
+            (f"start: (before {request.from_first_special(opening)} body){sign} rest", *rules)
         )
     # Content may not begin with a newline there: the lexer would not know which is meant.
     before = f"before[suffix={tag}]: {_text_without(never)}"
@@ -324,19 +326,20 @@ def _escaped_in_slashes(text: str) -> str:
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
-def _start(wanted: GrammarRequest, calls: str, never: str = "") -> str:
+def _start(request: GrammarRequest, calls: str, never: str = "") -> str:
     """Calls, or content that fits the constraint. Behind reasoning models begin a paragraph.
     `never`: see _content_rule.
     """
-    space = "/\\n\\n?/? " if wanted.after_reasoning else ""
-    if wanted.content_constraint is None:
+    space = "/\\n\\n?/? " if request.after_reasoning else ""
+    if request.content_constraint is None:
         return f"start: {space}{calls}"
-    return f"start: {space}({calls} | form)\n{_content_rule(wanted.content_constraint, never)}"
+    return f"start: {space}({calls} | form)\n{_content_rule(request.content_constraint, never)}"
 
 
 def _content_rule(form: StructuredOutputs, never: str) -> str:
-    """The rule of an answer that has a form. `never`: a regular expression of what calls begin
-    with, and no such answer."""
+    """The rule of content that must fit `form`. `never`: a regular expression of what calls
+    begin with.
+    """
     if form.json is not None:
         return f"form: %json {constraint_schema(form.json)}"
     if form.choice is not None:
@@ -356,7 +359,7 @@ def slashed(regex: str) -> str:
 
 
 def constraint_schema(text: str) -> str:
-    """The JSON schema that a form is, for %json. Raises Inexpressible, and GrammarError."""
+    """The JSON schema of a constraint, for %json. Raises UnsupportedSchema and GrammarError."""
     schema = schema_of(text)
     if schema is False:
         raise UnsupportedSchema("the form's schema must be an object")
@@ -369,8 +372,8 @@ def without_guidance(schema: JsonObject) -> JsonObject:
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
-def _repeated(wanted: GrammarRequest, name: str, between: str) -> str:
-    return f"{name} ({between} {name})*" if wanted.parallel else name
+def _repeated(request: GrammarRequest, name: str, between: str) -> str:
+    return f"{name} ({between} {name})*" if request.parallel else name
 
 
 def rule(name: str, alternatives: Iterable[str]) -> str:
@@ -378,16 +381,16 @@ def rule(name: str, alternatives: Iterable[str]) -> str:
     return f"{name}: " + "\n  | ".join(alternatives)
 
 
-def _call(wanted: GrammarRequest, name: str, key: str) -> str:
+def _call(request: GrammarRequest, name: str, key: str) -> str:
     head = f'{{"name": {quoted(name)}, "{key}": '
-    return f'{quoted(head)} {json_arguments(wanted, name)} "}}"'
+    return f'{quoted(head)} {json_arguments(request, name)} "}}"'
 
 
-def _object(wanted: GrammarRequest, name: str, key: str) -> str:
+def _object(request: GrammarRequest, name: str, key: str) -> str:
     """The same as _call, as one schema."""
-    text = wanted.input_grammars.get(name)
+    text = request.input_grammars.get(name)
     regex = None if text is None else _text_regex(name, text, None)
-    arguments = _arguments(_schema(wanted, name, regex))
+    arguments = _arguments(_schema(request, name, regex))
     if _NON_LOCAL_REF.search(msgspec.json.encode(arguments).decode()):
         raise UnsupportedSchema(f"{name}: beside a form, a $ref may only name a definition")
     call: JsonObject = {
@@ -400,20 +403,20 @@ def _object(wanted: GrammarRequest, name: str, key: str) -> str:
     return f"%json {msgspec.json.encode(call).decode()}"
 
 
-def json_arguments(wanted: GrammarRequest, name: str) -> str:
+def json_arguments(request: GrammarRequest, name: str) -> str:
     """A function's arguments by the schema of its parameters, or by what holds its text."""
-    text = wanted.input_grammars.get(name)
+    text = request.input_grammars.get(name)
     regex = None if text is None else _text_regex(name, text, JSON_ESCAPED_CHARS)
     if text is None or regex is not None:
-        schema = _schema(wanted, name, regex)
+        schema = _schema(request, name, regex)
         return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
     return f'{quoted(_INPUT_OPENING)} {_nested_grammar(text)} "\\"}}"'
 
 
-def _schema(wanted: GrammarRequest, name: str, regex: str | None) -> JsonObject | None:
-    """None: any object. `regex`: of a custom tool's text."""
+def _schema(request: GrammarRequest, name: str, regex: str | None) -> JsonObject | None:
+    """The schema to enforce; None: any object. `regex`: of a custom tool's text."""
     if regex is None:
-        return wanted.schemas[name]
+        return request.schemas[name]
     return input_schema({"pattern": f"^(?:{_regex_in_schema(regex)})$"})
 
 
@@ -423,8 +426,9 @@ def _regex_in_schema(regex: str) -> str:
 
 
 def input_schema(more: JsonObject) -> JsonObject:
-    """Of the parameters of a custom tool, whose one parameter is its input, of which `more`
-    is said."""
+    """The schema of a custom tool's parameters: one string, its input. `more`: keywords of that
+    string.
+    """
     return {
         "type": "object",
         "properties": {INPUT_PARAMETER: {"type": "string", **more}},
@@ -434,9 +438,11 @@ def input_schema(more: JsonObject) -> JsonObject:
 
 
 def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | None:
-    """The regular expression of a custom tool's text. None for a grammar that is none and may be
-    nested, since its texts have none of the letters `apart`; where these are None, none may be.
-    Raises UnheldText."""
+    """The regular expression of a custom tool's text. Raises UnsupportedInputGrammar.
+
+    None for a grammar without one that can be nested instead, because its texts have none of the
+    letters `apart`; with `apart` None no grammar can be nested.
+    """
     if text.grammar is None:
         return with_plain_digits(text.regex or "")
     try:
@@ -457,7 +463,7 @@ def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | 
 
 
 def _nested_grammar(text: StructuredOutputs) -> str:
-    """A grammar with rules of its own, in a rule."""
+    """A grammar with rules of its own, nested in a rule."""
     return f"%lark {{\n{text.grammar}\n}}"
 
 
@@ -493,23 +499,23 @@ def _sequence(*parts: str) -> str:
 class _XmlRules:
     """Functions as elements with parameters. `rules`: that the functions refer to."""
 
-    def __init__(self, tags: XmlTags, wanted: GrammarRequest) -> None:
+    def __init__(self, tags: XmlTags, request: GrammarRequest) -> None:
         self._tags = tags
-        self._wanted = wanted
+        self._wanted = request
         self._optional_text = _optional_text(tags.separator)
         self._line = _optional_text("\n" * tags.value_on_lines)
-        end = wanted.tag(tags.value_end)
+        end = request.tag(tags.value_end)
         self._closing = _sequence(self._line, end, self._optional_text)
         never = _text_without(*tags.ends_of_value)
-        self._special = wanted.has_special_token(tags.value_end)
+        self._special = request.has_special_token(tags.value_end)
         # What of the closing no token spells is a part of a text before it.
         self._lead = (
-            "\n" * tags.value_on_lines + wanted.text_before_special(tags.value_end)
+            "\n" * tags.value_on_lines + request.text_before_special(tags.value_end)
             if self._special
             else ""
         )
         self._behind_lead = _sequence(
-            wanted.from_first_special(tags.value_end), self._optional_text
+            request.from_first_special(tags.value_end), self._optional_text
         )
         if self._special:
             ends = f" & /(?s:.*){_escaped_in_slashes(self._lead)}/" if self._lead else ""
@@ -518,8 +524,9 @@ class _XmlRules:
             self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
 
     def function(self, name: str, prefix: str, schema: JsonObject | None) -> str:
-        """From behind the tag of calls; rules that it needs are named with `prefix`. Raises
-        Inexpressible."""
+        """The rule of a call from behind the call tag. Rules that it needs are named with `prefix`.
+        Raises UnsupportedSchema.
+        """
         opening, end = self._tags.function
         opening = self._wanted.tag(opening) if opening else ""
         closing = self._wanted.tag(end) if end else ""
@@ -586,9 +593,9 @@ class _XmlRules:
         if set(schema) <= _ANNOTATIONS | {"type"}:
             return "value"
         options = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        listed = options if isinstance(options, list) else []
+        call_list = options if isinstance(options, list) else []
         plain = set(schema) <= _ANNOTATIONS | {"type", "enum", "const"}
-        texts = [text for text in listed if isinstance(text, str)]
+        texts = [text for text in call_list if isinstance(text, str)]
         if not plain or not texts or any("\n" in text or "<" in text for text in texts):
             raise UnsupportedSchema(
                 f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
@@ -605,8 +612,9 @@ def _is_text(schema: JsonValue) -> bool:
 def _by_name(
     function: str, given: JsonObject, key: str
 ) -> tuple[JsonObject, Collection[JsonValue], JsonObject]:
-    """(schemas of the parameters, those that are required, definitions) of a schema, for forms that
-    write each parameter by itself. `key`: a regular expression of names. Raises Inexpressible."""
+    """(schemas of the parameters, names that are required, definitions), for formats that write
+    each parameter by itself. `key`: a regular expression of names. Raises UnsupportedSchema.
+    """
     schema = given or NO_PARAMETERS
     properties, required = schema.get("properties", {}), schema.get("required", [])
     strange = sorted(set(schema) - _OBJECT_KEYWORDS)
@@ -630,13 +638,13 @@ def _by_name(
 class _PythonicRules:
     """Functions with their arguments in parentheses. `rules`: that the functions refer to."""
 
-    def __init__(self, wanted: GrammarRequest) -> None:
-        self._wanted = wanted
+    def __init__(self, request: GrammarRequest) -> None:
+        self._wanted = request
         self.rules = [f'pair: /{ARGUMENT_NAME}/ "=" %json {{}}']
         self._values: dict[str, str] = {}  # the names of their rules
 
     def call(self, name: str, prefix: str) -> str:
-        """From behind the opening parenthesis. Raises Inexpressible."""
+        """The rule from behind the opening parenthesis. Raises UnsupportedSchema."""
         if not re.fullmatch(FUNCTION_NAME, name):
             raise UnsupportedSchema(f"{name[:100]!r} cannot be called in this model's form")
         text = self._wanted.input_grammars.get(name)

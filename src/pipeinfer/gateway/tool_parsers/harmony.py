@@ -347,34 +347,34 @@ text: /(?s:.*)/
 """.strip()
 
 
-def harmony_grammar(wanted: GrammarRequest) -> str:
+def harmony_grammar(request: GrammarRequest) -> str:
     """The grammar of calls in this format. Raises UnsupportedSchema.
 
     One call behind any reasoning, or in its place a final message that fits `content_constraint`.
     Where content is allowed: any messages, whose calls are those of the request.
     """
-    calls = _calls(wanted)
-    if wanted.allow_content:
+    calls = _calls(request)
+    if request.allow_content:
         message = "(said | final text | call)"
-        return _grammar(wanted, f"({message} next)* {message}", calls)
-    if wanted.content_constraint is None:
-        return _grammar(wanted, "(said next)* call", calls)
+        return _grammar(request, f"({message} next)* {message}", calls)
+    if request.content_constraint is None:
+        return _grammar(request, "(said next)* call", calls)
     messages = "(thought next)* (final form | (preamble next (said next)*)? call)"
-    return _grammar(wanted, messages, [*calls, _constraint_rule(wanted.content_constraint)])
+    return _grammar(request, messages, [*calls, _constraint_rule(request.content_constraint)])
 
 
-def final_message_grammar(wanted: GrammarRequest, form: StructuredOutputs) -> StructuredOutputs:
-    """What holds the final message to `form`, and offers no calls. Raises Inexpressible."""
+def final_message_grammar(request: GrammarRequest, form: StructuredOutputs) -> StructuredOutputs:
+    """The constraint of the final message; no calls are allowed. Raises UnsupportedSchema."""
     return StructuredOutputs(
-        grammar=_grammar(wanted, "(thought next)* final form", [_constraint_rule(form)])
+        grammar=_grammar(request, "(thought next)* final form", [_constraint_rule(form)])
     )
 
 
-def _grammar(wanted: GrammarRequest, messages: str, rules: list[str]) -> str:
+def _grammar(request: GrammarRequest, messages: str, rules: list[str]) -> str:
     names = ("start", "end", "message", "channel", "constrain")
-    tags = dict(zip(names, map(wanted.tag, GRAMMAR_MARKERS), strict=True))
+    tags = dict(zip(names, map(request.tag, GRAMMAR_MARKERS), strict=True))
     for marker in GRAMMAR_MARKERS:
-        if not wanted.has_special_token(marker):
+        if not request.has_special_token(marker):
             raise UnsupportedSchema(
                 f"this model has no token {marker}, which sets its messages apart"
             )
@@ -382,15 +382,15 @@ def _grammar(wanted: GrammarRequest, messages: str, rules: list[str]) -> str:
     return "\n".join((f"start: opening {messages}", own, *rules))
 
 
-def _calls(wanted: GrammarRequest) -> list[str]:
+def _calls(request: GrammarRequest) -> list[str]:
     """A call of each function. The recipient stands before or behind the channel."""
-    channel, message = wanted.tag(CHANNEL), wanted.tag(MESSAGE)
+    channel, message = request.tag(CHANNEL), request.tag(MESSAGE)
     rules: list[str] = []
-    for i, name in enumerate(wanted.schemas):
+    for i, name in enumerate(request.schemas):
         rules.append(f"to{i}: {quoted(f' to=functions.{name}')}")
         head = f'({channel} "commentary" to{i} | to{i} {channel} "commentary") json? {message}'
-        rules.append(f"call{i}: {head} {json_arguments(wanted, name)}")
-    return [rule("call", [f"call{i}" for i in range(len(wanted.schemas))]), *rules]
+        rules.append(f"call{i}: {head} {json_arguments(request, name)}")
+    return [rule("call", [f"call{i}" for i in range(len(request.schemas))]), *rules]
 
 
 def _constraint_rule(form: StructuredOutputs) -> str:

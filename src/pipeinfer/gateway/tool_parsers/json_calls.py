@@ -1,11 +1,11 @@
-"""Calls as JSON behind markers: what most models write, each with markers of its own.
+"""Tool calls as JSON, behind markers of each model's own, or as all of the output (Llama 3):
 
     content [section] opening {"name": ..., "arguments": {...}} closing [end of section] content
     content [section] opening [{...}, {...}]                    closing [end of section] content
-    content [section] opening head {...}                        closing [end of section] content
+    content [section] opening header {...}                      closing [end of section] content
 
-`Marks` says which of these a form has; the head holds the name, and the object behind it is the
-arguments. Knows no model.
+JsonCallMarkers says which of these a format has; the header holds the name, and the object behind
+it is the arguments. Knows no model.
 """
 
 from __future__ import annotations
