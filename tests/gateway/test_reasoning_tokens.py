@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 from test_harmony_http import CUTS, TEXTS, events, post
-from test_spoken_thoughts import ANSWERS, ENCLOSED, PARSERS, Answer, cuts, spelled
+from test_spoken_outputs import ANSWERS, ENCLOSED, PARSERS, Answer, cuts, spelled
 
 from pipeinfer.gateway.ledger import Record, offsets
 from pipeinfer.gateway.tool_parsers.base import ParserFactory

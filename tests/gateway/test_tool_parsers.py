@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from call_forms import FORMS, MARKERS, texts
+from call_formats import FORMS, MARKERS, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from call_forms import ALONE, ANY
-from call_forms import FORMS as OWN
-from tokenizers import Tokenizer
+from call_formats import ALONE, ANY, MARKERS
+from call_formats import FORMS as CALL_FORMATS
+from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.demo import __file__ as demo
+from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ParsedOutput
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest, UnsupportedSchema
-from pipeinfer.gateway.tool_parsers.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
+from pipeinfer.gateway.tool_parsers.json_calls import DEEPSEEK_SEPARATOR, KIMI_ARGUMENT_BEGIN
+from pipeinfer.gateway.tool_parsers.registry import (
+    ANY_MODEL,
+    TOOL_PARSERS,
+    OutputParsers,
+    choose_parsers,
+)
 from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
@@ -40,10 +48,10 @@ PARAMETERS: Any = {
     "additionalProperties": False,
 }
 SCHEMAS = {"weather": PARAMETERS, "stop": {}}
-FAMILIES = {**{name: TOOL_PARSERS[name] for name in OWN}, "any": ANY_MODEL}
+FAMILIES = {**{name: TOOL_PARSERS[name] for name in CALL_FORMATS}, "any": ANY_MODEL}
 ELEMENTS = tuple(
     name
-    for name in OWN
+    for name in CALL_FORMATS
     if isinstance(getattr(TOOL_PARSERS[name].make_parser, "args", ("",))[0], XmlTags)
 )
 
@@ -66,7 +74,7 @@ def read(family: str, text: str) -> ParsedOutput:
 
 
 WIEN = {"city": 'Wi"en', "days": 2, "unit": "C"}
-WRITTEN = {**OWN, "any": ANY}
+WRITTEN = {**CALL_FORMATS, "any": ANY}
 # By family: the calls, and what stands between two.
 SAID = {
     family: (form.one("weather", WIEN), form.one("stop", {}), form.between)
@@ -109,7 +117,7 @@ def test_nothing_else_may_be_said(family: str) -> None:
             assert not allows(grammar, text.replace(old, new)), new
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", CALL_FORMATS)
 def test_strict_functions_are_held_to_their_schemas_where_calls_are_free(family: str) -> None:
     weather, stop, _ = SAID[family]
     free = GrammarRequest({"weather": PARAMETERS, "stop": None}, parallel=True, allow_content=True)
@@ -148,7 +156,7 @@ FORMS: Any = {
 }
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", CALL_FORMATS)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("thinks", [False, True])
 def test_an_answer_is_calls_or_has_the_form(family: str, name: str, thinks: bool) -> None:
@@ -192,7 +200,7 @@ def test_definitions_of_arguments_hold_beside_a_form() -> None:
                   "required": ["city"], "additionalProperties": False,
                   "$defs": {"city": {"enum": ["Wien"]}}}  # fmt: skip
     form = StructuredOutputs(json=json.dumps(PERSON))
-    for family in OWN:
+    for family in CALL_FORMATS:
         if family in ELEMENTS:
             continue  # say texts without quotes
         grammar = FAMILIES[family].grammar(
@@ -321,7 +329,7 @@ UNHELD: Any = [
 ]
 
 
-@pytest.mark.parametrize("family", [*OWN, "any"])
+@pytest.mark.parametrize("family", [*CALL_FORMATS, "any"])
 def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> None:
     """In every form of calls. Where it cannot be compiled, or is too large, arguments are any
     object; strict functions beside it are held to theirs all the same."""
@@ -471,3 +479,91 @@ def test_many_tools_are_held_in_python(family: str, free: bool) -> None:
     grammar = FAMILIES[family].grammar(GrammarRequest(names, parallel=True, allow_content=free))
     assert allows(grammar, said(family, 'tool_199(b="x")'))
     assert not allows(grammar, said(family, 'tool_200(b="x")'))
+
+
+TOKEN_SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "stop": {},
+}
+CALLS = [("weather", {"city": 'W "ü" 🌧', "days": 3}), ("stop", {})]
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    """With the form's markers as special tokens, as DeepSeek's, Kimi's and others have them."""
+    made = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
+    markers = {*TOOL_PARSERS[name].markers, *MARKERS[name]} - {"functools"}
+    markers |= (
+        {DEEPSEEK_SEPARATOR}
+        if "deepseek" in name
+        else {KIMI_ARGUMENT_BEGIN}
+        if "kimi" in name
+        else set()
+    )
+    wanted = sorted(m for m in markers if m[0] in "<[" and m[-1] in ">]")
+    if "DSML" in "".join(wanted):  # of whose markers a part is a token
+        wanted = ["｜DSML｜"]
+    made.add_special_tokens([AddedToken(marker, special=True) for marker in wanted])
+    return made
+
+
+def added(name: str) -> dict[str, Added]:
+    tokens = tokenizer(name).get_added_tokens_decoder()
+    return {token.content: Added(i, token.special) for i, token in tokens.items()}
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_calls_between_special_tokens_are_read_as_they_are_generated(name: str) -> None:
+    ids = tokenizer(name).encode(CALL_FORMATS[name].write(*CALLS), add_special_tokens=False).ids
+    found = choose_parsers(name, "none", "{{ tools }}", added(name))
+    decoder = DecoderFactory(tokenizer(name)).open(
+        [], skip_special_tokens=not found.calls_need_special_tokens
+    )
+    make = found.parser_factory(TOKEN_SCHEMAS)
+    assert make is not None
+    reader, said = make(), ParsedOutput()
+    for token in ids:
+        said.add(reader.feed(decoder.step(token)))
+    said.add(reader.feed(decoder.flush()))
+    said.add(reader.finish())
+    assert [(call, json.loads("".join(rest))) for call, *rest in said.calls] == CALLS
+    assert not "".join(said.content)
+
+
+@cache
+def vocabulary(name: str) -> Vocabulary:
+    size = tokenizer(name).get_vocab_size()
+    return Vocabulary(tokenizer(name).to_str(), size, (256,), tuple(range(size)))
+
+
+def allows_ids(name: str, grammar: str, ids: list[int]) -> bool:
+    matcher = Grammar(vocabulary(name), StructuredOutputs(grammar=grammar)).matcher()
+    return matcher.validate_tokens(ids) == len(ids) and (
+        matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    )
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_grammars_demand_the_tokens_and_not_their_texts(name: str, free: bool) -> None:
+    wanted = GrammarRequest(
+        TOKEN_SCHEMAS, parallel=True, allow_content=free, added_tokens=added(name)
+    )
+    grammar = TOOL_PARSERS[name].grammar(wanted)
+    text = CALL_FORMATS[name].write(*CALLS)
+    assert allows_ids(name, grammar, tokenizer(name).encode(text, add_special_tokens=False).ids)
+    wrong = CALL_FORMATS[name].write(("weather", {"city": "Wien", "days": "x"}))
+    assert not allows_ids(
+        name, grammar, tokenizer(name).encode(wrong, add_special_tokens=False).ids
+    )
+    plain = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
+    spelled = plain.encode(text, add_special_tokens=False).ids
+    opening = "".join(TOOL_PARSERS[name].markers[:1])
+    special = any(token.special and each in opening for each, token in added(name).items())
+    if not free and special and name != "llama3_json":
+        assert not allows_ids(name, grammar, spelled)

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from test_call_grammars import SIZE, TOKENIZER, VOCABULARY
+from test_tool_call_grammars import SIZE, TOKENIZER, VOCABULARY
 
 from pipeinfer.gateway.tool_parsers.lark import (
     JSON_ESCAPED_CHARS,

@@ -1,36 +1,240 @@
-"""Harmony answers that a grammar holds: thoughts stay free, and what follows them is a call or a
-final message of the form. What the grammar allows the reader reads."""
+"""Conversations reach a harmony template whole: what it would leave out, misname or refuse is told
+in messages that it shows. What it shows as it is comes as transformers renders it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from harmony_tokens import tokenizer
+from harmony_tokens import MARKERS, tokenizer
+from pipeinfer.gateway import anthropic, responses_api
 from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ParsedOutput
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.tool_parsers.grammars import GrammarRequest, UnsupportedSchema
+from pipeinfer.gateway.tool_parsers.harmony import MARKERS as OUTPUT_MARKERS
 from pipeinfer.gateway.tool_parsers.harmony import (
-    MARKERS,
     HarmonyParser,
     final_message_grammar,
     harmony_grammar,
+    harmony_messages,
 )
-from pipeinfer.gateway.tool_parsers.registry import OutputParsers
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers, choose_parsers
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.text.added import Added
 from pipeinfer.text.harmony import CALL, END, RETURN
+from pipeinfer.tokenizer.chats import Chats
+from pipeinfer.tokenizer.templates import ChatTemplates
+from template_families import HERE
+
+TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()
+TERMS = RequestDefaults(SamplingParams(), parsers=choose_parsers("auto", "auto", TEMPLATE))
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Where."},
+                "unit": {"type": "string", "enum": ["C", "F"], "default": "C"},
+                "days": {"type": "array", "items": {"type": "integer"}},
+            },
+            "required": ["city"],
+        },
+    },
+}
+SYSTEM: Any = {"role": "system", "content": "Be brief."}
+USER: Any = {"role": "user", "content": "And in Wien & <Rom>?"}
+ANSWER: Any = {"role": "assistant", "content": "Fine.", "reasoning_content": "Old thoughts."}
+RESULT: Any = {"role": "tool", "tool_call_id": "c1", "content": '{"sky": "ü"}'}
+
+
+def called(*names: str, **more: Any) -> Any:
+    function = [{"name": name, "arguments": json.dumps({"city": name})} for name in names]
+    calls = [{"id": f"c{i + 1}", "type": "function", "function": f} for i, f in enumerate(function)]
+    return {"role": "assistant", "content": None, "tool_calls": calls, **more}
+
+
+def now(text: str) -> str:
+    return datetime.now().strftime(text)
+
+
+def rendered(call: Call) -> str:
+    assert call.chat is not None
+    chats = Chats(MARKERS, ChatTemplates({"default": TEMPLATE}, {}, now))
+    return chats.render(call.chat, call.template_arguments).text
+
+
+def prompt(**fields: Any) -> str:
+    """Of a chat, as the tokenizer renders what the gateway sends."""
+    request = decode(json.dumps(fields).encode(), ChatRequest, lambda _: None)
+    [call] = parse_chat(request, "r", TERMS, "").calls
+    return rendered(call)
+
+
+def of_transformers(messages: list[Any], **fields: Any) -> str:
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=TEMPLATE)
+    text = reference.apply_chat_template(
+        messages, tokenize=False, **({"add_generation_prompt": True} | fields)
+    )
+    return str(text)
+
+
+CHATS: dict[str, list[Any]] = {
+    "plain": [USER],
+    "system": [SYSTEM, USER],
+    "answer": [SYSTEM, USER, ANSWER, USER],
+    "call that waits": [USER, called("weather", reasoning_content="I look."), RESULT],
+    "call with a preamble": [USER, called("weather", content="I look."), RESULT],
+    "call that was answered": [
+        USER, called("weather", reasoning_content="I look."), RESULT, ANSWER, USER
+    ],
+    "calls in turn": [USER, called("weather"), RESULT, called("now"), RESULT],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER]}, {"reasoning_effort": "high"}])
+def test_what_the_template_shows_is_rendered_as_transformers_does(name: str, fields: Any) -> None:
+    """There, thoughts are called `thinking`, calls have objects, and what is null is left out."""
+    theirs: list[Any] = []
+    for message in CHATS[name]:
+        plain = {key: value for key, value in message.items() if value is not None}
+        if "reasoning_content" in plain:
+            plain["thinking"] = plain.pop("reasoning_content")
+        if "tool_calls" in plain:
+            [call] = plain["tool_calls"]
+            function = call["function"]
+            function = {**function, "arguments": json.loads(function["arguments"])}
+            plain["tool_calls"] = [{**call, "function": function}]
+        theirs.append(plain)
+    assert prompt(messages=CHATS[name], **fields) == of_transformers(theirs, **fields)
+
+
+def behind_system(text: str) -> str:
+    return text[text.index("<|start|>user") :]
+
+
+def test_thoughts_and_a_preamble_beside_a_call_are_both_shown() -> None:
+    """The template refuses both; an answer of ours has them, and comes back."""
+    call = called("weather", reasoning_content="Thought.", content="I look.")
+    assert behind_system(prompt(messages=[USER, call, RESULT])).endswith(
+        "<|start|>assistant<|channel|>analysis<|message|>Thought.\nI look.<|end|>"
+        "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+        '{"city": "weather"}<|call|>'
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+        '"{\\"sky\\": \\"ü\\"}"<|end|><|start|>assistant'
+    )
+
+
+def test_each_of_several_calls_is_shown_with_its_result() -> None:
+    """The template shows the first alone, and names results after it."""
+    second = {**RESULT, "tool_call_id": "c2", "content": "12:00"}
+    call = called("weather", "now", reasoning_content="Thought.")
+    for results in ([RESULT, second], [second, RESULT]):
+        text = behind_system(prompt(messages=[USER, call, *results]))
+        assert text.count("Thought.") == 1
+        parts = text.split("<|start|>")[2:-1]
+        assert [part.partition("<|")[0] for part in parts] == [
+            "assistant",
+            "assistant to=functions.weather",
+            "functions.weather to=assistant",
+            "assistant to=functions.now",
+            "functions.now to=assistant",
+        ]
+        assert "sky" in parts[2] and "12:00" in parts[4]
+
+
+def test_no_result_is_lost_whatever_its_call_is_named() -> None:
+    stray = {**RESULT, "tool_call_id": "c9", "content": "stray"}
+    same = {**RESULT, "content": "again"}
+    text = prompt(messages=[USER, called("weather", "now"), stray, RESULT, same])
+    assert [text.count(said) for said in ("stray", "sky", "again")] == [1, 1, 1]
+
+
+def test_all_that_the_system_says_is_shown() -> None:
+    """The template shows the first message of it alone."""
+    developer = {"role": "developer", "content": [{"type": "text", "text": "No lists."}]}
+    for messages in ([SYSTEM, developer, USER, USER], [SYSTEM, USER, developer, USER]):
+        text = prompt(messages=messages)
+        assert "# Instructions\n\nBe brief.\n\nNo lists.\n\n<|end|><|start|>user" in text
+        assert text.count("<|start|>user") == 2
+
+
+def test_tools_need_no_description() -> None:
+    bare = {"type": "function", "function": {"name": "now"}}
+    text = prompt(messages=[USER], tools=[bare])
+    assert "// \ntype now = () => any;" in text
+
+
+def test_a_final_message_goes_on_where_it_ends() -> None:
+    goes_on: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    text = prompt(messages=[USER, {"role": "assistant", "content": "It is"}], **goes_on)
+    assert text.endswith("<|start|>assistant<|channel|>final<|message|>It is")
+    with pytest.raises(ApiError, match="calls tools does not go on"):
+        prompt(messages=[USER, called("weather", content="It is")], **goes_on)
+
+
+def test_a_chat_without_calls_stays_as_it_is() -> None:
+    chat: list[Any] = [SYSTEM, USER, ANSWER, USER]
+    assert harmony_messages(chat) == chat
+    assert harmony_messages([USER, {**ANSWER, "tool_calls": []}]) == [USER, ANSWER]
+
+
+def of_message(**fields: Any) -> str:
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    request = decode(json.dumps(body).encode(), anthropic.MessagesRequest, lambda _: None)
+    [call] = parse_chat(anthropic.to_chat(request, True, True), "r", TERMS, "").calls
+    return rendered(call)
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({}, "medium"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "low"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 8000}}, "medium"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 31999}}, "high"),
+        ({"thinking": {"type": "disabled"}}, "low"),
+        ({"thinking": {"type": "adaptive"}}, "medium"),
+        ({"output_config": {"effort": "low"}}, "low"),
+        ({"output_config": {"effort": "max"}}, "high"),
+        ({"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}}, "high"),
+    ],
+)
+def test_messages_ask_for_an_effort_by_name_or_by_budget(fields: Any, effort: str) -> None:
+    assert f"Reasoning: {effort}\n" in of_message(**fields)
+
+
+def test_responses_ask_for_an_effort_that_there_is() -> None:
+    def of_response(effort: str) -> str:
+        body = {"input": "Hi", "reasoning": {"effort": effort}}
+        kind = responses_api.ResponsesRequest
+        request = decode(json.dumps(body).encode(), kind, lambda _: None)
+        [call] = parse_chat(responses_api.to_chat(request), "r", TERMS, "").calls
+        return rendered(call)
+
+    for effort in ("low", "medium", "high"):
+        assert f"Reasoning: {effort}\n" in of_response(effort)
+    for effort in ("minimal", "xhigh"):
+        with pytest.raises(ApiError, match="must be one of low, medium, high"):
+            of_response(effort)
+
 
 TOKENIZER = tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
-IDS: dict[str, int] = {text: TOKENIZER.token_to_id(text) for text in MARKERS}
+IDS: dict[str, int] = {text: TOKENIZER.token_to_id(text) for text in OUTPUT_MARKERS}
 VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (IDS[RETURN], IDS[CALL]), tuple(range(SIZE)))
 ADDED = {text: Added(i, True) for text, i in IDS.items()}
 PARAMETERS: Any = {
@@ -40,7 +244,7 @@ PARAMETERS: Any = {
     "additionalProperties": False,
 }
 SCHEMAS = {"weather": PARAMETERS, "weather_now": {}}
-WEATHER = '{"city": "Wi\\"en <", "days": 2}'
+WIEN = '{"city": "Wi\\"en <", "days": 2}'
 THOUGHTS = (
     "",
     "<|start|>assistant",
@@ -82,7 +286,7 @@ def read(text: str) -> ParsedOutput:
 def test_calls_that_must_be_made_stand_behind_free_thoughts(before: str) -> None:
     grammar = harmony_grammar(wanted())
     for head in HEADS:
-        for name, arguments in (("weather", WEATHER), ("weather_now", "{}")):
+        for name, arguments in (("weather", WIEN), ("weather_now", "{}")):
             text = before + head.format(name) + arguments
             assert allows(grammar, text), text
             [call] = read(text).calls
@@ -96,11 +300,11 @@ def test_nothing_else_may_be_said_where_a_call_must_be_made(before: str) -> None
         before,
         before + FINAL + "No.",
         before + "No.",
-        before + head.format("wether") + WEATHER,
-        before + head.format("weather") + WEATHER.replace("city", "town"),
+        before + head.format("wether") + WIEN,
+        before + head.format("weather") + WIEN.replace("city", "town"),
         before + head.format("weather") + "{}",
-        before + head.format("weather") + WEATHER + "!",
-        before + head.format("weather_now") + WEATHER,
+        before + head.format("weather") + WIEN + "!",
+        before + head.format("weather_now") + WIEN,
         before + "<|channel|>analysis<|message|>No.",
     ):
         assert not allows(grammar, wrong), wrong
@@ -109,8 +313,8 @@ def test_nothing_else_may_be_said_where_a_call_must_be_made(before: str) -> None
 FORMS: Any = {
     "schema": (
         StructuredOutputs(json=json.dumps({**PARAMETERS, "required": ["city", "days"]})),
-        (WEATHER, '{"city": "", "days": 3}'),
-        ("", "no", "{}", WEATHER + "!"),
+        (WIEN, '{"city": "", "days": 3}'),
+        ("", "no", "{}", WIEN + "!"),
     ),
     "object": (StructuredOutputs(json='{"type": "object", "x-guidance": {}}'), ("{}",), ("[]",)),
     "choice": (StructuredOutputs(choice=("yes", 'say "no"')), ("yes", 'say "no"'), ("", "no")),
@@ -134,7 +338,7 @@ def test_a_form_is_that_of_the_final_message(name: str, before: str) -> None:
         for text in bad:
             assert not allows(alone, before + head + text), text
             assert not allows(beside, before + head + text), text
-    call = before + HEADS[0].format("weather") + WEATHER
+    call = before + HEADS[0].format("weather") + WIEN
     assert allows(beside, call) and not allows(alone, call)
     assert not allows(beside, call.replace("city", "town"))
 
@@ -146,10 +350,10 @@ def test_strict_functions_are_held_to_their_schemas_where_calls_are_free() -> No
     for before in THOUGHTS:
         for text in (
             FINAL + "No {calls} at all.",
-            HEADS[0].format("weather") + WEATHER,
+            HEADS[0].format("weather") + WIEN,
             HEADS[4].format("weather_now") + '{"any": [1]}',
             "<|channel|>analysis<|message|>Hm.",
-            HEADS[0].format("weather") + WEATHER + "<|end|><|start|>assistant" + FINAL + "Said.",
+            HEADS[0].format("weather") + WIEN + "<|end|><|start|>assistant" + FINAL + "Said.",
         ):
             assert allows(free, before + text), text
         assert not allows(free, before + HEADS[0].format("weather") + '{"town": "Wien"}')
@@ -188,13 +392,13 @@ def asked(**fields: Any) -> SamplingParams:
 
 
 def test_requests_are_held_as_they_ask() -> None:
-    call = HEADS[0].format("weather") + WEATHER
+    call = HEADS[0].format("weather") + WIEN
     thought = THOUGHTS[2]
     for fields, good, bad in (
-        ({"response_format": FORM}, FINAL + WEATHER, call),
+        ({"response_format": FORM}, FINAL + WIEN, call),
         ({"response_format": FORM, "tools": [TOOL]}, call, FINAL + "No."),
-        ({"response_format": FORM, "tools": [TOOL], "tool_choice": "none"}, FINAL + WEATHER, call),
-        ({"tools": [TOOL], "tool_choice": "required"}, call, FINAL + WEATHER),
+        ({"response_format": FORM, "tools": [TOOL], "tool_choice": "none"}, FINAL + WIEN, call),
+        ({"tools": [TOOL], "tool_choice": "required"}, call, FINAL + WIEN),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
          call, FINAL),
     ):  # fmt: skip
@@ -219,7 +423,7 @@ def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> Non
         lambda _: None,
     )  # fmt: skip
     job = parse_chat(request, "r", RequestDefaults(SamplingParams(), parsers=reading), "")
-    held, call = job.params.structured_outputs, HEADS[0].format("weather") + WEATHER
+    held, call = job.params.structured_outputs, HEADS[0].format("weather") + WIEN
     assert held is not None and held.grammar is not None and allows(held.grammar, call)
     assert job.parser_factory is not None
     assert job.parser_factory().feed(call)[0].kind == "call"

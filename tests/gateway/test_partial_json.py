@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 import pytest
-from call_forms import ANY, FORMS, as_json
+from call_formats import ANY, FORMS, as_json
 from hypothesis import given
 from hypothesis import strategies as st
-from test_call_grammars import allows
-from test_lark_text import PATCH
+from test_lark_grammars import PATCH
+from test_tool_call_grammars import allows
 
 from pipeinfer.gateway.response_json import ParsedOutput
 from pipeinfer.gateway.tool_parsers.base import ParsedDelta
