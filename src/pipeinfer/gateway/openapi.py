@@ -51,7 +51,7 @@ STREAM = "Server-sent events"
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class EndpointDoc:
     """One of them. `more`: what `summary` does not say. `body`, `answer`: their types, None for
     none. `media`: of an answer that is no JSON. `errors`: statuses, each with a body of the type
     `error`. `keyed`: it needs a key where there are any. `also`: further statuses with the
@@ -118,9 +118,9 @@ def _asked(
     body: type[Body],
     answer: type[msgspec.Struct],
     more: str,
-) -> Endpoint:
+) -> EndpointDoc:
     """One that the pipeline answers; with a stream if the body can ask for one."""
-    return Endpoint(
+    return EndpointDoc(
         method="post",
         path=path,
         summary=summary,
@@ -133,7 +133,7 @@ def _asked(
     )
 
 
-def _as_messages(endpoint: Endpoint) -> Endpoint:
+def _as_messages(endpoint: EndpointDoc) -> EndpointDoc:
     """With errors of Anthropic's form."""
     errors = tuple(529 if status == 503 else status for status in endpoint.errors)
     return replace(endpoint, errors=errors, error=response_types.MessageError)
@@ -141,21 +141,23 @@ def _as_messages(endpoint: Endpoint) -> Endpoint:
 
 def _shown(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *also: int
-) -> Endpoint:
+) -> EndpointDoc:
     """One that says how things are."""
-    return Endpoint(method="get", path=path, summary=summary, answer=answer, also=also, more=more)
+    return EndpointDoc(
+        method="get", path=path, summary=summary, answer=answer, also=also, more=more
+    )
 
 
 def _models(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
-) -> Endpoint:
+) -> EndpointDoc:
     made = _shown(path, summary, answer, more)
     return replace(made, errors=(401, 403, *errors, 503), keyed=True)
 
 
 def _seen(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
-) -> Endpoint:
+) -> EndpointDoc:
     """One of /monitor."""
     return replace(_shown(path, summary, answer, more), errors=errors, keyed=True)
 
@@ -216,7 +218,7 @@ _text = _asked(
     response_types.PromptText,
     "Special tokens are included.",
 )
-_info = Endpoint(
+_info = EndpointDoc(
     method="get",
     path="/tokenizer_info",
     summary="The tokenizer's configuration.",
@@ -226,7 +228,7 @@ _info = Endpoint(
     more="vLLM's. What tokenizer_config.json says, names of files aside, and the chat template in "
     "use. Named tokens are texts, or null.",
 )
-_reset = Endpoint(
+_reset = EndpointDoc(
     method="post",
     path="/reset_prefix_cache",
     summary="Forgets cached prefixes that no request uses.",
@@ -236,7 +238,7 @@ _reset = Endpoint(
     "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
     "`reset_unanswered` if a group does not answer within 10 s.",
 )
-_embeddings = Endpoint(
+_embeddings = EndpointDoc(
     method="post",
     path="/v1/embeddings",
     summary="Not served.",
@@ -245,7 +247,7 @@ _embeddings = Endpoint(
     more="Always 501: models generate.",
 )
 _ping = _shown("/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs.")
-ENDPOINTS: tuple[Endpoint, ...] = (
+ENDPOINTS: tuple[EndpointDoc, ...] = (
     _chat,
     _texts,
     _response,
@@ -294,35 +296,35 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _ping,
     replace(_ping, method="post"),
     _shown("/version", "The version.", response_types.Version, "The version of pipeinfer."),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/metrics",
         summary="Prometheus metrics.",
         media="text/plain",
         more="As OpenMetrics to who accepts it. It needs no key and has no limit.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/openapi.json",
         summary="This document.",
         media="application/json; charset=utf-8",
         more="OpenAPI 3.1, from the types by which bodies are checked.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/docs",
         summary="This document as a page.",
         media="text/html",
         more="The page has no scripts and loads nothing.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/",
         summary="The web page.",
         media="text/html",
         more="Not with `--no-page`.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/docs/{name}",
         summary="A file of /docs.",
@@ -330,7 +332,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(404,),
         more="Its style, its script and its icon; also with `--no-page`.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/page/{name}",
         summary="A file of the web page.",
@@ -338,7 +340,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(404,),
         more="Not with `--no-page`.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/monitor/events",
         summary="What the pipeline does, again and again.",
@@ -393,7 +395,7 @@ def document() -> JsonObject:
     }
 
 
-def _types(endpoints: Iterable[Endpoint]) -> dict[type[msgspec.Struct], None]:
+def _types(endpoints: Iterable[EndpointDoc]) -> dict[type[msgspec.Struct], None]:
     """Each once, in order."""
     found: dict[type[msgspec.Struct], None] = {}
     for one in endpoints:
