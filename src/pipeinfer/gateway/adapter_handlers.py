@@ -1,4 +1,7 @@
-"""The handlers of /v1/responses and /v1/messages, and the form of their errors."""
+"""The handlers of /v1/responses and /v1/messages, and the form of their errors.
+
+Each joins the body, the formatter and the field names of one API adapter.
+"""
 
 from __future__ import annotations
 
