@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeinfer.gateway.reading.harmony import MARKERS
+from pipeinfer.gateway.tool_parsers.harmony import MARKERS
 
 
 def tokenizer() -> Tokenizer:

@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chat_template: str = ""
     control_tokens_in_messages: bool = False
     trust_request_chat_template: bool = False
-    tool_parser: str = "auto"  # gateway/reading/registry.py
+    tool_parser: str = "auto"  # gateway/tool_parsers/registry.py
     reasoning_parser: str = "auto"
     grammar_backend: Literal["llguidance", "none"] = "llguidance"
     grammar_cache_mib: Positive = 512  # of each engine

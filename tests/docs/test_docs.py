@@ -25,7 +25,7 @@ from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS
-from pipeinfer.gateway.unsupported_fields import HARMLESS, INSTEAD, REFUSED
+from pipeinfer.gateway.unsupported_fields import ALTERNATIVES, IGNORED_FIELDS, REFUSED
 from pipeinfer.other_servers import refused
 from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings
@@ -231,13 +231,13 @@ def test_every_field_of_a_body_is_explained_and_every_other_refused_or_ignored()
         assert set(told) == set(body.__struct_fields__)
         for name in told:
             assert f"`{name}`" in taken, name
-        for name in body.refused:
+        for name in body.unsupported_fields:
             assert f"`{name}`" in page, name
-    for name in (*REFUSED, *HARMLESS):
+    for name in (*REFUSED, *IGNORED_FIELDS):
         assert f"`{name}`" in rest, name
     fields = {name for told in BY_BODY.values() for name in told}
-    assert set(INSTEAD) <= set(REFUSED)
-    assert {name for names in INSTEAD.values() for name in names} <= fields
+    assert set(ALTERNATIVES) <= set(REFUSED)
+    assert {name for names in ALTERNATIVES.values() for name in names} <= fields
 
 
 def test_every_endpoint_is_explained():

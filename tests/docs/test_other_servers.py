@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from pipeinfer import other_names, other_servers
+from docs import other_servers as pages
+from pipeinfer import other_names
 from pipeinfer import settings as config
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
@@ -71,14 +72,14 @@ def test_every_name_that_is_understood_is_said():
 
 def test_a_variable_of_another_server_has_its_counterpart():
     ours = {f"{config.PREFIX}{name.upper()}" for name in config.Settings.__struct_fields__}
-    for row in other_servers.VARIABLES:
+    for row in pages.VARIABLES:
         assert set(row.ours) <= ours and not set(row.theirs) & ours, row
         assert row.ours or row.said, row
 
 
 def test_an_endpoint_is_here_what_is_said_of_it():
-    assert len(other_servers.ENDPOINTS) > 15
-    for row in other_servers.ENDPOINTS:
+    assert len(pages.ENDPOINTS) > 15
+    for row in pages.ENDPOINTS:
         assert set(row.ours) <= PATHS, row
         assert row.theirs == row.ours or not set(row.theirs) & PATHS, row
         assert row.ours or row.said, row
@@ -87,7 +88,7 @@ def test_an_endpoint_is_here_what_is_said_of_it():
 def test_metrics_in_place_of_others_exist():
     exposed = Metrics(Health([])).exposition("")[0].decode()
     real = set(re.findall(r"^# TYPE (\w+)", exposed, re.M))
-    ours = [name for row in other_servers.METRICS for name in row.ours]
+    ours = [name for row in pages.METRICS for name in row.ours]
     assert len(ours) >= 10 and set(ours) <= real
-    for row in other_servers.METRICS:
+    for row in pages.METRICS:
         assert all(name.startswith(("vllm:", "sglang:")) for name in row.theirs), row

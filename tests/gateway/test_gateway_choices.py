@@ -15,17 +15,18 @@ from gateway_pipeline import Gateway, StartGateway
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.best_of import Best
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta
-from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
-from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat, parse_completion
+from pipeinfer.gateway.response_encoders import BestOf
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.messages import LogprobTexts
 from pipeinfer.packing import pack
 from pipeinfer.params import MOST_CHOICES, SamplingParams
 
 HELLO = [{"role": "user", "content": "a"}]
-TERMS = Terms(SamplingParams(max_tokens=None), 200)
+TERMS = RequestDefaults(SamplingParams(max_tokens=None), 200)
 
 
 def entry(logprob: float) -> bytes:
@@ -33,10 +34,10 @@ def entry(logprob: float) -> bytes:
     return np.array([logprob], "<f4").tobytes() + pack([1])
 
 
-def job(**fields: Any) -> Job:
+def job(**fields: Any) -> ParsedRequest:
     kind = ChatRequest if "messages" in fields else CompletionRequest
     body = decode(json.dumps(fields).encode(), kind, lambda names: None)
-    make: Any = chat_job if kind is ChatRequest else completion_job
+    make: Any = parse_chat if kind is ChatRequest else parse_completion
     return make(body, "id", TERMS, "")
 
 
@@ -57,7 +58,7 @@ def test_a_call_has_all_choices_of_its_prompt():
     assert [(call.request_id, call.params.n, call.params.seed) for call in calls] == [
         ("id-0", 3, 5), ("id-1", 3, 5),
     ]  # fmt: skip
-    assert (made.choices, made.prompts, made.best) == (6, 2, 0)
+    assert (made.choices, made.prompts, made.best_of) == (6, 2, 0)
     assert job(messages=HELLO, n=MOST_CHOICES).choices == 128
     assert job(prompt="a", n=None).choices == 1
 
@@ -74,13 +75,13 @@ def test_choices_count_as_prompts_do():
 def test_the_best_need_log_probs_although_nobody_shows_them():
     made = job(prompt="a", n=2, best_of=5)
     (call,) = made.calls
-    assert (call.params.n, call.params.logprobs, made.best) == (5, 0, 2)
-    assert made.shown.logprobs is None
+    assert (call.params.n, call.params.logprobs, made.best_of) == (5, 0, 2)
+    assert made.output_options.logprobs is None
     (call,) = job(prompt="a", best_of=5, logprobs=3).calls
     assert (call.params.n, call.params.logprobs) == (5, 3)
     same = job(prompt="a", n=2, best_of=2, stream=True)
     (call,) = same.calls
-    assert (call.params.n, call.params.logprobs, same.best) == (2, None, 0)
+    assert (call.params.n, call.params.logprobs, same.best_of) == (2, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +104,14 @@ def test_the_best_have_the_highest_mean(data, prompts, made):
     shown = data.draw(st.integers(1, made))
     score = st.integers(-8, 0).map(float)
     each = [data.draw(st.lists(score, max_size=4)) for _ in range(prompts * made)]
-    best = Best(len(each), made, shown, wanted=False)
+    best = BestOf(len(each), made, shown, wanted=False)
     for index, scores in enumerate(each):
         for at, value in enumerate(scores):
             texts = LogprobTexts(entry(value), (b"x",), pack([at]))
             delta = Delta("r", "x", pack([7]), at, at, logprobs=texts)
-            assert best.take(index, delta).logprobs is None
+            assert best.add(index, delta).logprobs is None
     means = [sum(scores) / len(scores) if scores else float("-inf") for scores in each]
-    chosen = best.chosen()
+    chosen = best.best_choices()
     assert len(chosen) == prompts * shown
     for prompt in range(prompts):
         mine = chosen[prompt * shown : (prompt + 1) * shown]

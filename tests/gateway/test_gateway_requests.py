@@ -9,26 +9,22 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.gateway.defaults import sampling_defaults
-from pipeinfer.gateway.dialects.messages_body import MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.anthropic import MessagesRequest
+from pipeinfer.gateway.decoding import MAX_OBJECTS, BodyType, decode, prescanned
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import MOST_LOGGED_NAMES, Metrics
-from pipeinfer.gateway.nested_fields import MOST_OBJECTS
-from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.requests import Terms, chat_job, completion_job
-from pipeinfer.gateway.schema import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    Request,
-    TokenizeRequest,
-    decode,
-    surveyed,
+from pipeinfer.gateway.requests import (
+    RequestDefaults,
+    parse_chat,
+    parse_completion,
+    sampling_defaults,
 )
-from pipeinfer.gateway.unsupported_fields import HARMLESS, REFUSED
+from pipeinfer.gateway.responses_api import ResponsesRequest
+from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, TokenizeRequest
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
+from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import Submit
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -39,24 +35,24 @@ DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_t
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-TERMS = Terms(DEFAULTS, most_prompts=4)
+TERMS = RequestDefaults(DEFAULTS, max_prompts=4)
 
 
-def read(body: bytes, kind: type[Request]) -> Request:
+def read(body: bytes, kind: type[BodyType]) -> BodyType:
     """What the HTTP side does with a body."""
-    for _ in surveyed(body, kind):
+    for _ in prescanned(body, kind):
         pass
     return decode(body, kind, lambda names: None)
 
 
 def chat(**fields: object) -> list[Call]:
     body = json.dumps({"messages": HELLO, **fields}).encode()
-    return list(chat_job(read(body, ChatRequest), "id", TERMS, "").calls)
+    return list(parse_chat(read(body, ChatRequest), "id", TERMS, "").calls)
 
 
 def completion(**fields: object) -> list[Call]:
     body = json.dumps({"prompt": "hello", **fields}).encode()
-    job = completion_job(read(body, CompletionRequest), "id", TERMS, "")
+    job = parse_completion(read(body, CompletionRequest), "id", TERMS, "")
     calls = list(job.calls)
     assert len(calls) == job.choices
     return calls
@@ -328,7 +324,7 @@ def test_a_number_that_no_float_holds_is_no_bias() -> None:
 
 
 def test_the_number_of_prompts_is_bounded_before_any_is_made() -> None:
-    most = TERMS.most_prompts
+    most = TERMS.max_prompts
     assert len(completion(prompt=["a"] * most)) == most
     for prompt in (["a"] * (most + 1), [[1]] * (most + 1)):
         error = refused(completion, prompt=prompt)
@@ -338,21 +334,21 @@ def test_the_number_of_prompts_is_bounded_before_any_is_made() -> None:
 
 def test_a_call_is_built_when_its_turn_comes() -> None:
     body = read(b'{"prompt": ["a", "b", "c"]}', CompletionRequest)
-    job = completion_job(body, "id", TERMS, "")
+    job = parse_completion(body, "id", TERMS, "")
     assert job.choices == 3
     calls = iter(job.calls)
     assert (next(calls).text, next(calls).text) == ("a", "b")
 
 
 def test_a_request_without_a_timeout_gets_the_servers() -> None:
-    def timeout(terms: Terms, **fields: object) -> float:
+    def timeout(terms: RequestDefaults, **fields: object) -> float:
         body = read(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
-        [call] = completion_job(body, "id", terms, "").calls
+        [call] = parse_completion(body, "id", terms, "").calls
         return call.timeout
 
-    assert timeout(Terms(DEFAULTS, timeout=60.0)) == 60.0
-    assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=90) == 90.0
-    assert timeout(Terms(DEFAULTS, timeout=0.0)) == 0.0
+    assert timeout(RequestDefaults(DEFAULTS, timeout=60.0)) == 60.0
+    assert timeout(RequestDefaults(DEFAULTS, timeout=60.0), timeout=90) == 90.0
+    assert timeout(RequestDefaults(DEFAULTS, timeout=0.0)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -411,7 +407,7 @@ def nested(levels: int) -> bytes:
 
 
 def test_nesting_is_bounded_before_anything_is_built() -> None:
-    assert chat_job(read(nested(64), ChatRequest), "id", TERMS, "").choices == 1
+    assert parse_chat(read(nested(64), ChatRequest), "id", TERMS, "").choices == 1
     for levels in (65, 978, 980, 100_000):
         with pytest.raises(ApiError, match="nested deeper than 64") as caught:
             read(nested(levels), ChatRequest)
@@ -440,7 +436,7 @@ def test_a_million_values_are_the_most_of_a_completion() -> None:
     def ids(count: int) -> bytes:
         return b'{"prompt": [' + b"7," * (count - 1) + b"7]}"
 
-    [call] = completion_job(read(ids(999_998), CompletionRequest), "id", TERMS, "").calls
+    [call] = parse_completion(read(ids(999_998), CompletionRequest), "id", TERMS, "").calls
     assert call.prompt_ids == pack([7]) * 999_998
     with pytest.raises(ApiError, match="more than 1000000 values"):
         read(ids(999_999), CompletionRequest)
@@ -529,8 +525,8 @@ def test_the_one_output_behind_a_scored_prompt_always_has_a_log_prob() -> None:
 
 def test_nothing_may_be_asked_for_only_where_the_prompt_is_echoed() -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 0, "echo": True}).encode()
-    job = completion_job(read(body, CompletionRequest), "id", TERMS, "")
-    assert job.shown.nothing_new
+    job = parse_completion(read(body, CompletionRequest), "id", TERMS, "")
+    assert job.output_options.no_new_tokens
     assert [call.params.max_tokens for call in job.calls] == [1]
     assert refused(completion, max_tokens=0).param == "max_tokens"
     assert refused(completion, max_tokens=-1, echo=True).param == "max_tokens"
@@ -538,10 +534,10 @@ def test_nothing_may_be_asked_for_only_where_the_prompt_is_echoed() -> None:
 
 def test_harmless_fields_are_ignored_and_those_that_nobody_knows_are_told() -> None:
     told: list[Sequence[str]] = []
-    fields = {name: [1] for name in HARMLESS} | {"whatever": [1], "prompt": "a", "n": 1}
+    fields = {name: [1] for name in IGNORED_FIELDS} | {"whatever": [1], "prompt": "a", "n": 1}
     assert decode(json.dumps(fields).encode(), CompletionRequest, told.append)
     assert told == [["whatever"]]
-    assert not HARMLESS & REFUSED.keys()
+    assert not IGNORED_FIELDS & REFUSED.keys()
 
 
 WITHIN: list[tuple[type[Body], dict[str, Any], list[str]]] = [
@@ -602,10 +598,10 @@ def test_what_an_answers_message_says_may_be_sent_back_without_a_word() -> None:
 
 
 def test_of_many_objects_within_a_body_the_first_are_looked_at() -> None:
-    messages = [{"role": "user", "content": "a", "odd": 1}] * (MOST_OBJECTS + 10)
+    messages = [{"role": "user", "content": "a", "odd": 1}] * (MAX_OBJECTS + 10)
     told: list[str] = []
     assert decode(json.dumps({"messages": messages}).encode(), ChatRequest, told.extend)
-    assert len(told) == MOST_OBJECTS
+    assert len(told) == MAX_OBJECTS
 
 
 def test_unknown_fields_are_counted_and_logged_once_by_name(caplog) -> None:
@@ -646,7 +642,9 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("special", [False, True])
 def test_special_tokens_are_kept_where_thoughts_are_told_by_them(special: bool) -> None:
     tags = {"[THINK]": AddedId(5, special), "[/THINK]": AddedId(6, special)}
-    terms = Terms(DEFAULTS, reading=Reading(reasoning="mistral", added=tags))
+    terms = RequestDefaults(
+        DEFAULTS, parsers=OutputParsers(reasoning_parser_name="mistral", added_tokens=tags)
+    )
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
-    [call] = chat_job(read(body, ChatRequest), "id", terms, "").calls
+    [call] = parse_chat(read(body, ChatRequest), "id", terms, "").calls
     assert call.params.skip_special_tokens == (not special)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.reading.harmony import MARKERS
+from pipeinfer.gateway.tool_parsers.harmony import MARKERS
 from template_families import HERE
 
 TEMPLATE = str(HERE / "published" / "gpt-oss.jinja")

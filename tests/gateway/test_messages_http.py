@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import ErrorResponse
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway.dialects.messages_events import error_object
+from pipeinfer.gateway.anthropic import error_object
 from pipeinfer.gateway.errors import ApiError
 
 TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{"name": "f"}{% endif %}

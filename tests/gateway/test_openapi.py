@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.gateway import answers, docs_page, openapi
-from pipeinfer.gateway.openapi import ENDPOINTS, Endpoint
+from pipeinfer.gateway import openapi, response_types
+from pipeinfer.gateway.openapi import ENDPOINTS, EndpointDoc
 
 API = Path(__file__).parents[2] / "docs/api.md"
 BY_NAME = {f"{one.method.upper()} {one.path}": one for one in ENDPOINTS}
@@ -85,7 +85,7 @@ async def test_what_tells_how_things_are_is_of_its_type(gateway: Gateway) -> Non
                 answer = await client.get(gateway.url + path)
                 said = msgspec.json.decode(answer.content, type=one.answer)
                 told = answer.json()
-                if one.answer is answers.TokenizerInfo:  # the checkpoint may say more
+                if one.answer is response_types.TokenizerInfo:  # the checkpoint may say more
                     told = {name: told[name] for name in one.answer.__struct_fields__}
                 assert json.loads(msgspec.json.encode(said)) == told, path
 
@@ -117,11 +117,11 @@ def examples() -> list[tuple[str, type, Any]]:
 
 
 def kind_of(heading: str, number: int, content: Any) -> type:
-    endpoint: Endpoint | None = BY_NAME.get(heading)
+    endpoint: EndpointDoc | None = BY_NAME.get(heading)
     if endpoint is None:
         if "error" in content:
-            return answers.MessageError if "type" in content else answers.Error
-        return answers.PipelineHealth
+            return response_types.MessageError if "type" in content else response_types.Error
+        return response_types.PipelineHealth
     kind = endpoint.body if endpoint.body is not None and number % 2 else endpoint.answer
     assert kind is not None
     return kind
@@ -152,7 +152,7 @@ async def test_the_page_loads_nothing_and_lists_every_endpoint_and_field(gateway
     for word in ("http:", "https:", "@import", "url(", "style="):
         assert word not in answer.text
     loaded = set(re.findall(r"(?:src|rel=\w+ href)=([^ >]+)", answer.text))
-    assert loaded == {f"docs/{name}" for name in docs_page.FILES}
+    assert loaded == {f"docs/{name}" for name in openapi.FILES}
     async with httpx.AsyncClient() as client:
         for name in loaded:
             assert (await client.get(f"{gateway.url}/{name}")).status_code == 200
@@ -168,5 +168,5 @@ async def test_the_page_loads_nothing_and_lists_every_endpoint_and_field(gateway
 def test_what_a_type_says_is_never_markup() -> None:
     schema = {"description": "<b>", "properties": {"<i>": {"type": "<u>"}}}
     info = {"title": "<s>", "version": "&"}
-    made = docs_page.page({"info": info, "paths": {}, "components": {"schemas": {"Type": schema}}})
+    made = openapi.page({"info": info, "paths": {}, "components": {"schemas": {"Type": schema}}})
     assert not any(tag in made for tag in ("<b>", "<i>", "<u>", "<s>"))

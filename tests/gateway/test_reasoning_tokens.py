@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 from test_harmony_http import CUTS, TEXTS, events, post
-from test_spoken_thoughts import ANSWERS, ENCLOSED, PARSERS, Answer, cuts, spelled
+from test_spoken_outputs import ANSWERS, ENCLOSED, PARSERS, Answer, cuts, spelled
 
 from pipeinfer.gateway.ledger import RequestRecord, offsets
-from pipeinfer.gateway.pieces import MakeReader
-from pipeinfer.gateway.reading.registry import Reading
+from pipeinfer.gateway.tool_parsers.base import ParserFactory
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit, TextRow
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, ThoughtState
@@ -44,14 +44,14 @@ def spans(answer: Answer, tags: ThoughtTags) -> list[tuple[int, float]]:
 
 
 def counted(
-    make: MakeReader, left: ThoughtState, tokens: Sequence[str], deltas: Sequence[slice]
+    make: ParserFactory, left: ThoughtState, tokens: Sequence[str], deltas: Sequence[slice]
 ) -> int:
     """By a reader that gets these tokens in so many deltas."""
     reader, places = make(left), begins(tokens)
     for delta in deltas:
-        reader.reasoning.add(pack(places[delta]))
-        reader.read("".join(tokens[delta]))
-    reader.end()
+        reader.reasoning.add_offsets(pack(places[delta]))
+        reader.feed("".join(tokens[delta]))
+    reader.finish()
     return reader.reasoning.count
 
 
@@ -64,7 +64,7 @@ def batches(tokens: Sequence[str]) -> Iterator[list[slice]]:
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_a_token_is_a_thought_that_begins_between_the_tags(parser: str) -> None:
-    make = Reading("hermes", parser, True).reader({"now": {}})
+    make = OutputParsers("hermes", parser, True).parser_factory({"now": {}})
     tags, found = REASONING_PARSERS[parser], set[int]()
     assert make is not None
     for answer in (*ANSWERS, *(ENCLOSED if tags.answer[0] else ())):
@@ -79,8 +79,8 @@ def test_a_token_is_a_thought_that_begins_between_the_tags(parser: str) -> None:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_token_is_a_thought_that_begins_in_a_message_of_analysis(hidden: bool) -> None:
-    reading = Reading("openai", "openai_gptoss", True)
-    make = reading.reader({"weather": {}, "now": {}}, thoughts=not hidden)
+    reading = OutputParsers("openai", "openai_gptoss", True)
+    make = reading.parser_factory({"weather": {}, "now": {}}, include_reasoning=not hidden)
     assert make is not None
     for text, blocks in TEXTS:
         where, at = list[tuple[int, int]](), 0
@@ -96,7 +96,7 @@ def test_a_token_is_a_thought_that_begins_in_a_message_of_analysis(hidden: bool)
 
 
 def test_a_message_whose_marker_was_forgotten_is_counted_from_its_text() -> None:
-    make = Reading("openai", "openai_gptoss").reader(None)
+    make = OutputParsers("openai", "openai_gptoss").parser_factory(None)
     assert make is not None
     tokens = ["<|channel|>", "analysis", " hm", " hm", "<|end|>", "<|start|>", "assistant",
               "<|channel|>", "final", "<|message|>", "Fine."]  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_message_whose_marker_was_forgotten_is_counted_from_its_text() -> None
 
 
 def test_without_tags_nothing_is_a_thought() -> None:
-    make = Reading("hermes", "", True).reader({"now": {}})
+    make = OutputParsers("hermes", "", True).parser_factory({"now": {}})
     assert make is not None
     assert counted(make, "open", ["<think>", "hm", "</think>"], [slice(0, 3)]) == 0
 

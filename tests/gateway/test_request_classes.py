@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.gateway.dialects import messages_body, responses_body
-from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
+from pipeinfer.gateway import anthropic, responses_api
+from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatMessage,
@@ -30,7 +31,6 @@ from pipeinfer.gateway.schema import (
     TokenizeRequest,
     Tool,
     ToolChoice,
-    decode,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED, REFUSED
 from pipeinfer.params import SamplingParams
@@ -61,18 +61,18 @@ INTERNAL = frozenset(
     )
 )  # fmt: skip
 WITHIN: dict[str, type[Any]] = {
-    "AnthropicContentBlock": messages_body.MessageBlock,
-    "AnthropicCustomTool": messages_body.InputTool,
-    "AnthropicJSONOutputFormat": messages_body.OutputFormat,
-    "AnthropicJsonOutputFormat": messages_body.OutputFormat,
-    "AnthropicMessage": messages_body.Turn,
-    "AnthropicOutputConfig": messages_body.OutputConfig,
-    "AnthropicThinkingConfigAdaptive": messages_body.ThinkingOptions,
-    "AnthropicThinkingConfigDisabled": messages_body.ThinkingOptions,
-    "AnthropicThinkingConfigEnabled": messages_body.ThinkingOptions,
-    "AnthropicThinkingParam": messages_body.ThinkingOptions,
-    "AnthropicTool": messages_body.InputTool,
-    "AnthropicToolChoice": messages_body.MessagesToolChoice,
+    "AnthropicContentBlock": anthropic.MessageBlock,
+    "AnthropicCustomTool": anthropic.InputTool,
+    "AnthropicJSONOutputFormat": anthropic.OutputFormat,
+    "AnthropicJsonOutputFormat": anthropic.OutputFormat,
+    "AnthropicMessage": anthropic.Turn,
+    "AnthropicOutputConfig": anthropic.OutputConfig,
+    "AnthropicThinkingConfigAdaptive": anthropic.ThinkingOptions,
+    "AnthropicThinkingConfigDisabled": anthropic.ThinkingOptions,
+    "AnthropicThinkingConfigEnabled": anthropic.ThinkingOptions,
+    "AnthropicThinkingParam": anthropic.ThinkingOptions,
+    "AnthropicTool": anthropic.InputTool,
+    "AnthropicToolChoice": anthropic.MessagesToolChoice,
     "ChatCompletionMessageContentTextPart": ContentPart,
     "ChatCompletionMessageGenericParam": ChatMessage,
     "ChatCompletionMessageUserParam": ChatMessage,
@@ -83,22 +83,22 @@ WITHIN: dict[str, type[Any]] = {
     "Function": Function,
     "FunctionDefinition": Function,
     "JsonSchemaResponseFormat": JsonSchema,
-    "RedactedThinkingBlock": messages_body.MessageBlock,
+    "RedactedThinkingBlock": anthropic.MessageBlock,
     "ResponseFormat": ResponseFormat,
-    "ResponseFunctionCallInputParam": responses_body.InputItem,
-    "ResponseInputMessageParam": responses_body.InputItem,
-    "ResponseOutputMessage": responses_body.InputItem,
-    "ResponseReasoningParam": responses_body.Reasoning,
-    "ResponseTool": responses_body.ResponsesTool,
+    "ResponseFunctionCallInputParam": responses_api.InputItem,
+    "ResponseInputMessageParam": responses_api.InputItem,
+    "ResponseOutputMessage": responses_api.InputItem,
+    "ResponseReasoningParam": responses_api.Reasoning,
+    "ResponseTool": responses_api.ResponsesTool,
     "StreamOptions": StreamOptions,
     "StructuredOutputsParams": Structured,  # which refuses what it does not have
-    "TextBlock": messages_body.MessageBlock,
-    "ThinkingBlock": messages_body.MessageBlock,
+    "TextBlock": anthropic.MessageBlock,
+    "ThinkingBlock": anthropic.MessageBlock,
     "Tool": Tool,
     "ToolChoice": ToolChoice,
     "ToolChoiceFuncName": Chosen,
-    "ToolResultBlock": messages_body.MessageBlock,
-    "ToolUseBlock": messages_body.MessageBlock,
+    "ToolResultBlock": anthropic.MessageBlock,
+    "ToolUseBlock": anthropic.MessageBlock,
 }
 # Fields of those that may be ignored, and why.
 IGNORED_WITHIN = {
@@ -184,7 +184,7 @@ def test_every_field_of_every_body_is_honoured_refused_by_name_or_cannot_change_
     wrong: list[str] = []
     for what, kind, name in fields_of_bodies():
         honoured = name in kind.__struct_fields__
-        ignored = name in kind.ignored and not honoured
+        ignored = name in kind.ignored_fields and not honoured
         if [honoured, ignored, is_refused_by_name(kind, name)].count(True) != 1:
             wrong.append(what)
     assert not wrong
@@ -210,7 +210,7 @@ def test_every_field_within_a_body_is_known_too() -> None:
 def test_a_field_that_works_at_another_endpoint_is_never_silently_ignored() -> None:
     for kind in GENERATING:
         for name in {name for other in GENERATING for name in other.__struct_fields__}:
-            if name not in kind.__struct_fields__ and name not in kind.ignored:
+            if name not in kind.__struct_fields__ and name not in kind.ignored_fields:
                 assert is_refused_by_name(kind, name), (kind, name)
 
 

@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.gateway.dialects.messages_body import (
+from pipeinfer.gateway.anthropic import (
     CountRequest,
     MessagesRequest,
-    as_chat,
-    conversation,
+    to_chat,
+    to_prompt_chat,
 )
+from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.reading.registry import NOTHING, Reading
-from pipeinfer.gateway.requests import Terms, chat_job
-from pipeinfer.gateway.schema import PROMPTING, ChatRequest, TokenizeRequest, decode
+from pipeinfer.gateway.requests import RequestDefaults, parse_chat
+from pipeinfer.gateway.schema import PROMPT_FIELDS, ChatRequest, TokenizeRequest
 from pipeinfer.gateway.serving import CHAT_FIELDS, prompt_call, tokenize_call
+from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.params import SamplingParams
 
-CALLING = Terms(SamplingParams(), reading=Reading(tools="hermes", takes_tools=True))
-MUTE = Terms(SamplingParams(), reading=NOTHING)
+CALLING = RequestDefaults(
+    SamplingParams(), parsers=OutputParsers(tool_parser_name="hermes", template_has_tools=True)
+)
+MUTE = RequestDefaults(SamplingParams(), parsers=NO_PARSERS)
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 HISTORY = [
@@ -54,14 +57,14 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def tokenized(body: dict[str, Any], terms: Terms = CALLING) -> Call:
+def tokenized(body: dict[str, Any], terms: RequestDefaults = CALLING) -> Call:
     raw = json.dumps({"messages": [{"role": "user", "content": "a"}], **body}).encode()
     return tokenize_call(decode(raw, TokenizeRequest, print), "t", terms)
 
 
 def asked(body: dict[str, Any]) -> Call:
     raw = json.dumps({"messages": [{"role": "user", "content": "a"}], **body}).encode()
-    [call] = chat_job(decode(raw, ChatRequest, print), "c", CALLING, "").calls
+    [call] = parse_chat(decode(raw, ChatRequest, print), "c", CALLING, "").calls
     return call
 
 
@@ -70,7 +73,7 @@ def prompt(call: Call) -> tuple[object, ...]:
 
 
 def test_every_field_of_which_a_chats_prompt_depends_is_one_of_tokenize() -> None:
-    assert PROMPTING & set(ChatRequest.__struct_fields__) - OF_IDS <= CHAT_FIELDS
+    assert PROMPT_FIELDS & set(ChatRequest.__struct_fields__) - OF_IDS <= CHAT_FIELDS
     for name in OF_IDS - {"prompt"}:
         with pytest.raises(ApiError, match=f"^{name} is not supported"):
             tokenized({name: 1})
@@ -126,5 +129,5 @@ def test_messages_are_counted_as_they_are_answered(body: dict[str, Any]) -> None
     fields = {"messages": [{"role": "user", "content": "a"}], **body}
     counted = decode(json.dumps(fields).encode(), CountRequest, print)
     answered = decode(json.dumps({"max_tokens": 1, **fields}).encode(), MessagesRequest, print)
-    [call] = chat_job(as_chat(answered, True), "c", CALLING, "").calls
-    assert prompt(prompt_call(conversation(counted), "t", CALLING)) == prompt(call)
+    [call] = parse_chat(to_chat(answered, True), "c", CALLING, "").calls
+    assert prompt(prompt_call(to_prompt_chat(counted), "t", CALLING)) == prompt(call)

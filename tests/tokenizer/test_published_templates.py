@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import template_families
-from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.requests import Terms, chat_job
-from pipeinfer.gateway.schema import ChatRequest, decode
+from pipeinfer.gateway.decoding import decode
+from pipeinfer.gateway.requests import RequestDefaults, parse_chat
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.params import SamplingParams
 from pipeinfer.text.thoughts import THINK
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed
@@ -25,7 +26,9 @@ from template_families import FAMILIES, source
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CONTROL = (*TOKENS.values(), "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<\uff5cUser\uff5c>")
-TERMS = Terms(SamplingParams(), reading=Reading(tools="hermes", takes_tools=True))
+TERMS = RequestDefaults(
+    SamplingParams(), parsers=OutputParsers(tool_parser_name="hermes", template_has_tools=True)
+)
 TOOLS = [
     {
         "type": "function",
@@ -96,7 +99,7 @@ def reference() -> PreTrainedTokenizerFast:
 def rendered(family: str, body: dict[str, Any]) -> str:
     """The prompt of a chat that came as `body`. A client's texts spell no token in it."""
     request = decode(json.dumps(body).encode(), ChatRequest, print)
-    [call] = chat_job(request, "r", TERMS, "").calls
+    [call] = parse_chat(request, "r", TERMS, "").calls
     assert call.chat is not None
     made: RenderedPrompt = chats(family).render(call.chat, call.template_arguments)
     if made.escaped is not None and made.escaped.escapes is not None:
@@ -166,7 +169,7 @@ def test_where_thoughts_are_left_is_told_of_conversations_with_calls(family: str
     if (family, "history") in REFUSED:
         return
     request = decode(json.dumps(body).encode(), ChatRequest, print)
-    [call] = chat_job(request, "r", TERMS, "").calls
+    [call] = parse_chat(request, "r", TERMS, "").calls
     assert call.chat is not None
     prompt = rendered(family, body)
     for ends in ("", "<think>"):

@@ -14,9 +14,9 @@ from typing import Any
 
 from chaos import sending, wire
 from chaos.sending import Way
-from pipeinfer.gateway.requests import MOST_PROMPTS
-from pipeinfer.gateway.schema import MOST_MESSAGES
-from pipeinfer.gateway.survey import MOST_DEPTH
+from pipeinfer.gateway.json_prescan import MAX_DEPTH
+from pipeinfer.gateway.requests import MAX_PROMPTS
+from pipeinfer.gateway.schema import MAX_MESSAGES
 from pipeinfer.params import (
     LEAST_REPETITION,
     LEAST_TOP_P,
@@ -167,7 +167,7 @@ LIST_OF_TEXTS: dict[str, Any] = {
     "minItems": 40,
 }
 
-DEPTH = MOST_DEPTH - 2  # within a value of an object of the body's
+DEPTH = MAX_DEPTH - 2  # within a value of an object of the body's
 LETTERS = MOST_STOP_LETTERS
 
 CASES: tuple[Case, ...] = (
@@ -269,14 +269,14 @@ CASES: tuple[Case, ...] = (
     ),
     _case(
         "prompts at the bound",
-        lambda: [completion(prompt=["a"] * MOST_PROMPTS, max_tokens=1)], "200 cut", unlimited=True,
+        lambda: [completion(prompt=["a"] * MAX_PROMPTS, max_tokens=1)], "200 cut", unlimited=True,
     ),
     _case(
         "long prompts at the bound",
-        lambda: [completion(prompt=["a" * (CONTEXT - 8)] * MOST_PROMPTS, max_tokens=1)],
+        lambda: [completion(prompt=["a" * (CONTEXT - 8)] * MAX_PROMPTS, max_tokens=1)],
         "200 cut", connections=2, unlimited=True,
     ),
-    completions("prompts beyond the bound", "400", prompt=["a"] * (MOST_PROMPTS + 1)),
+    completions("prompts beyond the bound", "400", prompt=["a"] * (MAX_PROMPTS + 1)),
     completions("prompts of ids", "400", prompt=[[1]] * 500_000),
     completions("empty prompts", "400", prompt=[""] * 500_000),
     # -------------------------------------------------------------------------------- long texts
@@ -288,7 +288,7 @@ CASES: tuple[Case, ...] = (
     completions("5 MB of token ids", "400", prompt=[97] * (MEGABYTES // 4)),
     chats(
         "as many messages as may be", "400",
-        messages=[{"role": "user", "content": "a"}] * MOST_MESSAGES,
+        messages=[{"role": "user", "content": "a"}] * MAX_MESSAGES,
     ),
     chats(
         "100,000 parts of a message", "400",

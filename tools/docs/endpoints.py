@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from docs.markdown import bullets
 from docs.markdown import page as page_of
 from pipeinfer.gateway.field_help import BY_BODY
-from pipeinfer.gateway.openapi import ENDPOINTS, Endpoint
+from pipeinfer.gateway.openapi import ENDPOINTS, EndpointDoc
 
 INTRODUCTION = """`GET /openapi.json` of a running server says the same with all types, and \
 `GET /docs` shows that as a page. [Requests](requests.md) lists the fields of bodies, \
@@ -22,13 +22,13 @@ def page() -> str:
     return page_of("Endpoints", INTRODUCTION, *(part for one in ENDPOINTS for part in _parts(one)))
 
 
-def _parts(one: Endpoint) -> Iterator[str]:
+def _parts(one: EndpointDoc) -> Iterator[str]:
     yield f"## {one.method.upper()} {one.path}"
     yield " ".join(filter(None, (one.summary, one.more)))
     yield bullets(_facts(one))
 
 
-def _facts(one: Endpoint) -> Iterator[str]:
+def _facts(one: EndpointDoc) -> Iterator[str]:
     if one.body is not None:
         assert one.body in BY_BODY
         yield f"Body: JSON, `{one.body.__name__}`"

@@ -9,7 +9,7 @@ import json
 
 from docs.markdown import bullets
 from docs.markdown import page as page_of
-from pipeinfer.gateway.dialects.messages_events import ERRORS as OF_MESSAGES
+from pipeinfer.gateway.anthropic import ERROR_TYPES as OF_MESSAGES
 from pipeinfer.gateway.errors import CODES, ApiError
 from pipeinfer.gateway.openapi import ERRORS
 

@@ -12,9 +12,9 @@ import msgspec
 
 from docs.markdown import bullets, codes, kind
 from docs.markdown import page as page_of
-from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
 from pipeinfer.gateway.field_help import BY_BODY
+from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -24,8 +24,8 @@ from pipeinfer.gateway.schema import (
     TokenizeRequest,
 )
 from pipeinfer.gateway.unsupported_fields import (
+    ALTERNATIVES,
     IGNORED,
-    INSTEAD,
     MESSAGES_ALONE,
     REFUSED_OF,
     RESPONSES_ALONE,
@@ -85,7 +85,7 @@ def _refused() -> Iterator[str]:
         for who, fields in REFUSED_OF.items()
     )
     yield "The error names what to ask for in place of some, the first that a body has:"
-    yield bullets(f"`{name}`: {codes(others)}" for name, others in INSTEAD.items())
+    yield bullets(f"`{name}`: {codes(others)}" for name, others in ALTERNATIVES.items())
     yield "## Ignored"
     yield IGNORED_SAID
     yield bullets(f"{why[0].upper()}{why[1:]}: {codes(names)}." for why, names in IGNORED.items())

@@ -78,9 +78,9 @@ class Http:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.gateway.schema", "pipeinfer.gateway.requests", "pipeinfer.gateway.app",
-        "pipeinfer.gateway.core", "pipeinfer.gateway.errors", "pipeinfer.params",
-        "pipeinfer.gateway.sessions", "pipeinfer.gateway.streams",
+        "pipeinfer.gateway.decoding", "pipeinfer.gateway.schema", "pipeinfer.gateway.requests",
+        "pipeinfer.gateway.app", "pipeinfer.gateway.core", "pipeinfer.gateway.errors",
+        "pipeinfer.gateway.sessions", "pipeinfer.gateway.streams", "pipeinfer.params",
     )  # fmt: skip
 
     def __init__(self) -> None:

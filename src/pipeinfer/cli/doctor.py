@@ -155,8 +155,8 @@ def _texts(settings: Settings) -> Finding:
         return "bad", "texts", str(error)
     if built.no_grammars_because and settings.grammar_backend != "none":
         return "note", "texts", built.no_grammars_because
-    reading = granted.reading
-    parsers = f"tools by {reading.tools or 'none'}, thoughts by {reading.reasoning or 'none'}"
+    tools = granted.parsers.tool_parser_name or "none"
+    parsers = f"tools by {tools}, thoughts by {granted.parsers.reasoning_parser_name or 'none'}"
     return "ok", "texts", f"end tokens {', '.join(map(str, built.eos_ids)) or 'none'}; {parsers}"
 
 

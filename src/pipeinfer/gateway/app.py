@@ -15,14 +15,22 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway import docs_page, openapi
+from pipeinfer.gateway import openapi
+from pipeinfer.gateway.adapter_handlers import (
+    MESSAGES_PATHS,
+    AdapterHandlers,
+    adapted_error_response,
+)
 from pipeinfer.gateway.auth import REQUEST_ID, x_request_id
-from pipeinfer.gateway.best_of import Best
-from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError, Handler, http_error, json_response, renamed
-from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.page import PAGE_HEADERS, MonitorHandlers, Page
-from pipeinfer.gateway.requests import Job, chat_job, completion_job
+from pipeinfer.gateway.requests import ParsedRequest, parse_chat, parse_completion
+from pipeinfer.gateway.response_encoders import (
+    BestOf,
+    FullResponseEncoder,
+    ResponseEncoder,
+    StreamEncoder,
+)
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
@@ -73,7 +81,7 @@ class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._serving = Serving(service)
-        self._dialects = DialectHandlers(self._serving)
+        self._dialects = AdapterHandlers(self._serving)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Registers all routes."""
@@ -115,15 +123,15 @@ class _Handlers:
             try:
                 return await handler(request)
             except ApiError as error:
-                return error_in_dialect(request, error)
+                return adapted_error_response(request, error)
             except web.HTTPException as error:
-                response = error_in_dialect(request, http_error(request, error))
+                response = adapted_error_response(request, http_error(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
             except Exception:
                 log.exception("%s %s failed", request.method, request.path)
-                return error_in_dialect(request, ApiError(500, "internal error"))
+                return adapted_error_response(request, ApiError(500, "internal error"))
 
         return errors
 
@@ -132,14 +140,14 @@ class _Handlers:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         base = f"chatcmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, ChatRequest)
-        job = chat_job(body, base, self._service.terms, client_trace(request))
+        job = parse_chat(body, base, self._service.terms, client_trace(request))
         del body  # an answer takes minutes, in which the core has all that is needed
         return await self._generate(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         base = f"cmpl-{uuid.uuid4().hex}"
         body = await self._serving.read_body(request, CompletionRequest)
-        job = completion_job(body, base, self._service.terms, client_trace(request))
+        job = parse_completion(body, base, self._service.terms, client_trace(request))
         del body
         return await self._generate(request, base, job, chat=False)
 
@@ -176,13 +184,13 @@ class _Handlers:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
     async def _generate(
-        self, request: web.Request, base: str, job: Job, chat: bool
+        self, request: web.Request, base: str, job: ParsedRequest, chat: bool
     ) -> web.StreamResponse:
         answer = self._serving.new_answer(base, job, chat)
-        outlet: Outlet = (
-            ChunkStream(answer, job.choices, job.include_usage, job.continuous_usage)
+        outlet: ResponseEncoder = (
+            StreamEncoder(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
-            else WholeBody(answer, job.choices, _best_of(job))
+            else FullResponseEncoder(answer, job.choices, _best_of(job))
         )
         return await self._serving.respond(request, job, outlet)
 
@@ -275,7 +283,7 @@ def _openapi_json() -> bytes:
 
 @cache
 def _docs_html() -> str:
-    return docs_page.page(openapi.document())
+    return openapi.page(openapi.document())
 
 
 def slash_tolerant(path: str) -> str:
@@ -289,7 +297,7 @@ def slash_tolerant(path: str) -> str:
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     name = x_request_id(request)
     response.headers[REQUEST_ID] = name
-    if MESSAGES.fullmatch(request.path):
+    if MESSAGES_PATHS.fullmatch(request.path):
         response.headers["request-id"] = name  # as Anthropic's clients know it
     if IGNORED_SCHEMA in request:
         response.headers["x-schema-left-out"] = request[IGNORED_SCHEMA]
@@ -303,9 +311,9 @@ def _kv_cache_dtype(stats: Mapping[str, float]) -> JsonObject:
     return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
-def _best_of(job: Job) -> Best | None:
+def _best_of(job: ParsedRequest) -> BestOf | None:
     """Chooses the choices that are sent, if not all are; else None."""
-    if not job.best:
+    if not job.best_of:
         return None
-    wanted = job.shown.logprobs is not None
-    return Best(job.choices, job.choices // job.prompts, job.best, wanted)
+    wanted = job.output_options.logprobs is not None
+    return BestOf(job.choices, job.choices // job.prompts, job.best_of, wanted)

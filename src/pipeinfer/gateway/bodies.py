@@ -16,9 +16,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from pipeinfer.gateway.connections import CONTINUE
+from pipeinfer.gateway.decoding import BodyType, decode, prescanned
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.schema import Request, decode, surveyed
-from pipeinfer.gateway.survey import SLICE
+from pipeinfer.gateway.json_prescan import SLICE_BYTES
 
 READ_TIMEOUT = 30.0  # seconds without a byte after which a client is not waited for
 BODY_TIMEOUT = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit/s
@@ -42,7 +42,7 @@ class BodyReader:
     def __init__(self, most: int) -> None:
         self._most_bytes = most
         self._most_buffered = max(MOST_BUFFERED, most)
-        self._buffered = 0  # bytes beyond SMALL of bodies that are being read
+        self._buffered = 0  # bytes beyond SMALL_BODY of bodies that are being read
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncGenerator[bytearray]:
@@ -142,7 +142,10 @@ class _ZlibDecoder:
         self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS) if self._gzip else None
 
     def parts(self, data: bytes) -> Iterator[bytes]:
-        """What `data` decompresses to, at most SLICE bytes at a time. zlib.error if broken."""
+        """What `data` decompresses to, at most DECOMPRESSED_AT_ONCE bytes at a time.
+
+        Raises zlib.error if it is broken.
+        """
         if self._stream is None:
             bare = data[0] & 0x0F != 8
             self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS)
@@ -171,7 +174,7 @@ def _decoder(request: web.Request) -> _IdentityDecoder | _ZlibDecoder:
 
 
 # Bytes of a body that is decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
-DECODED_AT_ONCE = SLICE
+DECODED_AT_ONCE = SLICE_BYTES
 _DONE = object()
 
 
@@ -191,17 +194,17 @@ class BodyDecoder:
         self._on_unknown_fields = on_unknown_fields
         self._turn = asyncio.Lock()  # whoever waits longest is next
 
-    async def read(self, request: web.Request, kind: type[Request]) -> Request:
+    async def read(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body. Raises ApiError 400 if the schema refuses it, and as
         BodyReader.read."""
         async with self._bodies.read(request) as body:
             if len(body) <= DECODED_AT_ONCE:
                 raw = bytes(body)
-                for _ in surveyed(raw, kind):
+                for _ in prescanned(raw, kind):
                     continue
                 return decode(raw, kind, self._on_unknown_fields)
             # In one iteration of the loop there is one part of one of them.
-            parts, more = surveyed(body, kind), True
+            parts, more = prescanned(body, kind), True
             while more:
                 async with self._turn:
                     more = next(parts, _DONE) is not _DONE

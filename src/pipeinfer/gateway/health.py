@@ -158,7 +158,7 @@ class Health:
         return self._common_not_ready == 0 and self._ready_groups > 0
 
     def reason(self) -> str:
-        """One line about what is missing; empty if nothing is. The first NAMED are named."""
+        """One line about what is missing; empty if nothing is. The first MOST_NAMED are named."""
         named = [self._order[number] for number in self._not_ready[:MOST_NAMED]]
         parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
         if len(self._not_ready) > MOST_NAMED:

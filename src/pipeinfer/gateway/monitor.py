@@ -271,7 +271,7 @@ class PipelineRates:
         )
 
     def increase(self, stage: str, name: str) -> float:
-        """By how much a statistic of a stage grew in the last SMOOTH seconds."""
+        """By how much a statistic of a stage grew in the last RATE_WINDOW seconds."""
         return self._windows[stage].increase(name)
 
     def rate(self, stage: str, name: str) -> float:

@@ -5,16 +5,18 @@ One table says which endpoint has which. Knows no handler.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from html import escape
 
 import msgspec
 
-from pipeinfer.gateway import answers, monitor
-from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
-from pipeinfer.gateway.dialects.responses_body import InputTokensRequest, ResponsesRequest
+from pipeinfer.gateway import monitor, response_types
+from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
 from pipeinfer.gateway.field_help import BY_BODY
+from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -22,7 +24,7 @@ from pipeinfer.gateway.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipeinfer.json_values import JsonObject
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 REF = "#/components/schemas/{name}"
@@ -48,7 +50,7 @@ STREAM = "Server-sent events"
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class EndpointDoc:
     """One of them. `more`: what `summary` does not say. `body`, `answer`: their types, None for
     none. `media`: of an answer that is no JSON. `errors`: statuses, each with a body of the type
     `error`. `keyed`: it needs a key where there are any. `also`: further statuses with the
@@ -62,7 +64,7 @@ class Endpoint:
     media: str = "application/json"
     streams: bool = False
     errors: tuple[int, ...] = ()
-    error: type[msgspec.Struct] = answers.Error
+    error: type[msgspec.Struct] = response_types.Error
     keyed: bool = False
     also: tuple[int, ...] = ()
     more: str = ""
@@ -115,9 +117,9 @@ def _asked(
     body: type[Body],
     answer: type[msgspec.Struct],
     more: str,
-) -> Endpoint:
+) -> EndpointDoc:
     """One that the pipeline answers; with a stream if the body can ask for one."""
-    return Endpoint(
+    return EndpointDoc(
         method="post",
         path=path,
         summary=summary,
@@ -130,29 +132,31 @@ def _asked(
     )
 
 
-def _as_messages(endpoint: Endpoint) -> Endpoint:
+def _as_messages(endpoint: EndpointDoc) -> EndpointDoc:
     """With errors of Anthropic's form."""
     errors = tuple(529 if status == 503 else status for status in endpoint.errors)
-    return replace(endpoint, errors=errors, error=answers.MessageError)
+    return replace(endpoint, errors=errors, error=response_types.MessageError)
 
 
 def _shown(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *also: int
-) -> Endpoint:
+) -> EndpointDoc:
     """One that says how things are."""
-    return Endpoint(method="get", path=path, summary=summary, answer=answer, also=also, more=more)
+    return EndpointDoc(
+        method="get", path=path, summary=summary, answer=answer, also=also, more=more
+    )
 
 
 def _models(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
-) -> Endpoint:
+) -> EndpointDoc:
     made = _shown(path, summary, answer, more)
     return replace(made, errors=(401, 403, *errors, 503), keyed=True)
 
 
 def _seen(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
-) -> Endpoint:
+) -> EndpointDoc:
     """One of /monitor."""
     return replace(_shown(path, summary, answer, more), errors=errors, keyed=True)
 
@@ -161,69 +165,69 @@ _chat = _asked(
     "/v1/chat/completions",
     "Answers a chat.",
     ChatRequest,
-    answers.ChatAnswer,
+    response_types.ChatAnswer,
     "OpenAI's. The checkpoint's chat template makes the prompt.",
 )
 _texts = _asked(
     "/v1/completions",
     "Continues prompts.",
     CompletionRequest,
-    answers.TextAnswer,
+    response_types.TextAnswer,
     "OpenAI's. Prompts are texts or token ids, in which control tokens are recognised.",
 )
 _response = _asked(
     "/v1/responses",
     "A chat by items.",
     ResponsesRequest,
-    answers.Response,
+    response_types.Response,
     "OpenAI's Responses API without memory: each request brings its whole conversation.",
 )
 _input_tokens = _asked(
     "/v1/responses/input_tokens",
     "How long a response's prompt is.",
     InputTokensRequest,
-    answers.InputTokenCount,
+    response_types.InputTokenCount,
     "Takes a body of /v1/responses.",
 )
 _message = _asked(
     "/v1/messages",
     "A chat by blocks.",
     MessagesRequest,
-    answers.MessageAnswer,
+    response_types.MessageAnswer,
     "Anthropic's Messages API. Errors have Anthropic's form.",
 )
 _count = _asked(
     "/v1/messages/count_tokens",
     "How long a prompt is.",
     CountRequest,
-    answers.TokenCount,
+    response_types.TokenCount,
     "Takes a body of /v1/messages, and needs no `max_tokens`.",
 )
 _ids = _asked(
     "/tokenize",
     "The ids of a prompt.",
     TokenizeRequest,
-    answers.TokenIds,
+    response_types.TokenIds,
     "Of a `prompt`, or of `messages` by the chat template.",
 )
 _text = _asked(
     "/detokenize",
     "The text of ids.",
     DetokenizeRequest,
-    answers.PromptText,
+    response_types.PromptText,
     "Special tokens are included.",
 )
-_info = Endpoint(
+_info = EndpointDoc(
     method="get",
     path="/tokenizer_info",
     summary="The tokenizer's configuration.",
-    answer=answers.TokenizerInfo,
+    answer=response_types.TokenizerInfo,
     errors=(401, 403),
     keyed=True,
     more="vLLM's. What tokenizer_config.json says, names of files aside, and the chat template in "
     "use. Named tokens are texts, or null.",
 )
-_reset = Endpoint(
+_reset = EndpointDoc(
     method="post",
     path="/reset_prefix_cache",
     summary="Forgets cached prefixes that no request uses.",
@@ -233,7 +237,7 @@ _reset = Endpoint(
     "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
     "`reset_unanswered` if a group does not answer within 10 s.",
 )
-_embeddings = Endpoint(
+_embeddings = EndpointDoc(
     method="post",
     path="/v1/embeddings",
     summary="Not served.",
@@ -241,8 +245,8 @@ _embeddings = Endpoint(
     keyed=True,
     more="Always 501: models generate.",
 )
-_ping = _shown("/ping", "As /health/live.", answers.Liveness, "200 while the gateway runs.")
-ENDPOINTS: tuple[Endpoint, ...] = (
+_ping = _shown("/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs.")
+ENDPOINTS: tuple[EndpointDoc, ...] = (
     _chat,
     _texts,
     _response,
@@ -252,13 +256,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _models(
         "/v1/models",
         "The one model.",
-        answers.Models,
+        response_types.Models,
         "503 while a request would not be answered.",
     ),
     _models(
         "/v1/models/{model}",
         "One model.",
-        answers.Model,
+        response_types.Model,
         "`max_model_len` is the most tokens of prompt and output. `root` is the model's name "
         "here, and `parent` is null.",
         404,
@@ -271,55 +275,55 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _shown(
         "/health",
         "The status of all stages.",
-        answers.PipelineHealth,
+        response_types.PipelineHealth,
         "200 if the status is `ready` or `degraded`, else 503.",
         503,
     ),
     _shown(
         "/health/live",
         "Whether the gateway runs.",
-        answers.Liveness,
+        response_types.Liveness,
         "200 while the gateway runs.",
     ),
     _shown(
         "/health/ready",
         "Whether requests are answered.",
-        answers.Readiness,
+        response_types.Readiness,
         "200 if a request that came now would be answered without a pause, else 503.",
         503,
     ),
     _ping,
     replace(_ping, method="post"),
-    _shown("/version", "The version.", answers.Version, "The version of pipeinfer."),
-    Endpoint(
+    _shown("/version", "The version.", response_types.Version, "The version of pipeinfer."),
+    EndpointDoc(
         method="get",
         path="/metrics",
         summary="Prometheus metrics.",
         media="text/plain",
         more="As OpenMetrics to who accepts it. It needs no key and has no limit.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/openapi.json",
         summary="This document.",
         media="application/json; charset=utf-8",
         more="OpenAPI 3.1, from the types by which bodies are checked.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/docs",
         summary="This document as a page.",
         media="text/html",
         more="The page has no scripts and loads nothing.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/",
         summary="The web page.",
         media="text/html",
         more="Not with `--no-page`.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/docs/{name}",
         summary="A file of /docs.",
@@ -327,7 +331,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(404,),
         more="Its style, its script and its icon; also with `--no-page`.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/page/{name}",
         summary="A file of the web page.",
@@ -335,7 +339,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         errors=(404,),
         more="Not with `--no-page`.",
     ),
-    Endpoint(
+    EndpointDoc(
         method="get",
         path="/monitor/events",
         summary="What the pipeline does, again and again.",
@@ -390,7 +394,7 @@ def document() -> JsonObject:
     }
 
 
-def _types(endpoints: Iterable[Endpoint]) -> dict[type[msgspec.Struct], None]:
+def _types(endpoints: Iterable[EndpointDoc]) -> dict[type[msgspec.Struct], None]:
     """Each once, in order."""
     found: dict[type[msgspec.Struct], None] = {}
     for one in endpoints:
@@ -400,3 +404,164 @@ def _types(endpoints: Iterable[Endpoint]) -> dict[type[msgspec.Struct], None]:
 
 def _ref(kind: type[msgspec.Struct]) -> JsonObject:
     return {"$ref": REF.format(name=kind.__name__)}
+
+
+PREFIX = "#/components/schemas/"
+FILES = ("style.css", "docs.css", "docs.js", "icon.svg")  # of page/, below /docs/ as well
+CHAT: JsonValue = [{"role": "user", "content": "What are the stages?"}]
+# A body that works with any model, by path.
+EXAMPLES: dict[str, JsonObject] = {
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 100, "stream": False},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 20},
+    "/v1/responses": {"input": "What are the stages?", "max_output_tokens": 100, "store": False},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 100},
+    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/tokenize": {"prompt": "Once upon a time"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+PLACE = re.compile(r"\{(\w+)\}")
+GROUPS = {
+    "/v1/": "Models",
+    "/monitor": "Pipeline",
+    "/page": "Web page",
+    "/docs": "Web page",
+    "/openapi": "Web page",
+    "/health": "Health",
+    "/ping": "Health",
+    "/version": "Health",
+    "/metrics": "Health",
+}
+
+
+def page(document: JsonObject) -> str:
+    """All endpoints, then all types."""
+    return "\n".join(_lines(document))
+
+
+def _lines(document: JsonObject) -> Iterator[str]:
+    info = _object(document["info"])
+    title = f"{info['title']} {info['version']}"
+    groups: dict[str, list[tuple[str, str, JsonObject]]] = {}
+    for path, operations in _object(document["paths"]).items():
+        for method, operation in _object(operations).items():
+            groups.setdefault(_group(path), []).append((method, path, _object(operation)))
+    schemas = _object(_object(document["components"])["schemas"])
+    yield "<!doctype html><html lang=en><meta charset=utf-8>"
+    yield "<meta name=viewport content='width=device-width'>"
+    yield f"<title>{escape(title)}</title><link rel=icon href=docs/icon.svg type=image/svg+xml>"
+    yield "<link rel=stylesheet href=docs/style.css><link rel=stylesheet href=docs/docs.css>"
+    yield "<script type=module src=docs/docs.js></script><body class=docs>"
+    yield "<header class=bar><h1 class=brand><img src=docs/icon.svg alt='' width=24 height=24>"
+    yield f"{escape(title)}</h1><p><a href=./>Chat and pipeline</a> <a href=openapi.json>"
+    yield "openapi.json</a></p><label class=key>API key <input id=key type=password "
+    yield "autocomplete=off placeholder='if the server wants one'></label></header>"
+    yield "<div class=columns><nav aria-label=Contents>"
+    for group, listed in groups.items():
+        yield f"<h2>{group}</h2><ul>"
+        for method, path, _ in listed:
+            yield f"<li><a href='#{_place(method, path)}'>{_badge(method)} {escape(path)}</a></li>"
+        yield "</ul>"
+    yield "<h2>Types</h2><ul class=types>"
+    yield from (f"<li><a href='#{escape(name)}'>{escape(name)}</a></li>" for name in schemas)
+    yield "</ul></nav><main>"
+    for group, listed in groups.items():
+        yield f"<h2>{group}</h2>"
+        for method, path, operation in listed:
+            yield from _endpoint(method, path, operation)
+    yield "<h2>Types</h2>"
+    for name, schema in schemas.items():
+        yield from _type(name, _object(schema))
+    yield "</main></div></html>"
+
+
+def _group(path: str) -> str:
+    if path == "/":
+        return "Web page"
+    return next((group for start, group in GROUPS.items() if path.startswith(start)), "Tools")
+
+
+def _place(method: str, path: str) -> str:
+    return escape(f"{method}-{path.strip('/') or 'page'}".replace("/", "-"))
+
+
+def _badge(method: str) -> str:
+    return f"<b class='method {escape(method)}'>{escape(method.upper())}</b>"
+
+
+def _endpoint(method: str, path: str, operation: JsonObject) -> Iterator[str]:
+    summary = escape(str(operation["summary"]))
+    yield f"<section class=card id='{_place(method, path)}'><h3>{_badge(method)} "
+    yield f"<code>{escape(path)}</code></h3><p>{summary} "
+    yield f"{escape(str(operation.get('description', '')))}</p>"
+    body = EXAMPLES.get(path) if method == "post" else None
+    text = "" if body is None else json.dumps(body, indent=2)
+    call = "curl $URL" + path + ("" if body is None else CURL.format(json.dumps(body)))
+    if method == "post" and body is None:
+        call = f"curl -X POST $URL{path}"
+    yield f"<pre tabindex=0 class=example><code>{escape(call)}</code></pre>"
+    yield f"<form class=try data-method={escape(method)} data-path='{escape(path)}'>"
+    for name in PLACE.findall(path):
+        yield f"<label>{escape(name)} <input name='{escape(name)}' required></label>"
+    if body is not None:
+        yield f"<label>Body<textarea name=body rows={text.count(chr(10)) + 1} spellcheck=false>"
+        yield f"{escape(text)}</textarea></label>"
+    yield "<div class=row><button class=main>Try it</button></div></form>"
+    yield "<details><summary>Body and answers</summary><table>"
+    if "requestBody" in operation:
+        yield _row("body", _media(_object(operation["requestBody"])))
+    for status, response in _object(operation["responses"]).items():
+        said = _object(response)
+        yield _row(status, f"{escape(str(said['description']))} {_media(said)}")
+    yield "</table></details></section>"
+
+
+CURL = " -H 'Content-Type: application/json' \\\n  -d '{}'"
+
+
+def _media(carrier: JsonObject) -> str:
+    kinds = _object(carrier.get("content", {}))
+    shown = (f"{escape(kind)}: {_kind(_object(what)['schema'])}" for kind, what in kinds.items())
+    return "<br>".join(shown)
+
+
+def _type(name: str, schema: JsonObject) -> Iterator[str]:
+    said = escape(str(schema.get("description", "")))
+    yield f"<section class=card id='{escape(name)}'><h3><code>{escape(name)}</code></h3>"
+    yield f"<p>{said}</p><table>"
+    required = schema.get("required", [])
+    assert isinstance(required, list)
+    for field, what in _object(schema.get("properties", {})).items():
+        need = "required" if field in required else ""
+        said = escape(str(_object(what).get("description", "")))
+        yield _row(escape(field), f"{_kind(what)} {need}<br>{said}")
+    yield "</table></section>"
+
+
+def _row(first: str, second: str) -> str:
+    return f"<tr><td>{first}</td><td>{second}</td></tr>"
+
+
+def _kind(schema: JsonValue) -> str:
+    """A schema in few words."""
+    what = _object(schema)
+    if "$ref" in what:
+        name = escape(str(what["$ref"]).removeprefix(PREFIX))
+        return f"<a href='#{name}'>{name}</a>"
+    for several in ("anyOf", "enum"):
+        options = what.get(several)
+        if isinstance(options, list):
+            if several == "enum":
+                return " or ".join(f"<code>{escape(repr(one))}</code>" for one in options)
+            return " or ".join(_kind(one) for one in options)
+    if what.get("type") == "array":
+        return f"list of {_kind(what.get('items', {}))}"
+    bounds = (f"{word} {what[word]}" for word in what if word in BOUNDS)
+    return escape(" ".join((str(what.get("type", "anything")), *bounds)))
+
+
+BOUNDS = ("minimum", "maximum", "maxLength", "maxItems", "pattern")
+
+
+def _object(value: JsonValue) -> JsonObject:
+    assert isinstance(value, dict), value
+    return value

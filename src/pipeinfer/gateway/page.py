@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import ETag, web
 
 from pipeinfer.control import Passage, Prefix
-from pipeinfer.gateway import docs_page
+from pipeinfer.gateway import openapi
 from pipeinfer.gateway.auth import Principal
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.monitor import (
@@ -91,7 +91,7 @@ class Page:
 
     def route_docs(self, router: web.UrlDispatcher) -> None:
         """Registers the files of /docs, which is served also without the page."""
-        names = "|".join(map(re.escape, docs_page.FILES))
+        names = "|".join(map(re.escape, openapi.FILES))
         router.add_get(f"/docs/{{name:{names}}}", self.file)
 
     async def index(self, request: web.Request) -> web.StreamResponse:

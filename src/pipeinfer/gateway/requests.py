@@ -1,6 +1,6 @@
-"""From a decoded request to the calls of the core: one for each prompt, with all of its choices.
+"""From a decoded body to the core's calls: one for each prompt, with all of its choices.
 
-Knows the schema and the core's events, and nothing about HTTP or tokens.
+Knows the schema and the core's events; no HTTP and no tokens.
 """
 
 from __future__ import annotations
@@ -9,45 +9,41 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
 
-from pipeinfer.gateway.client_marks import without_marks
-from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
-from pipeinfer.gateway.errors import ApiError, renamed, required
+from pipeinfer.checkpoint.config import read_generation
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.forms import Form, form
-from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
-from pipeinfer.gateway.offered import Offered, offered
-from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
-from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
-from pipeinfer.gateway.pieces import MakeReader
-from pipeinfer.gateway.reading.registry import NOTHING, Reading
+from pipeinfer.gateway.prompts import chat_prompt
+from pipeinfer.gateway.response_json import OutputOptions, ToolCallOptions
 from pipeinfer.gateway.schema import (
-    MOST_MESSAGES,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     Generation,
     StreamOptions,
 )
-from pipeinfer.gateway.shapes import Calling, Shown
+from pipeinfer.gateway.structured_outputs import OutputConstraint, output_constraint
+from pipeinfer.gateway.tool_parsers.base import ParserFactory
+from pipeinfer.gateway.tool_parsers.registry import NO_PARSERS, OutputParsers
 from pipeinfer.gateway.tools import (
-    call_grammar,
-    check_arguments,
-    check_calls,
-    for_template,
-    held_final,
+    LEGACY_FIELD_NAMES,
+    check_tool_support,
+    final_message_constraint,
+    functions_to_tools,
+    tool_call_constraint,
 )
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.json_values import JsonObject
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.thoughts import content_text
 
-PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
+# Fields that mean the same in SamplingParams; `stop` is a text or a list there as well.
+SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -74,145 +70,182 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
 )
 
 
-MOST_PROMPTS = 1024
+MAX_PROMPTS = 1024
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the server grants: `sampling` of requests that leave it open, the most prompts of a
-    request, each counted as often as it has choices, the `timeout` (seconds, 0 is never) of one
-    that names none, and how its model's answers are read. `closed`: objects that answers are held
-    to have only the properties that their schema names, unless it says otherwise."""
+class RequestDefaults:
+    """The server's defaults and limits for requests.
+
+    Attributes:
+    - sampling: parameters that a request leaves open
+    - max_prompts: prompts of a request, each counted as often as it has choices
+    - timeout: seconds, of requests that name none; 0: never
+    - parsers: output parsers of the model
+    - closed_objects: schemas allow only the properties that they name, unless they say otherwise
+    """
 
     sampling: SamplingParams
-    most_prompts: int = MOST_PROMPTS
+    max_prompts: int = MAX_PROMPTS
     timeout: float = 0.0
-    reading: Reading = NOTHING
-    closed: bool = True
+    parsers: OutputParsers = NO_PARSERS
+    closed_objects: bool = True
 
 
-class Job(msgspec.Struct, frozen=True):
-    """What one HTTP request asks for. `calls`: one for each of its `prompts`, in order, to be gone
-    through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
-    beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
-    makes what reads one choice; None: all of it is content. `calling`: how calls are told.
-    `params`: as a chat is sampled. `asked`: what an answer must be."""
+class ParsedRequest(msgspec.Struct, frozen=True):
+    """What one HTTP request asks for.
+
+    Attributes:
+    - calls: one for each prompt, in order; built lazily, to be iterated once
+    - choices: of all prompts together
+    - prompts: number of prompts
+    - best_of: choices of each prompt that are shown, the best; 0: all
+    - parser_factory: makes the output parser of a choice; None: all output is content
+    - output_options, tool_call_options: how the response is written
+    - params: sampling parameters of a chat
+    - constraint: what the output must fit
+    """
 
     calls: Iterable[Call]
     choices: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    shown: Shown
+    output_options: OutputOptions
     prompts: int = 1
-    best: int = 0
-    reader: MakeReader | None = None
-    calling: Calling = Calling()
+    best_of: int = 0
+    parser_factory: ParserFactory | None = None
+    tool_call_options: ToolCallOptions = ToolCallOptions()
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    asked: Form = Form()
+    constraint: OutputConstraint = OutputConstraint()
 
 
-def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
+def parse_chat(
+    request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
+) -> ParsedRequest:
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
-    with_tools = as_tools(request)
+    with_tools = functions_to_tools(request)
     if with_tools is None:
-        return _chat_job(request, base, terms, trace)
+        return _parse_chat(request, base, defaults, trace)
     try:
-        job = _chat_job(with_tools, base, terms, trace)
+        job = _parse_chat(with_tools, base, defaults, trace)
     except ApiError as error:
-        raise renamed(error, OLD_NAMES) from None
-    calling = replace(job.calling, older=True)
-    return replace(job, calling=calling, asked=job.asked.called(OLD_NAMES))
+        raise renamed(error, LEGACY_FIELD_NAMES) from None
+    tool_call_options = replace(job.tool_call_options, legacy_functions=True)
+    return replace(
+        job,
+        tool_call_options=tool_call_options,
+        constraint=job.constraint.with_field_names(LEGACY_FIELD_NAMES),
+    )
 
 
-def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
-    limit, field = _limit(request, terms.sampling.max_tokens)
+def _parse_chat(
+    request: ChatRequest, base: str, defaults: RequestDefaults, trace: str
+) -> ParsedRequest:
+    limit, field = _limit(request, defaults.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
     ids = bool(request.return_token_ids)
-    shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
+    output_options = OutputOptions(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
-    asked = form(request, terms.closed)
-    params = _params(request, terms.sampling, limit, shown, names, asked)
-    _check_count(1, "n", params.n, terms)
-    reading = terms.reading
-    chat, arguments, tools = chat_prompt(request, reading)
-    check_calls(tools, reading)
+    constraint = output_constraint(request, defaults.closed_objects)
+    params = _params(request, defaults.sampling, limit, output_options, names, constraint)
+    _check_count(1, "n", params.n, defaults)
+    parsers = defaults.parsers
+    chat, arguments, tools = chat_prompt(request, parsers)
+    check_tool_support(tools, parsers)
     if request.continue_final_message and chat:
-        _check_going_on(reading, chat[-1], params)
-        reading = reading.going_on()
-    if reading.harmony and params.thinking_token_budget is not None:
+        _check_continuation(parsers, chat[-1], params)
+        parsers = parsers.continuing_message()
+    if parsers.harmony and params.thinking_token_budget is not None:
         message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if tools is not None:
         parallel = request.parallel_tool_calls is not False
-        calls = call_grammar(tools, parallel, reading, asked, terms.closed)
-        made, asked = calls.spec is not asked.spec, calls
-        if made and reading.harmony and reading.goes_on:
+        calls = tool_call_constraint(tools, parallel, parsers, constraint, defaults.closed_objects)
+        made, constraint = calls.spec is not constraint.spec, calls
+        if made and parsers.harmony and parsers.continues_message:
             message = "continue_final_message: amid a message of this model no calls can be held"
             raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
-        if reading.special or made:  # its tags may be special tokens
+        if parsers.calls_need_special_tokens or made:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
-    if reading.harmony:
-        if asked.spec is not None and tools is None and not reading.goes_on:
-            final = held_final(asked.spec, reading, asked.field)
-            other = asked.otherwise and held_final(asked.otherwise, reading, asked.field)
-            asked = dataclasses.replace(asked, spec=final, otherwise=other)
+    if parsers.harmony:
+        if constraint.spec is not None and tools is None and not parsers.continues_message:
+            final = final_message_constraint(constraint.spec, parsers, constraint.field)
+            other = constraint.fallback and final_message_constraint(
+                constraint.fallback, parsers, constraint.field
+            )
+            constraint = dataclasses.replace(constraint, spec=final, fallback=other)
         params = replace(params, skip_special_tokens=False)
-    params = replace(params, structured_outputs=asked.spec)
-    if reading.special_thoughts:
+    params = replace(params, structured_outputs=constraint.spec)
+    if parsers.reasoning_needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     call = replace(
-        _common(request, params, terms, trace),
+        _common(request, params, defaults, trace),
         request_id=base,
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
-        otherwise=asked.otherwise,
+        otherwise=constraint.fallback,
     )
-    one_call, thoughts = (
+    first_call_only, include_reasoning = (
         request.parallel_tool_calls is False,
         request.include_reasoning is not False,
     )
     spec = params.structured_outputs
-    padded = spec is not None and spec.json is not None  # as masks.LaterSource allows it
+    strip_answer = spec is not None and spec.json is not None  # as masks.LaterSource allows it
     schemas = None if tools is None else tools.schemas
-    custom = () if tools is None else tools.custom
-    reader = reading.reader(schemas, one_call, thoughts, padded, custom)
-    call = replace(call, token_offsets=reader is not None and bool(reading.reasoning))
-    job = _job(request, [call], params.n, shown)
+    custom_tools = () if tools is None else tools.custom_tools
+    parser_factory = parsers.parser_factory(
+        schemas, first_call_only, include_reasoning, strip_answer, custom_tools
+    )
+    call = replace(
+        call, token_offsets=parser_factory is not None and bool(parsers.reasoning_parser_name)
+    )
+    job = _parsed_request(request, [call], params.n, output_options)
     before = sum(
         len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
     )
-    calling = Calling(reading.tool_parser.ids, before, tools is not None and tools.named)
-    job = replace(job, asked=asked)
-    return replace(job, reader=reader, params=params, calling=calling)
+    tool_call_options = ToolCallOptions(
+        parsers.tool_parser.call_ids, before, tools is not None and tools.one_function
+    )
+    return replace(
+        job,
+        constraint=constraint,
+        parser_factory=parser_factory,
+        params=params,
+        tool_call_options=tool_call_options,
+    )
 
 
-def _check_going_on(reading: Reading, last: JsonObject, params: SamplingParams) -> None:
+def _check_continuation(parsers: OutputParsers, last: JsonObject, params: SamplingParams) -> None:
     """ApiError 400 where the answer cannot go on from the last message as it is asked to."""
-    if reading.harmony and last.get("tool_calls"):
+    if parsers.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    open_thoughts = reading.left(content_text(last.get("content"))) == "open"
+    open_thoughts = parsers.reasoning_state(content_text(last.get("content"))) == "open"
     if params.thinking_token_budget is not None and open_thoughts:
         message = "thinking_token_budget: the last message's own thoughts would not be counted"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
 
 
-def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
+def parse_completion(
+    request: CompletionRequest, base: str, defaults: RequestDefaults, trace: str
+) -> ParsedRequest:
     """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400.
 
-    Where only the best are shown all must have log-probs, by which they are known.
+    With best_of all choices need log-probs, by which the best are known.
     """
-    prompts = _prompts(request.prompt, terms.most_prompts)
+    prompts = _prompts(request.prompt, defaults.max_prompts)
     limit, field = _limit(request, COMPLETION_MAX_TOKENS)
     assert limit is not None
-    shown = _completion_shown(request, limit)
-    limit += shown.nothing_new  # the model has no step that samples nothing
-    asked = form(request, terms.closed)
-    params = _params(request, terms.sampling, limit, shown, {"max_tokens": field}, asked)
-    if shown.echo and shown.logprobs is not None and limit == 1:
+    output_options = _completion_output_options(request, limit)
+    limit += output_options.no_new_tokens  # the model has no step that samples nothing
+    constraint = output_constraint(request, defaults.closed_objects)
+    params = _params(
+        request, defaults.sampling, limit, output_options, {"max_tokens": field}, constraint
+    )
+    if output_options.echo and output_options.logprobs is not None and limit == 1:
         # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
         # A stop token has none; so nothing stops here.
         params = replace(params, ignore_eos=True)
@@ -220,10 +253,10 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
     best = params.n if made > params.n else 0
     if best:
         params = replace(params, n=made, logprobs=params.logprobs or 0)
-    _check_count(len(prompts), "best_of" if best else "n", made, terms)
+    _check_count(len(prompts), "best_of" if best else "n", made, defaults)
     special = request.add_special_tokens is not False
-    common = _common(request, params, terms, trace)
-    common = replace(common, return_prompt_text=shown.echo, otherwise=asked.otherwise)
+    common = _common(request, params, defaults, trace)
+    common = replace(common, return_prompt_text=output_options.echo, otherwise=constraint.fallback)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -233,8 +266,8 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
             else:
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
-    job = _job(request, calls(), len(prompts) * made, shown)
-    return replace(job, prompts=len(prompts), best=best, asked=asked)
+    job = _parsed_request(request, calls(), len(prompts) * made, output_options)
+    return replace(job, prompts=len(prompts), best_of=best, constraint=constraint)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
@@ -242,20 +275,6 @@ def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
     if request.max_tokens is None and request.max_new_tokens is not None:
         return request.max_new_tokens, "max_new_tokens"
     return default if request.max_tokens is None else request.max_tokens, "max_tokens"
-
-
-def _for_template(request: ChatRequest) -> JsonObject:
-    """Fields of a chat that its template is given, or that say how it is used."""
-    given: JsonObject = {
-        "enable_thinking": request.enable_thinking,
-        "reasoning_effort": request.reasoning_effort,
-        "chat_template": request.chat_template,
-        "continue_final_message": request.continue_final_message or None,
-        "documents": None if request.documents is None else list[JsonValue](request.documents),
-    }
-    if request.reasoning_effort == "none" and request.enable_thinking is None:
-        given["enable_thinking"] = False
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _best_of(request: CompletionRequest, n: int) -> int:
@@ -275,10 +294,10 @@ def _best_of(request: CompletionRequest, n: int) -> int:
     return request.best_of
 
 
-def _check_count(prompts: int, param: str, each: int, terms: Terms) -> None:
-    if each > 1 and prompts * each > terms.most_prompts:
+def _check_count(prompts: int, param: str, each: int, defaults: RequestDefaults) -> None:
+    if each > 1 and prompts * each > defaults.max_prompts:
         message = (
-            f"at most {terms.most_prompts} choices a request, not {each} of "
+            f"at most {defaults.max_prompts} choices a request, not {each} of "
             f"{prompts} prompt{'s' * (prompts > 1)}"
         )
         raise ApiError(400, message, param, "invalid_value")
@@ -294,7 +313,7 @@ def _chat_logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
+def _completion_output_options(request: CompletionRequest, limit: int) -> OutputOptions:
     """A limit of 0 is one only where the prompt is echoed."""
     if request.logprobs is True:
         message = "logprobs must be a number of alternatives, not true"
@@ -302,10 +321,12 @@ def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
     most = None if request.logprobs is False else request.logprobs
     echo = bool(request.echo)
     ids = bool(request.return_token_ids)
-    return Shown(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
+    return OutputOptions(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
 
 
-def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown) -> Job:
+def _parsed_request(
+    request: Generation, calls: Iterable[Call], choices: int, output_options: OutputOptions
+) -> ParsedRequest:
     stream = bool(request.stream)
     if stream and request.prompt_logprobs is not None:
         message = "prompt_logprobs is not allowed with stream: true"
@@ -316,10 +337,12 @@ def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown)
     options = request.stream_options or StreamOptions()
     usage = bool(options.include_usage)
     continuous = usage and bool(options.continuous_usage_stats)
-    return Job(calls, choices, stream, usage, continuous, shown)
+    return ParsedRequest(calls, choices, stream, usage, continuous, output_options)
 
 
-def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
+def _common(
+    request: Generation, params: SamplingParams, defaults: RequestDefaults, trace: str
+) -> Call:
     """What all calls of a request share; the id and the prompt of each are still to come."""
     if request.timeout == 0:
         message = "timeout must be more than 0 seconds; leave it out for the server's own"
@@ -328,7 +351,7 @@ def _common(request: Generation, params: SamplingParams, terms: Terms, trace: st
         request_id="",
         params=params,
         priority=request.priority or 0,
-        timeout=request.timeout or terms.timeout,
+        timeout=request.timeout or defaults.timeout,
         cache_salt=_salt(request.cache_salt or "", request.extra_key or ""),
         trace=trace,
         return_prompt_ids=bool(request.return_token_ids),
@@ -346,22 +369,22 @@ def _params(
     request: Generation,
     defaults: SamplingParams,
     max_tokens: int | None,
-    shown: Shown,
+    output_options: OutputOptions,
     names: dict[str, str],
-    asked: Form,
+    constraint: OutputConstraint,
 ) -> SamplingParams:
     """names: of fields that are called otherwise in SamplingParams."""
-    given = {name: getattr(request, name) for name in PLAIN}
+    given = {name: getattr(request, name) for name in SAMPLING_FIELDS}
     known = {name: value for name, value in given.items() if value is not None}
-    known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
-    known["structured_outputs"] = asked.spec
+    known["max_tokens"], known["logprobs"] = max_tokens, output_options.logprobs
+    known["structured_outputs"] = constraint.spec
     try:
         params = normalized(replace(defaults, **known))
     except InvalidParameter as error:
         param = names.get(error.param, error.param)
         message = str(error).replace(f"{error.param} must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
-    return replace(params, prompt_logprobs=shown.of_prompt)
+    return replace(params, prompt_logprobs=output_options.prompt_logprobs_needed)
 
 
 def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:
@@ -382,85 +405,17 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
     return cast(list[str | list[int]], listed)  # of one kind, and no single ids
 
 
-class ChatPrompt(NamedTuple):
-    """What a prompt is made of: messages, and all variables of the template. `tools` that are among
-    these; None if none are."""
-
-    chat: list[JsonObject]
-    arguments: JsonObject
-    tools: Offered | None
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has none
 
 
-def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
-    """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
-    chat = _chat(request.messages)
-    arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
-    _check_sendable("chat_template_kwargs", arguments)
-    if request.add_generation_prompt is not None:
-        arguments["add_generation_prompt"] = request.add_generation_prompt
-    tools = offered(request)
-    if reading.harmony:
-        check_effort(arguments)
-        chat = as_shown(chat)
-    if tools is not None:
-        shown = described(tools.shown) if reading.harmony else tools.shown
-        arguments["tools"] = list[JsonValue](shown)
-    return ChatPrompt(chat, arguments, tools)
+def sampling_defaults(folder: Path) -> SamplingParams:
+    """The checkpoint's default parameters, from generation_config.json, do_sample aside, as in
+    vLLM.
 
-
-def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
-    """The conversation as chat templates want it."""
-    messages = as_tool_messages(messages)
-    if not 0 < len(messages) <= MOST_MESSAGES:
-        reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
-        raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
-    _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
-    check_arguments(call for m in messages for call in m.tool_calls or ())
-    return without_marks([_message(i, message) for i, message in enumerate(messages)])
-
-
-def _check_sendable(param: str, value: JsonValue) -> None:
-    """Free-form JSON may hold numbers that the bus cannot carry."""
+    max_tokens (of chats) is None unless the checkpoint limits it. Raises ConfigurationError.
+    """
+    given = read_generation(folder).sampling()
     try:
-        msgspec.msgpack.encode(value)
-    except OverflowError as error:
-        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-
-
-def _message(i: int, message: ChatMessage) -> JsonObject:
-    """The message as the tokenizer takes it: a content of texts alone, or null where the message
-    only calls tools; thoughts under one name; no absent fields."""
-    thoughts = (message.reasoning_content, message.thinking, message.reasoning)
-    shown = next((text for text in thoughts if text is not None), None)
-    message = replace(message, reasoning_content=shown, thinking=None, reasoning=None)
-    plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [
-            for_template(call, f"messages[{i}].tool_calls[{j}]")
-            for j, call in enumerate(message.tool_calls)
-        ]
-    content = message.content
-    if message.refusal is not None and not content:
-        content = message.refusal
-    if isinstance(content, list):
-        plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
-    elif content is not None:
-        plain["content"] = content
-    elif message.role == "assistant" and message.tool_calls:
-        plain["content"] = None
-    else:
-        param = f"messages[{i}].content"
-        raise ApiError(400, f"{param} must be given", param, "invalid_value")
-    if message.role == "developer":  # templates of open models know it as "system"
-        plain["role"] = "system"
-    return plain
-
-
-def _text_part(i: int, j: int, part: ContentPart) -> JsonObject:
-    """A part of text; what a model refused to say is one as well."""
-    where = f"messages[{i}].content[{j}]"
-    if part.type not in ("text", "refusal"):
-        text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
-        raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
-    text = part.text if part.type == "text" else part.refusal
-    return {"type": "text", "text": required(text, f"{where}.{part.type}")}
+        return normalized(replace(SamplingParams(max_tokens=None), **given))
+    except InvalidParameter as error:
+        raise ConfigurationError(f"{folder / 'generation_config.json'}: {error}") from None

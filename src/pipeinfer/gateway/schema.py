@@ -6,42 +6,39 @@ no HTTP library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.errors import ApiError, from_validation
-from pipeinfer.gateway.nested_fields import unknown_within
-from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
+from pipeinfer.gateway.json_prescan import (
+    CHAT_LIMITS,
+    COMPLETION_LIMITS,
+    JsonLimits,
+)
 from pipeinfer.gateway.unsupported_fields import (
-    HARMLESS,
-    INSTEAD,
-    OF_OTHER_BODIES,
+    IGNORED_FIELDS,
     REFUSED,
     Refusals,
-    asks_for_nothing,
 )
-from pipeinfer.gateway.whole_numbers import with_whole_numbers
 from pipeinfer.json_values import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
 # any answer takes, and short enough that what nobody waits for is forgotten.
-MOST_TIMEOUT = 24 * 3600.0
-MOST_SALT = 1024  # letters; enough for any hash or name, and every stage copies the salt
+MAX_TIMEOUT = 24 * 3600.0
+MAX_SALT_CHARS = 1024  # letters; enough for any hash or name, and every stage copies the salt
 # Chat templates go over messages one by one in an interpreter, a tenth of a millisecond each.
-MOST_MESSAGES = 10_000
+MAX_MESSAGES = 10_000
 
-MOST_EFFORT = 64  # letters: "minimal", "high" and the like
+MAX_EFFORT_CHARS = 64  # letters: "minimal", "high" and the like
 
-MOST_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
+MAX_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
-Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
+Int32 = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
 # Fields of chats and completions of which a prompt's tokens depend.
-PROMPTING = frozenset(
+PROMPT_FIELDS = frozenset(
     (
         "messages", "prompt", "add_special_tokens", "add_generation_prompt", "tools", "tool_choice",
         "functions", "function_call", "chat_template", "chat_template_kwargs", "documents",
@@ -49,7 +46,7 @@ PROMPTING = frozenset(
         "truncation_side", "skip_special_tokens",
     )
 )  # fmt: skip
-Salt = Annotated[str, Meta(max_length=MOST_SALT)]
+Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -72,13 +69,17 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all bodies; null is the same as not given. Of names that are no field of it:
-    `refused` would change an answer, `ignored` cannot, whatever `refused` says. `bounds`: of depth
-    and size."""
+    """Base of all bodies; null is the same as absent.
 
-    refused: ClassVar[Refusals] = REFUSED
-    ignored: ClassVar[frozenset[str]] = HARMLESS
-    bounds: ClassVar[Bounds] = CHAT
+    Class attributes:
+    - unsupported_fields: names that would change an answer elsewhere, with their neutral values
+    - ignored_fields: names that cannot change an answer, even if `unsupported_fields` has them
+    - json_limits: of depth and size
+    """
+
+    unsupported_fields: ClassVar[Refusals] = REFUSED
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    json_limits: ClassVar[JsonLimits] = CHAT_LIMITS
     model: str | None = None
 
 
@@ -89,34 +90,34 @@ class Generation(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Bounded | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    max_tokens: Bounded | None = None
-    max_new_tokens: Bounded | None = None
-    min_tokens: Bounded | None = None
+    max_tokens: Int32 | None = None
+    max_new_tokens: Int32 | None = None
+    min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
-    truncate_prompt_tokens: Bounded | None = None
+    truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Bounded | None = None
-    timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
+    priority: Int32 | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
-    prompt_logprobs: Bounded | None = None
+    prompt_logprobs: Int32 | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    n: Bounded | None = None
-    thinking_token_budget: Bounded | None = None
+    n: Int32 | None = None
+    thinking_token_budget: Int32 | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
     guided_json: JsonObject | str | None = None
@@ -264,7 +265,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
     """The tools that may be called ("auto"), or of which some must be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(max_length=MOST_TOOLS)]
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -284,20 +285,20 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: Bounded | None = None
-    max_completion_tokens: Bounded | None = None
+    top_logprobs: Int32 | None = None
+    max_completion_tokens: Int32 | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=MOST_EFFORT)] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None = None
     documents: list[JsonObject] | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
-    functions: Annotated[list[Function], Meta(max_length=MOST_TOOLS)] | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | Chosen | None = None
 
 
@@ -305,16 +306,17 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/completions; `prompt` is a text, token ids, or a list of either. `logprobs`:
     how many alternatives; false is as not given."""
 
-    bounds: ClassVar[Bounds] = COMPLETION
+    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
     prompt: str | list[TokenId | str | list[TokenId]]
-    logprobs: Bounded | bool | None = None
+    logprobs: Int32 | bool | None = None
     echo: bool | None = None
-    best_of: Bounded | None = None
+    best_of: Int32 | None = None
 
 
 # Fields of chats and completions that say how tokens are chosen and shown, and nothing of a prompt.
-SAMPLED = HARMLESS | (
-    frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)) - PROMPTING
+SAMPLING_ONLY_FIELDS = IGNORED_FIELDS | (
+    frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__))
+    - PROMPT_FIELDS
 )
 
 
@@ -322,95 +324,28 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /tokenize; either `prompt` or `messages` is given. Fields with which a chat is
     only sampled are ignored, so that a chat's body can be counted."""
 
-    ignored: ClassVar[frozenset[str]] = SAMPLED
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
     documents: list[JsonObject] | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=MOST_EFFORT)] | None = None
-    functions: Annotated[list[Function], Meta(max_length=MOST_TOOLS)] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None = None
+    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | Chosen | None = None
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /detokenize."""
 
-    ignored: ClassVar[frozenset[str]] = SAMPLED
-    bounds: ClassVar[Bounds] = COMPLETION
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
+    json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
     tokens: list[TokenId]
     skip_special_tokens: bool | None = None
-
-
-Request = TypeVar("Request", bound=Body)
-
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
-def surveyed(body: bytes | bytearray, kind: type[Request]) -> Iterator[None]:
-    """Checks the bounds of depth and size of a `body` of `kind`, a slice each time it is asked to
-    go on; to be done before decode(). ApiError 400."""
-    try:
-        yield from survey(body, kind.bounds)
-    except TooMuch as error:
-        raise ApiError(400, str(error), code="invalid_value") from None
-
-
-def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], object]) -> Request:
-    """The typed request in a surveyed `body`; ApiError 400 says which field is wrong and why.
-
-    strange: told the fields that neither this server nor its tables know, if there are any: those
-    of the body, and then those within its fields.
-    """
-    if not body.strip():
-        raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
-    try:
-        fields, known = _fields(body), kind.__struct_fields__
-        others = {name: fields[name] for name in fields if name not in known}
-        if others:
-            _check_unsupported(others, kind, strange)
-        decoded = _typed(body, fields, kind)
-        if unknown := unknown_within(fields, kind):
-            strange(unknown)
-        return decoded
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-
-
-def _typed(body: bytes, fields: Mapping[str, msgspec.Raw], kind: type[Request]) -> Request:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError:
-        whole = with_whole_numbers(fields, kind)
-        if whole is None:
-            raise
-        return msgspec.json.decode(whole, type=kind)
-
-
-def _check_unsupported(
-    fields: Mapping[str, msgspec.Raw], kind: type[Body], strange: Callable[[Sequence[str]], object]
-) -> None:
-    refused, unknown = kind.refused, list[str]()
-    for name, value in fields.items():
-        if name in kind.ignored:
-            continue
-        if name not in refused:
-            unknown.append(name)
-        elif not asks_for_nothing(value, refused[name]):
-            place = "endpoint" if name in OF_OTHER_BODIES else "server"
-            message = f"{name} is not supported by this {place}"
-            instead = [other for other in INSTEAD.get(name, ()) if other in kind.__struct_fields__]
-            if instead:
-                message += f"; ask for {instead[0]}"
-            raise ApiError(400, message, name, "unsupported_parameter")
-    if unknown:
-        strange(unknown)

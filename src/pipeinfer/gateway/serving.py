@@ -20,19 +20,20 @@ from pipeinfer.gateway.auth import CLIENT_REQUEST, AccessLog, Admission, x_reque
 from pipeinfer.gateway.bodies import BodyDecoder, BodyReader
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cross_origin import BrowserGuard
+from pipeinfer.gateway.decoding import BodyType
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
-from pipeinfer.gateway.old_functions import as_tools
-from pipeinfer.gateway.outlets import Outlet
-from pipeinfer.gateway.requests import Job, Terms, chat_prompt
-from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, Request, TokenizeRequest
+from pipeinfer.gateway.prompts import chat_prompt
+from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults
+from pipeinfer.gateway.response_encoders import ResponseEncoder
+from pipeinfer.gateway.response_json import ResponseMetadata
+from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
-from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, WriteBatch, api_error
+from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.json_values import JsonObject
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
@@ -55,7 +56,7 @@ class Service:
     sessions: RequestSessions
     metrics: Metrics
     model: str
-    terms: Terms
+    terms: RequestDefaults
     admission: Admission
     browsers: BrowserGuard
     max_body_bytes: int = 32 * 2**20
@@ -75,7 +76,7 @@ CHAT_FIELDS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(
 NO_OUTPUT = SamplingParams(max_tokens=0, skip_special_tokens=False)
 
 
-def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
+def tokenize_call(request: TokenizeRequest, name: str, terms: RequestDefaults) -> Call:
     """The call that asks for a prompt's ids. Raises ApiError 400."""
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
@@ -98,15 +99,15 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
     )
 
 
-def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
+def prompt_call(request: ChatRequest, name: str, terms: RequestDefaults) -> Call:
     """The call that asks for a chat's prompt, also if its tool calls could not be parsed. Raises
     ApiError 400.
     """
-    with_tools = as_tools(request)
+    with_tools = functions_to_tools(request)
     try:
-        prompt = chat_prompt(with_tools or request, terms.reading)
+        prompt = chat_prompt(with_tools or request, terms.parsers)
     except ApiError as error:
-        raise (error if with_tools is None else renamed(error, OLD_NAMES)) from None
+        raise (error if with_tools is None else renamed(error, LEGACY_FIELD_NAMES)) from None
     return Call(
         request_id=name,
         params=NO_OUTPUT,
@@ -118,7 +119,7 @@ def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
     )
 
 
-def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call:
+def detokenize_call(request: DetokenizeRequest, name: str, terms: RequestDefaults) -> Call:
     """The call that asks for the text of ids."""
     return Call(
         request_id=name,
@@ -183,35 +184,39 @@ class Serving:
         )
         self._write_batch = WriteBatch()
 
-    async def read_body(self, request: web.Request, kind: type[Request]) -> Request:
+    async def read_body(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body; read only if a request would be taken now."""
         self.check_capacity(1)
         body = await self._bodies.read(request, kind)
         self.check_model(body.model)
         return body
 
-    def new_answer(self, name: str, job: Job, chat: bool) -> Answer:
+    def new_answer(self, name: str, job: ParsedRequest, chat: bool) -> ResponseMetadata:
         """The answer called `name`: its id, time, model and parsers."""
-        return Answer(
+        return ResponseMetadata(
             chat=chat,
             id=name,
             created=int(time.time()),
             model=self.service.model,
-            shown=job.shown,
-            reader=job.reader,
-            calling=job.calling,
+            output_options=job.output_options,
+            parser_factory=job.parser_factory,
+            tool_call_options=job.tool_call_options,
             fingerprint=self.service.fingerprint,
         )
 
-    async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
+    async def respond(
+        self, request: web.Request, job: ParsedRequest, outlet: ResponseEncoder
+    ) -> web.StreamResponse:
         """Runs the job; `outlet` encodes the answer."""
         self.check_capacity(job.choices)
-        asked = job.asked
-        if asked.left_out:
-            _note_ignored_schema(request, asked.left_out)
+        asked = job.constraint
+        if asked.unenforced:
+            _note_ignored_schema(request, asked.unenforced)
         sink = EventStream(outlet, self._write_batch) if job.stream else WholeAnswer(outlet)
         checked = (
-            _GrammarRefusals(sink, request, asked.loses) if asked.otherwise is not None else sink
+            _GrammarRefusals(sink, request, asked.lost_in_fallback)
+            if asked.fallback is not None
+            else sink
         )
         admission = self.service.admission
         admission.count_choices(request, job.prompts, job.choices)

@@ -24,16 +24,15 @@ from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
 from pipeinfer.gateway.auth import AccessLog, Admission, is_protected
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cross_origin import BrowserGuard, host_name, parse_hosts, parse_origins
-from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.health import Health, expected_stages
 from pipeinfer.gateway.http_server import Certificate, HttpDriver
 from pipeinfer.gateway.ledger import Backlog, RequestTraces
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
-from pipeinfer.gateway.reading.registry import reading
-from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.requests import RequestDefaults, sampling_defaults
 from pipeinfer.gateway.serving import Service
 from pipeinfer.gateway.sessions import RequestSessions
+from pipeinfer.gateway.tool_parsers.registry import choose_parsers
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
@@ -128,7 +127,7 @@ def _files(settings: Settings, folder: Path) -> TokenizerFiles:
     return config, template_sources(folder, config, settings.chat_template)
 
 
-def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> Terms:
+def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None) -> RequestDefaults:
     """Defaults, bounds and parsers for requests to the checkpoint in `folder`.
 
     files: its tokenizer files, if they were read before. Raises ConfigurationError.
@@ -136,16 +135,18 @@ def terms(settings: Settings, folder: Path, files: TokenizerFiles | None = None)
     # More prompts than may wait could never be taken together.
     most = min(settings.max_prompts, settings.max_queue)
     config, templates = files or _files(settings, folder)
-    read = reading(
+    read = choose_parsers(
         settings.tool_parser,
         settings.reasoning_parser,
         "\n".join(templates.values()),
         added_tokens(folder, config),
     )
-    if read.takes_tools and not read.tools and not read.off:
-        log.warning("tools are refused unless tool_choice demands a call: %s", read.no_calls)
+    if read.template_has_tools and not read.tool_parser_name and not read.tools_disabled:
+        log.warning(
+            "tools are refused unless tool_choice demands a call: %s", read.why_no_tool_calls
+        )
     closed = not settings.allow_additional_properties
-    return Terms(sampling_defaults(folder), most, settings.request_timeout, read, closed)
+    return RequestDefaults(sampling_defaults(folder), most, settings.request_timeout, read, closed)
 
 
 def _limits(settings: Settings) -> KeyLimits:

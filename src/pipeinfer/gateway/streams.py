@@ -16,7 +16,7 @@ from aiohttp.http import HttpVersion11
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
-from pipeinfer.gateway.outlets import Outlet
+from pipeinfer.gateway.response_encoders import ResponseEncoder
 
 MOST_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
 EVENT_STREAM_HEADERS = {
@@ -34,7 +34,7 @@ def api_error(failed: Failed) -> ApiError:
 class WholeAnswer:
     """Waits until the answer is complete, then sends one body."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    def __init__(self, outlet: ResponseEncoder) -> None:
         self._outlet = outlet
         self._content = b""
         # With why it failed. An exception that the future held would hold it in turn, and with it
@@ -97,7 +97,7 @@ class EventStream:
         headers.
     """
 
-    def __init__(self, outlet: Outlet, turn: WriteBatch) -> None:
+    def __init__(self, outlet: ResponseEncoder, turn: WriteBatch) -> None:
         self._outlet = outlet
         self._batch = turn
         self._buffered: list[bytes] = []  # chunks of this turn, or from before the headers

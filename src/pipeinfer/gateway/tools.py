@@ -1,170 +1,224 @@
-"""Calls of tools: what holds an answer to them, and those that were made before.
+"""The tools of a chat: which it offers, what constrains their calls, calls made before.
 
-Knows no request and no text of an answer.
+Templates know functions alone: a custom tool is shown as a function of one text, its input. Knows
+the schema of requests; no output text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.forms import Form, unheld
-from pipeinfer.gateway.offered import Offered, check_kind
-from pipeinfer.gateway.pieces import INPUT
-from pipeinfer.gateway.reading.call_grammars import (
-    CallGrammar,
-    Inexpressible,
-    UnheldText,
-    Wanted,
+import msgspec
+from msgspec.structs import replace
+
+from pipeinfer.gateway.errors import ApiError, required
+from pipeinfer.gateway.schema import (
+    ChatMessage,
+    ChatRequest,
+    Choice,
+    CustomTool,
+    Function,
+    NamedTool,
+    Tool,
+    ToolChoice,
 )
-from pipeinfer.gateway.reading.harmony_grammar import final_form
-from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.gateway.structured_outputs import OutputConstraint, unenforced_message
+from pipeinfer.gateway.tool_parsers.base import INPUT_PARAMETER
+from pipeinfer.gateway.tool_parsers.grammars import (
+    CallGrammar,
+    GrammarRequest,
+    UnsupportedInputGrammar,
+    UnsupportedSchema,
+    input_schema,
+)
+from pipeinfer.gateway.tool_parsers.harmony import final_message_grammar
+from pipeinfer.gateway.tool_parsers.registry import OutputParsers
+from pipeinfer.grammars.bounds import MAX_GRAMMAR_BYTES, GrammarError, check
 from pipeinfer.grammars.json_schema import compilable_schema
-from pipeinfer.json_values import JsonObject
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 # Letters, of all calls in a conversation. The tokenizer parses them, some 40 ms at the worst.
-MOST_ARGUMENTS = 2**20
+MAX_ARGUMENT_CHARS = 2**20
 
 
-def check_calls(tools: Offered | None, reading: Reading) -> None:
-    """ApiError 400 for tools that the model may call or not, if it cannot."""
-    if tools is not None and not tools.forced and reading.no_calls:
-        message = f"this server's model cannot call tools: {reading.no_calls}"
+def check_tool_support(tools: RequestTools | None, parsers: OutputParsers) -> None:
+    """ApiError 400 for optional tools if the model cannot call any."""
+    if tools is not None and not tools.required and parsers.why_no_tool_calls:
+        message = f"this server's model cannot call tools: {parsers.why_no_tool_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
 
 
-def call_grammar(
-    tools: Offered, parallel: bool, reading: Reading, form: Form, closed: bool
-) -> Form:
-    """What holds an answer to calls that must be made, to those that are allowed, to the schemas of
-    `strict` functions and the texts of custom tools, or to calls or its `form`. `parallel`: several
-    calls are wanted. `closed`: see forms.form. ApiError 400."""
-    strict, forced = tools.strict & tools.allowed, tools.forced
-    if not (forced or strict or tools.narrowed) and form.spec is None:
-        return form
-    held = tools.allowed if forced else strict | (tools.custom & tools.allowed)
+def tool_call_constraint(
+    tools: RequestTools,
+    parallel: bool,
+    parsers: OutputParsers,
+    constraint: OutputConstraint,
+    closed_objects: bool,
+) -> OutputConstraint:
+    """The constraint of an answer with tools. ApiError 400.
+
+    It enforces required calls, allowed tools, schemas of strict functions, input grammars, or that
+    an answer is calls or fits its own `constraint`. `parallel`: several calls are wanted.
+    """
+    strict, forced = tools.strict & tools.allowed, tools.required
+    if not (forced or strict or tools.restricted) and constraint.spec is None:
+        return constraint
+    held = tools.allowed if forced else strict | (tools.custom_tools & tools.allowed)
     schemas: dict[str, JsonObject | None] = {
         name: schema if name in held else None
         for name, schema in tools.schemas.items()
         if name in tools.allowed
     }
-    many, param = parallel and not tools.named, "tool_choice" if tools.named else "tools"
-    free, thinks = not forced and form.spec is None, bool(reading.reasoning)
-    content, instead = (None, None) if forced else (form.spec, form.otherwise or form.spec)
-    left_out: dict[str, tuple[str, ...]] = {}  # by function
-    write = reading.tool_parser.grammar
+    many, param = (
+        parallel and not tools.one_function,
+        "tool_choice" if tools.one_function else "tools",
+    )
+    allow_content, after_reasoning = (
+        not forced and constraint.spec is None,
+        bool(parsers.reasoning_parser_name),
+    )
+    content_constraint, fallback_content = (
+        (None, None) if forced else (constraint.spec, constraint.fallback or constraint.spec)
+    )
+    unenforced: dict[str, tuple[str, ...]] = {}  # by function
+    grammar_of = parsers.tool_parser.grammar
     try:
         for name, schema in schemas.items():
-            schemas[name], left_out[name] = _held(name, schema, name in strict, closed)
-        wanted = Wanted(schemas, many, free, reading.added, thinks, content, tools.texts)
-        spec = StructuredOutputs(grammar=_grammar(write, wanted, strict, left_out))
-        kept = strict | tools.custom
-        any_object = {name: s if name in kept else None for name, s in schemas.items()}
-        looser = dataclasses.replace(wanted, schemas=any_object, form=instead)
-        loses = ", ".join(
-            [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
-            + [form.loses] * (content is not instead)
+            schemas[name], unenforced[name] = _enforceable_schema(
+                name, schema, name in strict, closed_objects
+            )
+        grammar_request = GrammarRequest(
+            schemas,
+            many,
+            allow_content,
+            parsers.added_tokens,
+            after_reasoning,
+            content_constraint,
+            tools.input_grammars,
         )
-        otherwise = StructuredOutputs(grammar=write(looser)) if loses else None
-        check(otherwise or spec)
-    except UnheldText as error:
-        param = tools.places[error.tool]
+        spec = StructuredOutputs(grammar=_grammar(grammar_of, grammar_request, strict, unenforced))
+        kept = strict | tools.custom_tools
+        any_object = {name: s if name in kept else None for name, s in schemas.items()}
+        fallback_request = dataclasses.replace(
+            grammar_request, schemas=any_object, content_constraint=fallback_content
+        )
+        lost = ", ".join(
+            [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
+            + [constraint.lost_in_fallback] * (content_constraint is not fallback_content)
+        )
+        fallback = StructuredOutputs(grammar=grammar_of(fallback_request)) if lost else None
+        check(fallback or spec)
+    except UnsupportedInputGrammar as error:
+        param = tools.grammar_fields[error.tool]
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    except (Inexpressible, GrammarError) as error:
+    except (UnsupportedSchema, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
-    texts = tools.texts.keys() & schemas.keys()
-    if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom):
-        param = tools.places[texts.pop()]  # nothing else can be wrong with the grammar
+    texts = tools.input_grammars.keys() & schemas.keys()
+    if len(texts) == 1 and not any(schemas[name] for name in schemas.keys() - tools.custom_tools):
+        param = tools.grammar_fields[texts.pop()]  # nothing else can be wrong with the grammar
     try:
         check(spec)
     except GrammarError as error:
-        return Form(otherwise, (f"{loses}: {error}",), param)
-    return Form(spec, _places(form, left_out), param, otherwise, loses)
+        return OutputConstraint(fallback, (f"{lost}: {error}",), param)
+    return OutputConstraint(spec, _unenforced_places(constraint, unenforced), param, fallback, lost)
 
 
-def _places(form: Form, left_out: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    return (*form.left_out, *(place for each in left_out.values() for place in each))
+def _unenforced_places(
+    constraint: OutputConstraint, unenforced: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    return (*constraint.unenforced, *(place for each in unenforced.values() for place in each))
 
 
 def _grammar(
     grammar: CallGrammar,
-    wanted: Wanted,
+    grammar_request: GrammarRequest,
     strict: Container[str],
-    left_out: dict[str, tuple[str, ...]],
+    unenforced: dict[str, tuple[str, ...]],
 ) -> str:
-    """The grammar of calls. Functions that it cannot hold to their schema, and that are not strict,
-    get any object; `left_out` says so. Raises Inexpressible."""
+    """The grammar of calls. Raises UnsupportedSchema.
+
+    Functions whose schema it cannot enforce, and that are not strict, get any object; `unenforced`
+    says so.
+    """
     try:
-        return grammar(wanted)
-    except Inexpressible:
-        schemas = dict(wanted.schemas)
-    for name, schema in wanted.schemas.items():
+        return grammar(grammar_request)
+    except UnsupportedSchema:
+        schemas = dict(grammar_request.schemas)
+    for name, schema in grammar_request.schemas.items():
         try:
-            grammar(dataclasses.replace(wanted, schemas={name: schema}))
-        except Inexpressible as error:
+            grammar(dataclasses.replace(grammar_request, schemas={name: schema}))
+        except UnsupportedSchema as error:
             if name in strict or schema is None:
                 raise
-            schemas[name], left_out[name] = None, (f"parameters of {name}: {error}",)
-    return grammar(dataclasses.replace(wanted, schemas=schemas))
+            schemas[name], unenforced[name] = None, (f"parameters of {name}: {error}",)
+    return grammar(dataclasses.replace(grammar_request, schemas=schemas))
 
 
-def _held(
-    name: str, schema: JsonObject | None, strict: bool, closed: bool
+def _enforceable_schema(
+    name: str, schema: JsonObject | None, strict: bool, closed_objects: bool
 ) -> tuple[JsonObject | None, tuple[str, ...]]:
-    """The schema of a function's parameters in the words of grammars, and what they leave out.
-    Raises GrammarError where a strict one is not held."""
+    """A function's schema in the words of grammars, and what they leave out. Raises GrammarError if
+    a strict one cannot be enforced.
+    """
     if not schema:
         return schema, ()
     try:
-        found = compilable_schema(schema, closed, narrow=strict)
+        found = compilable_schema(schema, closed_objects, narrow=strict)
     except GrammarError as error:
         if strict:
             raise GrammarError(f"{name}: {error}") from None
         return None, (f"parameters of {name}: {error}",)
     if strict and found.unsupported:
-        raise GrammarError(f"{name}: {unheld(found.unsupported)}")
+        raise GrammarError(f"{name}: {unenforced_message(found.unsupported)}")
     places = tuple(f"{each} of {name}" for each in found.unsupported)
     return found.schema if isinstance(found.schema, dict) else {}, places
 
 
-def held_final(form: StructuredOutputs, reading: Reading, field: str) -> StructuredOutputs:
-    """What holds the final message of a harmony answer to `form`, which `field` asks for. ApiError
-    400."""
+def final_message_constraint(
+    constraint: StructuredOutputs, parsers: OutputParsers, field: str
+) -> StructuredOutputs:
+    """The constraint of a harmony answer's final message. `field`: that asks for it. ApiError
+    400.
+    """
     try:
-        spec = final_form(Wanted({}, many=False, tokens=reading.added), form)
+        spec = final_message_grammar(
+            GrammarRequest({}, parallel=False, added_tokens=parsers.added_tokens), constraint
+        )
         check(spec)
-    except (Inexpressible, GrammarError) as error:
+    except (UnsupportedSchema, GrammarError) as error:
         raise ApiError(400, f"{field}: {error}", field, "invalid_value") from None
     return spec
 
 
-def check_arguments(calls: Iterable[JsonObject]) -> None:
-    """ApiError 400 where calls that were made before have more arguments than are read again."""
-    texts = map(_arguments, calls)
-    if sum(len(text) for text in texts if text is not None) > MOST_ARGUMENTS:
-        message = f"the arguments of all tool_calls are longer than {MOST_ARGUMENTS} characters"
+def check_arguments_size(calls: Iterable[JsonObject]) -> None:
+    """ApiError 400 if earlier calls have more arguments than are parsed again."""
+    texts = map(_arguments_text, calls)
+    if sum(len(text) for text in texts if text is not None) > MAX_ARGUMENT_CHARS:
+        message = f"the arguments of all tool_calls are longer than {MAX_ARGUMENT_CHARS} characters"
         raise ApiError(400, message, "messages", "invalid_value")
 
 
-def _arguments(call: JsonObject) -> str | None:
+def _arguments_text(call: JsonObject) -> str | None:
     function = call.get("function")
     text = function.get("arguments") if isinstance(function, dict) else None
     return text if isinstance(text, str) else None
 
 
-def for_template(call: JsonObject, where: str) -> JsonObject:
-    """A call that was made before, as one of a function; whether a template wants its arguments as
-    an object or as a text, the tokenizer finds. ApiError 400 for a call of another kind."""
+def tool_call_for_template(call: JsonObject, where: str) -> JsonObject:
+    """An earlier call as one of a function; the tokenizer finds whether a template wants its
+    arguments as an object or as text. ApiError 400 for an unknown type.
+    """
     kind = call.get("type")
     if isinstance(kind, str):
-        check_kind(kind, f"{where}.type")
-    return _of_text(call, f"{where}.custom") if kind == "custom" else call
+        check_tool_type(kind, f"{where}.type")
+    return _custom_call_as_function(call, f"{where}.custom") if kind == "custom" else call
 
 
-def _of_text(call: JsonObject, where: str) -> JsonObject:
+def _custom_call_as_function(call: JsonObject, where: str) -> JsonObject:
     """The call of a custom tool as one of a function."""
     custom = call.get("custom")
     given = custom if isinstance(custom, dict) else {}
@@ -173,4 +227,236 @@ def _of_text(call: JsonObject, where: str) -> JsonObject:
         message = f"{where} must be an object with texts name and input"
         raise ApiError(400, message, where, "invalid_type")
     others = {key: value for key, value in call.items() if key != "custom"}
-    return {**others, "type": "function", "function": {"name": name, "arguments": {INPUT: text}}}
+    return {
+        **others,
+        "type": "function",
+        "function": {"name": name, "arguments": {INPUT_PARAMETER: text}},
+    }
+
+
+TOOL_TYPES = ("function", "custom")
+
+
+@dataclass(frozen=True)
+class RequestTools:
+    """The tools that a request offers.
+
+    Attributes:
+    - as_functions: all tools, as functions for the chat template
+    - schemas: of the parameters of each tool, by name
+    - strict: names whose calls always fit their schema
+    - custom_tools: names of tools that take a text
+    - input_grammars: of custom tools, by name
+    - grammar_fields: where in the request a custom tool's format stands, by name
+    - allowed: names that may be called
+    - required: one of them must be called
+    - one_function: the client chose the function
+    """
+
+    as_functions: list[JsonObject] = field(default_factory=list[JsonObject])
+    schemas: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
+    strict: frozenset[str] = frozenset()
+    custom_tools: frozenset[str] = frozenset()
+    input_grammars: dict[str, StructuredOutputs] = field(
+        default_factory=dict[str, StructuredOutputs]
+    )
+    grammar_fields: dict[str, str] = field(default_factory=dict[str, str])
+    allowed: frozenset[str] = frozenset()
+    required: bool = False
+    one_function: bool = False
+
+    @property
+    def restricted(self) -> bool:
+        """Whether the model is shown tools that it may not call."""
+        return len(self.allowed) < len(self.schemas)
+
+
+def request_tools(request: ChatRequest) -> RequestTools | None:
+    """The tools of the request; None: none. ApiError 400."""
+    tools, choice = request.tools or [], request.tool_choice
+    if not tools:
+        if choice not in (None, "none"):
+            message = "tool_choice is only allowed with tools"
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        return None
+    kinds: dict[str, str] = {}
+    functions = [_function(tool, f"tools[{i}]", kinds) for i, tool in enumerate(tools)]
+    schemas = {function.name: function.parameters or {} for function in functions}
+    check_sendable("tools", dict[str, JsonValue](schemas))
+    if choice == "none":
+        return None
+    customs = {
+        f"tools[{i}].custom.format": tool.custom
+        for i, tool in enumerate(tools)
+        if tool.type == "custom" and tool.custom is not None
+    }
+    texts = {
+        tool.name: text for tool in customs.values() if (text := _input_grammar(tool)) is not None
+    }
+    if sum(len(text.grammar or text.regex or "") for text in texts.values()) > MAX_GRAMMAR_BYTES:
+        message = (
+            f"tools: grammars of custom tools have at most {MAX_GRAMMAR_BYTES} letters together"
+        )
+        raise ApiError(400, message, "tools", "invalid_value")
+    allowed, forced = _allowed_tools(choice, kinds)
+    named = not (choice is None or isinstance(choice, str) or choice.type == "allowed_tools")
+    return RequestTools(
+        [{"type": "function", "function": msgspec.to_builtins(each)} for each in functions],
+        schemas,
+        frozenset((*texts, *(function.name for function in functions if function.strict))),
+        frozenset(tool.name for tool in customs.values()),
+        texts,
+        {tool.name: where for where, tool in customs.items()},
+        allowed,
+        forced,
+        named,
+    )
+
+
+def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
+    """The tool as a function; its kind is noted in `kinds`, by its name."""
+    check_tool_type(tool.type, f"{where}.type")
+    where = f"{where}.{tool.type}"
+    if tool.type == "function":
+        function = required(tool.function, where)
+    else:
+        custom = required(tool.custom, where)
+        function = Function(
+            custom.name, custom.description, input_schema(_input_annotations(custom, where))
+        )
+    if function.name in kinds:
+        message = f"{where}.name: there are two tools {function.name!r}"
+        raise ApiError(400, message, f"{where}.name", "invalid_value")
+    kinds[function.name] = tool.type
+    return function
+
+
+def check_tool_type(kind: str, where: str, *more: str) -> None:
+    """ApiError 400 for a tool type that is not served; `more`: types that are served there as
+    well.
+    """
+    if kind not in (*TOOL_TYPES, *more):
+        known = ", ".join(map(repr, (*TOOL_TYPES, *more)))
+        message = f"{where}: {kind[:100]!r} is not supported, only {known} are"
+        raise ApiError(400, message, where, "unsupported_parameter")
+
+
+def _input_annotations(tool: CustomTool, where: str) -> JsonObject:
+    """The description of a custom tool's input for the model. ApiError 400 for a missing
+    grammar.
+    """
+    if tool.format is None or tool.format.type == "text":
+        return {}
+    grammar = required(tool.format.grammar, f"{where}.format.grammar")
+    kind = "Lark grammar" if grammar.syntax == "lark" else "regular expression"
+    return {"description": f"A text of this {kind}:\n{grammar.definition}"}
+
+
+def _input_grammar(tool: CustomTool) -> StructuredOutputs | None:
+    grammar = None if tool.format is None else tool.format.grammar
+    if grammar is None or tool.format is None or tool.format.type == "text":
+        return None
+    if grammar.syntax == "regex":
+        return StructuredOutputs(regex=grammar.definition)
+    return StructuredOutputs(grammar=grammar.definition)
+
+
+def _allowed_tools(choice: Choice | None, kinds: Mapping[str, str]) -> tuple[frozenset[str], bool]:
+    """The tools that may be called, and whether one of them must be. `kinds`: of all, by name."""
+    if choice is None or isinstance(choice, str):
+        return frozenset(kinds), choice == "required"
+    check_tool_type(choice.type, "tool_choice.type", "allowed_tools")
+    if choice.type != "allowed_tools":
+        one = NamedTool(choice.type, choice.function, choice.custom)
+        return frozenset((_tool_name(one, "tool_choice", kinds),)), True
+    allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
+    where = "tool_choice.allowed_tools.tools"
+    if not allowed.tools:
+        message = f"{where} must not be empty; tool_choice none offers no tools"
+        raise ApiError(400, message, where, "invalid_value")
+    names = {_tool_name(tool, f"{where}[{i}]", kinds) for i, tool in enumerate(allowed.tools)}
+    return frozenset(names), allowed.mode == "required"
+
+
+def _tool_name(tool: NamedTool, where: str, kinds: Mapping[str, str]) -> str:
+    """The name of a tool that the request offers."""
+    check_tool_type(tool.type, f"{where}.type")
+    given = tool.function if tool.type == "function" else tool.custom
+    name = required(given, f"{where}.{tool.type}").name
+    if kinds.get(name) != tool.type:
+        where += f".{tool.type}.name" if where != "tool_choice" else ""
+        message = f"{where}: there is no {tool.type} tool {name[:100]!r} in tools"
+        raise ApiError(400, message, where, "invalid_value")
+    return name
+
+
+def check_sendable(param: str, value: JsonValue) -> None:
+    """ApiError 400 for free-form JSON with numbers that the bus cannot carry."""
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError as error:
+        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
+
+
+# What chats with tools call a field, and what it is called here.
+LEGACY_FIELD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
+
+
+def functions_to_tools(request: ChatRequest) -> ChatRequest | None:
+    """The request with tools in place of `functions`, OpenAI's older form; None without functions.
+    ApiError 400.
+    """
+    choice = request.function_call
+    if not request.functions:
+        if choice not in (None, "none", "auto"):
+            message = "function_call is only allowed with functions"
+            raise ApiError(400, message, "function_call", "invalid_value")
+        return None
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name) is not None:
+            message = f"{name} is not allowed with functions: they say the same"
+            raise ApiError(400, message, name, "invalid_value")
+    return replace(
+        request,
+        functions=None,
+        function_call=None,
+        tools=[Tool("function", function) for function in request.functions],
+        tool_choice=_tool_choice(request),
+        parallel_tool_calls=False,
+    )
+
+
+def _tool_choice(request: ChatRequest) -> Literal["none", "auto"] | ToolChoice | None:
+    choice = request.function_call
+    if isinstance(choice, str) or choice is None:
+        return choice
+    return ToolChoice("function", choice)
+
+
+def function_messages_to_tool_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Earlier calls and results of functions as those of tools. ApiError 400."""
+    if any(message.function_call is not None or message.role == "function" for message in messages):
+        return list(_as_tool_messages(messages))
+    return messages
+
+
+def _as_tool_messages(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
+    """A result belongs to the last call of its function."""
+    ids: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        called = message.function_call
+        # Nine letters and digits, as templates of Mistral's demand.
+        call_id = f"call{i:05d}"
+        if message.role == "function":
+            call_id, text = ids.get(message.name or "", call_id), message.content or ""
+            yield replace(message, role="tool", content=text, tool_call_id=call_id)
+        elif called is None:
+            yield message
+        elif message.tool_calls:
+            where = f"messages[{i}].function_call"
+            text = f"{where} is not allowed beside tool_calls: a message calls in one way"
+            raise ApiError(400, text, where, "invalid_value")
+        else:
+            ids[str(called.get("name"))] = call_id
+            call: JsonObject = {"id": call_id, "type": "function", "function": called}
+            yield replace(message, function_call=None, tool_calls=[call])

@@ -17,7 +17,7 @@ from pipeinfer.json_values import JsonValue
 
 Refusals = Mapping[str, Sequence[JsonValue]]
 
-LONGEST_NEUTRAL = 64  # bytes of JSON that may be a neutral value
+MAX_NEUTRAL_BYTES = 64  # bytes of JSON that may be a neutral value
 
 # By who knows them, then by name, the values that ask for nothing; null always does.
 REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
@@ -239,7 +239,7 @@ OF_OTHER_BODIES = frozenset(REFUSED_OF["other endpoints of this server"])
 REFUSED = {name: neutral for those in REFUSED_OF.values() for name, neutral in those.items()}
 
 # What to ask for in the place of some of them: the first that a body has.
-INSTEAD: dict[str, tuple[str, ...]] = {
+ALTERNATIVES: dict[str, tuple[str, ...]] = {
     "min_new_tokens": ("min_tokens",),
     "no_stop_trim": ("include_stop_str_in_output",),
     "return_tokens_as_token_ids": ("return_token_ids",),
@@ -333,7 +333,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "bounds of tools that a server has itself; here are none": ("max_tool_calls",),
     "versions of a protocol, and strictness, which always holds": ("betas", "strict"),
 }  # fmt: skip
-HARMLESS = frozenset(name for names in IGNORED.values() for name in names)
+IGNORED_FIELDS = frozenset(name for names in IGNORED.values() for name in names)
 # The same of what stands within a body: messages, their parts, items and tools.
 IGNORED_WITHIN: dict[str, tuple[str, ...]] = {
     "names and marks of an answer that is sent back": (
@@ -348,12 +348,12 @@ IGNORED_WITHIN: dict[str, tuple[str, ...]] = {
     ),
     "the order of keys, which is kept": ("key_order",),
 }  # fmt: skip
-HARMLESS_WITHIN = HARMLESS.union(*IGNORED_WITHIN.values())
+IGNORED_NESTED_FIELDS = IGNORED_FIELDS.union(*IGNORED_WITHIN.values())
 
 
-def asks_for_nothing(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:
-    """Whether a field that is refused has one of the values that are `neutral` there."""
-    if memoryview(raw).nbytes > LONGEST_NEUTRAL:
+def is_neutral(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:
+    """Whether an unsupported field has a value that asks for nothing."""
+    if memoryview(raw).nbytes > MAX_NEUTRAL_BYTES:
         return False
     try:
         value = msgspec.json.decode(raw)

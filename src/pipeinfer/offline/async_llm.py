@@ -18,7 +18,7 @@ import msgspec
 
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_outline
-from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
+from pipeinfer.gateway.requests import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gguf.header import is_gguf
 from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls

@@ -1,0 +1,382 @@
+"""Response encoders: from a request's deltas to the bytes of its response in OpenAI's form.
+
+FullResponseEncoder makes one body, StreamEncoder chunks; API adapters have encoders of their own.
+ChoiceCollector holds what a choice has so far, BestOf chooses among choices. Knows no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Delta, Started, TokenScore, prompt_scores, token_scores
+from pipeinfer.gateway.response_json import (
+    DONE,
+    NULL,
+    ChatLogprobs,
+    ChunkEncoder,
+    CompletionLogprobs,
+    FinishedChoice,
+    ParsedOutput,
+    PromptLogprobs,
+    ResponseMetadata,
+    TokenUsage,
+    encode_response,
+)
+from pipeinfer.gateway.tool_parsers.base import ChoiceParser, ParsedDelta
+from pipeinfer.messages import FinishReason
+from pipeinfer.packing import unpack
+
+
+class ResponseEncoder(Protocol):
+    """Encodes one response. `index`: number of the choice, over all prompts."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the response is complete."""
+        ...
+
+    def started(self, index: int, started: Started) -> None:
+        """Comes before the first delta."""
+        ...
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The bytes to send now; of a full response all of them, when it is complete."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """The bytes that end a stream that cannot go on."""
+        ...
+
+
+class FullResponseEncoder:
+    """Collects all choices, then encodes them at once. `best`: chooses those that are shown."""
+
+    def __init__(self, answer: ResponseMetadata, choices: int, best: BestOf | None = None) -> None:
+        self._answer = answer
+        self._best = best
+        self._collectors = [ChoiceCollector(answer) for _ in range(choices)]
+        self._choices: list[FinishedChoice | None] = [None] * choices
+        self._unfinished = choices
+        self._usage = TokenUsage()
+
+    @property
+    def ended(self) -> bool:
+        return self._unfinished == 0
+
+    def started(self, index: int, started: Started) -> None:
+        self._collectors[index].started(started)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if self._best is not None:
+            delta = self._best.add(index, delta)
+        delta, collector = requested_part(self._answer, delta), self._collectors[index]
+        collector.add(delta)
+        if delta.finish is None:
+            return b""
+        self._choices[index] = collector.full_choice(delta.finish, delta.stop_reason)
+        self._usage.add(delta, collector.reasoning_tokens)
+        self._unfinished -= 1
+        return b"" if self._unfinished else self._encoded_body()
+
+    def _encoded_body(self) -> bytes:
+        order = range(len(self._choices)) if self._best is None else self._best.best_choices()
+        choices = [choice for n in order if (choice := self._choices[n]) is not None]
+        return encode_response(self._answer, choices, self._usage)
+
+    def error(self, error: ApiError) -> bytes:
+        return error.body()
+
+
+class StreamEncoder:
+    """Encodes each delta as chunks of text, or of parsed deltas."""
+
+    def __init__(
+        self,
+        answer: ResponseMetadata,
+        choices: int,
+        include_usage: bool,
+        continuous_usage: bool = False,
+    ) -> None:
+        """`continuous_usage`: each chunk carries the usage so far."""
+        self._answer = answer
+        self._chunks = ChunkEncoder(answer, choices, include_usage, continuous_usage)
+        self._collectors = [ChoiceCollector(answer) for _ in range(choices)]
+        self._include_usage = include_usage
+        self._choice_started = [False] * choices
+        self._unfinished = choices
+        self._usage = TokenUsage()
+        # Whether all chunks between the first and the last are text, and nothing else.
+        self._text_only = not (
+            answer.output_options.more_than_text or answer.parser_factory or continuous_usage
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self._unfinished == 0
+
+    def started(self, index: int, started: Started) -> None:
+        self._collectors[index].started(started)
+        self._chunks.started(index, started)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if self._text_only and delta.finish is None and self._choice_started[index]:
+            # The hot path: every token of nearly every stream.
+            return self._chunks.text_chunk(index, delta.text) if delta.text else b""
+        chunks, options = self._chunks, self._answer.output_options
+        parsed = self._collectors[index].parse(delta)
+        chunks.count(index, delta, self._collectors[index].reasoning_tokens)
+        opening, logprobs = b"", NULL
+        if options.more_than_text:
+            delta = requested_part(self._answer, delta)
+            if delta.prompt is not None:
+                self._collectors[index].add_logprobs(delta)
+        has_extras = delta.logprobs is not None or (options.token_ids and bool(delta.ids))
+        if delta.finish is None and not delta.text and not has_extras:
+            return b""
+        first = not self._choice_started[index]
+        if first:
+            self._choice_started[index] = True
+            opening = self._first_chunks(index)
+        if delta.logprobs is not None:  # also where the text of its tokens comes later
+            self._collectors[index].add_logprobs(delta)
+            logprobs = self._collectors[index].take_logprobs()
+        if options.token_ids:
+            with_prompt_ids = first and not self._answer.chat
+            logprobs = self._collectors[index].with_token_ids(logprobs, delta, with_prompt_ids)
+        if self._answer.parser_factory is not None:
+            data = opening + self._parsed_chunks(index, delta, parsed, logprobs)
+        elif delta.finish is not None:
+            choice = FinishedChoice(delta.text, delta.finish, delta.stop_reason, logprobs)
+            data = opening + chunks.last_text_chunk(index, choice)
+        elif has_extras:
+            data = opening + chunks.text_chunk_with_logprobs(index, delta.text, logprobs)
+        else:
+            data = opening + chunks.text_chunk(index, delta.text)
+        if delta.finish is not None:
+            data += self._finish(index, delta)
+        return data
+
+    def error(self, error: ApiError) -> bytes:
+        return self._chunks.error_chunk(error)
+
+    def _first_chunks(self, index: int) -> bytes:
+        """The chunks before a choice's first text."""
+        collector = self._collectors[index]
+        data = self._chunks.role_chunk(index, collector.prompt_ids)
+        if self._answer.output_options.echo:
+            data += self._chunks.text_chunk_with_logprobs(
+                index, collector.prompt_text, collector.take_logprobs()
+            )
+        return data
+
+    def _parsed_chunks(
+        self, index: int, delta: Delta, parsed: Sequence[ParsedDelta], logprobs: bytes
+    ) -> bytes:
+        """One chunk for each parsed delta; log-probs go with the first."""
+        chunks, collector = self._chunks, self._collectors[index]
+        made: list[bytes] = []
+        for parsed_delta in parsed:
+            made.append(chunks.parsed_chunk(index, parsed_delta, logprobs))
+            logprobs = NULL
+        if delta.finish is not None:
+            made.append(chunks.finish_chunk(index, collector.finished_choice(delta, logprobs)))
+        elif logprobs != NULL:
+            made.append(chunks.logprobs_chunk(index, logprobs))
+        return b"".join(made)
+
+    def _finish(self, index: int, delta: Delta) -> bytes:
+        """What follows the last chunk of a choice."""
+        self._usage.add(delta, self._collectors[index].reasoning_tokens)
+        self._unfinished -= 1
+        if self._unfinished:
+            return b""
+        return (self._chunks.usage_chunk(self._usage) if self._include_usage else b"") + DONE
+
+
+_json = msgspec.json.Encoder()
+
+
+def requested_part(answer: ResponseMetadata, delta: Delta) -> Delta:
+    """The part of `delta` that the client asked for: with no_new_tokens, one token was sampled
+    anyway.
+    """
+    if not answer.output_options.no_new_tokens:
+        return delta
+    end = "length" if delta.finish == "stop" else delta.finish
+    return msgspec.structs.replace(
+        delta, text="", ids=b"", finish=end, stop_reason=None, output_tokens=0, logprobs=None
+    )
+
+
+class ChoiceCollector:
+    """Collects the deltas of one choice: text, parsed output, log-probs, token ids.
+
+    Attributes:
+    - prompt_text: the echoed prompt, before all output
+    - prompt_ids: of the prompt, if ids are asked for; else None
+    """
+
+    __slots__ = (
+        "_chat",
+        "_completion",
+        "_echo",
+        "_ids",
+        "_parsed",
+        "_parser",
+        "_parser_factory",
+        "_prompt",
+        "_texts",
+        "prompt_ids",
+        "prompt_text",
+    )
+
+    def __init__(self, answer: ResponseMetadata) -> None:
+        options = answer.output_options
+        most, of_prompt = options.logprobs, options.prompt_logprobs
+        self._chat = ChatLogprobs() if answer.chat and most is not None else None
+        self._completion: CompletionLogprobs | None = None
+        if most is not None and not answer.chat:
+            self._completion = CompletionLogprobs(most)
+        self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
+        self._echo = options.echo
+        self._texts: list[str] = []
+        self._parser_factory = answer.parser_factory
+        self._parser: ChoiceParser | None = None
+        self._parsed = ParsedOutput()
+        self._ids: list[int] | None = [] if options.token_ids else None
+        self.prompt_text = ""
+        self.prompt_ids: list[int] | None = None
+
+    def started(self, started: Started) -> None:
+        """Comes first."""
+        self.prompt_text = started.prompt_text
+        if self._parser_factory is not None:
+            self._parser = self._parser_factory(started.thoughts)
+        if self._ids is not None:
+            self.prompt_ids = unpack(started.prompt_ids).tolist()
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Reasoning tokens so far, as far as is certain."""
+        return 0 if self._parser is None else self._parser.reasoning.count
+
+    def add(self, delta: Delta) -> None:
+        """Keeps all of the delta."""
+        self._texts.append(delta.text)
+        if self._parser is not None:
+            self._parser.reasoning.add_offsets(delta.offsets)
+        if self._ids is not None:
+            self._ids += unpack(delta.ids).tolist()
+        self.add_logprobs(delta)
+
+    def add_logprobs(self, delta: Delta) -> None:
+        """Keeps the delta's log-probs, and those of the prompt."""
+        if delta.prompt is not None:
+            of_prompt = list(prompt_scores([delta.prompt]))
+            if self._prompt is not None:
+                self._prompt.add(of_prompt)
+            if self._completion is not None and self._echo:
+                self._completion.add(of_prompt)
+        if delta.logprobs is not None:
+            self._add(list(token_scores([(delta.logprobs, delta.ids)])))
+
+    def _add(self, scores: list[TokenScore]) -> None:
+        if self._chat is not None:
+            self._chat.add(scores)
+        if self._completion is not None:
+            self._completion.add(scores, len(self.prompt_text))
+
+    def parse(self, delta: Delta) -> Sequence[ParsedDelta]:
+        """The parsed deltas that are certain now; none where all output is content."""
+        if self._parser is None:
+            return ()
+        self._parser.reasoning.add_offsets(delta.offsets)
+        deltas = [*self._parser.feed(delta.text)]
+        if delta.finish is not None:
+            deltas += self._parser.finish()
+        self._parsed.add(deltas)
+        return deltas
+
+    def finished_choice(self, delta: Delta, logprobs: bytes) -> FinishedChoice:
+        """The end of a choice whose parsed deltas were sent."""
+        assert delta.finish is not None
+        return FinishedChoice("", delta.finish, delta.stop_reason, logprobs, parsed=self._parsed)
+
+    def take_logprobs(self) -> bytes:
+        """`logprobs` of all tokens since the last call, as JSON; null if not asked for."""
+        logprobs = self._completion if self._chat is None else self._chat
+        return NULL if logprobs is None else logprobs.take()
+
+    def with_token_ids(self, logprobs: bytes, delta: Delta, first: bool) -> bytes:
+        """The JSON behind the key `logprobs` of a chunk: log-probs, then the token ids. `first`: of
+        a completion, with those of the prompt.
+        """
+        if self._ids is None:
+            return logprobs
+        fields = b'%s,"token_ids":%s' % (logprobs, _json.encode(unpack(delta.ids).tolist()))
+        if first and self.prompt_ids is not None:
+            fields += b',"prompt_token_ids":%s' % _json.encode(self.prompt_ids)
+        return fields
+
+    def full_choice(self, finish: FinishReason, stop_reason: str | int | None) -> FinishedChoice:
+        """The whole choice."""
+        text = self.prompt_text + "".join(self._texts)
+        of_prompt = None if self._prompt is None else self._prompt.take()
+        parsed = None
+        if self._parser is not None:
+            parsed = ParsedOutput()
+            parsed.add((*self._parser.feed(text), *self._parser.finish()))
+        return FinishedChoice(
+            text,
+            finish,
+            stop_reason,
+            self.take_logprobs(),
+            of_prompt,
+            parsed,
+            self._ids,
+            self.prompt_ids,
+        )
+
+
+class BestOf:
+    """Chooses the likeliest of several choices of a prompt, by the mean log-prob of a token
+    (best_of).
+
+    Arguments:
+    - choices: number of all choices
+    - made: choices of each prompt
+    - shown: choices of each prompt that are returned
+    - wanted: the client asked for log-probs as well
+    """
+
+    def __init__(self, choices: int, made: int, options: int, wanted: bool) -> None:
+        self._made, self._shown, self._wanted = made, options, wanted
+        self._sums = [0.0] * choices
+        self._tokens = [0] * choices
+
+    def add(self, index: int, delta: Delta) -> Delta:
+        """Counts a delta; returns the part that the client asked for."""
+        if delta.logprobs is None:
+            return delta
+        for score in token_scores([(delta.logprobs, delta.ids)]):
+            self._sums[index] += score.own.logprob
+            self._tokens[index] += 1
+        return delta if self._wanted else msgspec.structs.replace(delta, logprobs=None)
+
+    def best_choices(self) -> list[int]:
+        """Indices of the returned choices, each prompt's best first; of equals the earlier. A
+        choice without tokens is worse than any other.
+        """
+        found: list[int] = []
+        for first in range(0, len(self._sums), self._made):
+            ranked = sorted(range(first, first + self._made), key=self._mean, reverse=True)
+            found += ranked[: self._shown]
+        return found
+
+    def _mean(self, index: int) -> float:
+        tokens = self._tokens[index]
+        return self._sums[index] / tokens if tokens else float("-inf")

@@ -1,0 +1,657 @@
+"""OpenAI's Responses API, /v1/responses: its bodies as chats, its responses and events.
+
+There is no memory: each request brings its whole conversation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pipeinfer.gateway.adapter import (
+    CALL_BLOCKS,
+    BlockEvent,
+    ConversationBuilder,
+    OutputBlock,
+    OutputBlocks,
+    ResponseEnd,
+)
+from pipeinfer.gateway.errors import ApiError, required
+from pipeinfer.gateway.response_json import ResponseMetadata
+from pipeinfer.gateway.schema import (
+    INT32,
+    MAX_MESSAGES,
+    MAX_TIMEOUT,
+    MAX_TOOLS,
+    SAMPLING_ONLY_FIELDS,
+    AllowedTools,
+    Body,
+    ChatMessage,
+    ChatRequest,
+    Choice,
+    Chosen,
+    CustomTool,
+    Function,
+    GrammarFormat,
+    InputFormat,
+    Int32,
+    JsonSchema,
+    NamedTool,
+    Part,
+    ResponseFormat,
+    Role,
+    Salt,
+    StreamOptions,
+    Structured,
+    TokenId,
+    Tool,
+    ToolChoice,
+    ToolName,
+)
+from pipeinfer.gateway.tools import check_tool_type
+from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import SamplingParams
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+# What may be asked for beside an answer; the others have nothing to show here.
+KNOWN_INCLUDES = frozenset((INCLUDE_LOGPROBS, "reasoning.encrypted_content"))
+# Of the server's own tools, of which there are none, so a function's calls never count.
+MaxToolCalls = Annotated[int, Meta(ge=1, le=INT32)]
+TEXT_PARTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+CALL_ITEMS = ("function_call", "custom_tool_call")
+RESULT_ITEMS = ("function_call_output", "custom_tool_call_output")
+UNFINISHED = frozenset(("in_progress", "incomplete"))
+# What chats call a field, and what it is called here.
+FIELD_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """A part of an item's content: a text. A refusal is one as well."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """One item of the conversation. `type`: message (also where there is none), function_call,
+    custom_tool_call, the same with _output, or reasoning; each has some of the other fields."""
+
+    type: str | None = None
+    role: Role | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    phase: str | None = None
+    status: str | None = None
+
+
+class ToolFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the input of a custom tool is: any text, or one of a grammar."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class ResponsesTool(Part, frozen=True):
+    """A tool: a function, of which `parameters` is the JSON schema of its arguments, or a custom
+    one that takes a text of the `format`."""
+
+    unsupported = ("defer_loading",)
+    type: str
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+    format: ToolFormat | None = None
+    defer_loading: bool | None = None
+
+    def echoed(self) -> JsonObject:
+        """The tool as a response shows it."""
+        echo: JsonObject = {"type": self.type, "name": self.name, "description": self.description}
+        if self.type == "function":
+            return {**echo, "parameters": self.parameters, "strict": self.strict}
+        return {**echo, "format": msgspec.to_builtins(self.format) or {"type": "text"}}
+
+
+class ResponsesNamedTool(msgspec.Struct, frozen=True):
+    """A tool of the request, by its name."""
+
+    type: str
+    name: str | None = None
+
+
+class ResponsesToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tool that must be called; or, with the type "allowed_tools", those `tools` that may be or
+    ("required") of which some must be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ResponsesNamedTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """What the answer's text is like. `verbosity` is a wish, and changes nothing."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """`effort` is handed to the chat template; "none" asks it for no thoughts."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesPrompt(Body, frozen=True, kw_only=True):
+    """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
+    one that does not fit."""
+
+    unsupported_fields: ClassVar[Refusals] = RESPONSES
+    input: str | list[InputItem]
+    instructions: str | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class InputTokensRequest(ResponsesPrompt, frozen=True, kw_only=True):
+    """The body of /v1/responses/input_tokens. Fields with which a response is only sampled are
+    ignored, so that a response's body can be counted."""
+
+    ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS | {
+        "max_output_tokens",
+        "include",
+        "personality",
+    }
+
+
+class ResponsesRequest(ResponsesPrompt, frozen=True, kw_only=True):
+    """The body of /v1/responses."""
+
+    max_tool_calls: MaxToolCalls | None = None
+    max_output_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    include_reasoning: bool | None = None
+    structured_outputs: Structured | None = None
+    top_logprobs: Int32 | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    metadata: JsonObject | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    seed: int | None = None
+    priority: Int32 | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+
+
+ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)
+
+
+def turn_starts(request: ResponsesPrompt) -> list[int]:
+    """Indices of items with which the turns but the first begin: messages of the user. What is
+    before one can be left out if the request allows truncation; else empty.
+    """
+    items = request.input
+    if request.truncation != "auto" or isinstance(items, str):
+        return []
+    return [i for i, item in enumerate(items) if i and _is_message(item) and item.role == "user"]
+
+
+def without_turns_before(request: ResponsesBody, first: int) -> ResponsesBody:
+    """The request from item `first` on. System and developer messages stay; results go with
+    their calls.
+    """
+    assert isinstance(request.input, list)
+    gone, rest = request.input[:first], request.input[first:]
+    calls = {item.call_id for item in gone if item.type in CALL_ITEMS}
+    kept = [item for item in gone if _is_message(item) and item.role in ("system", "developer")]
+    kept += [i for i in rest if i.type not in RESULT_ITEMS or i.call_id not in calls]
+    return msgspec.structs.replace(request, input=kept)
+
+
+def _is_message(item: InputItem) -> bool:
+    return item.type in (None, "message")
+
+
+def to_prompt_chat(request: ResponsesPrompt) -> ChatRequest:
+    """The chat without sampling parameters. ApiError 400."""
+    messages = _messages(request)
+    continues = _continues_message(request, messages)
+    return ChatRequest(
+        messages=messages,
+        continue_final_message=continues or None,
+        add_generation_prompt=False if continues else None,
+        model=request.model,
+        chat_template_kwargs=_arguments(request),
+        tools=_tools(request),
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+
+
+def to_chat(request: ResponsesRequest) -> ChatRequest:
+    """The body of a chat that asks for the same. ApiError 400."""
+    logprobs = _logprobs(request)
+    chat = msgspec.structs.replace(
+        to_prompt_chat(request),
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        min_p=request.min_p,
+        logit_bias=request.logit_bias,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        include_reasoning=request.include_reasoning,
+        structured_outputs=request.structured_outputs,
+        max_tokens=request.max_output_tokens,
+        logprobs=logprobs,
+        top_logprobs=request.top_logprobs if logprobs else None,
+        seed=request.seed,
+        priority=request.priority,
+        timeout=request.timeout,
+        cache_salt=request.cache_salt,
+        extra_key=request.extra_key,
+    )
+    form = request.text.format if request.text is not None else None
+    if form is None:
+        return chat
+    if chat.continue_final_message and form.type != "text":
+        message = "text.format: what goes on from an unfinished message has no form of its own"
+        raise ApiError(400, message, "text.format", "unsupported_parameter")
+    schema = JsonSchema(form.schema, form.name, form.description, form.strict)
+    return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
+
+
+def _continues_message(request: ResponsesPrompt, messages: list[ChatMessage]) -> bool:
+    """Whether the last item is a message of the assistant that its status calls unfinished."""
+    last = None if isinstance(request.input, str) else request.input[-1]
+    if last is None or last.status not in UNFINISHED or last.role != "assistant":
+        return False
+    return (last.type or "message") == "message" and bool(messages[-1].content)
+
+
+def _logprobs(request: ResponsesRequest) -> bool:
+    for i, name in enumerate(request.include or ()):
+        if name not in KNOWN_INCLUDES:
+            param = f"include[{i}]"
+            message = f"{param}: {name[:100]!r} is not supported by this server"
+            raise ApiError(400, message, param, "unsupported_parameter")
+    return INCLUDE_LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+
+
+def _arguments(request: ResponsesPrompt) -> JsonObject | None:
+    """Variables of the template; those that a client names itself win."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    if effort is None:
+        return request.chat_template_kwargs
+    asked: JsonObject = {"enable_thinking": effort != "none"}
+    if effort != "none":
+        asked["reasoning_effort"] = effort
+    return {**asked, **(request.chat_template_kwargs or {})}
+
+
+def _tools(request: ResponsesPrompt) -> list[Tool] | None:
+    if request.tools is None:
+        return None
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+
+
+def _tool(tool: ResponsesTool, where: str) -> Tool:
+    check_tool_type(tool.type, f"{where}.type")
+    name = required(tool.name, f"{where}.name")
+    if tool.type == "function":
+        return Tool("function", Function(name, tool.description, tool.parameters, tool.strict))
+    format = None if tool.format is None else _format(tool.format, f"{where}.format")
+    return Tool("custom", custom=CustomTool(name, tool.description, format))
+
+
+def _format(given: ToolFormat, where: str) -> InputFormat:
+    if given.type == "text":
+        return InputFormat("text")
+    definition = required(given.definition, f"{where}.definition")
+    syntax: Literal["lark", "regex"] = required(given.syntax, f"{where}.syntax")
+    return InputFormat("grammar", GrammarFormat(syntax, definition))
+
+
+def _choice(request: ResponsesPrompt) -> Choice | None:
+    choice = request.tool_choice
+    if choice == "auto" and not request.tools:
+        return None  # the API's own default, which clients send along
+    if isinstance(choice, str) or choice is None:
+        return choice
+    if choice.type != "allowed_tools":
+        one = _named(choice.type, choice.name, "tool_choice")
+        return ToolChoice(one.type, one.function, one.custom)
+    mode: Literal["auto", "required"] = required(choice.mode, "tool_choice.mode")
+    listed = required(choice.tools, "tool_choice.tools")
+    tools = [
+        _named(tool.type, tool.name, f"tool_choice.tools[{i}]") for i, tool in enumerate(listed)
+    ]
+    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
+
+
+def _named(kind: str, name: str | None, where: str) -> NamedTool:
+    check_tool_type(kind, f"{where}.type", *(("allowed_tools",) if where == "tool_choice" else ()))
+    chosen = Chosen(required(name, f"{where}.name"))
+    return NamedTool(kind, **{kind: chosen})
+
+
+def _messages(request: ResponsesPrompt) -> list[ChatMessage]:
+    conversation = ConversationBuilder()
+    if request.instructions:
+        conversation.add_message("system", [request.instructions])
+    if isinstance(request.input, str):
+        conversation.add_message("user", [request.input])
+        return conversation.messages()
+    if not 0 < len(request.input) <= MAX_MESSAGES:
+        many = len(request.input)
+        reason = f"hold at most {MAX_MESSAGES} items, not {many}" if many else "not be empty"
+        raise ApiError(400, f"input must {reason}", "input", "invalid_value")
+    for i, item in enumerate(request.input):
+        _add_item(conversation, item, f"input[{i}]")
+    return conversation.messages()
+
+
+def _add_item(conversation: ConversationBuilder, item: InputItem, where: str) -> None:
+    kind = item.type or "message"
+    if kind == "message":
+        if item.role is None or item.role in ("tool", "function"):
+            message = f"{where}.role must be system, developer, user or assistant"
+            raise ApiError(400, message, f"{where}.role", "invalid_value")
+        conversation.add_message(item.role, _texts(item.content, f"{where}.content"), item.phase)
+    elif kind == "reasoning":
+        echo = item.content or item.summary or ""
+        if echo:  # what is only encrypted comes from elsewhere, and says nothing here
+            conversation.add_reasoning("\n".join(_texts(echo, f"{where}.content")))
+    elif kind == "function_call":
+        call_id = required(item.call_id, f"{where}.call_id")
+        arguments = required(item.arguments, f"{where}.arguments")
+        conversation.add_tool_call(call_id, required(item.name, f"{where}.name"), arguments)
+    elif kind == "custom_tool_call":
+        call_id = required(item.call_id, f"{where}.call_id")
+        text = required(item.input, f"{where}.input")
+        conversation.add_custom_call(call_id, required(item.name, f"{where}.name"), text)
+    elif kind in RESULT_ITEMS:
+        call_id = required(item.call_id, f"{where}.call_id")
+        conversation.add_tool_result(call_id, _texts(item.output, f"{where}.output"))
+    else:
+        message = f"{where}.type: {kind[:100]!r} is not supported by this server"
+        raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
+
+
+def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
+    """Of its parts, all of which must be texts."""
+    if isinstance(content, str):
+        return [content]
+    if content is None:
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    texts: list[str] = []
+    for j, part in enumerate(content):
+        here = f"{where}[{j}]"
+        if part.type == "refusal":
+            texts.append(required(part.refusal, f"{here}.refusal"))
+            continue
+        if part.type not in TEXT_PARTS:
+            message = f"{here}.type: {part.type[:100]!r} is not supported, only texts are"
+            raise ApiError(400, message, f"{here}.type", "unsupported_parameter")
+        texts.append(required(part.text, f"{here}.text"))
+    return texts
+
+
+ITEM_ID_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
+# Of calls: the type of the item, its field that grows, and the events of that.
+CALL_ITEM_EVENTS = {
+    "call": ("function_call", "arguments", "response.function_call_arguments"),
+    "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
+}
+ABORTED_MESSAGE = "the request was ended before its answer was complete: its time was up"
+
+
+class ResponsesFormatter:
+    """Formats responses of /v1/responses. `params`: as the request is sampled. `clock`: Unix
+    seconds.
+    """
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        answer: ResponseMetadata,
+        params: SamplingParams,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._answer = answer
+        self._clock = clock
+        self._fields = _echoed_fields(request, answer, params)
+        self._number = 0  # of the next event
+
+    def start_events(self, prompt_tokens: int) -> Iterator[JsonObject]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def block_events(self, step: BlockEvent, scores: list[JsonValue]) -> Iterator[JsonObject]:
+        block = step.block
+        if step.action == "more":
+            yield self._delta_event(block, step.text, scores)
+        elif step.action == "open":
+            item = self._item(block, "in_progress")
+            yield self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind not in CALL_BLOCKS:
+                yield self._event(
+                    "response.content_part.added", **self._position(block), part=_part(block)
+                )
+        else:
+            yield from self._done_events(block)
+
+    def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
+        whole = self.full_response(blocks, end)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
+        status = {"length": "incomplete", "abort": "failed"}.get(end.finish or "", "completed")
+        response = self._response(status, list[JsonValue](map(self._item, blocks.all)))
+        response["usage"] = _usage(end)
+        if status == "completed":
+            response["completed_at"] = int(self._clock())
+        elif status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["error"] = {"code": "server_error", "message": ABORTED_MESSAGE}
+        return response
+
+    def error_event(self, error: ApiError, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
+        response = self._response("failed", list[JsonValue](map(self._item, blocks.all)))
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    def _delta_event(self, block: OutputBlock, text: str, scores: list[JsonValue]) -> JsonObject:
+        if block.kind in CALL_BLOCKS:
+            _, _, name = CALL_ITEM_EVENTS[block.kind]
+            return self._event(
+                f"{name}.delta", item_id=self._id(block), output_index=block.index, delta=text
+            )
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **self._position(block), delta=text)
+        return self._event(
+            "response.output_text.delta", **self._position(block), delta=text, logprobs=scores
+        )
+
+    def _done_events(self, block: OutputBlock) -> Iterator[JsonObject]:
+        if block.kind in CALL_BLOCKS:
+            _, field, name = CALL_ITEM_EVENTS[block.kind]
+            fields: JsonObject = {"name": block.name} if block.kind == "call" else {}
+            fields = {"output_index": block.index, **fields, field: block.text}
+            yield self._event(f"{name}.done", item_id=self._id(block), **fields)
+        elif block.kind == "reasoning":
+            yield self._event(
+                "response.reasoning_text.done", **self._position(block), text=block.text
+            )
+        else:
+            yield self._event(
+                "response.output_text.done",
+                **self._position(block),
+                text=block.text,
+                logprobs=block.logprobs,
+            )
+        if block.kind not in CALL_BLOCKS:
+            yield self._event(
+                "response.content_part.done", **self._position(block), part=_part(block)
+            )
+        item = self._item(block)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _event(self, kind: str, /, **fields: JsonValue) -> JsonObject:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _position(self, block: OutputBlock) -> JsonObject:
+        return {"item_id": self._id(block), "output_index": block.index, "content_index": 0}
+
+    def _id(self, block: OutputBlock) -> str:
+        name = f"{self._answer.id}-{block.index}".encode()
+        return f"{ITEM_ID_PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
+
+    def _item(self, block: OutputBlock, status: str = "") -> JsonObject:
+        status = status or ("completed" if block.complete else "incomplete")
+        item: JsonObject = {"id": self._id(block), "status": status}
+        parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
+        if block.kind in CALL_BLOCKS:
+            kind, field, _ = CALL_ITEM_EVENTS[block.kind]
+            call_id = self._answer.call_id(0, block.call_index, block.name)
+            return {
+                **item, "type": kind, "call_id": call_id, "name": block.name, field: block.text
+            }  # fmt: skip
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": parts}
+        return {**item, "type": "message", "role": "assistant", "content": parts}
+
+    def _response(self, status: str, output: list[JsonValue]) -> JsonObject:
+        return {**self._fields, "status": status, "output": output}
+
+
+def _part(block: OutputBlock) -> JsonObject:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": list(block.logprobs),
+    }
+
+
+def _usage(end: ResponseEnd) -> JsonObject:
+    usage = end.usage
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def _echoed_fields(
+    request: ResponsesRequest, answer: ResponseMetadata, params: SamplingParams
+) -> JsonObject:
+    """The fields of the response that do not change while it grows."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    form = request.text.format if request.text is not None else None
+    verbosity = request.text.verbosity if request.text is not None else None
+    echo: JsonObject = {"type": "text"}
+    if form is not None:
+        echo = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
+    return {
+        "id": answer.id,
+        "object": "response",
+        "created_at": answer.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "frequency_penalty": params.frequency_penalty,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "model": answer.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
+        "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": echo, "verbosity": verbosity or "medium"},
+        "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
+        "tools": [tool.echoed() for tool in request.tools or ()],
+        "top_logprobs": params.logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": request.truncation or "disabled",
+        "usage": None,
+        "user": request.user,
+        "metadata": request.metadata or {},
+    }
