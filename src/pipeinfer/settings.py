@@ -82,7 +82,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = "auto"  # fp8: fp8_e4m3
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     attention: str = "auto"
-    moe_backend: str = "auto"
+    moe_backend: Literal["auto", "triton", "torch"] = "auto"
     all_reduce: Literal["auto", "nccl"] = "auto"
     enable_expert_parallel: bool = False
     cuda_graph_max_batch: NonNegative = 256

@@ -130,7 +130,7 @@ def test_a_scheduler_that_still_starts_beside_it_is_no_reason_to_fail(monkeypatc
     def hear(stats):
         def listen(caller, health, seconds, enough):
             beat = Heartbeat("scheduler-0", "scheduler", 0, 0, 0, 7, 1, "starting", "", stats)
-            health.beat(beat, 1.0)
+            health.on_heartbeat(beat, 1.0)
             assert enough(beat) == bool(stats)
 
         monkeypatch.setattr("pipeinfer.cli.top.listen", listen)

@@ -26,7 +26,7 @@ from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.collectives import join  # noqa: E402
-from pipeinfer.engine import graph_shapes, graphs, loading, step_times  # noqa: E402
+from pipeinfer.engine import calibrate, graph_shapes, graphs, loading  # noqa: E402
 from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
@@ -165,7 +165,7 @@ graph_shapes.SHARING = graphs.SHARING = 2
 READ = Reads(block=16, warps=4, stages=2)
 FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
 hybrid.cut = lambda *_: FEW
-step_times.REPLAYS = 1
+calibrate.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 loading.mixed_ladder = ladder
 loading.registry.create = lambda name, shapes, device: KINDS[READS](shapes, device)

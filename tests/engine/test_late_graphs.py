@@ -48,7 +48,7 @@ class Runner(HostRunner):
 
         return self.device.submit(work)
 
-    def leave_graphs(self) -> None:
+    def stop_capturing(self) -> None:
         self.graphs_left = 0
 
 

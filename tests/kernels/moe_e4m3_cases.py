@@ -20,6 +20,7 @@ from pipeinfer.kernels.rounding import round_parts
 from pipeinfer.layers import fp8_products
 from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.moe_backends import TritonExperts
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Shard
@@ -130,7 +131,7 @@ def test_a_mixture_takes_rows_as_the_norm_before_it_rounds_them(form, monkeypatc
     if INTERPRETED:
         monkeypatch.setattr(fp8_products, "products_on", lambda _: object())
     norm, mixture, experts = layer(form, HALVES[-1], False)
-    experts._on_gpu = True
+    experts._backend = TritonExperts
     plain_norm, plain, plain_experts = layer(form, torch.float32, True)
     plain_experts.pack()
     x, residual = randn(1, 9, 256), randn(2, 9, 256)

@@ -108,7 +108,9 @@ def test_output_too_many_and_one_too_few_are_found():
     assert (surplus.seq, surplus.field, surplus.recorded) == (1, "", "(missing)")
     lost = first_difference(exchange(recorded, entry(3, Abort("q", 1))), sends, ignored_fields)
     assert (lost.seq, lost.replayed) == (3, "(missing)")
-    assert lost.recorded == {"Abort": {"request_id": "q", "attempt": 1, "reason": "client"}}
+    assert lost.recorded == {
+        "Abort": {"request_id": "q", "attempt": 1, "reason": "client", "group": -1}
+    }
 
 
 def test_message_to_somebody_else_is_a_difference():

@@ -6,16 +6,10 @@ beyond the status numbers of an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Literal, NamedTuple
-
-import msgspec
+from typing import Literal
 
 from pipeinfer.json_values import JsonObject
-from pipeinfer.logprobs import OWN_WORDS, WORD, scores
 from pipeinfer.messages import FinishReason, LogprobTexts, Message
-from pipeinfer.packing import unpack_few
 from pipeinfer.params import SamplingParams, StructuredOutputs, ThoughtState
 
 Status = Literal["starting", "ready", "degraded", "draining"]
@@ -142,70 +136,3 @@ class StatusChanged(Message, frozen=True):
     status: Status
     answering: bool
     reason: str = ""
-
-
-ID_BYTES = OFFSET_BYTES = 4
-
-
-class RankedToken(NamedTuple):
-    """A token that is likely at a place. text: its bytes. rank: 1 for the likeliest."""
-
-    id: int
-    text: bytes
-    logprob: float
-    rank: int
-
-
-class TokenScore(NamedTuple):
-    """Log-probs at one place of a text.
-
-    own: the token that stands there, with rank 0 if nothing comes before it.
-    offset: letters of text before it. others: the likeliest tokens, perhaps `own` among them.
-    """
-
-    own: RankedToken
-    offset: int
-    others: list[RankedToken]
-
-
-def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
-    """The same log-probs without those of the first `tokens` tokens."""
-    many = max(len(texts.offsets) // OFFSET_BYTES, 1)
-    return msgspec.structs.replace(
-        texts,
-        scores=texts.scores[tokens * len(texts.scores) // many :],
-        texts=texts.texts[tokens * len(texts.texts) // many :],
-        offsets=texts.offsets[tokens * OFFSET_BYTES :],
-        ids=texts.ids[tokens * ID_BYTES :],
-    )
-
-
-def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
-    """How many likely tokens are given for each of `tokens` tokens."""
-    return (len(texts.scores) // (WORD * tokens) - OWN_WORDS) // 2 if tokens else 0
-
-
-def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
-    """The scores of all tokens in `parts`, each with its tokens' ids (int32 bytes)."""
-    return chain.from_iterable(_of(texts, ids) for texts, ids in parts)
-
-
-def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
-    """The scores of a prompt's tokens."""
-    return token_scores((texts, texts.ids) for texts in parts)
-
-
-def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
-    ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
-    most = num_alternatives(texts, len(ids))
-    found = scores(texts.scores, most)
-    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
-        at = n * (1 + most)
-        own = RankedToken(token, texts.texts[at], score.logprob, score.rank)
-        others = [
-            RankedToken(other, texts.texts[at + rank], logprob, rank)
-            for rank, (other, logprob) in enumerate(
-                zip(score.ids, score.logprobs, strict=True), start=1
-            )
-        ]
-        yield TokenScore(own, offset, others)

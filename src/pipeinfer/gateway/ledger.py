@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from pipeinfer import traceparent
 from pipeinfer.choices import SEED_MASK, choice_id
-from pipeinfer.gateway.events import Call, without_first
+from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.token_scores import without_first
 from pipeinfer.json_values import JsonValue
 from pipeinfer.logprobs import size
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow

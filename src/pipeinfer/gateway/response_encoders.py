@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta, Started, TokenScore, prompt_scores, token_scores
+from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.response_json import (
     DONE,
     NULL,
@@ -26,6 +26,7 @@ from pipeinfer.gateway.response_json import (
     TokenUsage,
     encode_response,
 )
+from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.gateway.tool_parsers.base import ChoiceParser, ParsedDelta
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack

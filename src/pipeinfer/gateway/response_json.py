@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta, RankedToken, Started, TokenScore
+from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.token_scores import RankedToken, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.logprobs import finite

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeinfer.gateway import events
-from pipeinfer.gateway.events import Call, Failed, Started, num_alternatives
+from pipeinfer.gateway.events import Call, Failed, Started
+from pipeinfer.gateway.token_scores import num_alternatives
 from pipeinfer.logprobs import NO_ID, layout
 from pipeinfer.messages import FinishReason, LogprobTexts
 from pipeinfer.packing import unpack, unpack_few
