@@ -284,7 +284,8 @@ def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):
     )
     page.get_by_label("Message", exact=True).fill("ask")
     page.keyboard.press("Enter")
-    expect(page.locator(".error")).to_have_text("The connection ended before the answer did.")
+    ended = "The connection ended before the answer did."
+    expect(page.locator(".error")).to_have_text(ended, timeout=20_000)
     page.get_by_role("button", name="Answer again").click()
     expect(page.locator(".error")).to_have_text("the engine is on fire")
     expect(page.locator(".answer .said")).to_have_text("so far")
