@@ -411,8 +411,10 @@ class RequestStream:
         if common and not self._ids.startswith(row.ids[:common], begin):
             raise Diverged
         end = row.offset + len(row.ids) // 4
-        if own or end > self.num_tokens or row.finish is not None:
-            self.move_to(self.group if own else group)
+        if own:
+            return True
+        if end > self.num_tokens or row.finish is not None:
+            self.move_to(group)
             return True
         self._others[group] = end
         return False
