@@ -503,6 +503,22 @@ def test_an_earlier_attempt_changes_nothing_of_a_later_one(bench: Bench) -> None
     assert bench.delivered(3) == [] and len(bench.delivered(0)) == 1
 
 
+def test_a_group_that_gives_an_earlier_attempt_up_leaves_the_later_one_where_it_is(
+    bench: Bench,
+) -> None:
+    ids = bench.ids("the quick brown fox")
+    bench.open(attempt=2, group=1)
+    bench.open(attempt=2, group=0)
+    bench.row(ids[:2], group=0)
+    bench.say(Abort("r", 1, "nobody asked for it", 0))
+    assert len(bench.delivered(0)) == 1 and bench.delivered(1) == []
+    bench.say(Abort("r", 1, "nobody asked for it", 1))
+    bench.row(ids[:3], group=1)
+    assert bench.token_ids == ids[:3], "both groups still run the later attempt"
+    bench.say(Abort("r", 3, "nobody asked for it", 1))
+    assert bench.core.idle(), "a later attempt ends the earlier ones"
+
+
 def test_the_end_of_a_request_that_nobody_opened_is_nothing(bench: Bench) -> None:
     assert bench.say(Abort("stranger", 1)) == bench.say(Done(("stranger",))) == []
     bench.row([1], 0, "stranger")

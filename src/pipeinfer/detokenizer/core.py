@@ -243,10 +243,14 @@ class DetokenizerCore:
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
-        over = self._ended.get(event.request_id)
-        if stream is not None and stream.is_left_by(event.group):
+        if (
+            stream is not None
+            and stream.attempt == event.attempt
+            and stream.is_left_by(event.group)
+        ):
             return []  # other groups go on with it
-        if over is not None and over[0] != event.group >= 0:
+        group, ended = self._ended.get(event.request_id, (-1, None))
+        if ended is not None and ended.attempt == event.attempt and group != event.group >= 0:
             return []
         self._remove(event.request_id, event.attempt)
         return []
