@@ -164,7 +164,7 @@ def check_logits_rows(step, views, entries, found) -> None:
 def check_host(side: Side, step: Step, views) -> None:
     """What backends plan with on the host is what the device has."""
     inputs = side.arrays.plan_inputs(views, 0, side.buffer, step)
-    names = ["seq_lens", "qo_indptr", "prefill_qo_indptr"]
+    names = ["last_page_len", "qo_indptr", "prefill_qo_indptr"]
     for name in [*names, "kv_indptr"] if views.lists_pages else names:
         assert torch.equal(getattr(inputs.on_host, name), getattr(views, name)), name
     if views.padded:

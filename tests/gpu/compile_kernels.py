@@ -7,23 +7,24 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.attention.flashinfer_backend import FLASHINFER
+from pipeinfer.kernels.e4m3 import Scales
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.step import AttentionShape
 
 
 def build(job):
-    from flashinfer.prefill import get_batch_prefill_module
-
-    kernels, head_dim, windowed, stored = job
-    half = torch.bfloat16
-    get_batch_prefill_module(kernels, half, stored, half, torch.int32, head_dim, head_dim, 0,
-                             windowed, False, False)  # fmt: skip
+    made, head_dim, windowed, scales = job
+    device = torch.device("cuda")
+    shape = AttentionShape(8, 2, head_dim, head_dim**-0.5, 64 if windowed else None)
+    made([shape], device).bind(KVPool([shape], 2, 16, torch.bfloat16, device, scales=scales), 1)
 
 
 if __name__ == "__main__":
-    jobs = [("fa2", 128, False), ("fa2", 64, False), ("fa2", 128, True), ("fa3", 128, False)]
-    jobs += [("fa3", 64, False), ("fa3", 128, True), ("fa2", 64, True), ("fa3", 64, True)]
-    jobs += [("fa2", 256, windowed) for windowed in (False, True)]
-    jobs = [(*job, torch.bfloat16) for job in jobs]
-    jobs += [("fa2", dim, windowed, E4M3) for dim in (64, 128) for windowed in (False, True)]
+    kinds = [(64, False), (64, True), (128, False), (128, True), (256, False), (256, True)]
+    jobs = [
+        (made, *kind, None) for made in (FLASHINFER.decode, FLASHINFER.prefill) for kind in kinds
+    ]
+    jobs += [(FLASHINFER.decode, *kind, [Scales(1.0, 1.0)]) for kind in kinds[:4]]
     with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 4) as pool:
         list(pool.map(build, jobs))

@@ -38,13 +38,13 @@ def plan_inputs(rows, device) -> tuple[PlanInputs, torch.Tensor]:
         table[row, :count] = order[starts[row] : starts[row + 1]].int() + 1
     decodes = int((counts == 1).sum())
     ints = {
-        "seq_lens": lengths, "qo_indptr": queries, "prefill_qo_indptr": queries[decodes:] - decodes,
-        "kv_indptr": starts,
+        "last_page_len": lengths - (held - 1) * PAGE, "qo_indptr": queries, "kv_indptr": starts,
+        "prefill_qo_indptr": queries[decodes:] - decodes,
     }  # fmt: skip
     both = {name: torch.from_numpy(values.astype(np.int32)) for name, values in ints.items()}
     listed = torch.cat([table[row, :count] for row, count in enumerate(held.tolist())])
     there = {name: tensor.to(device) for name, tensor in both.items()} | {
-        "last_page_len": torch.from_numpy(lengths - (held - 1) * PAGE).int().to(device),
+        "seq_lens": torch.from_numpy(lengths).to(device),
         "kv_indices": listed.to(device),
         "block_table": table.to(device),
     }

@@ -1,14 +1,15 @@
-"""FlashInfer's paged attention kernels, planned into buffers of our own.
+"""FlashInfer's paged attention, by its wrappers. Knows rows and pages, no model and no graph.
 
-FlashInfer's wrappers reuse one pinned staging buffer for all plans, which a step in flight may
-still be read from; here each parity has its own. Knows rows and pages, no model and no graph.
+A wrapper's plan lies in its own pinned buffer until the device has copied it. Two steps are in
+flight, so each parity has wrappers of its own, and the plan of a step waits for no copy.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,196 +20,262 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.step import AttentionShape
 
 PARITIES = 2
-STAGING_BYTES = 8 * 2**20  # FlashInfer's own choice; a plan copies only what it fills
 FLOAT_BYTES = 128 * 2**20  # recommended by FlashInfer; more where split rows need it
-NON_CAUSAL, CAUSAL = 0, 1  # flashinfer.utils.MaskMode
-NHD = 0  # flashinfer.utils.TensorLayout
-NO_POSITIONS = 0  # flashinfer.utils.PosEncodingMode.NONE
-BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
+GRAPH_INT_BYTES = 2**20  # work lists of a graph's split rows, of which there are few (_whole)
 UNSPLIT_BYTES = 16  # of a work list for each row: three indices and an offset
+BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
 QUICKLY_BUILT = 128  # largest head of the variant for Hopper: of 256, it is built for four minutes
 SPLIT_TILE = 16  # queries times group of one work item of a decode
 
 
 @dataclass(frozen=True)
-class WindowPlan:
-    """What the layers with one sliding window share: FlashInfer's plan and where it lies."""
-
-    info: Any
-    workspace: torch.Tensor
-
-
-@dataclass(frozen=True)
 class FlashInferPlan:
-    """One kind of row of one step."""
+    """One kind of row of one step: a planned wrapper for each length of window that layers have."""
 
-    by_window: dict[int | None, WindowPlan]
-    q_indptr: torch.Tensor
+    wrappers: dict[int | None, Any]
+
+
+class _Rows(NamedTuple):
+    """R rows of a step that is no graph's, int32.
+
+    qo_indptr, kv_indptr: [R + 1] on the host, where each row's queries and pages begin.
+    kv_indices: on the device, the pages. last_page_len: [R] on the host. max_query_len: queries of
+    the longest row.
+    """
+
+    qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
-    indices: torch.Tensor
-    last_page: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
+    max_query_len: int
 
 
-class _Staging:
-    """For one window: pinned bytes and device bytes by parity, and a graph's fixed device bytes."""
+class _Wrappers(ABC):
+    """What both kinds of rows share: the pool, the workspace for partial outputs, and the wrappers
+    of steps that are no graph's, by window and parity."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.pinned = [
-            torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(PARITIES)
-        ]
-        self.device = [
-            torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device) for _ in range(PARITIES)
-        ]
-        self.fixed = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
-
-
-class FlashInferKernel:
-    """Rows with one query (causal=False), or with several (causal=True)."""
-
-    def __init__(
-        self, shapes: Sequence[AttentionShape], device: torch.device, causal: bool
-    ) -> None:
+    def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
+        self._by_window = {shape.sliding_window: shape for shape in reversed(self._shapes)}
         self._device = device
-        self._causal = causal
-        self._staging = {shape.sliding_window: _Staging(device) for shape in shapes}
-        self._modules: dict[tuple[int, bool], tuple[str, Any]] = {}
-        self._unsplit: dict[tuple[int | None, int], WindowPlan] = {}
         self._float = torch.empty(0)
-        self._room = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._eager: dict[tuple[int | None, int], Any] = {}
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """Builds or loads the kernels for the pool's dtype: seconds, the first time."""
-        self._k = pool.k
-        self._v = pool.v
-        self._scales = pool.scales
-        self._page_size = pool.page_size
-        self._unsplit.clear()
+        self._pool = pool
         self._float = torch.zeros(self._float_bytes(most_rows), dtype=torch.uint8,
                                   device=self._device)  # fmt: skip
-        for shape in self._shapes:
-            key = (shape.head_dim, shape.sliding_window is not None)
-            if key not in self._modules:
-                self._modules[key] = self._load(pool.dtype, pool.stored, *key)
+        self._eager = {
+            (window, parity): self._wrapper(shape)
+            for window, shape in self._by_window.items()
+            for parity in range(PARITIES)
+        }
+        ends, page = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        row = _Rows(ends, ends, page.to(self._device), ends[1:], max_query_len=1)
+        for (window, _), wrapper in self._eager.items():
+            self._plan_rows(wrapper, window, row)
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
+        """See PagedKernel."""
+        scales, pages = self._pool.scales[layer], (self._pool.k[layer], self._pool.v[layer])
+        wrapper = plan.wrappers[self._shapes[layer].sliding_window]
+        wrapper.run(q, pages, k_scale=scales.k, v_scale=float(scales.v), out=out)
+
+    def _eager_plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
+        host = inputs.on_host
+        rows = _Rows(
+            host.queries(begin, end),
+            host.kv_indptr[begin : end + 1],
+            inputs.step.kv_indices,
+            host.last_page_len[begin:end],
+            inputs.max_query_len,
+        )
+        wrappers = {window: self._eager[window, inputs.parity] for window in self._by_window}
+        for window, wrapper in wrappers.items():
+            self._plan_rows(wrapper, window, rows)
+        return FlashInferPlan(wrappers)
+
+    def _options(self, window: int | None) -> dict[str, Any]:
+        """What all plans for layers with this window have in common."""
+        shape = self._by_window[window]
+        return {
+            "num_qo_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "page_size": self._pool.page_size,
+            "window_left": -1 if window is None else window - 1,  # keys before a query's own
+            "sm_scale": shape.scale,
+            "q_data_type": self._pool.dtype,
+            "kv_data_type": self._pool.stored,
+        }
+
+    @abstractmethod
+    def _float_bytes(self, most_rows: int) -> int:
+        """Size of the workspace for partial outputs of split rows."""
+
+    @abstractmethod
+    def _wrapper(self, shape: AttentionShape) -> Any:
+        """For steps that are no graph's."""
+
+    @abstractmethod
+    def _plan_rows(self, wrapper: Any, window: int | None, rows: _Rows) -> None:
+        """A plan of one of `_wrapper`'s; what it needs of `rows` is copied to the device."""
+
+
+class PrefillKernel(_Wrappers):
+    """Rows with several queries, by the kernels that FlashInfer chooses for the GPU."""
+
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
+        """See PagedKernel."""
+        return self._eager_plan(inputs, begin, end)
 
     def _float_bytes(self, most_rows: int) -> int:
-        """Partial outputs of split rows: a float32 vector per head and query of a work item."""
-        if self._causal:
-            return FLOAT_BYTES
+        return FLOAT_BYTES
+
+    def _wrapper(self, shape: AttentionShape) -> Any:
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper  # type: ignore
+
+        # With pages in e4m3 only the older kernels: those for Hopper would have queries in it, too.
+        older = shape.head_dim > QUICKLY_BUILT or self._pool.stored == E4M3
+        backend = "fa2" if older else "auto"
+        return BatchPrefillWithPagedKVCacheWrapper(self._float, "NHD", backend=backend)
+
+    def _plan_rows(self, wrapper: Any, window: int | None, rows: _Rows) -> None:
+        wrapper.plan(
+            rows.qo_indptr,
+            rows.kv_indptr,
+            rows.kv_indices,
+            rows.last_page_len,
+            head_dim_qk=self._by_window[window].head_dim,
+            causal=True,
+            max_token_per_sequence=rows.max_query_len,
+            **self._options(window),
+        )
+
+
+class DecodeKernel(_Wrappers):
+    """Rows with one query, on tensor cores always: measured better than FlashInfer's kernel for
+    CUDA cores even at two queries a key, and "fa2" better than its kernel for Hopper.
+
+    A graph's rows are planned into one workspace of their window, where the graph reads the plan.
+    """
+
+    def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
+        super().__init__(shapes, device)
+        self._blocks = (
+            BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        )
+        self._graph_ints = {
+            window: torch.empty(GRAPH_INT_BYTES, dtype=torch.uint8, device=device)
+            for window in self._by_window
+        }
+        # By window and rows. Of split rows, a wrapper for each parity.
+        self._split: dict[tuple[int | None, int], list[Any]] = {}
+        self._unsplit: dict[tuple[int | None, int], Any] = {}
+
+    def bind(self, pool: KVPool, most_rows: int) -> None:
+        """See _Wrappers."""
+        self._split.clear()
+        self._unsplit.clear()
+        super().bind(pool, most_rows)
+
+    def plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
+        """See PagedKernel."""
+        if not inputs.step.padded:
+            return self._eager_plan(inputs, begin, end)
+        wrappers = {}
+        for window in self._by_window:
+            whole = self._whole(window, end - begin)
+            made = self._unsplit_wrapper if whole else self._split_wrapper
+            wrappers[window] = made(inputs, window, end - begin)
+        return FlashInferPlan(wrappers)
+
+    def _whole(self, window: int | None, rows: int) -> bool:
+        """More rows than the GPU has room for are not worth splitting: each is one work item then,
+        so that the grid is fixed without the padding and the merging that a graph else needs."""
+        return rows * self._by_window[window].num_kv_heads > self._blocks
+
+    def _unsplit_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
+        """Planned once: the plan is the same for all lengths. Waits for the device then."""
+        if (window, rows) not in self._unsplit:
+            step, wrapper = inputs.step, self._wrapper(self._by_window[window])
+            ints = torch.empty(UNSPLIT_BYTES * rows + 4096, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(self._float, ints)
+            # Tensors on the device are those that the wrapper's runs read, as they are then.
+            wrapper.plan(
+                step.kv_indptr[: rows + 1],
+                step.kv_indices,
+                step.last_page_len[:rows],
+                head_dim=self._by_window[window].head_dim,
+                disable_split_kv=True,
+                **self._options(window),
+            )
+            self._unsplit[window, rows] = wrapper
+        return self._unsplit[window, rows]
+
+    def _split_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
+        """Planned anew for the lengths of each step. The device has these lengths and pages
+        already, where `expand` writes them: nothing else is copied than the plan."""
+        from flashinfer.decode import fast_decode_plan  # type: ignore
+
+        host, key = inputs.on_host, (window, rows)
+        ends, last_page_len = host.kv_indptr[: rows + 1], host.last_page_len[:rows]
+        none = inputs.step.kv_indices[:0]
+        options = {"head_dim": self._by_window[window].head_dim, **self._options(window)}
+        if key not in self._split:
+            made = [self._graph_wrapper(inputs, window, rows) for _ in range(PARITIES)]
+            for wrapper in made:
+                wrapper.plan(ends, none, last_page_len, **options)
+            self._split[key] = made
+        wrapper = self._split[key][inputs.parity]
+        fast_decode_plan(
+            wrapper, ends, none, last_page_len, global_override_indptr_cpu=ends, **options
+        )
+        return wrapper
+
+    def _graph_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper  # type: ignore
+
+        step = inputs.step
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            self._float,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=step.kv_indptr[: rows + 1],
+            paged_kv_indices_buffer=step.kv_indices,
+            paged_kv_last_page_len_buffer=step.last_page_len[:rows],
+            backend="fa2",
+        )
+        wrapper.reset_workspace_buffer(self._float, self._graph_ints[window])
+        return wrapper
+
+    def _float_bytes(self, most_rows: int) -> int:
+        """A float32 vector per head and query of a work item."""
         widest = max(shape.num_heads * (shape.head_dim + 1) for shape in self._shapes)
         groups = max(-(-shape.num_heads // shape.num_kv_heads) for shape in self._shapes)
         tiles = -(-most_rows * groups // SPLIT_TILE) + most_rows
         return max(FLOAT_BYTES, 4 * widest * SPLIT_TILE * max(tiles, 512) + 2**20)
 
-    def _load(
-        self, dtype: torch.dtype, stored: torch.dtype, head_dim: int, windowed: bool
-    ) -> tuple[str, Any]:
-        """For queries and outputs of `dtype`. With pages in e4m3 only the older kernels: those for
-        Hopper would have queries in e4m3 as well."""
-        from flashinfer.prefill import get_batch_prefill_module  # type: ignore
-        from flashinfer.utils import determine_attention_backend  # type: ignore
+    def _wrapper(self, shape: AttentionShape) -> Any:
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper  # type: ignore
 
-        kernels = "fa2"  # decodes: measured better than the variant for Hopper
-        if self._causal and head_dim <= QUICKLY_BUILT and stored != E4M3:
-            kernels = determine_attention_backend(
-                self._device, NO_POSITIONS, False, False, dtype, dtype
-            )
-        module = get_batch_prefill_module(
-            kernels, dtype, stored, dtype, torch.int32, head_dim, head_dim, NO_POSITIONS,
-            windowed, False, False,
-        )  # fmt: skip
-        return kernels, module
-
-    def plan(self, inputs: PlanInputs, begin: int, end: int) -> FlashInferPlan:
-        """Work lists of rows begin..end-1, copied to the device on the current stream. Of a graph's
-        rows only those that are split by length; the others are the same for all lengths.
-        """
-        step = inputs.step
-        by_window = {
-            window: self._plan_window(inputs, window, begin, end) for window in self._staging
-        }
-        return FlashInferPlan(
-            by_window,
-            step.queries(begin, end),
-            step.kv_indptr[begin : end + 1],
-            step.kv_indices,
-            step.last_page_len[begin:end],
+        return BatchDecodeWithPagedKVCacheWrapper(
+            self._float, "NHD", use_tensor_cores=True, backend="fa2"
         )
 
-    def _shape(self, window: int | None) -> AttentionShape:
-        return next(shape for shape in self._shapes if shape.sliding_window == window)
-
-    def _whole(self, inputs: PlanInputs, window: int | None, count: int) -> bool:
-        """More rows than the GPU has room for are not worth splitting: each is one work item then,
-        so that the grid is fixed without the padding and the merging that a graph else needs."""
-        return inputs.step.padded and count * self._shape(window).num_kv_heads > self._room
-
-    def _plan_window(
-        self, inputs: PlanInputs, window: int | None, begin: int, end: int
-    ) -> WindowPlan:
-        staging, count = self._staging[window], end - begin
-        if not self._whole(inputs, window, count):
-            workspace = staging.fixed if inputs.step.padded else staging.device[inputs.parity]
-            return self._plan_into(workspace, inputs, window, begin, end)
-        if (window, count) not in self._unsplit:
-            workspace = torch.empty(
-                UNSPLIT_BYTES * count + 4096, dtype=torch.uint8, device=self._device
-            )
-            plan = self._plan_into(workspace, inputs, window, begin, end)
-            self._unsplit[window, count] = plan
-        return self._unsplit[window, count]
-
-    def _plan_into(
-        self, workspace: torch.Tensor, inputs: PlanInputs, window: int | None, begin: int, end: int
-    ) -> WindowPlan:
-        shape, whole = self._shape(window), self._whole(inputs, window, end - begin)
-        host = inputs.on_host
-        q_indptr, lengths = host.queries(begin, end), host.seq_lens[begin:end]
-        kernels, module = self._modules[shape.head_dim, window is not None]
-        staging = self._staging[window].pinned[inputs.parity]
-        arguments = [
-            self._float, workspace, staging, q_indptr, host.kv_indptr[begin : end + 1], lengths,
-            int(q_indptr[-1]), len(lengths), shape.num_heads, shape.num_kv_heads, self._page_size,
-            inputs.step.padded and not whole, shape.head_dim, shape.head_dim, self._causal,
-            _left(window),
-        ]  # fmt: skip
-        if kernels == "fa2":
-            arguments += [-1, whole, 0]  # no fixed split, whether not to split, nothing beside it
-        return WindowPlan(module.plan(*arguments), workspace)
-
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
-        shape, scales = self._shapes[layer], self._scales[layer]
-        window = shape.sliding_window
-        share = plan.by_window[window]
-        _, module = self._modules[shape.head_dim, window is not None]
-        module.paged_run(
-            self._float, share.workspace, share.info, q, self._k[layer], self._v[layer],
-            plan.q_indptr, plan.kv_indptr, plan.indices, plan.last_page, out, None,
-            CAUSAL if self._causal else NON_CAUSAL, NHD, _left(window), True,
-            None, None, None, None, None, None, 0.0, shape.scale * scales.k,
-            None, None, None, 1.0, 1e4, 0, len(self._float),
-        )  # fmt: skip
-        if scales.v != 1:
-            out.mul_(scales.v)
-
-
-def _left(window: int | None) -> int:
-    """Keys before a query's own, as FlashInfer counts; -1 is all."""
-    return -1 if window is None else window - 1
-
-
-def decode_kernel(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferKernel:
-    """Tensor cores always: measured better than the CUDA-core kernel even at two queries a key."""
-    return FlashInferKernel(shapes, device, causal=False)
-
-
-def prefill_kernel(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferKernel:
-    """FlashInfer's own choice of kernels for the GPU."""
-    return FlashInferKernel(shapes, device, causal=True)
+    def _plan_rows(self, wrapper: Any, window: int | None, rows: _Rows) -> None:
+        wrapper.plan(
+            rows.kv_indptr,
+            rows.kv_indices,
+            rows.last_page_len,
+            head_dim=self._by_window[window].head_dim,
+            **self._options(window),
+        )
 
 
 FLASHINFER = PagedKind(
-    decode_kernel,
-    prefill_kernel,
+    DecodeKernel,
+    PrefillKernel,
     Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True, lists_pages=True),
 )

@@ -49,7 +49,7 @@ class HostLengths:
     """For backends that plan on the host: what DeviceStep has under these names, int32 on the CPU.
     Made of the words that are uploaded, so the device is not waited for."""
 
-    seq_lens: torch.Tensor
+    last_page_len: torch.Tensor
     qo_indptr: torch.Tensor
     prefill_qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor

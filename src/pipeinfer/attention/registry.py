@@ -41,7 +41,7 @@ PACKAGES = {
 }
 # What of them is imported when a backend is made: seconds, which may pass before.
 IMPORTED = {
-    "flashinfer": ("flashinfer.prefill",),
+    "flashinfer": ("flashinfer.decode", "flashinfer.prefill"),
     "fa3": ("sgl_kernel.flash_attn",),
     "hybrid": ("sgl_kernel.flash_attn",),
 }

@@ -296,12 +296,13 @@ class DeviceBuffers:
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
         counts = np.maximum(counts, views.padding)
         seq_lens = starts + counts
-        queries = _indptr(counts)
+        queries, pages = _indptr(counts), -(-seq_lens // self._page_size)
+        last_page_len = seq_lens - (pages - 1) * self._page_size
         return HostLengths(
-            tensor_of(seq_lens.astype(np.int32, copy=False)),
+            tensor_of(last_page_len.astype(np.int32, copy=False)),
             tensor_of(queries),
             tensor_of(queries[views.shape.decodes :] - np.int32(views.query_base)),
-            tensor_of(_indptr(-(-seq_lens // self._page_size))),
+            tensor_of(_indptr(pages)),
         )
 
 
