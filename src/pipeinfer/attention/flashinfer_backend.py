@@ -21,7 +21,7 @@ from pipeinfer.step import AttentionShape
 
 PARITIES = 2
 FLOAT_BYTES = 128 * 2**20  # recommended by FlashInfer; more where split rows need it
-GRAPH_INT_BYTES = 2**20  # work lists of a graph's split rows, of which there are few (_whole)
+GRAPH_INT_BYTES = 2**18  # a work list of split rows: 20 kB of 300 rows with 64 heads (_whole)
 UNSPLIT_BYTES = 16  # of a work list for each row: three indices and an offset
 BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
 QUICKLY_BUILT = 128  # largest head of the variant for Hopper: of 256, it is built for four minutes
@@ -153,11 +153,23 @@ class PrefillKernel(_Wrappers):
         )
 
 
+@dataclass
+class _GraphPlans:
+    """A graph's rows. wrappers: by parity, with one workspace on the device for their plans.
+    kv_indptr: int32 [R + 1] on the host, of which the plan there was made."""
+
+    wrappers: list[Any]
+    kv_indptr: torch.Tensor
+
+
 class DecodeKernel(_Wrappers):
     """Rows with one query, on tensor cores always: measured better than FlashInfer's kernel for
     CUDA cores even at two queries a key, and "fa2" better than its kernel for Hopper.
 
-    A graph's rows are planned into one workspace of their window, where the graph reads the plan.
+    A graph reads the plan of its rows where the first one lay, in a workspace of that number of
+    rows. FlashInfer's plans of decodes are made of each row's number of pages alone, so that a step
+    whose rows have as many pages as before needs no new one: of a single row, that is the case for
+    63 of 64 steps.
     """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
@@ -165,12 +177,8 @@ class DecodeKernel(_Wrappers):
         self._blocks = (
             BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         )
-        self._graph_ints = {
-            window: torch.empty(GRAPH_INT_BYTES, dtype=torch.uint8, device=device)
-            for window in self._by_window
-        }
-        # By window and rows. Of split rows, a wrapper for each parity.
-        self._split: dict[tuple[int | None, int], list[Any]] = {}
+        # By window and rows.
+        self._split: dict[tuple[int | None, int], _GraphPlans] = {}
         self._unsplit: dict[tuple[int | None, int], Any] = {}
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
@@ -219,21 +227,31 @@ class DecodeKernel(_Wrappers):
         from flashinfer.decode import fast_decode_plan  # type: ignore
 
         host, key = inputs.on_host, (window, rows)
-        ends, last_page_len = host.kv_indptr[: rows + 1], host.last_page_len[:rows]
-        none = inputs.step.kv_indices[:0]
+        kv_indptr = host.kv_indptr[: rows + 1]
+        plans = self._split.get(key)
+        if plans is not None and torch.equal(plans.kv_indptr, kv_indptr):
+            return plans.wrappers[inputs.parity]
+        last_page_len, none = host.last_page_len[:rows], inputs.step.kv_indices[:0]
         options = {"head_dim": self._by_window[window].head_dim, **self._options(window)}
-        if key not in self._split:
-            made = [self._graph_wrapper(inputs, window, rows) for _ in range(PARITIES)]
+        if plans is None:
+            ints = torch.empty(GRAPH_INT_BYTES, dtype=torch.uint8, device=self._device)
+            made = [self._graph_wrapper(inputs, rows, ints) for _ in range(PARITIES)]
             for wrapper in made:
-                wrapper.plan(ends, none, last_page_len, **options)
-            self._split[key] = made
-        wrapper = self._split[key][inputs.parity]
-        fast_decode_plan(
-            wrapper, ends, none, last_page_len, global_override_indptr_cpu=ends, **options
-        )
-        return wrapper
+                wrapper.plan(kv_indptr, none, last_page_len, **options)
+            self._split[key] = plans = _GraphPlans(made, kv_indptr)
+        else:
+            fast_decode_plan(
+                plans.wrappers[inputs.parity],
+                kv_indptr,
+                none,
+                last_page_len,
+                global_override_indptr_cpu=kv_indptr,
+                **options,
+            )
+            plans.kv_indptr = kv_indptr
+        return plans.wrappers[inputs.parity]
 
-    def _graph_wrapper(self, inputs: PlanInputs, window: int | None, rows: int) -> Any:
+    def _graph_wrapper(self, inputs: PlanInputs, rows: int, ints: torch.Tensor) -> Any:
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper  # type: ignore
 
         step = inputs.step
@@ -247,7 +265,7 @@ class DecodeKernel(_Wrappers):
             paged_kv_last_page_len_buffer=step.last_page_len[:rows],
             backend="fa2",
         )
-        wrapper.reset_workspace_buffer(self._float, self._graph_ints[window])
+        wrapper.reset_workspace_buffer(self._float, ints)
         return wrapper
 
     def _float_bytes(self, most_rows: int) -> int:
