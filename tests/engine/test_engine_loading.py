@@ -106,7 +106,7 @@ def test_dummy_weights_need_no_weight_file(folder, tmp_path):
 
 def test_kv_pages_is_the_number_of_pages_for_tokens(folder):
     engine = load_engine(Settings(kv_pages=100, page_size=4), folder)
-    assert engine.pages == engine.runner.pool.pages == 101  # and the dummy
+    assert engine.pages == engine.runner.pool.num_pages == 101  # and the dummy
 
 
 def test_pages_are_no_more_than_all_requests_can_fill(folder):

@@ -14,7 +14,7 @@ from dense_attention import causal, split
 from foreign_checkpoints import write_configuration
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine import kv_store as module
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import ReadyHeads
@@ -34,7 +34,7 @@ def model_of(folder):
 
 
 def shifts_of(folder, **further):
-    return load_engine(Settings(**(FP8 | further)), folder).runner.pool.shifts
+    return load_engine(Settings(**(FP8 | further)), folder).runner.pool.key_centers
 
 
 def heads_of(shape: AttentionShape, tokens: int = 30):
@@ -78,12 +78,14 @@ def test_the_shift_is_the_key_that_queries_see_on_average(checkpoint, architectu
 
     ids = torch.from_numpy(np.random.RandomState(0).randint(0, model.vocabulary.vocab_size, 70))
     model(ids, torch.arange(70), split(watch))
-    found = key_shifts(model, 1000, CPU)
+    found = find_key_centers(model, 1000, CPU)
     assert len(found) == len(wanted) == len(shapes)
     for layer, shift in enumerate(found):
         torch.testing.assert_close(shift, wanted[layer], rtol=1e-4, atol=1e-5)
         assert shift.abs().max() > 1e-2
-    assert not torch.equal(key_shifts(model, 30, CPU)[0], found[0]), "of the tokens there may be"
+    assert not torch.equal(find_key_centers(model, 30, CPU)[0], found[0]), (
+        "of the tokens there may be"
+    )
 
 
 def test_layers_with_sinks_or_a_soft_cap_have_none(checkpoint, tmp_path):
@@ -101,7 +103,7 @@ def test_two_loads_give_the_same_shifts_bit_for_bit_and_other_weights_others(che
         assert one.dtype == torch.float32 and torch.equal(one, two)
         assert one.isfinite().all() and not torch.equal(one, three)
     plain = load_engine(Settings(kv_pages=8, page_size=16), folder).runner.pool
-    assert set(plain.shifts) == {None}, "of pages as the model has them"
+    assert set(plain.key_centers) == {None}, "of pages as the model has them"
 
 
 def test_by_transformers_a_model_has_the_shifts_of_its_own_implementation(checkpoint):

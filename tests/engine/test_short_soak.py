@@ -36,7 +36,7 @@ def test_random_traffic_ends_as_asked_and_leaves_every_page_accounted_for(soak):
 def test_a_page_that_is_lost_does_not_stay_unnoticed(soak, monkeypatch):
     from pipeinfer.memory.allocator import PageAllocator
 
-    give = PageAllocator.give
+    give = PageAllocator.free
 
     def forgets(self, pages):
         give(self, pages[:-1] if len(pages) > 2 else pages)

@@ -121,7 +121,11 @@ def test_engines_with_pages_of_8_bits_say_what_the_torch_backend_says(
     made = cores(folder, attention=backend, **fp8)
     got = generate(made)
     pool = made.loaded.runner.pool
-    assert (made.loaded.kv_dtype, pool.stored, pool.dtype) == ("fp8_e4m3", E4M3, torch.bfloat16)
+    assert (made.loaded.kv_dtype, pool.storage_dtype, pool.dtype) == (
+        "fp8_e4m3",
+        E4M3,
+        torch.bfloat16,
+    )
     usual = cores(folder, attention=backend).loaded.runner.pool
     assert 2 * pool.bytes_per_page == usual.bytes_per_page
     error = norm = 0.0

@@ -13,7 +13,7 @@ def pages(*numbers: int) -> np.ndarray:
 
 def told(table: PageTable) -> list[tuple[int, int, int]]:
     """(slot, column, page) of all changes."""
-    changes = table.changes()
+    changes = table.take_changes()
     if changes is None:
         return []
     assert all(part.dtype == np.int32 for part in changes)
@@ -22,26 +22,30 @@ def told(table: PageTable) -> list[tuple[int, int, int]]:
 
 def test_pages_of_the_cache_come_first_and_are_not_the_requests_own():
     table = PageTable(3, 5)
-    table.share(1, pages(4, 5))
+    table.set_prefix(1, pages(4, 5))
     table.append(pages(1, 2), pages(2, 1), pages(6, 7, 8))
-    assert table.row(1).tolist() == [4, 5, 6, 7] and table.own(1).tolist() == [6, 7]
-    assert table.row(2).tolist() == table.own(2).tolist() == [8]
-    assert table.owned == 3
-    table.share(1, pages(4, 5, 9))
-    assert table.own(1).tolist() == [7] and table.owned == 2
+    assert table.pages_of(1).tolist() == [4, 5, 6, 7] and table.owned_pages(1).tolist() == [6, 7]
+    assert table.pages_of(2).tolist() == table.owned_pages(2).tolist() == [8]
+    assert table.num_owned == 3
+    table.set_prefix(1, pages(4, 5, 9))
+    assert table.owned_pages(1).tolist() == [7] and table.num_owned == 2
     table.clear(1)
-    assert (table.owned, table.row(1).tolist(), table.own(1).tolist()) == (1, [], [])
+    assert (table.num_owned, table.pages_of(1).tolist(), table.owned_pages(1).tolist()) == (
+        1,
+        [],
+        [],
+    )
     table.append(pages(1), pages(2), pages(3, 4))
-    assert table.own(1).tolist() == [3, 4], "nothing of who had it before is shared"
+    assert table.owned_pages(1).tolist() == [3, 4], "nothing of who had it before is shared"
 
 
 def test_every_page_that_is_written_is_told_once():
     table = PageTable(2, 4)
-    table.share(0, pages(1, 2))
-    table.extend(pages(0, 1), pages(3, 4))
+    table.set_prefix(0, pages(1, 2))
+    table.append_one(pages(0, 1), pages(3, 4))
     assert told(table) == [(0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 4)]
     assert told(table) == []
-    table.share(0, pages(1, 7))
+    table.set_prefix(0, pages(1, 7))
     assert told(table) == [(0, 1, 7)], "the first is known"
 
 
@@ -51,15 +55,15 @@ def test_a_row_that_was_emptied_is_told_anew_whatever_its_pages_are():
         table.append(pages(0), pages(3), pages(1, 2, 3))
         told(table)
         end()
-        table.share(0, pages(1, 2, 3))
+        table.set_prefix(0, pages(1, 2, 3))
         assert told(table) == [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
         table.clear(0)
 
 
 def test_reset_empties_all_rows_and_tells_nothing_of_what_was_in_them():
     table = PageTable(2, 4)
-    table.share(0, pages(1))
+    table.set_prefix(0, pages(1))
     table.append(pages(0, 1), pages(1, 2), pages(2, 3, 4))
     table.reset()
-    assert told(table) == [] and table.owned == 0
-    assert not table.held.any() and not table.shared.any() and not table._rows.any()
+    assert told(table) == [] and table.num_owned == 0
+    assert not table.num_pages.any() and not table.num_shared.any() and not table._rows.any()

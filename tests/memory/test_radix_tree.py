@@ -122,7 +122,7 @@ class RadixMachine(RuleBasedStateMachine):
                 break
             if key in self.model:
                 expected.append(self.model.pop(key).page)
-        given = self.tree.forget(np.concatenate((self.ids(blocks), tail)), salt)
+        given = self.tree.remove(np.concatenate((self.ids(blocks), tail)), salt)
         assert given.tolist() == expected
 
     def check_victim(self, page: int) -> None:
@@ -138,7 +138,7 @@ class RadixMachine(RuleBasedStateMachine):
     @invariant()
     def sizes_and_pages_agree(self):
         locked = sum(entry.locks > 0 for entry in self.model.values())
-        assert (self.tree.evictable, self.tree.locked) == (len(self.model) - locked, locked)
+        assert (self.tree.num_evictable, self.tree.num_locked) == (len(self.model) - locked, locked)
         pages = self.tree.check_integrity(self.held)
         assert sorted(pages.tolist()) == sorted(entry.page for entry in self.model.values())
 
@@ -176,7 +176,7 @@ def test_locked_path_survives_eviction_of_everything():
     tree.lock(node)
     assert found.tolist() == [1, 2]
     assert tree.evict(9).tolist() == [3]
-    assert (tree.evictable, tree.locked) == (0, 2)
+    assert (tree.num_evictable, tree.num_locked) == (0, 2)
     tree.unlock(node)
     assert tree.evict(9).tolist() == [2, 1]
 
@@ -218,7 +218,7 @@ def test_stale_candidates_do_not_pile_up():
         node, _ = tree.match(ids(1), "", clock)
         tree.lock(node)
         tree.unlock(node)
-    assert len(tree._leaves) < 100
+    assert len(tree._evictable_leaves) < 100
     assert tree.evict(1).tolist() == [1]
 
 
@@ -226,7 +226,7 @@ def test_naive_cache_takes_nothing():
     cache = NaiveCache(4)
     assert cache.insert(ids(1, 2, 3, 4), pages(1), "", 1).node is None
     assert len(cache.match(ids(1, 2, 3, 4), "", 2).pages) == 0
-    assert len(cache.evict(5)) == len(cache.forget(ids(1, 2, 3, 4), "")) == 0
+    assert len(cache.evict(5)) == len(cache.remove(ids(1, 2, 3, 4), "")) == 0
 
 
 def test_unknown_cache_is_refused_with_the_names_there_are():

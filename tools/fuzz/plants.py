@@ -137,7 +137,7 @@ def _one_too_many() -> None:
     """radix: what a request leaves to others includes its last token, which was never computed."""
     from pipeinfer.memory.manager import MemoryManager
 
-    release, share = MemoryManager._release, MemoryManager._share
+    release, share = MemoryManager._release, MemoryManager._cache_full_pages
     leaving: list[np.ndarray] = []
 
     def releasing(self: Any, message: Any, clock: int) -> None:
@@ -153,7 +153,7 @@ def _one_too_many() -> None:
             tokens = leaving[-1][: len(tokens) + 1]
         share(self, slot, tokens, clock)
 
-    MemoryManager._release, MemoryManager._share = releasing, sharing
+    MemoryManager._release, MemoryManager._cache_full_pages = releasing, sharing
 
 
 def _credits_go_back() -> None:

@@ -58,7 +58,7 @@ class Fa3Kernel:
     def bind(self, pool: KVPool, most_rows: int) -> None:
         self._k = pool.k
         self._v = pool.v
-        if pool.stored == E4M3:
+        if pool.storage_dtype == E4M3:
             self._descales = [
                 torch.tensor([1.0, *scales], dtype=torch.float32, device=pool.device)
                 for scales in pool.scales

@@ -89,7 +89,7 @@ class FlashInferKernel:
         for shape in self._shapes:
             key = (shape.head_dim, shape.sliding_window is not None)
             if key not in self._modules:
-                self._modules[key] = self._load(pool.dtype, pool.stored, *key)
+                self._modules[key] = self._load(pool.dtype, pool.storage_dtype, *key)
 
     def _float_bytes(self, most_rows: int) -> int:
         """Partial outputs of split rows: a float32 vector per head and query of a work item."""

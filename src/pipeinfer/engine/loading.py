@@ -22,7 +22,7 @@ from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
@@ -31,7 +31,7 @@ from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
-from pipeinfer.memory.pool import KVPool, Shift
+from pipeinfer.memory.pool import KeyCenter, KVPool
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.interface import Model
 from pipeinfer.models.kv_scales import read_scales
@@ -206,7 +206,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
     return LoadedEngine(
         runner=runner,
         page_size=choices.page_size,
-        pages=runner.pool.pages,
+        pages=runner.pool.num_pages,
         max_model_len=choices.max_model_len,
         max_slots=max_slots,
         attention=choices.attention,
@@ -463,11 +463,11 @@ def build_runner(
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
 
-    shifts = _shifts(model, shape, machine)
+    key_centers = _key_centers(model, shape, machine)
 
     def pool(pages: int) -> KVPool:
         size = (pages, shape.page_size)
-        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, shifts)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers)
 
     if collectives is None:
         sampler = WholeSampler(model, machine.kernels)
@@ -491,12 +491,16 @@ def build_runner(
     return runner
 
 
-def _shifts(model: Model, shape: EngineShape, machine: Machine) -> tuple[Shift, ...] | None:
+def _key_centers(
+    model: Model, shape: EngineShape, machine: Machine
+) -> tuple[KeyCenter, ...] | None:
     """What each layer's keys are stored less, if pages hold e4m3."""
     if shape.scales is None:
         return None
-    found: list[tuple[Shift, ...]] = []
-    machine.device.run(lambda: found.append(key_shifts(model, shape.max_model_len, machine.where)))
+    found: list[tuple[KeyCenter, ...]] = []
+    machine.device.run(
+        lambda: found.append(find_key_centers(model, shape.max_model_len, machine.where))
+    )
     return found[0]
 
 

@@ -308,7 +308,7 @@ class Runner:
         """What changes in the slots, and the step, on the current stream."""
         cleared, late = packed.step.delta.cleared, packed.late
         if len(cleared):  # rare: it waits for a copy, and so does what follows
-            self.pool.clear(cleared)
+            self.pool.zero_pages(cleared)
         if late is not None:
             pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
@@ -481,7 +481,7 @@ class Runner:
             self._graphs,
             (largest.rows, largest.tokens),
             frame,
-            self.pool.pages,
+            self.pool.num_pages,
             self._replayed,
             self._seconds,
         )

@@ -13,46 +13,46 @@ from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.slot_arrays import SlotArrays
 from pipeinfer.messages import Plan
 
-_ONE = np.array([1], dtype="<i4").tobytes()
-_STEP = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
+_COUNT_OF_ONE = np.array([1], dtype="<i4").tobytes()
+_ONE = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
 
 
-class DecodeRun:
+class SteadyDecode:
     """The rows of `plan`, which computed one token of each; `left`: plans until one has no room.
 
     room: int32 [R], the first position of each row that lies in none of its pages.
     """
 
     def __init__(
-        self, plan: Plan, rows: Rows, slots: SlotArrays, table: PageTable, page: int
+        self, plan: Plan, rows: Rows, slots: SlotArrays, table: PageTable, page_size: int
     ) -> None:
         self._slot_bytes = plan.slots
         self._count_bytes = plan.counts
-        self._page = page
+        self._page_size = page_size
         self.slots = rows.slots
         self.starts = rows.starts + rows.counts
-        self.room = table.held[rows.slots] * np.int32(page)
+        self.capacity = table.num_pages[rows.slots] * np.int32(page_size)
         # A row may decode position p while p + 2 tokens are within its limit.
-        self.left = int((slots.max_total[rows.slots] - self.starts).min()) - 1
-        self._ones = rows.counts
-        self._yes = rows.samples
-        self._no = rows.deferred
+        self.remaining = int((slots.max_total[rows.slots] - self.starts).min()) - 1
+        self._counts = rows.counts
+        self._samples = rows.samples
+        self._all_false = rows.deferred
 
     @staticmethod
-    def begins(plan: Plan, rows: Rows) -> bool:
+    def is_pure_decode(plan: Plan, rows: Rows) -> bool:
         """Whether `rows`, the outcome of `plan`, are decodes and nothing else."""
         count = len(rows.slots)
         return (
             count > 0
-            and plan.counts == _ONE * count
+            and plan.counts == _COUNT_OF_ONE * count
             and not rows.known.any()
             and bool(rows.samples.all())
         )
 
-    def goes_on(self, plan: Plan) -> bool:
+    def repeats(self, plan: Plan) -> bool:
         """Whether `plan` decodes the same rows again and does nothing else."""
         return (
-            self.left > 0
+            self.remaining > 0
             and plan.slots == self._slot_bytes
             and plan.counts == self._count_bytes
             and not plan.releases
@@ -62,16 +62,16 @@ class DecodeRun:
             and not plan.reset
         )
 
-    def growing(self) -> np.ndarray:
+    def rows_needing_page(self) -> np.ndarray:
         """int64 [G]: rows that need a page for the next position."""
-        return np.flatnonzero(self.starts == self.room)
+        return np.flatnonzero(self.starts == self.capacity)
 
     def advance(self, growing: np.ndarray) -> Rows:
         """The next position of every row, when those of `growing()` have got their pages."""
         starts = self.starts
-        self.starts = starts + _STEP
-        self.left -= 1
+        self.starts = starts + _ONE
+        self.remaining -= 1
         if len(growing):
-            self.room[growing] += self._page
-        ones, yes, no = self._ones, self._yes, self._no
+            self.capacity[growing] += self._page_size
+        ones, yes, no = self._counts, self._samples, self._all_false
         return Rows(self.slots, starts, ones, yes, no, no, same_as_previous=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.memory.allocator import PageAllocator
-from pipeinfer.memory.decode_run import DecodeRun
+from pipeinfer.memory.decode_run import SteadyDecode
 from pipeinfer.memory.digest import RunningDigest
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.integrity import check_balance, check_everything
@@ -20,7 +20,7 @@ from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.slot_arrays import SlotArrays
 from pipeinfer.messages import Admit, Extend, Plan, Release
 
-_NONE = np.empty(0, dtype=np.int32)
+_NO_SLOTS = np.empty(0, dtype=np.int32)
 
 
 class MemoryManager:
@@ -47,31 +47,36 @@ class MemoryManager:
     def reset(self) -> None:
         """Empty slots, empty cache, all pages free, digest 0."""
         self._unverified += [
-            self.table.own(slot) for slot in np.flatnonzero(self.slots.active).tolist()
+            self.table.owned_pages(slot) for slot in np.flatnonzero(self.slots.active).tolist()
         ]
         self.allocator.reset()
         self.cache.reset()
         self.table.reset()
-        self.slots = SlotArrays(self.slots.count)
-        self._prompts_done = _NONE, _NONE  # slots, by the plan before the last one, and by that
-        self._run: DecodeRun | None = None  # of the plan before, if it was nothing but decodes
-        self.evicted_pages = 0  # since the cache was empty
+        self.slots = SlotArrays(self.slots.num_slots)
+        self._finished_prompts = (
+            _NO_SLOTS,
+            _NO_SLOTS,
+        )  # slots, by the plan before the last one, and by that
+        self._steady_decode: SteadyDecode | None = (
+            None  # of the plan before, if it was nothing but decodes
+        )
+        self.num_evicted = 0  # since the cache was empty
         self._digest = RunningDigest()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Pages that can hold tokens, page size, slots, tokens of the longest request."""
-        return self.allocator.total, self.page_size, self.slots.count, self.max_model_len
+        return self.allocator.num_pages, self.page_size, self.slots.num_slots, self.max_model_len
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Free pages."""
-        return self.allocator.free
+        return self.allocator.num_free
 
     @property
-    def evictable(self) -> int:
+    def num_evictable(self) -> int:
         """Pages of the prefix cache that nobody has locked."""
-        return self.cache.evictable
+        return self.cache.num_evictable
 
     def apply(self, plan: Plan) -> Rows:
         """Carries out `plan` in the fixed order: releases, inserts, shares, what a reset forgets,
@@ -79,29 +84,37 @@ class MemoryManager:
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
-        rows = self._go_on(plan)
+        rows = self._repeat_decodes(plan)
         if rows is None:
-            slots, counts = self._rows_of(plan)
+            slots, counts = self._parse_rows(plan)
             for release in plan.releases:
                 self._release(release, plan.number)
-            self._insert_prompts(plan.number)
+            self._cache_finished_prompts(plan.number)
             for slot in _ids(plan.shares, f"shares of plan {plan.number}").tolist():
-                self._share_computed(slot, plan.number)
+                self._cache_unfinished_prompt(slot, plan.number)
             if plan.reset:
-                self._evict(self.evictable)
+                self._evict(self.num_evictable)
             cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
             for extend in plan.extends:
                 self._extend(extend)
-            rows = self._advance(slots, counts)
+            rows = self._advance_rows(slots, counts)
             rows.cached = cached
             rows.admitted = np.array([admit.slot for admit in plan.admits], np.int32)
-            self._run = None
-            if DecodeRun.begins(plan, rows) and not any(map(len, self._prompts_done)):
-                self._run = DecodeRun(plan, rows, self.slots, self.table, self.page_size)
+            self._steady_decode = None
+            if SteadyDecode.is_pure_decode(plan, rows) and not any(
+                map(len, self._finished_prompts)
+            ):
+                self._steady_decode = SteadyDecode(
+                    plan, rows, self.slots, self.table, self.page_size
+                )
         check_balance(self.allocator, self.cache, self.table)
-        self._note(rows.cached, rows.starts, rows.counts, rows.deferred)
+        self._add_to_digest(rows.cached, rows.starts, rows.counts, rows.deferred)
         rows.number = plan.number
-        rows.free, rows.evictable, rows.evicted = self.free, self.evictable, self.evicted_pages
+        rows.free, rows.evictable, rows.evicted = (
+            self.num_free,
+            self.num_evictable,
+            self.num_evicted,
+        )
         rows.digest = self._digest.close()
         if self._unverified:
             rows.unverified, self._unverified = np.concatenate(self._unverified), []
@@ -114,8 +127,8 @@ class MemoryManager:
     # ------------------------------------------------------------------------------ release, insert
 
     def _release(self, release: Release, clock: int) -> None:
-        slot = self._active(release.slot, "release")
-        known, computed = int(self.slots.known[slot]), int(self.slots.computed[slot])
+        slot = self._check_active(release.slot, "release")
+        known, computed = int(self.slots.num_known[slot]), int(self.slots.num_computed[slot])
         outputs = _ids(release.output_ids, f"release of slot {slot}")
         confirmed = known + len(outputs)
         if len(outputs) and confirmed > computed + 1:
@@ -127,21 +140,21 @@ class MemoryManager:
         if release.keep and not release.forget:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that anybody may reuse.
-            self._share(slot, tokens[: min(computed, confirmed)], clock)
-        older, newer = self._prompts_done
-        self._prompts_done = older[older != slot], newer[newer != slot]
-        self.cache.unlock(self.slots.node[slot])
-        given = [self.table.own(slot)]
+            self._cache_full_pages(slot, tokens[: min(computed, confirmed)], clock)
+        older, newer = self._finished_prompts
+        self._finished_prompts = older[older != slot], newer[newer != slot]
+        self.cache.unlock(self.slots.locked_node[slot])
+        given = [self.table.owned_pages(slot)]
         if release.forget:
-            given.append(self.cache.forget(tokens, self.slots.salt[slot]))
+            given.append(self.cache.remove(tokens, self.slots.salt[slot]))
         if not release.keep:
             self._unverified += given
         for pages in given:
-            self._give(pages)
+            self._free(pages)
         self.table.clear(slot)
         self.slots.clear(slot)
 
-    def _insert_prompts(self, clock: int) -> None:
+    def _cache_finished_prompts(self, clock: int) -> None:
         """Lets others share the prompts that were completed two plans before.
 
         Late on purpose: whoever matches them now computes in a step after the one that writes them,
@@ -149,42 +162,44 @@ class MemoryManager:
         flight a prompt's own result has been seen by now, and one that gave bad logits is released:
         attention may have carried its NaN back into keys and values that others would share.
         """
-        for slot in self._prompts_done[0].tolist():
-            self._share(slot, self.slots.known_tokens(slot)[: self.slots.admitted[slot]], clock)
+        for slot in self._finished_prompts[0].tolist():
+            self._cache_full_pages(
+                slot, self.slots.known_tokens(slot)[: self.slots.num_admitted[slot]], clock
+            )
 
-    def _share_computed(self, slot: int, clock: int) -> None:
+    def _cache_unfinished_prompt(self, slot: int, clock: int) -> None:
         """Lets what this plan admits share what earlier ones compute of an unfinished prompt. Its
         logits are not known yet; if they are bad, so would be those of whoever computed the same
         beginning."""
-        self._active(slot, "share")
-        computed = min(int(self.slots.computed[slot]), int(self.slots.admitted[slot]))
-        self._share(slot, self.slots.known_tokens(slot)[:computed], clock)
+        self._check_active(slot, "share")
+        computed = min(int(self.slots.num_computed[slot]), int(self.slots.num_admitted[slot]))
+        self._cache_full_pages(slot, self.slots.known_tokens(slot)[:computed], clock)
 
-    def _share(self, slot: int, tokens: np.ndarray, clock: int) -> None:
+    def _cache_full_pages(self, slot: int, tokens: np.ndarray, clock: int) -> None:
         """Hands the whole pages of `tokens`, the slot's first and all computed, to the cache."""
         count = len(tokens) // self.page_size
         if count == 0:
             return
-        before = self.table.row(slot)[:count]
+        before = self.table.pages_of(slot)[:count]
         tokens = tokens[: count * self.page_size]
         node, pages = self.cache.insert(tokens, before, self.slots.salt[slot], clock)
         if node is None:
             return
         # First the row points at the cache's pages and holds them; only then are the duplicates
         # free to be taken. Steps in flight still write the duplicates: later takers come later.
-        self.table.share(slot, pages)
+        self.table.set_prefix(slot, pages)
         self.cache.lock(node)
-        self.cache.unlock(self.slots.node[slot])
-        self.slots.node[slot] = node
-        self._give(before[before != pages])
+        self.cache.unlock(self.slots.locked_node[slot])
+        self.slots.locked_node[slot] = node
+        self._free(before[before != pages])
 
     # ---------------------------------------------------------------------------------------- admit
 
     def _admit(self, admit: Admit, clock: int) -> int:
         """Fills a slot and locks the cached prefix; returns how many tokens it has."""
         slot = admit.slot
-        if not 0 <= slot < self.slots.count:
-            raise ProtocolError(f"admit into slot {slot} of {self.slots.count}")
+        if not 0 <= slot < self.slots.num_slots:
+            raise ProtocolError(f"admit into slot {slot} of {self.slots.num_slots}")
         if self.slots.active[slot]:
             raise ProtocolError(f"admit of {admit.request_id!r} into slot {slot}, which is used")
         tokens = _ids(admit.token_ids, f"admit into slot {slot}")
@@ -201,16 +216,16 @@ class MemoryManager:
         reusable = len(tokens) - 1 if admit.score_from < 0 else max(admit.score_from - 1, 0)
         node, pages = self.cache.match(tokens[:reusable], admit.cache_salt, clock)
         self.cache.lock(node)
-        self.slots.node[slot] = node
-        self.table.share(slot, pages)
+        self.slots.locked_node[slot] = node
+        self.table.set_prefix(slot, pages)
         cached = len(pages) * self.page_size
-        self.slots.computed[slot] = cached
+        self.slots.num_computed[slot] = cached
         return cached
 
     def _extend(self, extend: Extend) -> None:
-        slot = self._active(extend.slot, "extend")
+        slot = self._check_active(extend.slot, "extend")
         tokens = _ids(extend.ids, f"extend of slot {slot}")
-        known, most = int(self.slots.known[slot]), int(self.slots.max_total[slot])
+        known, most = int(self.slots.num_known[slot]), int(self.slots.max_total[slot])
         if not 0 < len(tokens) < most - known:
             raise ProtocolError(
                 f"extend of slot {slot} by {len(tokens)} tokens, where {known} are known and at "
@@ -222,54 +237,54 @@ class MemoryManager:
 
     # ---------------------------------------------------- advance: the hot path, no loop over rows
 
-    def _advance(self, slots: np.ndarray, counts: np.ndarray) -> Rows:
-        starts = self.slots.computed[slots]
-        known = self.slots.known[slots]
+    def _advance_rows(self, slots: np.ndarray, counts: np.ndarray) -> Rows:
+        starts = self.slots.num_computed[slots]
+        known = self.slots.num_known[slots]
         left = known - starts
         # A decode computes position `start` and samples the token at `start + 1`. In an empty slot
         # nothing is left and nothing has room.
         has_room = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
         takes = np.where(left > 0, np.minimum(left, counts), has_room).astype(np.int32)
-        needs = self._pages_for(starts + takes) - self.table.held[slots]
+        needs = self._pages_for(starts + takes) - self.table.num_pages[slots]
         total = int(needs.sum())
         deferred = np.zeros(len(slots), dtype=bool)
-        if total > self.free + self.evictable:
-            deferred = self._rows_without_pages(needs)
+        if total > self.num_free + self.num_evictable:
+            deferred = self._choose_deferred(needs)
             takes[deferred] = needs[deferred] = 0
             total = int(needs.sum())
         if total:
-            self.table.append(slots, needs, self._take(total))
+            self.table.append(slots, needs, self._allocate(total))
         ends = starts + takes
-        self.slots.computed[slots] = ends
+        self.slots.num_computed[slots] = ends
         samples = (takes > 0) & (ends >= known)
-        prompts = samples & (left > 0) & (known == self.slots.admitted[slots])
-        self._prompts_done = self._prompts_done[1], slots[prompts]
+        prompts = samples & (left > 0) & (known == self.slots.num_admitted[slots])
+        self._finished_prompts = self._finished_prompts[1], slots[prompts]
         return Rows(slots, starts, takes, samples, left > 0, deferred)
 
-    def _go_on(self, plan: Plan) -> Rows | None:
+    def _repeat_decodes(self, plan: Plan) -> Rows | None:
         """The rows of the plan before, one token further, if that is all that `plan` wants and
         there are pages for it; else None, and nothing is touched."""
-        run = self._run
-        if run is None or not run.goes_on(plan):
+        run = self._steady_decode
+        if run is None or not run.repeats(plan):
             return None
-        growing = run.growing()
+        growing = run.rows_needing_page()
         if len(growing):
-            if len(growing) > self.free + self.evictable:
+            if len(growing) > self.num_free + self.num_evictable:
                 return None
-            self.table.extend(run.slots[growing], self._take(len(growing)))
+            self.table.append_one(run.slots[growing], self._allocate(len(growing)))
         rows = run.advance(growing)
-        self.slots.computed[run.slots] = run.starts
+        self.slots.num_computed[run.slots] = run.starts
         return rows
 
     def _pages_for(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + (self.page_size - 1)) // self.page_size
 
-    def _rows_without_pages(self, needs: np.ndarray) -> np.ndarray:
+    def _choose_deferred(self, needs: np.ndarray) -> np.ndarray:
         """In plan order, each row takes what it needs in full or is deferred; bool [R].
 
         Rows that need nothing go on. The one loop over rows, taken only when memory is short.
         """
-        left = self.free + self.evictable
+        left = self.num_free + self.num_evictable
         deferred = np.zeros(len(needs), dtype=bool)
         for row in np.flatnonzero(needs).tolist():
             if needs[row] <= left:
@@ -280,35 +295,35 @@ class MemoryManager:
 
     # -------------------------------------------------------------------------------------- helpers
 
-    def _take(self, count: int) -> np.ndarray:
-        missing = count - self.free
+    def _allocate(self, count: int) -> np.ndarray:
+        missing = count - self.num_free
         if missing > 0:
             self._evict(missing)
-        pages = self.allocator.take(count)
-        self._note(pages)
+        pages = self.allocator.allocate(count)
+        self._add_to_digest(pages)
         return pages
 
     def _evict(self, count: int) -> None:
         pages = self.cache.evict(count)
-        self.evicted_pages += len(pages)
-        self._give(pages)
+        self.num_evicted += len(pages)
+        self._free(pages)
 
-    def _give(self, pages: np.ndarray) -> None:
-        self._note(pages)
-        self.allocator.give(pages)
+    def _free(self, pages: np.ndarray) -> None:
+        self._add_to_digest(pages)
+        self.allocator.free(pages)
 
-    def _note(self, *decisions: np.ndarray) -> None:
+    def _add_to_digest(self, *decisions: np.ndarray) -> None:
         for decision in decisions:
             self._digest.add(decision)
 
-    def _active(self, slot: int, verb: str) -> int:
-        if not 0 <= slot < self.slots.count:
-            raise ProtocolError(f"{verb} of slot {slot} of {self.slots.count}")
+    def _check_active(self, slot: int, verb: str) -> int:
+        if not 0 <= slot < self.slots.num_slots:
+            raise ProtocolError(f"{verb} of slot {slot} of {self.slots.num_slots}")
         if not self.slots.active[slot]:
             raise ProtocolError(f"{verb} of slot {slot}, which is empty")
         return slot
 
-    def _rows_of(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    def _parse_rows(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         """The plan's slots and counts, int32 [R]; raises ProtocolError if they make no sense."""
         slots = _ids(plan.slots, f"slots of plan {plan.number}")
         counts = _ids(plan.counts, f"counts of plan {plan.number}")
@@ -316,10 +331,10 @@ class MemoryManager:
             raise ProtocolError(f"plan {plan.number}: {len(slots)} slots, {len(counts)} counts")
         if len(slots) == 0:
             return slots, counts
-        if int(slots.min()) < 0 or int(slots.max()) >= self.slots.count:
+        if int(slots.min()) < 0 or int(slots.max()) >= self.slots.num_slots:
             raise ProtocolError(
                 f"plan {plan.number}: slots {int(slots.min())}..{int(slots.max())} "
-                f"of {self.slots.count}"
+                f"of {self.slots.num_slots}"
             )
         if int(counts.min()) < 0:
             raise ProtocolError(f"plan {plan.number}: count {int(counts.min())}")

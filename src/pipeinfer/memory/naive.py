@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeinfer.memory.errors import IntegrityError
-from pipeinfer.memory.prefix_cache import Match, Path
+from pipeinfer.memory.prefix_cache import CachedPath, PrefixMatch
 
 _NO_PAGES = np.empty(0, dtype=np.int32)
-_NOTHING = Match(None, _NO_PAGES)
+_NOTHING = PrefixMatch(None, _NO_PAGES)
 
 
 class NaiveCache:
@@ -21,14 +21,14 @@ class NaiveCache:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.evictable = 0
-        self.locked = 0
+        self.num_evictable = 0
+        self.num_locked = 0
 
-    def match(self, tokens: np.ndarray, salt: str, clock: int) -> Match:
+    def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
         """Nothing."""
         return _NOTHING
 
-    def largest(self, most: int, ids: int) -> list[Path]:
+    def largest(self, count: int, max_ids: int) -> list[CachedPath]:
         """None."""
         return []
 
@@ -38,7 +38,7 @@ class NaiveCache:
     def unlock(self, node: object) -> None:
         """Nothing to unlock."""
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> Match:
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
         """Takes nothing."""
         return _NOTHING
 
@@ -46,7 +46,7 @@ class NaiveCache:
         """Has nothing to give up."""
         return _NO_PAGES
 
-    def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+    def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
         """Has nothing to give up."""
         return _NO_PAGES
 

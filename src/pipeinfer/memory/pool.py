@@ -15,7 +15,9 @@ from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
-Shift = torch.Tensor | None  # float32 [kv_heads, head_dim]: what a layer's keys are stored less
+KeyCenter = (
+    torch.Tensor | None
+)  # float32 [kv_heads, head_dim]: what is subtracted from a layer's keys before they are stored
 
 
 def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torch.dtype, /) -> int:
@@ -27,9 +29,11 @@ def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torc
 class KVPool:
     """Per layer, K and V as `[pages, page_size, kv_heads, head_dim]`; layers may differ in shape.
 
-    dtype: of the values; stored: of what lies in the pages, the same or e4m3. scales: of each
-    layer, 1 where values are stored as they are. shifts: of each layer's keys before they become
-    e4m3, None where nothing is subtracted.
+    num_pages, page_size: with the dummy page; tokens.
+    dtype, storage_dtype: of the values; of what lies in the pages, the same or e4m3.
+    scales: of each layer, 1 where values are stored as they are.
+    key_centers: of each layer, float32 [kv_heads, head_dim], what is subtracted from keys before
+        they become e4m3; None where nothing is.
 
     Page 0 is a dummy: no request owns it, padding reads it. Everything starts as zero, because
     padding is read before anybody has written: a masked position has weight 0, and 0 times a NaN
@@ -39,40 +43,42 @@ class KVPool:
     def __init__(
         self,
         shapes: Sequence[AttentionShape],
-        pages: int,
+        num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         scales: Sequence[Scales] | None = None,
-        shifts: Sequence[Shift] | None = None,
+        key_centers: Sequence[KeyCenter] | None = None,
     ) -> None:
         """scales: of each layer, of values that are stored as e4m3; None: they are not, and there
-        are no shifts either.
+        are no key_centers either.
 
         Raises ValueError without at least one page beside the dummy.
         """
-        if pages < 2 or page_size < 1:
-            raise ValueError(f"a pool needs 2 pages of 1 token, not {pages} of {page_size}")
-        self.pages = pages
+        if num_pages < 2 or page_size < 1:
+            raise ValueError(f"a pool needs 2 pages of 1 token, not {num_pages} of {page_size}")
+        self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
-        self.stored = dtype if scales is None else E4M3
+        self.storage_dtype = dtype if scales is None else E4M3
         self.device = torch.device(device)
         self.shapes = tuple(shapes)
-        sizes = [(pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes]
+        sizes = [
+            (num_pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes
+        ]
         self.scales = tuple(scales or [ONES] * len(sizes))
-        self.shifts: tuple[Shift, ...] = tuple(shifts or [None] * len(sizes))
-        self.k = [_zeros(size, self.stored, self.device) for size in sizes]
-        self.v = [_zeros(size, self.stored, self.device) for size in sizes]
+        self.key_centers: tuple[KeyCenter, ...] = tuple(key_centers or [None] * len(sizes))
+        self.k = [_zeros(size, self.storage_dtype, self.device) for size in sizes]
+        self.v = [_zeros(size, self.storage_dtype, self.device) for size in sizes]
 
-    def by_place(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def token_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """K and V of each layer as [pages * page_size, kv_heads * head_dim], one row per token: a
         flat gather is six times faster than one by [page, offset].
         """
         k = [k.view(-1, k.shape[2] * k.shape[3]) for k in self.k]
         return k, [v.view(-1, v.shape[2] * v.shape[3]) for v in self.v]
 
-    def clear(self, pages: np.ndarray) -> None:
+    def zero_pages(self, pages: np.ndarray) -> None:
         """Zeroes `pages` int32 [n], of a request that may have left NaN there.
 
         Whoever gets such a page fills it token by token, and FlashAttention-3 multiplies what lies
@@ -85,12 +91,12 @@ class KVPool:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers, K and V together."""
-        return bytes_per_page(self.shapes, self.page_size, self.stored)
+        return bytes_per_page(self.shapes, self.page_size, self.storage_dtype)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole pool; on a CPU they become real memory only as tokens are stored."""
-        return self.pages * self.bytes_per_page
+        return self.num_pages * self.bytes_per_page
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -21,30 +21,35 @@ CACHES = {
 }
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """A cached prefix: the node it ends in (None: nothing cached) and its pages, int32 [n]."""
 
     node: object
     pages: np.ndarray
 
 
-class Path(NamedTuple):
-    """Cached tokens from the first on: how many; sequences that begin with them (`ends`); locks on
-    them (`held`); the first ids, int32, none where there is a salt: those are for nobody else."""
+class CachedPath(NamedTuple):
+    """A path from the root to some node: a cached prefix, for operators to look at.
 
-    tokens: int
-    ends: int
-    held: int
-    first: np.ndarray
+    num_tokens: its length.
+    num_sequences: cached sequences that begin with it.
+    num_locks: locks of requests on it.
+    first_ids: int32, its first token ids; none under a salt, whose texts nobody else may see.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_locks: int
+    first_ids: np.ndarray
 
 
 class PrefixCache(Protocol):
     """Owns the pages that were inserted until it evicts them. `clock` is the plan's number."""
 
-    evictable: int  # pages that evict() could return
-    locked: int  # pages on a path that somebody has locked
+    num_evictable: int  # pages that evict() could return
+    num_locked: int  # pages on a path that somebody has locked
 
-    def match(self, tokens: np.ndarray, salt: str, clock: int) -> Match:
+    def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
         """The longest cached prefix of `tokens` (int32 [n], whole pages count) under `salt`."""
         ...
 
@@ -56,7 +61,7 @@ class PrefixCache(Protocol):
         """Undoes one lock; raises IntegrityError if there is none."""
         ...
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> Match:
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
         """Offers `pages` int32 [n] holding the KV of `tokens` int32 [n * page_size].
 
         Returns the pages that the cache has for these tokens now. Where it had a page already it
@@ -66,18 +71,18 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, count: int) -> np.ndarray:
-        """Gives up at most `count` pages, least recently used first; int32, now the caller's."""
+        """Gives up at count `count` pages, least recently used first; int32, now the caller's."""
         ...
 
-    def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+    def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
         """Gives up the pages of `tokens` (int32 [n]), from the last cached one backwards, as far as
         nobody has locked them and no other tokens follow; int32, now the caller's.
         """
         ...
 
-    def largest(self, most: int, ids: int) -> list[Path]:
-        """At most so many paths: those that several sequences begin with, by the tokens that this
-        saves, then single ones by their length. `ids`: of each, so many are told. Its cost is
+    def largest(self, count: int, max_ids: int) -> list[CachedPath]:
+        """At count so many paths: those that several sequences begin with, by the tokens that this
+        saves, then single ones by their length. `max_ids`: of each, so many are told. Its cost is
         bounded: of a very large tree it sees a part.
         """
         ...

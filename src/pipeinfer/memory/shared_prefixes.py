@@ -14,23 +14,23 @@ from pipeinfer.memory.page_table import PageTable
 from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import SharedPrefixes
 
-LEAST = 256  # tokens: a shorter beginning is as fast read by each row for itself
-LEVELS = 8  # of beginnings within beginnings
+MIN_SHARED_TOKENS = 256  # tokens: a shorter beginning is as fast read by each row for itself
+MAX_NESTING = 8  # of beginnings within beginnings
 
 
-class Group(NamedTuple):
-    """Rows of a step, int64, that have their first `pages` pages in common."""
+class PrefixGroup(NamedTuple):
+    """rows: int64 [n] of a step; num_pages: the first pages that all of them have in common."""
 
     rows: np.ndarray
-    pages: int
+    num_pages: int
 
     @property
-    def saved(self) -> int:
+    def num_saved(self) -> int:
         """Pages that need not be read again."""
-        return (len(self.rows) - 1) * self.pages
+        return (len(self.rows) - 1) * self.num_pages
 
 
-def groups_of(pages: np.ndarray, least: int) -> list[Group]:
+def find_groups(pages: np.ndarray, least: int) -> list[PrefixGroup]:
     """Disjoint groups of the rows of `pages` int32 [R, W], none shorter than `least` pages. Of a
     beginning that many rows have and longer ones that fewer of them have it takes what saves more.
     """
@@ -41,7 +41,7 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
     block = pages[order]
     begins = np.flatnonzero(np.diff(block[:, least - 1], prepend=-1))
     sizes = np.diff(begins, append=len(order))
-    apart = _in_common(block)
+    apart = _common_with_next(block)
     apart[begins[1:] - 1] = pages.shape[1]  # between two beginnings
     common = np.minimum.reduceat(apart, begins)
     following = np.minimum(np.repeat(common, sizes), pages.shape[1] - 1)
@@ -51,25 +51,27 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
     )
     pairs.sort()
     again = pairs[1:][pairs[1:] == pairs[:-1]] >> 32  # groups of which some have more in common
-    groups = list[Group]()
+    groups = list[PrefixGroup]()
     for number, (begin, size) in enumerate(zip(begins.tolist(), sizes.tolist(), strict=True)):
         rows = order[begin : begin + size]
         if size == 1:
             continue
         if number in again:
-            groups += _nested(pages, rows)
+            groups += _nested_groups(pages, rows)
         else:
-            groups.append(Group(rows, int(common[number])))
+            groups.append(PrefixGroup(rows, int(common[number])))
     return groups
 
 
-def shared_prefixes(table: PageTable, slots: np.ndarray, page_size: int) -> SharedPrefixes | None:
+def find_shared_prefixes(
+    table: PageTable, slots: np.ndarray, page_size: int
+) -> SharedPrefixes | None:
     """Step.shared_prefixes of decodes in `slots` int32 [R]; None if nothing is worth it. A row's
     shared prefix is what
     the prefix cache owns at most, so that tokens are left behind it.
     """
-    least = max(-(-LEAST // page_size), 1)
-    long = np.flatnonzero(table.shared[slots] >= least)
+    least = max(-(-MIN_SHARED_TOKENS // page_size), 1)
+    long = np.flatnonzero(table.num_shared[slots] >= least)
     if len(long) < 2:
         return None
     held = slots[long]
@@ -80,37 +82,42 @@ def shared_prefixes(table: PageTable, slots: np.ndarray, page_size: int) -> Shar
     if not len(several):
         return None
     long = long[np.isin(ends, several)]
-    width = min(int(table.shared[slots[long]].max()), PART - 1)
-    groups = groups_of(table.columns(slots[long], 0, width), least)
-    groups.sort(key=lambda one: -one.saved)
+    width = min(int(table.num_shared[slots[long]].max()), PART - 1)
+    groups = find_groups(table.columns(slots[long], 0, width), least)
+    groups.sort(key=lambda one: -one.num_saved)
     leaders, ranks = np.zeros((2, len(slots)), dtype=np.int32)
     for group in groups[:MOST_RUNS]:
         rows = long[group.rows]
-        leaders[rows] = int(rows[0]) * PART + group.pages
+        leaders[rows] = int(rows[0]) * PART + group.num_pages
         ranks[rows] = np.arange(len(rows)) * PART + len(rows)
     return SharedPrefixes(leaders, ranks)
 
 
-class _Beginning(NamedTuple):
+class _PrefixNode(NamedTuple):
     """Rows that have their first `pages` pages in common: those of `longer` beginnings, and those
     `alone` with what follows."""
 
     pages: int
-    alone: list[int]
-    longer: list[_Beginning]
+    rows: list[int]
+    children: list[_PrefixNode]
 
 
-def _nested(pages: np.ndarray, rows: np.ndarray) -> list[Group]:
+def _nested_groups(pages: np.ndarray, rows: np.ndarray) -> list[PrefixGroup]:
     """Groups of `rows`, which begin alike, where some have more in common."""
     width, block = pages.shape[1], np.ascontiguousarray(pages[rows])
     # In the order of their bytes, any in which those that begin alike lie side by side.
     order = block.view(f"S{width * block.itemsize}")[:, 0].argsort(kind="stable")
-    groups = list[Group]()
-    _choose(_tree(rows[order].tolist(), _in_common(block[order])[:-1].tolist()), 0, {}, groups)
+    groups = list[PrefixGroup]()
+    _pick_groups(
+        _build_tree(rows[order].tolist(), _common_with_next(block[order])[:-1].tolist()),
+        0,
+        {},
+        groups,
+    )
     return groups
 
 
-def _in_common(block: np.ndarray) -> np.ndarray:
+def _common_with_next(block: np.ndarray) -> np.ndarray:
     """int64 [R]: how many first pages each row of `block` has in common with the next one; of the
     last all."""
     differs = block[1:] != block[:-1]
@@ -119,38 +126,38 @@ def _in_common(block: np.ndarray) -> np.ndarray:
     return common
 
 
-def _tree(rows: list[int], common: list[int]) -> _Beginning:
+def _build_tree(rows: list[int], common: list[int]) -> _PrefixNode:
     """The beginning that all `rows` have; rows that begin alike lie side by side, and have so many
     pages in `common` with the next one."""
-    open_ = list[_Beginning]()  # each within the one before
+    open_ = list[_PrefixNode]()  # each within the one before
     before = -1
     for row, after in zip(rows, [*common, -1], strict=True):
         if after > before:
-            open_.append(_Beginning(after, [row], []))
+            open_.append(_PrefixNode(after, [row], []))
         else:
-            open_[-1].alone.append(row)
+            open_[-1].rows.append(row)
         while len(open_) > 1 and open_[-2].pages >= after:
-            open_[-2].longer.append(open_.pop())
+            open_[-2].children.append(open_.pop())
         if 0 <= after < open_[-1].pages:
-            open_.append(_Beginning(after, [], [open_.pop()]))
+            open_.append(_PrefixNode(after, [], [open_.pop()]))
         before = after
     [root] = open_
-    return _cut(root, LEVELS)
+    return _limit_depth(root, MAX_NESTING)
 
 
-def _cut(of: _Beginning, levels: int) -> _Beginning:
+def _limit_depth(of: _PrefixNode, levels: int) -> _PrefixNode:
     """The same without what is deeper than so many `levels` of beginnings within beginnings."""
     if levels:
-        return of._replace(longer=[_cut(one, levels - 1) for one in of.longer])
-    rows, rest = [*of.alone], [*of.longer]
+        return of._replace(children=[_limit_depth(one, levels - 1) for one in of.children])
+    rows, rest = [*of.rows], [*of.children]
     while rest:
         one = rest.pop()
-        rows += one.alone
-        rest += one.longer
-    return _Beginning(of.pages, rows, [])
+        rows += one.rows
+        rest += one.children
+    return _PrefixNode(of.pages, rows, [])
 
 
-def _worth(of: _Beginning, price: int, known: dict[tuple[int, int], tuple[int, int]]) -> int:
+def _most_saved(of: _PrefixNode, price: int, known: dict[tuple[int, int], tuple[int, int]]) -> int:
     """Of the best choice of groups: the pages that they save, and `price` for each row in none,
     which is what it saves in a group of a shorter beginning. known: by a beginning's id and the
     price, what it is worth without a group of this beginning and with one.
@@ -160,24 +167,27 @@ def _worth(of: _Beginning, price: int, known: dict[tuple[int, int], tuple[int, i
     """
     found = known.get((id(of), price))
     if found is None:
-        apart = price * len(of.alone) + sum(_worth(one, price, known) for one in of.longer)
-        joined = of.pages * (len(of.alone) - 1)
-        joined += sum(_worth(one, of.pages, known) for one in of.longer)
+        apart = price * len(of.rows) + sum(_most_saved(one, price, known) for one in of.children)
+        joined = of.pages * (len(of.rows) - 1)
+        joined += sum(_most_saved(one, of.pages, known) for one in of.children)
         found = known[id(of), price] = apart, joined
     return max(found)
 
 
-def _choose(
-    of: _Beginning, price: int, known: dict[tuple[int, int], tuple[int, int]], groups: list[Group]
+def _pick_groups(
+    of: _PrefixNode,
+    price: int,
+    known: dict[tuple[int, int], tuple[int, int]],
+    groups: list[PrefixGroup],
 ) -> list[int]:
     """Adds the best choice to `groups`; the rows in none."""
-    _worth(of, price, known)
+    _most_saved(of, price, known)
     apart, joined = known[id(of), price]
     together = joined > apart
-    rows = [*of.alone]
-    for one in of.longer:
-        rows += _choose(one, of.pages if together else price, known, groups)
+    rows = [*of.rows]
+    for one in of.children:
+        rows += _pick_groups(one, of.pages if together else price, known, groups)
     if not together:
         return rows
-    groups.append(Group(np.array(sorted(rows)), of.pages))
+    groups.append(PrefixGroup(np.array(sorted(rows)), of.pages))
     return []

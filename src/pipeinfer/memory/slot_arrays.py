@@ -18,37 +18,39 @@ class SlotArrays:
     """
 
     def __init__(self, max_slots: int) -> None:
-        self.count = max_slots
+        self.num_slots = max_slots
         self.active = np.zeros(max_slots, dtype=bool)
-        self.known = np.zeros(max_slots, dtype=np.int32)
-        self.computed = np.zeros(max_slots, dtype=np.int32)
+        self.num_known = np.zeros(max_slots, dtype=np.int32)
+        self.num_computed = np.zeros(max_slots, dtype=np.int32)
         self.max_total = np.zeros(max_slots, dtype=np.int32)
-        self.admitted = np.zeros(max_slots, dtype=np.int32)
+        self.num_admitted = np.zeros(max_slots, dtype=np.int32)
         self.tokens: list[np.ndarray | None] = [None] * max_slots  # int32 [known]
-        self.node: list[object] = [None] * max_slots  # where this request's lock is
+        self.locked_node: list[object] = [None] * max_slots  # where this request's lock is
         self.salt: list[str] = [""] * max_slots
 
     def put(self, slot: int, tokens: np.ndarray, max_total: int, salt: str) -> None:
         """Fills an empty slot; nothing is computed yet."""
         self.active[slot] = True
-        self.known[slot] = len(tokens)
-        self.computed[slot] = 0
+        self.num_known[slot] = len(tokens)
+        self.num_computed[slot] = 0
         self.max_total[slot] = max_total
-        self.admitted[slot] = len(tokens)
+        self.num_admitted[slot] = len(tokens)
         self.tokens[slot] = tokens
         self.salt[slot] = salt
 
     def extend(self, slot: int, tokens: np.ndarray) -> None:
         """More ids of an active slot are known: some of them may be computed already."""
         self.tokens[slot] = np.concatenate((self.known_tokens(slot), tokens))
-        self.known[slot] += len(tokens)
+        self.num_known[slot] += len(tokens)
 
     def clear(self, slot: int) -> None:
         """Empties a slot."""
         self.active[slot] = False
-        self.admitted[slot] = self.known[slot] = self.computed[slot] = self.max_total[slot] = 0
+        self.num_admitted[slot] = self.num_known[slot] = self.num_computed[slot] = self.max_total[
+            slot
+        ] = 0
         self.tokens[slot] = None
-        self.node[slot] = None
+        self.locked_node[slot] = None
         self.salt[slot] = ""
 
     def known_tokens(self, slot: int) -> np.ndarray:
