@@ -12,7 +12,7 @@ from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.messages import Admit, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.memory.errors import IntegrityError
+from pipeinfer.memory.pages import IntegrityError
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_random_traffic_ends_as_asked_and_leaves_every_page_accounted_for(soak):
 
 
 def test_a_page_that_is_lost_does_not_stay_unnoticed(soak, monkeypatch):
-    from pipeinfer.memory.allocator import PageAllocator
+    from pipeinfer.memory.pages import PageAllocator
 
     give = PageAllocator.free
 

@@ -16,7 +16,7 @@ from pipeinfer.attention import registry
 from pipeinfer.attention.interface import HostLengths, PlanInputs
 from pipeinfer.kernels.e4m3 import E4M3, Scales, narrowed
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu

@@ -31,7 +31,7 @@ from pipeinfer.kernels.decode_pieces import (
 )
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import AttentionShape
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 

@@ -235,31 +235,29 @@ class MemoryMachine(RuleBasedStateMachine):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)
             held = self.memory.table.pages_of(int(step.slots[row]))
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
-        self.check_runs(step)
+        self.check_shared_prefixes(step)
         self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
 
-    def check_runs(self, step: Step) -> None:
+    def check_shared_prefixes(self, step: Step) -> None:
         """Rows that are said to have pages in common have, and tokens of their own behind them."""
         if step.shared_prefixes is None:
             return
         pages = self.heard.pages(step, self.page_size)
-        ranks: dict[tuple[int, int], list[int]] = {}
-        for row, (line, seat) in enumerate(
-            zip(
-                step.shared_prefixes.leaders.tolist(),
-                step.shared_prefixes.ranks.tolist(),
-                strict=True,
-            )
+        shared = step.shared_prefixes
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (packed, rank) in enumerate(
+            zip(shared.leaders.tolist(), shared.ranks.tolist(), strict=True)
         ):
-            leader, run = divmod(line, PART)
-            if not run:
+            leader, length = divmod(packed, PART)
+            if not length:
                 continue
-            ranks.setdefault((line, seat % PART), []).append(seat // PART)
-            assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
-            assert run * self.page_size <= step.starts[row]
-            assert step.shared_prefixes.leaders[leader] == line
-        for (_, many), found in ranks.items():
-            assert sorted(found) == list(range(many)) and many > 1
+            groups.setdefault((packed, rank % PART), []).append(rank // PART)
+            assert pages[row, :length].all()
+            assert (pages[row, :length] == pages[leader, :length]).all()
+            assert length * self.page_size <= step.starts[row]
+            assert shared.leaders[leader] == packed
+        for (_, size), ranks in groups.items():
+            assert sorted(ranks) == list(range(size)) and size > 1
         event("decodes have a beginning in common")
 
     def check_forgotten(self, plan: Plan, evicted: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hash_device import HashDevice, chain
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.errors import IntegrityError, ProtocolError
-from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.manager import MemoryManager, RunningDigest
+from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
@@ -556,3 +556,23 @@ def test_long_prompts_beside_decodes_get_the_pages_they_need():
     assert len(set(flat.tolist())) == len(flat) == 4 + 2 + 8 + 2
     memory.device.run(step)
     assert memory.holds(step, 2, [8] * 30) and memory.holds(step, 3, [9] * 6)
+
+
+def links(*plans: list[list[int]]) -> list[int]:
+    digest, closed = RunningDigest(), []
+    for plan in plans:
+        for decision in plan:
+            digest.add(np.array(decision, dtype=np.int32))
+        closed.append(digest.close())
+        assert digest.value == closed[-1]
+    return closed
+
+
+def test_the_same_numbers_in_other_decisions_are_another_digest():
+    assert links([[1, 2]]) == links([[1, 2]])
+    assert len({*links([[1, 2]]), *links([[1], [2]]), *links([[1, 2], []])}) == 3
+
+
+def test_a_link_depends_on_those_before_it():
+    assert links([[1]], [[2]])[1] != links([[3]], [[2]])[1]
+    assert links([], [[2]])[1] != links([[2]])[0]

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.memory.page_table import PageTable
+from pipeinfer.memory.pages import PageTable
 from pipeinfer.memory.shared_prefixes import MIN_SHARED_TOKENS, find_groups, find_shared_prefixes
 from pipeinfer.packing import MOST_RUNS, PART
 
 PAGE = 16
-LEAST_PAGES = MIN_SHARED_TOKENS // PAGE
+MIN_PAGES = MIN_SHARED_TOKENS // PAGE
 
 
 class Tree:
@@ -99,30 +99,30 @@ class Memory:
 
 def told(found, slots):
     """The groups that the words speak of, as (rows in rank order, pages)."""
-    lines, seats = found.leaders, found.ranks
+    leaders, ranks = found.leaders, found.ranks
     groups = {}
-    for row, (line, seat) in enumerate(zip(lines.tolist(), seats.tolist(), strict=True)):
-        if line:
-            groups.setdefault(line, []).append((seat // PART, row, seat % PART))
+    for row, (leader, rank) in enumerate(zip(leaders.tolist(), ranks.tolist(), strict=True)):
+        if leader:
+            groups.setdefault(leader, []).append((rank // PART, row, rank % PART))
         else:
-            assert not seat
+            assert not rank
     result = []
-    for line, members in groups.items():
+    for leader, members in groups.items():
         members.sort()
         assert [rank for rank, _, _ in members] == list(range(len(members)))
-        assert {many for _, _, many in members} == {len(members)} and len(members) > 1
+        assert {size for _, _, size in members} == {len(members)} and len(members) > 1
         rows = [row for _, row, _ in members]
-        assert line // PART in rows
-        result.append((rows, line % PART))
+        assert leader // PART in rows
+        result.append((rows, leader % PART))
     return sorted(result)
 
 
 def test_decodes_are_told_what_their_prompts_begin_with_in_common():
-    long = [1] * LEAST_PAGES
+    long = [1] * MIN_PAGES
     paths = [[*long, 5], [7] * 30, [*long, 6], [2], [*long, 5, 5], [7] * 30]
     memory = Memory(paths, [4, 2, 6, 0, 5, 1])
     found = find_shared_prefixes(memory.table, memory.slots, PAGE)
-    assert told(found, memory.slots) == [([0, 2, 4], LEAST_PAGES), ([1, 5], 30)]
+    assert told(found, memory.slots) == [([0, 2, 4], MIN_PAGES), ([1, 5], 30)]
     lines = found.leaders
     assert lines.dtype == np.int32 and lines[0] // PART == 0 and lines[1] // PART == 1
 
@@ -132,8 +132,8 @@ def test_decodes_are_told_what_their_prompts_begin_with_in_common():
     [
         [[1] * 40],
         [[1] * 40, [2] * 40],
-        [[1] * (LEAST_PAGES - 1)] * 4,  # too short to be worth it
-        [[1] * (LEAST_PAGES - 1) + [n] * 9 for n in range(3)],
+        [[1] * (MIN_PAGES - 1)] * 4,  # too short to be worth it
+        [[1] * (MIN_PAGES - 1) + [n] * 9 for n in range(3)],
         [[], []],
     ],
 )
@@ -147,7 +147,7 @@ def test_no_slots_have_nothing_in_common():
 
 
 def test_of_more_beginnings_than_there_is_room_for_those_that_save_most_are_told():
-    paths = [[n] * (LEAST_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
+    paths = [[n] * (MIN_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
     memory = Memory(paths, list(range(len(paths))))
     groups = told(find_shared_prefixes(memory.table, memory.slots, PAGE), memory.slots)
     lengths = sorted((len(path) for path in paths[::2]), reverse=True)

@@ -11,8 +11,8 @@ import numpy as np
 
 from fuzz.target import Wrong
 from fuzz.tree_model import Numbers
-from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

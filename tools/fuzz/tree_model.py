@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fuzz.target import Wrong
-from pipeinfer.memory.radix import RadixCache
+from pipeinfer.memory.prefix_cache import RadixCache
 
 Prefix = tuple[str, tuple[int, ...]]
 SIZES = (1, 4, 16)

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention.interface import KV, PlanInputs, Traits
 from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 NEVER = float("-inf")

@@ -17,8 +17,8 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.events import Compiled, Drain, GraphDue, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
-from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import (
     Admitted,

@@ -21,7 +21,7 @@ from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import LayerHeads
-from pipeinfer.memory.pool import KeyCenter, KVPool
+from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.interface import Model
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of

@@ -31,7 +31,7 @@ from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
-from pipeinfer.memory.pool import KeyCenter, KVPool
+from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.interface import Model
 from pipeinfer.models.kv_scales import read_scales

@@ -39,7 +39,7 @@ from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, St
 from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.interface import Model
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost

@@ -1,7 +1,7 @@
-"""The KV pool: where keys and values of all requests lie, page by page.
+"""The KV pool: the keys and values of all requests, page by page.
 
-Knows shapes and bytes only: who owns a page is the memory manager's business, how pages are read
-is the attention backend's.
+Knows shapes and bytes only. The memory manager decides which request owns a page, an attention
+backend reads pages.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torc
 
 
 class KVPool:
-    """Per layer, K and V as `[pages, page_size, kv_heads, head_dim]`; layers may differ in shape.
+    """K and V of each layer. Layers may differ in shape.
 
-    num_pages, page_size: with the dummy page; tokens.
-    dtype, storage_dtype: of the values; of what lies in the pages, the same or e4m3.
-    scales: of each layer, 1 where values are stored as they are.
+    k, v: of each layer, [num_pages, page_size, kv_heads, head_dim] in storage_dtype.
+    num_pages: with the dummy page.
+    page_size: tokens of a page.
+    dtype: of keys and values.
+    storage_dtype: of what is in the pages: dtype, or e4m3.
+    scales: of each layer; 1 where storage_dtype is dtype.
     key_centers: of each layer, float32 [kv_heads, head_dim], what is subtracted from keys before
         they become e4m3; None where nothing is.
+    shapes: of each layer.
 
     Page 0 is a dummy: no request owns it, padding reads it. Everything starts as zero, because
-    padding is read before anybody has written: a masked position has weight 0, and 0 times a NaN
-    that lay in fresh memory would be NaN. Backends that read whole pages rely on it too.
+    padding is read before it is written: a masked position has weight 0, and 0 times a NaN of fresh
+    memory would be NaN. Backends that read whole pages rely on that, too.
     """
 
     def __init__(
@@ -50,8 +54,7 @@ class KVPool:
         scales: Sequence[Scales] | None = None,
         key_centers: Sequence[KeyCenter] | None = None,
     ) -> None:
-        """scales: of each layer, of values that are stored as e4m3; None: they are not, and there
-        are no key_centers either.
+        """scales: of each layer; None: pages store values as they are, and nothing is subtracted.
 
         Raises ValueError without at least one page beside the dummy.
         """
@@ -72,8 +75,9 @@ class KVPool:
         self.v = [_zeros(size, self.storage_dtype, self.device) for size in sizes]
 
     def token_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """K and V of each layer as [pages * page_size, kv_heads * head_dim], one row per token: a
-        flat gather is six times faster than one by [page, offset].
+        """Views of K and V of each layer, [num_pages * page_size, kv_heads * head_dim]: a row is a
+        token's, so the slot mapping is an index. A gather of rows is six times faster than one by
+        [page, offset].
         """
         k = [k.view(-1, k.shape[2] * k.shape[3]) for k in self.k]
         return k, [v.view(-1, v.shape[2] * v.shape[3]) for v in self.v]
@@ -81,8 +85,8 @@ class KVPool:
     def zero_pages(self, pages: np.ndarray) -> None:
         """Zeroes `pages` int32 [n], of a request that may have left NaN there.
 
-        Whoever gets such a page fills it token by token, and FlashAttention-3 multiplies what lies
-        behind a row's end, too (https://github.com/Dao-AILab/flash-attention/issues/2374).
+        Their next owner fills them token by token, and FlashAttention-3 multiplies what is behind
+        the end of a row, too (https://github.com/Dao-AILab/flash-attention/issues/2374).
         """
         at = tensor_of(pages.astype(np.int64)).to(self.device)
         for part in (*self.k, *self.v):
