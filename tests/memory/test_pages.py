@@ -1,5 +1,5 @@
-"""Every page has one owner, the order of pages is a function of the calls, and the block table tells
-what changed.
+"""Every page has one owner, their order is a function of the calls, and the block table tells what
+changed.
 """
 
 from __future__ import annotations

@@ -149,15 +149,15 @@ def share(self, slot, tokens, clock):
     count = len(tokens) // self.page_size
     if count == 0:
         return
-    before = self.table.row(slot)[:count]
+    before = self.table.pages_of(slot)[:count]
     tokens = tokens[: count * self.page_size]
     node, pages = self.cache.insert(tokens, before, self.slots.salt[slot], clock)
     if node is None:
         return
-    self.table.share(slot, pages)
+    self.table.set_prefix(slot, pages)
     self.cache.lock(node)
-    self.cache.unlock(self.slots.node[slot])
-    self.slots.node[slot] = node
+    self.cache.unlock(self.slots.locked_node[slot])
+    self.slots.locked_node[slot] = node
     self._free(pages[before != pages])
 manager.MemoryManager._cache_full_pages = share
 """

@@ -1,4 +1,8 @@
-"""What the memory manager decided of one plan, between Plan (messages.py) and Step (step.py)."""
+"""What the memory manager decided of one plan.
+
+The second of a step's descriptions: Plan (messages.py), Rows, Step (step.py), and DeviceStep
+(kernels/tables.py), on the device.
+"""
 
 from __future__ import annotations
 
