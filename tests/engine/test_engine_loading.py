@@ -39,9 +39,9 @@ def test_automatic_choices_on_a_cpu(checkpoint, monkeypatch, fast, dtype):
 
 
 def test_headers_are_read_once_for_checking_and_loading(folder, monkeypatch):
-    read, seen = checkpoint_files.read_stored, []
+    read, seen = checkpoint_files.read_tensor_index, []
     monkeypatch.setattr(
-        checkpoint_files, "read_stored", lambda path: seen.append(path) or read(path)
+        checkpoint_files, "read_tensor_index", lambda path: seen.append(path) or read(path)
     )
     settings = Settings(kv_pages=4)
     load_engine(settings, folder, choices=choose(settings, folder))

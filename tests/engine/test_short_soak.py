@@ -41,6 +41,6 @@ def test_a_page_that_is_lost_does_not_stay_unnoticed(soak, monkeypatch):
     def forgets(self, pages):
         give(self, pages[:-1] if len(pages) > 2 else pages)
 
-    monkeypatch.setattr(PageAllocator, "give", forgets)
+    monkeypatch.setattr(PageAllocator, "free", forgets)
     with pytest.raises((IntegrityError, AssertionError)):
         soak.soak(seconds=1.0, seed=0)

@@ -15,8 +15,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.models import loading as module
 from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import load_weights
-from pipeinfer.models.readahead import BUFFER_BYTES, ReadAhead
+from pipeinfer.models.loading import BUFFER_BYTES, ReadAhead, load_weights
 
 PATIENCE = 30.0
 
@@ -32,13 +31,13 @@ def files(tmp_path) -> list[Path]:
 def test_one_file_beyond_the_one_in_use_is_read_and_no_more(files):
     with ReadAhead(files) as ahead:
         assert ahead.wait_until_read(1, PATIENCE)
-        assert ahead.done == files[:1]
-        ahead.reached(files[0])
+        assert ahead.files_read == files[:1]
+        ahead.begin_file(files[0])
         assert ahead.wait_until_read(2, PATIENCE)
         assert not ahead.wait_until_read(3, 0.05)
-        ahead.reached(files[2])
+        ahead.begin_file(files[2])
         assert ahead.wait_until_read(4, PATIENCE)
-        assert ahead.done == files
+        assert ahead.files_read == files
 
 
 def test_leaving_early_ends_the_thread(files):
@@ -51,9 +50,9 @@ def test_leaving_early_ends_the_thread(files):
 def test_a_file_that_cannot_be_read_is_left_to_its_user(files, caplog):
     files[1].unlink()
     with caplog.at_level(logging.WARNING), ReadAhead(files) as ahead:
-        ahead.reached(files[3])
+        ahead.begin_file(files[3])
         ahead._thread.join(PATIENCE)
-    assert ahead.done == files[:1]
+    assert ahead.files_read == files[:1]
     assert str(files[1]) in caplog.text
 
 
@@ -76,11 +75,11 @@ def test_loading_a_sharded_checkpoint_is_read_ahead_of(checkpoint, monkeypatch):
     seen = []
 
     class Watched(ReadAhead):
-        def reached(self, file):
-            super().reached(file)
+        def begin_file(self, file):
+            super().begin_file(file)
             nth = self._files.index(file)
             assert self.wait_until_read(min(nth + 2, len(self._files)), PATIENCE)
-            seen.append((file, len(self.done)))
+            seen.append((file, len(self.files_read)))
 
     monkeypatch.setattr(module, "ReadAhead", Watched)
     load_weights(model, folder)

@@ -22,7 +22,7 @@ from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
-from pipeinfer.models.interface import Model
+from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
@@ -130,8 +130,8 @@ def _ready(
     q, k, v = heads.split_and_rotate()
     if pool.storage_dtype != E4M3:
         return q, k, v
-    shift = pool.key_centers[layer]
-    return turned(q).to(q.dtype), turned(k if shift is None else k.float() - shift), v
+    center = pool.key_centers[layer]
+    return turned(q).to(q.dtype), turned(k if center is None else k.float() - center), v
 
 
 def _put(
@@ -151,7 +151,9 @@ def _put(
 
 
 @torch.inference_mode()
-def find_key_centers(model: Model, most_tokens: int, where: torch.device) -> tuple[KeyCenter, ...]:
+def find_key_centers(
+    model: LanguageModel, most_tokens: int, where: torch.device
+) -> tuple[KeyCenter, ...]:
     """What each layer's keys (after norm and RoPE) are stored less, where pages hold 8 bits.
 
     It is the key that queries see on average; None for a layer with sinks or a soft cap, whose
@@ -166,7 +168,7 @@ def find_key_centers(model: Model, most_tokens: int, where: torch.device) -> tup
     if any(map(_may_center, average.shapes)):
         count = min(TOKENS, most_tokens)
         # This generator is frozen: it gives the same ids in every version of NumPy.
-        ids = np.random.RandomState(0).randint(0, model.vocabulary.vocab_size, count)
+        ids = np.random.RandomState(0).randint(0, model.vocab_shard.vocab_size, count)
         tokens = tensor_of(ids.astype(np.int64)).to(where)
         model(tokens, torch.arange(count, device=where), average)
     return tuple(average.found)

@@ -40,7 +40,7 @@ from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
 from pipeinfer.memory.kv_pool import KVPool
-from pipeinfer.models.interface import Model
+from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
 from pipeinfer.tensors import tensor_of
@@ -124,7 +124,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         pool: KVPool,
         backend: Attention,
         largest: LargestStep,
@@ -144,7 +144,7 @@ class Runner:
         self._sampler = sampler
         self._kernels = kernels
         where = pool.device
-        ids = range(model.vocabulary.start, model.vocabulary.stop)
+        ids = range(model.vocab_shard.start, model.vocab_shard.stop)
         self._penalties = Penalties(largest.rows, ids, where)
         self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
         self._device_buffers = DeviceBuffers(

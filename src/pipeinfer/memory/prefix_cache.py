@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -551,11 +551,11 @@ class NaiveCache:
         return _NO_PAGES
 
 
-CACHES: dict[str, Callable[[int], PrefixCache]] = {"radix": RadixCache, "naive": NaiveCache}
+CACHES = {"radix": RadixCache, "naive": NaiveCache}
 
 
 def make_cache(name: str, page_size: int) -> PrefixCache:
     """The cache called `name`; raises ConfigurationError, which lists the names there are."""
     if name not in CACHES:
         raise ConfigurationError(f"--cache: {none_of(name, CACHES)}")
-    return CACHES[name](page_size)
+    return cast(PrefixCache, CACHES[name](page_size))  # which gets its own nodes only

@@ -20,12 +20,12 @@ from pipeinfer.layers.placement import Collectives, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
 
-ALONE = Shard()
+SINGLE_RANK = Shard()
 
 
 def build_model(
     config: ModelConfig,
-    shard: Shard = ALONE,
+    shard: Shard = SINGLE_RANK,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     collectives: Collectives | None = None,
