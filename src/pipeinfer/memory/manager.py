@@ -118,9 +118,10 @@ class MemoryManager:
         for release in plan.releases:
             self._release(release, plan.number)
         self._cache_finished_prompts(plan.number)
+        # Prompts that are half computed, and whose prefix a request of this plan will match.
         for slot in _ids(plan.shares, f"shares of plan {plan.number}").tolist():
             self._cache_unfinished_prompt(slot, plan.number)
-        if plan.reset:
+        if plan.reset:  # of the prefix cache
             self._evict(self.num_evictable)
         cached = [self._admit(admit, plan.number) for admit in plan.admits]
         for extend in plan.extends:
@@ -261,13 +262,13 @@ class MemoryManager:
         remaining = known - starts  # known tokens that are not computed: above 0 in a prefill
         # A decode computes position `start` and samples the token at `start + 1`. An empty slot has
         # neither tokens remaining nor room for one.
-        has_room = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
-        takes = np.where(remaining > 0, np.minimum(remaining, counts), has_room).astype(np.int32)
+        can_decode = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
+        takes = np.where(remaining > 0, np.minimum(remaining, counts), can_decode).astype(np.int32)
         needs = self._pages_for(starts + takes) - self.table.num_pages[slots]
         total = int(needs.sum())
         deferred = np.zeros(len(slots), dtype=bool)
         if total > self.num_free + self.num_evictable:
-            deferred = self._choose_deferred(needs)
+            deferred = self._rows_to_defer(needs)
             takes[deferred] = needs[deferred] = 0
             total = int(needs.sum())
         if total:
@@ -298,7 +299,7 @@ class MemoryManager:
     def _pages_for(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + (self.page_size - 1)) // self.page_size
 
-    def _choose_deferred(self, needs: np.ndarray) -> np.ndarray:
+    def _rows_to_defer(self, needs: np.ndarray) -> np.ndarray:
         """Which rows get no pages, bool [R]: in the order of the plan, each row gets all that it
         `needs` int32 [R], or nothing. The one loop over rows, taken only when memory is short."""
         available = self.num_free + self.num_evictable
@@ -439,12 +440,12 @@ class SteadyDecode:
 def check_balance(allocator: PageAllocator, cache: PrefixCache, table: PageTable) -> None:
     """Raises IntegrityError unless pages that are free, cached and of requests are all pages. By
     counters, so cheap enough for every plan."""
-    held = table.num_owned
-    found = allocator.num_free + cache.num_evictable + cache.num_locked + held
+    owned = table.num_owned
+    found = allocator.num_free + cache.num_evictable + cache.num_locked + owned
     if found != allocator.num_pages:
         raise IntegrityError(
             f"{allocator.num_free} free, {cache.num_evictable} evictable, {cache.num_locked} "
-            f"locked and {held} held pages are {found}, not {allocator.num_pages}"
+            f"locked and {owned} held pages are {found}, not {allocator.num_pages}"
         )
 
 

@@ -277,9 +277,9 @@ class _GgufReader:
 
     def fill(self, source: Source) -> None:
         rows = len(source.slices) > 1
-        for run, values in self._file.pieces(self._tensors[source.name], source.slices):
+        for part, values in self._file.pieces(self._tensors[source.name], source.slices):
             piece = torch.from_numpy(values)
-            (source.target[run] if rows else source.target).copy_(piece)
+            (source.target[part] if rows else source.target).copy_(piece)
 
 
 class ReadAhead:
