@@ -12,7 +12,7 @@ from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of
 
@@ -48,7 +48,7 @@ class Case:
         pages = RowPages(indptr, self.pages.reshape(-1), self.pool.page_size)
         at = pages.places(row, first + np.arange(len(row)))
         both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
-        for flat, new in zip(self.pool.by_place(), both, strict=True):
+        for flat, new in zip(self.pool.token_views(), both, strict=True):
             flat[layer][torch.from_numpy(at)] = new.flatten(1)
         return both
 

@@ -160,7 +160,7 @@ def checked(work):
 
 
 hurry()
-shared_prefixes.LEAST = 16  # tokens: prompts here are short
+shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
 graph_shapes.SHARING = graphs.SHARING = 2
 READ = Reads(block=16, warps=4, stages=2)
 FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)

@@ -117,7 +117,7 @@ class Driver:
     def __init__(self, runner, prompts: list[list[int]], length: int, temperature: float = 0.0):
         size = runner.pool.page_size
         per_request = -(-(max(map(len, prompts)) + length) // size)
-        order = np.random.default_rng(0).permutation(runner.pool.pages - 1) + 1
+        order = np.random.default_rng(0).permutation(runner.pool.num_pages - 1) + 1
         self.runner = runner
         self.length = length
         self.max_pages = per_request

@@ -194,7 +194,7 @@ def test_contradictory_plan_is_a_fault_and_the_next_epoch_works(plan: dict, reas
 
 def test_broken_memory_is_a_fault_and_the_next_epoch_works():
     engine = Engine()
-    engine.core.memory.allocator.take(3)
+    engine.core.memory.allocator.allocate(3)
     fault = engine.plan({})[0]
     assert isinstance(fault, Fault) and "29 free" in fault.reason
     engine.handle(Begin(2, (ME,)))
@@ -206,7 +206,7 @@ def test_memory_is_checked_in_full_when_the_engine_is_idle():
     engine = Engine()
     engine.plan({0: 9}, [admit(0, [1, 2])])
     engine.work()
-    engine.core.memory.slots.known[5] = 3  # the counters that each plan checks still agree
+    engine.core.memory.slots.num_known[5] = 3  # the counters that each plan checks still agree
     assert engine.handle(Tick()) == [], "not while a request runs"
     engine.plan({}, releases=[Release(0, True)])
     fault = engine.handle(Tick())[0]

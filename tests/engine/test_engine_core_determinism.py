@@ -129,7 +129,7 @@ def test_decisions_do_not_depend_on_the_process():
 
 def test_memory_and_engine_core_do_not_import_torch():
     code = (
-        "import sys, pipeinfer.engine.core, pipeinfer.memory.radix, pipeinfer.memory.naive; "
+        "import sys, pipeinfer.engine.core, pipeinfer.memory.prefix_cache; "
         "print([name for name in sys.modules if name in ('torch', 'transformers', 'zmq')])"
     )
     run = [sys.executable, "-c", code]

@@ -39,9 +39,9 @@ def test_automatic_choices_on_a_cpu(checkpoint, monkeypatch, fast, dtype):
 
 
 def test_headers_are_read_once_for_checking_and_loading(folder, monkeypatch):
-    read, seen = checkpoint_files.read_stored, []
+    read, seen = checkpoint_files.read_tensor_index, []
     monkeypatch.setattr(
-        checkpoint_files, "read_stored", lambda path: seen.append(path) or read(path)
+        checkpoint_files, "read_tensor_index", lambda path: seen.append(path) or read(path)
     )
     settings = Settings(kv_pages=4)
     load_engine(settings, folder, choices=choose(settings, folder))
@@ -106,7 +106,7 @@ def test_dummy_weights_need_no_weight_file(folder, tmp_path):
 
 def test_kv_pages_is_the_number_of_pages_for_tokens(folder):
     engine = load_engine(Settings(kv_pages=100, page_size=4), folder)
-    assert engine.pages == engine.runner.pool.pages == 101  # and the dummy
+    assert engine.pages == engine.runner.pool.num_pages == 101  # and the dummy
 
 
 def test_pages_are_no_more_than_all_requests_can_fill(folder):

@@ -22,7 +22,7 @@ from cores import Cores
 from dense_attention import causal, split
 from kept_logits import logits_of
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.kernels.e4m3 import Scales
 from pipeinfer.kernels.hadamard import turned
@@ -65,12 +65,12 @@ def expected(folder: Path, ids: list[int], scales=None) -> torch.Tensor:
     model = build_model(read_config(folder))
     load_weights(model, folder)
     attend = causal(model.attention_shapes())
-    shifts = key_shifts(model, 10**6, torch.device("cpu"))
+    centers = find_key_centers(model, 10**6, torch.device("cpu"))
 
     def narrow(layer, q, k, v):
         if scales is not None:
-            shift = 0 if shifts[layer] is None else shifts[layer]
-            k = turned(rounded(turned(k - shift), scales[layer].k)) + shift
+            center = 0 if centers[layer] is None else centers[layer]
+            k = turned(rounded(turned(k - center), scales[layer].k)) + center
             v = rounded(v, scales[layer].v)
         return attend(layer, q, k, v)
 

@@ -15,7 +15,7 @@ from pipeinfer.layers.attention import MergedHeads, ReadyHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
@@ -98,14 +98,14 @@ def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros
 def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
     """Else a prompt in one chunk would see other keys than in two."""
     shapes, scales = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, Scales(0.125, 0.01)
-    shifts = [None, torch.randn(KV_HEADS, DIM)]
-    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales], shifts=shifts)
+    centers = [None, torch.randn(KV_HEADS, DIM)]
+    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales], key_centers=centers)
     heads = inputs(USUAL)
     heads.product[1, -1], heads.product[2, -1] = 1e9, float("nan")
     queries, k, v = TorchStore(made)(1, heads, PLACES)
     exact_q, exact_k, exact_v = heads.split_and_rotate()
     torch.testing.assert_close(queries.double(), exact_q.double() @ matrix(DIM))
-    exact_k = turned(exact_k - shifts[1])
+    exact_k = turned(exact_k - centers[1])
     for part, new, exact, scale in (
         (made.k[1], k, exact_k, scales.k), (made.v[1], v, exact_v, scales.v),
     ):  # fmt: skip
@@ -121,11 +121,11 @@ def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
 def test_ready_heads_of_8_bits_are_stored_alike_by_both_stores():
     """In bfloat16, of a layer with a shift and of one without."""
     shapes = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2
-    shifts = [None, torch.randn(KV_HEADS, DIM)]
+    centers = [None, torch.randn(KV_HEADS, DIM)]
     ready = ReadyHeads(*(part.bfloat16() for part in inputs(USUAL).split_and_rotate()))
     for layer in range(2):
         one, two = (
-            KVPool(shapes, 6, PAGE, torch.bfloat16, scales=[Scales()] * 2, shifts=shifts)
+            KVPool(shapes, 6, PAGE, torch.bfloat16, scales=[Scales()] * 2, key_centers=centers)
             for _ in range(2)
         )
         q, k, v = TorchStore(one)(layer, ready, PLACES)

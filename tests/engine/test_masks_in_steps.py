@@ -174,7 +174,7 @@ def test_a_row_that_jumps_over_forced_tokens_says_what_it_would_sample(loaded, m
         assert jumped > 60, how
         if "budget" not in how and "policy" not in how:
             assert steps[0] < 0.75 * steps[1], how
-        assert made.memory.free + made.memory.evictable == made.memory.allocator.total
+        assert made.memory.num_free + made.memory.num_evictable == made.memory.allocator.num_pages
     assert usual.scheduler.stats()["jumped_tokens_total"] == 0
     assert [len(usual.logprobs[f"form {n}"]) for n in range(3)] == [
         8 * len(usual.outputs[f"form {n}"]) for n in range(3)

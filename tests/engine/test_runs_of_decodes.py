@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.messages import Admit, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -35,7 +35,7 @@ class Side:
     def run(self, plan: Plan) -> dict[str, object]:
         """Everything that comes out of a plan, as plain values."""
         if not self.short:
-            self.memory._run = None
+            self.memory._steady_decode = None
         rows = self.memory.apply(plan)
         self.memory.check_integrity()
         for admit in plan.admits:
@@ -63,7 +63,7 @@ class Side:
         pages = self.slots.pages(step, self.memory.page_size)
         for slot, count, row in zip(step.slots, step.starts + step.counts, pages, strict=True):
             held = -(-int(count) // self.memory.page_size)
-            assert row[:held].tolist() == self.memory.table.row(int(slot))[:held].tolist()
+            assert row[:held].tolist() == self.memory.table.pages_of(int(slot))[:held].tolist()
 
 
 def admit(slot: int, prompt: int, limit: int, seed: int, min_tokens: int = 0, top_k: int = 0):

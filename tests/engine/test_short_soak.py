@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.memory.errors import IntegrityError
+from pipeinfer.memory.pages import IntegrityError
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def test_random_traffic_ends_as_asked_and_leaves_every_page_accounted_for(soak):
 
 
 def test_a_page_that_is_lost_does_not_stay_unnoticed(soak, monkeypatch):
-    from pipeinfer.memory.allocator import PageAllocator
+    from pipeinfer.memory.pages import PageAllocator
 
-    give = PageAllocator.give
+    give = PageAllocator.free
 
     def forgets(self, pages):
         give(self, pages[:-1] if len(pages) > 2 else pages)
 
-    monkeypatch.setattr(PageAllocator, "give", forgets)
+    monkeypatch.setattr(PageAllocator, "free", forgets)
     with pytest.raises((IntegrityError, AssertionError)):
         soak.soak(seconds=1.0, seed=0)

@@ -59,7 +59,7 @@ def test_decodes_that_read_the_same_pages_are_named():
     pages = PREFIX // PAGE
     assert step.shared_prefixes.leaders.tolist() == [pages, pages, 0]
     assert step.shared_prefixes.ranks.tolist() == [0 << 16 | 2, 1 << 16 | 2, 0]
-    rows = [side.memory.table.row(slot)[:pages].tolist() for slot in (5, 2)]
+    rows = [side.memory.table.pages_of(slot)[:pages].tolist() for slot in (5, 2)]
     assert rows[0] == rows[1]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeinfer.attention.flashinfer_backend import FLASHINFER
 from pipeinfer.kernels.e4m3 import Scales
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 

@@ -15,10 +15,10 @@ export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/tools${PYTHONPATH:+:$PYTHONPATH} PYTH
 shape=(--config qwen3-0.6b --device cuda --log-level warning)
 tests=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider -W ignore)
 
-declare -A limit=([parity]=300 [kernel_tests]=200 [formats]=200 [fp8_kv]=300 [api]=240 [foreign]=240 [soak]=120 [memcheck]=150 [offline]=60
+declare -A limit=([parity]=300 [kernel_tests]=200 [formats]=200 [fp8_kv]=300 [api]=240 [transformers]=240 [soak]=120 [memcheck]=150 [offline]=60
                   [single]=50 [single_14b]=90 [storm]=70 [startup]=60 [profile]=45 [kernels]=80
                   [attention]=0 [products]=0)
-beside=(parity kernel_tests formats fp8_kv api foreign soak memcheck)
+beside=(parity kernel_tests formats fp8_kv api transformers soak memcheck)
 alone=(offline single single_14b storm startup profile kernels attention products)
 if [ $# -gt 0 ]; then
   declare -A asked=()
@@ -41,7 +41,7 @@ run_parity() {
 run_kernel_tests() { shared 4 tests/gpu/test_gpu_kernels.py; }
 run_formats() { shared 2 tests/gpu/test_gpu_formats.py; }
 run_fp8_kv() { shared 3 tests/gpu/test_fp8_kv_on_gpu.py; }
-run_foreign() { shared 2 tests/gpu/test_foreign_on_gpu.py; }
+run_transformers() { shared 2 tests/gpu/test_transformers_backend_on_gpu.py; }
 run_api() { shared 4 tests/gpu/test_gpu_masks.py tests/gpu/test_bad_rows.py tests/gpu/test_gpu_logprobs.py \
   tests/gpu/test_gpu_memory.py; }
 run_soak() { "$python" tests/gpu/soak.py --seconds 45 --json "$out/soak.json"; }

@@ -52,7 +52,7 @@ def step_of(kind: str):
 
 def fill(pool, step, rest: float = 0.0, dummy: float = 0.0) -> None:
     """What the rows have computed before the step; `rest`: all that no row has written."""
-    owned = np.zeros((pool.pages, PAGE), dtype=bool)
+    owned = np.zeros((pool.num_pages, PAGE), dtype=bool)
     for pages, start in zip(pages_of(step, PAGE), step.starts, strict=True):
         at = np.arange(start)
         owned[pages[at // PAGE], at % PAGE] = True

@@ -10,7 +10,7 @@ from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention.interface import HostLengths, PlanInputs
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from pipeinfer.attention import registry
 from pipeinfer.attention.interface import HostLengths, PlanInputs
 from pipeinfer.kernels.e4m3 import E4M3, Scales, narrowed
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu
@@ -121,7 +121,11 @@ def test_engines_with_pages_of_8_bits_say_what_the_torch_backend_says(
     made = cores(folder, attention=backend, **fp8)
     got = generate(made)
     pool = made.loaded.runner.pool
-    assert (made.loaded.kv_dtype, pool.stored, pool.dtype) == ("fp8_e4m3", E4M3, torch.bfloat16)
+    assert (made.loaded.kv_dtype, pool.storage_dtype, pool.dtype) == (
+        "fp8_e4m3",
+        E4M3,
+        torch.bfloat16,
+    )
     usual = cores(folder, attention=backend).loaded.runner.pool
     assert 2 * pool.bytes_per_page == usual.bytes_per_page
     error = norm = 0.0

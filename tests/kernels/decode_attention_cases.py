@@ -31,7 +31,7 @@ from pipeinfer.kernels.decode_pieces import (
 )
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import AttentionShape
 
@@ -215,8 +215,8 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
     ]
     pool = KVPool(shapes, 16, page, torch.float32, device, scales)
     for layer in range(len(shapes)):
-        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape).to(pool.stored))
-        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape).to(pool.stored))
+        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape).to(pool.storage_dtype))
+        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape).to(pool.storage_dtype))
     kernel = TritonDecodeKernel(shapes, device)
     kernel.bind(pool, 8)
     for lengths in ([70, 0, 5], [16, 33, 100, 1]):  # the second step finds what the first left

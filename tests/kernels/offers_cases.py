@@ -111,7 +111,7 @@ def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
     views = dict(zip(names, knobs, strict=True)) | {"write_slots": torch.arange(rows).to(DEVICE)}
     assert {field.name for field in FIELDS} < set(views)
     held = SimpleNamespace(start=0, stop=vocab, vocab_size=vocab)
-    model = SimpleNamespace(vocabulary=held, local_logits=None)
+    model = SimpleNamespace(vocab_shard=held, local_logits=None)
     last_token = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
     sampler = SplitSampler(model, ranks, by_triton)
     ids = ids_of(sampler.sample(logits, views, last_token, np.array([1, 3, 4])))

@@ -15,7 +15,7 @@ from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize
 from pipeinfer.layers.rope import Angles, Rope, rotate
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 PAGE_SIZE = 4

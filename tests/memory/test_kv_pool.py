@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 
@@ -20,7 +20,7 @@ def resident_bytes() -> int:
 def test_a_large_pool_takes_memory_only_where_it_is_written():
     before = resident_bytes()
     pool = KVPool([AttentionShape(4, 4, 64, 0.125)] * 4, 65536, 16, torch.float32)
-    assert pool.bytes_per_page * pool.pages == 8 * 2**30
+    assert pool.bytes_per_page * pool.num_pages == 8 * 2**30
     assert resident_bytes() - before < 2**26
     assert not pool.k[3][65535].any()
 
@@ -56,8 +56,10 @@ def test_pages_of_8_bits_take_half_the_bytes_of_bfloat16():
     whole = KVPool(shapes, 5, 4, torch.bfloat16)
     scales = (ONES, Scales(0.5, 2.0))
     narrow = KVPool(shapes, 5, 4, torch.bfloat16, scales=scales)
-    assert (narrow.dtype, narrow.stored, narrow.scales) == (torch.bfloat16, E4M3, scales)
-    assert (whole.dtype, whole.stored, whole.scales) == (torch.bfloat16,) * 2 + ((ONES, ONES),)
+    assert (narrow.dtype, narrow.storage_dtype, narrow.scales) == (torch.bfloat16, E4M3, scales)
+    assert (whole.dtype, whole.storage_dtype, whole.scales) == (torch.bfloat16,) * 2 + (
+        (ONES, ONES),
+    )
     assert 2 * narrow.bytes_per_page == whole.bytes_per_page
     assert narrow.total_bytes == sum(t.numel() * t.element_size() for t in narrow.k + narrow.v)
 
@@ -67,7 +69,7 @@ def test_cleared_pages_are_zero_and_no_others(scales):
     pool = KVPool([AttentionShape(2, 2, 8, 1.0)], 6, 4, torch.bfloat16, scales=scales)
     for part in pool.k + pool.v:
         part.view(torch.uint8).fill_(0xFF)  # NaN, in either
-    pool.clear(np.array([2, 4], dtype=np.int32))
+    pool.zero_pages(np.array([2, 4], dtype=np.int32))
     for part in pool.k + pool.v:
         values = part.float()
         assert not values[[2, 4]].any() and values[[0, 1, 3, 5]].isnan().all()

@@ -218,7 +218,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def apply(self, plan: Plan) -> None:
         before = {slot: sequence.planned for slot, sequence in self.live.items()}
-        evicted = self.memory.evicted_pages
+        evicted = self.memory.num_evicted
         rows = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
@@ -233,45 +233,43 @@ class MemoryMachine(RuleBasedStateMachine):
         self.heard.apply(step.delta)
         for row, pages in enumerate(self.heard.pages(step, self.page_size)):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)
-            held = self.memory.table.row(int(step.slots[row]))
+            held = self.memory.table.pages_of(int(step.slots[row]))
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
-        self.check_runs(step)
+        self.check_shared_prefixes(step)
         self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
 
-    def check_runs(self, step: Step) -> None:
+    def check_shared_prefixes(self, step: Step) -> None:
         """Rows that are said to have pages in common have, and tokens of their own behind them."""
         if step.shared_prefixes is None:
             return
         pages = self.heard.pages(step, self.page_size)
-        ranks: dict[tuple[int, int], list[int]] = {}
-        for row, (line, seat) in enumerate(
-            zip(
-                step.shared_prefixes.leaders.tolist(),
-                step.shared_prefixes.ranks.tolist(),
-                strict=True,
-            )
+        shared = step.shared_prefixes
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (packed, rank) in enumerate(
+            zip(shared.leaders.tolist(), shared.ranks.tolist(), strict=True)
         ):
-            leader, run = divmod(line, PART)
-            if not run:
+            leader, length = divmod(packed, PART)
+            if not length:
                 continue
-            ranks.setdefault((line, seat % PART), []).append(seat // PART)
-            assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
-            assert run * self.page_size <= step.starts[row]
-            assert step.shared_prefixes.leaders[leader] == line
-        for (_, many), found in ranks.items():
-            assert sorted(found) == list(range(many)) and many > 1
+            groups.setdefault((packed, rank % PART), []).append(rank // PART)
+            assert pages[row, :length].all()
+            assert (pages[row, :length] == pages[leader, :length]).all()
+            assert length * self.page_size <= step.starts[row]
+            assert shared.leaders[leader] == packed
+        for (_, size), ranks in groups.items():
+            assert sorted(ranks) == list(range(size)) and size > 1
         event("decodes have a beginning in common")
 
     def check_forgotten(self, plan: Plan, evicted: int) -> None:
         """What is still cached of a forgotten request is others', too: somebody holds it, a longer
         path goes on from there."""
         forgotten, self.forgotten = self.forgotten, []
-        if self.cache == "naive" or self.memory.evicted_pages != evicted:
+        if self.cache == "naive" or self.memory.num_evicted != evicted:
             return
         if not all(release.forget for release in plan.releases):
             return  # others, released later in the same plan, may leave what they held
         for sequence, tokens in forgotten:
-            end = self.memory.cache._end_of(np.array(tokens, np.int32), sequence.salt)
+            end = self.memory.cache._last_full_node(np.array(tokens, np.int32), sequence.salt)
             if end is not None and end.parent is not None and not end.children:
                 assert end.locks, "an unlocked end of a forgotten path was left in the tree"
 
@@ -303,14 +301,14 @@ class MemoryMachine(RuleBasedStateMachine):
         releases = tuple(Release(slot, False) for slot in sorted(self.live))
         self.apply(Plan(1, self.number, releases, (), b"", b""))
         memory = self.memory
-        assert memory.free + memory.evictable == self.pages - 1
-        assert self.cache == "radix" or memory.evictable == 0
+        assert memory.num_free + memory.num_evictable == self.pages - 1
+        assert self.cache == "radix" or memory.num_evictable == 0
 
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str, monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
+    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 1)
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -10,8 +10,8 @@ import pytest
 from hash_device import HashDevice, chain
 from page_mirror import PageMirror
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.memory.errors import IntegrityError, ProtocolError
-from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.manager import MemoryManager, RunningDigest
+from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
@@ -105,11 +105,11 @@ def test_a_reset_forgets_what_nobody_uses_and_nothing_else(cache: str):
     memory.run({0: 1, 1: 1})
     memory.run({0: 1, 1: 1})
     memory.run({1: 1}, releases=[Release(0, True)])
-    free, evictable = memory.manager.free, memory.manager.evictable
+    free, evictable = memory.manager.num_free, memory.manager.num_evictable
     assert (evictable > 0) == (cache == "radix")
     rows, _ = memory.run({1: 1, 2: 99}, [admit(2, PROMPT)], reset=True)  # amid equal decodes
     assert rows.cached.tolist() == [0], "what is admitted with the reset finds nothing"
-    assert memory.manager.evicted_pages == evictable and memory.manager.free < free + evictable
+    assert memory.manager.num_evicted == evictable and memory.manager.num_free < free + evictable
     rows, _ = memory.run({3: 99}, [admit(3, other)])
     assert rows.cached.tolist() == [kept], "a request that runs keeps its prompt"
 
@@ -124,7 +124,9 @@ def test_a_half_computed_prompt_is_shared_as_far_as_it_has_come(cache: str):
     rows, _ = memory.run({0: 6, 2: 99}, [admit(2, prompt)], shares=[0, 1])
     assert rows.cached.tolist() == [2 * found], "four of sixteen"
     memory.run({}, releases=[Release(slot, True) for slot in (0, 1, 2)])
-    assert memory.manager.free + memory.manager.evictable == memory.manager.allocator.total
+    assert (
+        memory.manager.num_free + memory.manager.num_evictable == memory.manager.allocator.num_pages
+    )
 
 
 def test_shares_amid_equal_decodes_are_carried_out():
@@ -197,7 +199,7 @@ def test_surplus_token_never_enters_the_cache():
         outputs += memory.run({0: 1})[1]
     confirmed = PROMPT + outputs[:3]
     memory.run({}, releases=[Release(0, True, pack(outputs[:3]))])
-    assert (memory.manager.free, memory.manager.evictable) == (29, 3)
+    assert (memory.manager.num_free, memory.manager.num_evictable) == (29, 3)
     for last in (outputs[3], outputs[3] + 1):
         rows, _ = memory.run({1: 99}, [admit(1, [*confirmed, last, 5])])
         assert rows.cached.tolist() == [12]
@@ -210,7 +212,7 @@ def test_a_forgotten_request_leaves_nothing_of_its_path_in_the_cache():
     for _ in range(5):  # its prompt is shared meanwhile
         outputs += memory.run({0: 1})[1]
     memory.run({}, releases=[Release(0, False, pack(outputs[:5]), True)])
-    assert (memory.manager.free, memory.manager.evictable) == (32, 0)
+    assert (memory.manager.num_free, memory.manager.num_evictable) == (32, 0)
     rows, _ = memory.run({1: 99}, [admit(1, PROMPT)])
     assert rows.cached.tolist() == [0]
 
@@ -235,15 +237,15 @@ def test_a_forgotten_prompt_that_another_request_left_is_gone_too():
     memory.run({0: 11}, [admit(0, PROMPT)])
     memory.run({}, releases=[Release(0, True)])
     memory.run({0: 99}, [admit(0, PROMPT)])
-    assert memory.manager.evictable + memory.manager.cache.locked == 2
+    assert memory.manager.num_evictable + memory.manager.cache.num_locked == 2
     memory.run({}, releases=[Release(0, False, forget=True)])
-    assert memory.manager.free == 32
+    assert memory.manager.num_free == 32
 
 
 def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_computes():
     memory = Memory(pages=12)
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [7] * 8)])
-    owned = set(memory.manager.table.row(0).tolist())
+    owned = set(memory.manager.table.pages_of(0).tolist())
     kept = memory.plan({}, releases=[Release(1, True)])
     assert kept.unverified.tolist() == [] and memory.step(kept).delta.cleared.tolist() == []
     freed = memory.plan({}, releases=[Release(0, False)])
@@ -258,7 +260,7 @@ def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_comput
 def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
     memory = Memory()
     memory.run({0: 99}, [admit(0, PROMPT)])
-    owned = set(memory.manager.table.row(0).tolist())
+    owned = set(memory.manager.table.pages_of(0).tolist())
     memory.manager.reset()
     memory.number = 0
     step = memory.step(memory.plan({1: 99}, [admit(1, [5] * 8)]))
@@ -297,12 +299,12 @@ def test_half_computed_prompt_is_cached_as_far_as_it_goes():
 def test_completed_prompt_is_shared_from_the_plan_after_the_next_one_on():
     memory = Memory()
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
-    assert memory.manager.free == 32 - 6, "in one plan the second cannot see the first"
+    assert memory.manager.num_free == 32 - 6, "in one plan the second cannot see the first"
     rows, _ = memory.run({2: 99}, [admit(2, [*PROMPT, 1])])
     assert rows.cached.tolist() == [0], "its result may be unknown yet"
     rows, _ = memory.run({3: 99}, [admit(3, [*PROMPT, 1])])
     assert rows.cached.tolist() == [12]
-    assert memory.manager.free == 32 - 3 - 4 - 1, "the duplicates are freed"
+    assert memory.manager.num_free == 32 - 3 - 4 - 1, "the duplicates are freed"
 
 
 def test_a_completed_prompt_that_turned_out_bad_is_never_shared():
@@ -315,7 +317,7 @@ def test_a_completed_prompt_that_turned_out_bad_is_never_shared():
     rows, _ = memory.run({0: 1}, [admit(0, other), admit(2, PROMPT)], release)
     assert rows.cached.tolist() == [0, 0]
     memory.run({0: 1})
-    assert memory.manager.evictable + memory.manager.cache.locked == 0
+    assert memory.manager.num_evictable + memory.manager.cache.num_locked == 0
 
 
 def test_a_request_that_is_told_what_comes_computes_it_in_one_row():
@@ -338,7 +340,7 @@ def test_a_prompt_is_shared_as_it_was_when_more_is_told_behind_it():
     told = [token, *range(20)]
     memory.plan({}, extends=[Extend(0, pack(told))])
     memory.plan({})
-    assert memory.manager.cache.locked == 3, "twelve tokens of a prompt, and no more"
+    assert memory.manager.cache.num_locked == 3, "twelve tokens of a prompt, and no more"
     rows = memory.plan({1: 0}, [admit(1, [*PROMPT, *told, 1])])
     assert rows.cached.tolist() == [12]
 
@@ -359,7 +361,7 @@ def test_duplicates_are_repointed_and_freed():
     for row, slot in enumerate(step.slots.tolist()):
         assert memory.holds(step, row, [*PROMPT, outputs[0][slot], outputs[1][slot]])
     memory.run({}, releases=[Release(slot, False) for slot in range(3)])
-    assert (memory.manager.free, memory.manager.evictable) == (29, 3)
+    assert (memory.manager.num_free, memory.manager.num_evictable) == (29, 3)
 
 
 def test_salts_do_not_share():
@@ -377,7 +379,7 @@ def test_row_without_pages_is_deferred_and_nothing_of_it_is_touched():
     rows = memory.plan({1: 99, 0: 1}, [admit(1, [1] * 8)])
     assert rows.deferred.tolist() == [True, False]
     assert rows.counts.tolist() == [0, 1]
-    assert memory.manager.slots.computed[1] == 0 and memory.manager.table.held[1] == 0
+    assert memory.manager.slots.num_computed[1] == 0 and memory.manager.table.num_pages[1] == 0
     memory.device.run(memory.step(rows))
     rows, ids = memory.run({1: 99}, releases=[Release(0, False)])
     assert rows.counts.tolist() == [8] and len(ids) == 1
@@ -399,18 +401,18 @@ def test_unused_prefixes_make_room_and_used_ones_do_not():
     assert rows.deferred.tolist() == [True]
     rows, _ = memory.run({1: 99}, releases=[Release(0, False)])
     assert rows.counts.tolist() == [17]
-    assert memory.manager.evictable == 3 and memory.manager.free == 0
+    assert memory.manager.num_evictable == 3 and memory.manager.num_free == 0
 
 
 def test_pages_that_had_to_go_are_counted_until_the_cache_is_empty_again():
     memory = Memory(pages=9)
     memory.run({0: 99}, [admit(0, PROMPT)])
     memory.plan({}, releases=[Release(0, True)])
-    assert (memory.manager.evictable, memory.manager.evicted_pages) == (3, 0)
+    assert (memory.manager.num_evictable, memory.manager.num_evicted) == (3, 0)
     memory.run({1: 99}, [admit(1, [1] * 25)])  # seven pages of eight
-    assert (memory.manager.evictable, memory.manager.evicted_pages) == (1, 2)
+    assert (memory.manager.num_evictable, memory.manager.num_evicted) == (1, 2)
     memory.manager.reset()
-    assert memory.manager.evicted_pages == 0
+    assert memory.manager.num_evicted == 0
 
 
 def test_prefix_of_a_request_admitted_ahead_is_kept_for_it():
@@ -441,7 +443,7 @@ def test_decodes_that_go_on_alike_end_at_the_shortest_limit():
     for number in range(20):
         rows = memory.plan({0: 1, 1: 1})
         computed = [min(4 + number, 8), 3 + number]
-        assert memory.manager.slots.computed[:2].tolist() == computed
+        assert memory.manager.slots.num_computed[:2].tolist() == computed
         assert rows.counts.tolist() == [int(number < 5), 1]
 
 
@@ -449,7 +451,7 @@ def test_rows_of_empty_slots_and_empty_counts_do_nothing():
     memory = Memory()
     rows, _ = memory.run({5: 3, 0: 0}, [admit(0, PROMPT)])
     assert rows.counts.tolist() == [0, 0]
-    assert memory.manager.free == 32
+    assert memory.manager.num_free == 32
 
 
 @pytest.mark.parametrize(
@@ -495,7 +497,7 @@ def test_slot_twice_in_a_plan_and_ragged_rows_are_protocol_errors():
 
 def test_lost_page_is_noticed_with_the_next_plan():
     memory = Memory()
-    memory.manager.allocator.take(1)
+    memory.manager.allocator.allocate(1)
     with pytest.raises(IntegrityError, match="31 free, 0 evictable, 0 locked and 0 held"):
         memory.plan({})
 
@@ -531,7 +533,7 @@ def test_reset_forgets_everything():
     memory.manager.reset()
     memory.number = 0
     memory.manager.check_integrity()
-    assert (memory.manager.free, memory.manager.evictable) == (32, 0)
+    assert (memory.manager.num_free, memory.manager.num_evictable) == (32, 0)
     again = memory.run({0: 99}, [admit(0, PROMPT)])[0]
     assert again.cached.tolist() == [0] and again.digest == first.digest
 
@@ -554,3 +556,23 @@ def test_long_prompts_beside_decodes_get_the_pages_they_need():
     assert len(set(flat.tolist())) == len(flat) == 4 + 2 + 8 + 2
     memory.device.run(step)
     assert memory.holds(step, 2, [8] * 30) and memory.holds(step, 3, [9] * 6)
+
+
+def links(*plans: list[list[int]]) -> list[int]:
+    digest, closed = RunningDigest(), []
+    for plan in plans:
+        for decision in plan:
+            digest.add(np.array(decision, dtype=np.int32))
+        closed.append(digest.close())
+        assert digest.value == closed[-1]
+    return closed
+
+
+def test_the_same_numbers_in_other_decisions_are_another_digest():
+    assert links([[1, 2]]) == links([[1, 2]])
+    assert len({*links([[1, 2]]), *links([[1], [2]]), *links([[1, 2], []])}) == 3
+
+
+def test_a_link_depends_on_those_before_it():
+    assert links([[1]], [[2]])[1] != links([[3]], [[2]])[1]
+    assert links([], [[2]])[1] != links([[2]])[0]

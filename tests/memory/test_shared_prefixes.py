@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeinfer.memory.page_table import PageTable
-from pipeinfer.memory.shared_prefixes import LEAST, groups_of, shared_prefixes
+from pipeinfer.memory.pages import PageTable
+from pipeinfer.memory.shared_prefixes import MIN_SHARED_TOKENS, find_groups, find_shared_prefixes
 from pipeinfer.packing import MOST_RUNS, PART
 
 PAGE = 16
-LEAST_PAGES = LEAST // PAGE
+MIN_PAGES = MIN_SHARED_TOKENS // PAGE
 
 
 class Tree:
@@ -65,24 +65,24 @@ def most_saved(pages, rows=None):
 @example([[0] * 2, [0] * 3, [0] * 5, [0] * 5])  # a row leaves a group for a shorter one
 def test_groups_save_as_much_as_any_could(paths):
     pages = table_of(paths)
-    groups = groups_of(pages, 1)
+    groups = find_groups(pages, 1)
     rows = [row for group in groups for row in group.rows.tolist()]
     assert len(rows) == len(set(rows))
     for group in groups:
-        assert 0 < group.pages <= alike(pages, group.rows) and len(group.rows) > 1
-    assert sum(group.saved for group in groups) == most_saved(pages)
+        assert 0 < group.num_pages <= alike(pages, group.rows) and len(group.rows) > 1
+    assert sum(group.num_saved for group in groups) == most_saved(pages)
 
 
 def test_a_system_prompt_of_all_or_longer_prompts_of_some_whatever_saves_more():
     some = [[1] * 4 + [2] * 40, [1] * 4 + [2] * 40, [1] * 4 + [3] * 40, [1] * 4 + [3] * 40]
-    groups = groups_of(table_of(some), 1)
-    assert sorted((group.rows.tolist(), group.pages) for group in groups) == [
+    groups = find_groups(table_of(some), 1)
+    assert sorted((group.rows.tolist(), group.num_pages) for group in groups) == [
         ([0, 1], 44), ([2, 3], 44),
     ]  # fmt: skip
     every = [[1] * 100 + [number] for number in (2, 2, 3, 3)]
-    assert [(group.rows.tolist(), group.pages) for group in groups_of(table_of(every), 1)] == [
-        ([0, 1, 2, 3], 100)
-    ]
+    assert [
+        (group.rows.tolist(), group.num_pages) for group in find_groups(table_of(every), 1)
+    ] == [([0, 1, 2, 3], 100)]
 
 
 class Memory:
@@ -93,36 +93,36 @@ class Memory:
         self.slots = np.array(order, dtype=np.int32)
         tree, own = Tree(), 10_000
         for slot, path in zip(order, paths, strict=True):
-            self.table.share(slot, np.array(tree.pages(path), dtype=np.int32))
-            self.table.extend(np.array([slot]), np.array([own + slot], dtype=np.int32))
+            self.table.set_prefix(slot, np.array(tree.pages(path), dtype=np.int32))
+            self.table.append_one(np.array([slot]), np.array([own + slot], dtype=np.int32))
 
 
 def told(found, slots):
     """The groups that the words speak of, as (rows in rank order, pages)."""
-    lines, seats = found.leaders, found.ranks
+    leaders, ranks = found.leaders, found.ranks
     groups = {}
-    for row, (line, seat) in enumerate(zip(lines.tolist(), seats.tolist(), strict=True)):
-        if line:
-            groups.setdefault(line, []).append((seat // PART, row, seat % PART))
+    for row, (leader, rank) in enumerate(zip(leaders.tolist(), ranks.tolist(), strict=True)):
+        if leader:
+            groups.setdefault(leader, []).append((rank // PART, row, rank % PART))
         else:
-            assert not seat
+            assert not rank
     result = []
-    for line, members in groups.items():
+    for leader, members in groups.items():
         members.sort()
         assert [rank for rank, _, _ in members] == list(range(len(members)))
-        assert {many for _, _, many in members} == {len(members)} and len(members) > 1
+        assert {size for _, _, size in members} == {len(members)} and len(members) > 1
         rows = [row for _, row, _ in members]
-        assert line // PART in rows
-        result.append((rows, line % PART))
+        assert leader // PART in rows
+        result.append((rows, leader % PART))
     return sorted(result)
 
 
 def test_decodes_are_told_what_their_prompts_begin_with_in_common():
-    long = [1] * LEAST_PAGES
+    long = [1] * MIN_PAGES
     paths = [[*long, 5], [7] * 30, [*long, 6], [2], [*long, 5, 5], [7] * 30]
     memory = Memory(paths, [4, 2, 6, 0, 5, 1])
-    found = shared_prefixes(memory.table, memory.slots, PAGE)
-    assert told(found, memory.slots) == [([0, 2, 4], LEAST_PAGES), ([1, 5], 30)]
+    found = find_shared_prefixes(memory.table, memory.slots, PAGE)
+    assert told(found, memory.slots) == [([0, 2, 4], MIN_PAGES), ([1, 5], 30)]
     lines = found.leaders
     assert lines.dtype == np.int32 and lines[0] // PART == 0 and lines[1] // PART == 1
 
@@ -132,23 +132,23 @@ def test_decodes_are_told_what_their_prompts_begin_with_in_common():
     [
         [[1] * 40],
         [[1] * 40, [2] * 40],
-        [[1] * (LEAST_PAGES - 1)] * 4,  # too short to be worth it
-        [[1] * (LEAST_PAGES - 1) + [n] * 9 for n in range(3)],
+        [[1] * (MIN_PAGES - 1)] * 4,  # too short to be worth it
+        [[1] * (MIN_PAGES - 1) + [n] * 9 for n in range(3)],
         [[], []],
     ],
 )
 def test_nothing_is_told_where_nothing_is_saved(paths):
     memory = Memory(paths, list(range(len(paths))))
-    assert shared_prefixes(memory.table, memory.slots, PAGE) is None
+    assert find_shared_prefixes(memory.table, memory.slots, PAGE) is None
 
 
 def test_no_slots_have_nothing_in_common():
-    assert shared_prefixes(PageTable(2, 4), np.zeros(0, dtype=np.int32), PAGE) is None
+    assert find_shared_prefixes(PageTable(2, 4), np.zeros(0, dtype=np.int32), PAGE) is None
 
 
 def test_of_more_beginnings_than_there_is_room_for_those_that_save_most_are_told():
-    paths = [[n] * (LEAST_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
+    paths = [[n] * (MIN_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
     memory = Memory(paths, list(range(len(paths))))
-    groups = told(shared_prefixes(memory.table, memory.slots, PAGE), memory.slots)
+    groups = told(find_shared_prefixes(memory.table, memory.slots, PAGE), memory.slots)
     lengths = sorted((len(path) for path in paths[::2]), reverse=True)
     assert sorted((pages for _, pages in groups), reverse=True) == lengths[:MOST_RUNS]

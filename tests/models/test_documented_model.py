@@ -32,7 +32,6 @@ def test_the_documented_model_gives_the_logits_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [source] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert source.count("\n") <= 150  # as the page says
     name, target = entry('"pipeinfer.models.')
     module = ModuleType(target.strip('"').partition(":")[0])
     exec(compile(source, "docs/add-a-model.md", "exec"), vars(module))

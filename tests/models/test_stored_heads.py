@@ -177,7 +177,7 @@ def _logits(folder: Path, rank: int, group) -> torch.Tensor:
     shard = Shard(rank, 1 if group is None else 2)
     config, stored = check_checkpoint(folder, read_config(folder), shard)
     model = build_model(config, shard, collectives=None if group is None else group.view(rank))
-    load_weights(model, folder, stored=stored)
+    load_weights(model, folder, tensors=stored)
     ids = torch.tensor(prompt())
     hidden = model(ids, torch.arange(len(ids)), dense_causal(model.attention_shapes()))
     return model.logits(hidden)

@@ -149,17 +149,17 @@ def share(self, slot, tokens, clock):
     count = len(tokens) // self.page_size
     if count == 0:
         return
-    before = self.table.row(slot)[:count]
+    before = self.table.pages_of(slot)[:count]
     tokens = tokens[: count * self.page_size]
     node, pages = self.cache.insert(tokens, before, self.slots.salt[slot], clock)
     if node is None:
         return
-    self.table.share(slot, pages)
+    self.table.set_prefix(slot, pages)
     self.cache.lock(node)
-    self.cache.unlock(self.slots.node[slot])
-    self.slots.node[slot] = node
-    self._give(pages[before != pages])
-manager.MemoryManager._share = share
+    self.cache.unlock(self.slots.locked_node[slot])
+    self.slots.locked_node[slot] = node
+    self._free(pages[before != pages])
+manager.MemoryManager._cache_full_pages = share
 """
 
 
@@ -177,15 +177,15 @@ def first_plan_with_duplicates(recording: LoadedTrace) -> tuple[int, int]:
     """(epoch, number) of the first plan in which a request had pages that the tree has too."""
     core = rebuild(recording, "", {}, core_only=True).stage.core
     assert isinstance(core, EngineCore)
-    memory, right, gifts = core.memory, core.memory._share, []
-    give = memory._give
+    memory, right, gifts = core.memory, core.memory._cache_full_pages, []
+    give = memory._free
 
     def share(*arguments):
-        memory._give = lambda pages: (gifts.append(len(pages)), give(pages))
+        memory._free = lambda pages: (gifts.append(len(pages)), give(pages))
         right(*arguments)
-        memory._give = give
+        memory._free = give
 
-    memory._share = share
+    memory._cache_full_pages = share
     for e in recording.entries:
         if e.direction == "in":
             core.handle(e.message, e.time)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rebuilt import events, fresh, outputs
 
-from pipeinfer.memory.radix import RadixCache
+from pipeinfer.memory.prefix_cache import RadixCache
 from pipeinfer.messages import Abort, Plan, StopHit
 from pipeinfer.trace.snapshot import restore, snapshot
 from servers import STAGES

@@ -112,7 +112,7 @@ class Checkpoint:
         try:
             config = read_config(self._path)
             config, stored = check_checkpoint(self._path, config)
-            load_weights(build_model(config), self._path, stored=stored)
+            load_weights(build_model(config), self._path, tensors=stored)
         except ConfigurationError as error:
             if not str(error).strip() or "\n" in str(error).strip():
                 raise Wrong("an error that is not one line") from None

@@ -11,8 +11,8 @@ import numpy as np
 
 from fuzz.target import Wrong
 from fuzz.tree_model import Numbers
-from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -176,7 +176,7 @@ class ManagerModel:
 
     def _compute(self, slot: int, start: int, count: int, samples: bool) -> None:
         """The device's part: what is read must be its own, what is written is noted."""
-        one, pages = self._live[slot], self._memory.table.row(slot)
+        one, pages = self._live[slot], self._memory.table.pages_of(slot)
         if start != one.computed:
             raise Wrong(f"slot {slot} goes on at {start}, not at {one.computed}")
         for at in range(start // self._size):
@@ -200,7 +200,9 @@ class ManagerModel:
         used = [
             int(page)
             for slot, one in self._live.items()
-            for page in np.asarray(self._memory.table.row(slot))[: -(-one.computed // self._size)]
+            for page in np.asarray(self._memory.table.pages_of(slot))[
+                : -(-one.computed // self._size)
+            ]
         ]
         if 0 in used:
             raise Wrong("the dummy page is in use")

@@ -119,7 +119,7 @@ def _error_by_hand() -> None:
 
 def _split_forgets_locks() -> None:
     """radix: a node that is split where several paths go on from it hands on one lock, not all."""
-    from pipeinfer.memory.radix import RadixCache
+    from pipeinfer.memory.prefix_cache import RadixCache
 
     really = RadixCache._split
 
@@ -137,7 +137,7 @@ def _one_too_many() -> None:
     """radix: what a request leaves to others includes its last token, which was never computed."""
     from pipeinfer.memory.manager import MemoryManager
 
-    release, share = MemoryManager._release, MemoryManager._share
+    release, share = MemoryManager._release, MemoryManager._cache_full_pages
     leaving: list[np.ndarray] = []
 
     def releasing(self: Any, message: Any, clock: int) -> None:
@@ -153,7 +153,7 @@ def _one_too_many() -> None:
             tokens = leaving[-1][: len(tokens) + 1]
         share(self, slot, tokens, clock)
 
-    MemoryManager._release, MemoryManager._share = releasing, sharing
+    MemoryManager._release, MemoryManager._cache_full_pages = releasing, sharing
 
 
 def _credits_go_back() -> None:
@@ -209,7 +209,7 @@ PLANTS: dict[str, Plant] = {
     "any-blocks": Plant("checkpoint", _any_blocks, "Error at"),
     "bound-left-out": Plant("http", _bound_left_out, "bus/frames.py"),
     "error-by-hand": Plant("http", _error_by_hand, "JSONDecodeError"),
-    "split-forgets-locks": Plant("radix", _split_forgets_locks, "memory/radix.py"),
+    "split-forgets-locks": Plant("radix", _split_forgets_locks, "memory/prefix_cache.py"),
     "one-too-many": Plant("radix", _one_too_many, "reads page"),
     "credits-go-back": Plant("cores", _credits_go_back, "a row was deferred"),
     "lost-page": Plant("cores", _lost_page, "to nobody"),

@@ -41,8 +41,7 @@ class Radix:
     """See Target."""
 
     instrumented = (
-        "pipeinfer.memory.radix", "pipeinfer.memory.manager", "pipeinfer.memory.decode_run",
-        "pipeinfer.memory.page_table", "pipeinfer.memory.allocator",
+        "pipeinfer.memory.prefix_cache", "pipeinfer.memory.manager", "pipeinfer.memory.pages",
     )  # fmt: skip
 
     def seeds(self) -> list[bytes]:

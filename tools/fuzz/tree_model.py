@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fuzz.target import Wrong
-from pipeinfer.memory.radix import RadixCache
+from pipeinfer.memory.prefix_cache import RadixCache
 
 Prefix = tuple[str, tuple[int, ...]]
 SIZES = (1, 4, 16)
@@ -106,7 +106,7 @@ class TreeModel:
         """The end of a path goes, as far as nobody holds it and it is nobody else's."""
         salt, blocks = self._key(program)
         chain = [(salt, tuple(blocks[:n])) for n in range(1, len(blocks) + 1)]
-        given = self._tree.forget(self._ids(blocks), salt).tolist()
+        given = self._tree.remove(self._ids(blocks), salt).tolist()
         while chain and chain[-1] not in self._pages:
             chain.pop()
         expected = []
@@ -124,7 +124,7 @@ class TreeModel:
         if sorted(pages.tolist()) != sorted(page.number for page in self._pages.values()):
             raise Wrong("the tree's pages are others")
         locked = sum(page.locks > 0 for page in self._pages.values())
-        if (self._tree.evictable, self._tree.locked) != (len(self._pages) - locked, locked):
+        if (self._tree.num_evictable, self._tree.num_locked) != (len(self._pages) - locked, locked):
             raise Wrong("the tree's counts are others")
 
     def _key(self, program: Numbers) -> tuple[str, list[int]]:

@@ -108,7 +108,7 @@ class Group:
 
     def told(self) -> GroupStatus:
         """What its scheduler says of it, with what was evicted until now."""
-        evicted = self._memory.evicted_pages * self._memory.page_size
+        evicted = self._memory.num_evicted * self._memory.page_size
         return structs.replace(self.scheduler.status(), evicted=evicted)
 
     def _to_scheduler(self, message: Message, now: float) -> None:
@@ -154,7 +154,7 @@ class Group:
         done = step_done(step, Sampled.one_each(ids))
         self._steps.append((ends, done))
         tally.steps += 1
-        tally.evicted = self._memory.evicted_pages
+        tally.evicted = self._memory.num_evicted
         tally.prefill += tokens
         tally.decode += many
         tally.busy = self._device.busy

@@ -13,7 +13,7 @@ import torch
 from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.e4m3 import E4M3, narrowed
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 
@@ -58,7 +58,7 @@ class Fa3Kernel:
     def bind(self, pool: KVPool, most_rows: int) -> None:
         self._k = pool.k
         self._v = pool.v
-        if pool.stored == E4M3:
+        if pool.storage_dtype == E4M3:
             self._descales = [
                 torch.tensor([1.0, *scales], dtype=torch.float32, device=pool.device)
                 for scales in pool.scales

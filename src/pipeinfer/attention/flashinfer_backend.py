@@ -16,7 +16,7 @@ import torch
 from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 PARITIES = 2
@@ -106,7 +106,7 @@ class _Wrappers(ABC):
             "window_left": -1 if window is None else window - 1,  # keys before a query's own
             "sm_scale": shape.scale,
             "q_data_type": self._pool.dtype,
-            "kv_data_type": self._pool.stored,
+            "kv_data_type": self._pool.storage_dtype,
         }
 
     @abstractmethod
@@ -136,7 +136,7 @@ class PrefillKernel(_Wrappers):
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper  # type: ignore
 
         # With pages in e4m3 only the older kernels: those for Hopper would have queries in it, too.
-        older = shape.head_dim > QUICKLY_BUILT or self._pool.stored == E4M3
+        older = shape.head_dim > QUICKLY_BUILT or self._pool.storage_dtype == E4M3
         backend = "fa2" if older else "auto"
         return BatchPrefillWithPagedKVCacheWrapper(self._float, "NHD", backend=backend)
 

@@ -29,7 +29,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for_runs,
 )
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut

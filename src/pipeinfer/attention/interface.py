@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from pipeinfer.kernels.tables import DeviceStep
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 Plan = Any  # what a backend makes of a step's rows: nobody else looks into it

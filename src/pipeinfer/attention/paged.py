@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from pipeinfer.attention.interface import KV, Plan, PlanInputs, Traits
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # that all of these kernels take

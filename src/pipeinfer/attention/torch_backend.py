@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention.interface import KV, PlanInputs, Traits
 from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 NEVER = float("-inf")
@@ -89,8 +89,8 @@ class TorchBackend:
         """See interface.py, here and below."""
         self._page_size = pool.page_size
         self._dtype = pool.dtype
-        self._k, self._v = pool.by_place()
-        if pool.stored == E4M3:  # as bytes, which are gathered on every device
+        self._k, self._v = pool.token_views()
+        if pool.storage_dtype == E4M3:  # as bytes, which are gathered on every device
             self._k, self._v = ([x.view(torch.uint8) for x in part] for part in (self._k, self._v))
         self._scales = pool.scales
         self._scratch = None

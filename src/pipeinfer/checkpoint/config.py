@@ -493,18 +493,18 @@ def _foreign(fields: Fields, architecture: str) -> ModelOutline:
 
 # Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
-    "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
-    "Glm4ForCausalLM": "pipeinfer.models.glm4:build",
-    "Glm4MoeForCausalLM": "pipeinfer.models.glm4_moe:build",
-    "GlmForCausalLM": "pipeinfer.models.glm:build",
-    "GptOssForCausalLM": "pipeinfer.models.gpt_oss:build",
-    "LlamaForCausalLM": "pipeinfer.models.llama:build",
-    "MistralForCausalLM": "pipeinfer.models.mistral:build",
-    "MixtralForCausalLM": "pipeinfer.models.mixtral:build",
-    "Qwen2ForCausalLM": "pipeinfer.models.qwen2:build",
-    "Qwen2MoeForCausalLM": "pipeinfer.models.qwen2_moe:build",
-    "Qwen3ForCausalLM": "pipeinfer.models.qwen3:build",
-    "Qwen3MoeForCausalLM": "pipeinfer.models.qwen3_moe:build",
+    "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build_gemma3",
+    "Glm4ForCausalLM": "pipeinfer.models.glm:build_glm4",
+    "Glm4MoeForCausalLM": "pipeinfer.models.glm:build_glm4_moe",
+    "GlmForCausalLM": "pipeinfer.models.glm:build_glm",
+    "GptOssForCausalLM": "pipeinfer.models.gpt_oss:build_gpt_oss",
+    "LlamaForCausalLM": "pipeinfer.models.llama:build_llama",
+    "MistralForCausalLM": "pipeinfer.models.llama:build_mistral",
+    "MixtralForCausalLM": "pipeinfer.models.llama:build_mixtral",
+    "Qwen2ForCausalLM": "pipeinfer.models.qwen:build_qwen2",
+    "Qwen2MoeForCausalLM": "pipeinfer.models.qwen:build_qwen2_moe",
+    "Qwen3ForCausalLM": "pipeinfer.models.qwen:build_qwen3",
+    "Qwen3MoeForCausalLM": "pipeinfer.models.qwen:build_qwen3_moe",
 }
 
 

@@ -112,7 +112,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     method = given.get("quant_method")
     keyed = method == "compressed-tensors" and given.get("kv_cache_scheme")
     if keyed and not given.get("config_groups"):
-        return None  # keys and values alone; see models/kv_scales.py
+        return None  # keys and values alone; see models/loading.py
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise fields.error(

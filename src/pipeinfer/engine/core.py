@@ -17,8 +17,8 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.events import Compiled, Drain, GraphDue, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
-from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import (
     Admitted,
@@ -215,13 +215,13 @@ class EngineCore:
         """Pages and slots as of now; totals since the process started."""
         memory = self.memory
         return {
-            "pages_total": memory.allocator.total,
-            "pages_free": memory.free,
-            "pages_evictable": memory.evictable,
-            "pages_evicted": memory.evicted_pages,
+            "pages_total": memory.allocator.num_pages,
+            "pages_free": memory.num_free,
+            "pages_evictable": memory.num_evictable,
+            "pages_evicted": memory.num_evicted,
             "page_tokens": memory.page_size,
             "kv_fp8": int(self.hello.kv_dtype == "fp8_e4m3"),
-            "slots_total": memory.slots.count,
+            "slots_total": memory.slots.num_slots,
             "slots_used": int(np.count_nonzero(memory.slots.active)),
             "steps_in_flight": 0 if self._epoch is None else len(self._epoch.in_flight),
             **self._totals,
@@ -342,7 +342,7 @@ class EngineCore:
             self._requests.put(admit)
         for extend in plan.extends:
             ids = unpack(extend.ids)
-            first = int(self.memory.slots.known[extend.slot]) - len(ids)
+            first = int(self.memory.slots.num_known[extend.slot]) - len(ids)
             self._requests.extend(extend.slot, first, ids)
         self._count(plan, rows)
         step, sampled = self._steps.build(plan.epoch, rows)

@@ -3,8 +3,8 @@
 A `Store` takes the heads of one layer, norms and rotates them and writes keys and values to the
 step's slot mapping; then an attention backend reads pages. There are two: TorchStore for backends
 that attend to the step's own keys, too, and FusedStore, one kernel. For pages of 8 bits
-`key_shifts` finds, when a model is loaded, the vector that each layer's keys are stored less. Knows
-a pool and a backend's plan; no step and no request.
+`find_key_centers` finds, when a model is loaded, the vector that is subtracted from each layer's
+keys. Knows a pool and a backend's plan; no step and no request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import LayerHeads
-from pipeinfer.memory.pool import KVPool, Shift
-from pipeinfer.models.interface import Model
+from pipeinfer.memory.kv_pool import KeyCenter, KVPool
+from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
-TOKENS = 512  # of the sequence for key_shifts: 256 were a little worse, 1024 no better
+TOKENS = 512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better
 
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
 # (layer, heads, slot_mapping [T]: page * page_size + offset of each token): norms and rotates the
@@ -75,7 +75,7 @@ class TorchStore:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._k, self._v = pool.by_place()
+        self._k, self._v = pool.token_views()
 
     def __call__(self, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
         """See Store."""
@@ -118,7 +118,7 @@ class FusedStore:
             offset=0.0 if norm is None else norm.offset,
             k_scale=scales.k,
             v_scale=scales.v,
-            shift=pool.shifts[layer],
+            shift=pool.key_centers[layer],
         )
         return queries, None, None
 
@@ -128,10 +128,10 @@ def _ready(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values as pages want them: of 8 bits, queries and keys turned alike."""
     q, k, v = heads.split_and_rotate()
-    if pool.stored != E4M3:
+    if pool.storage_dtype != E4M3:
         return q, k, v
-    shift = pool.shifts[layer]
-    return turned(q).to(q.dtype), turned(k if shift is None else k.float() - shift), v
+    center = pool.key_centers[layer]
+    return turned(q).to(q.dtype), turned(k if center is None else k.float() - center), v
 
 
 def _put(
@@ -151,7 +151,9 @@ def _put(
 
 
 @torch.inference_mode()
-def key_shifts(model: Model, most_tokens: int, where: torch.device) -> tuple[Shift, ...]:
+def find_key_centers(
+    model: LanguageModel, most_tokens: int, where: torch.device
+) -> tuple[KeyCenter, ...]:
     """What each layer's keys (after norm and RoPE) are stored less, where pages hold 8 bits.
 
     It is the key that queries see on average; None for a layer with sinks or a soft cap, whose
@@ -163,16 +165,16 @@ def key_shifts(model: Model, most_tokens: int, where: torch.device) -> tuple[Shi
     most `most_tokens` is computed, on all ranks of a group.
     """
     average = _Average(model.attention_shapes())
-    if any(map(_may_shift, average.shapes)):
+    if any(map(_may_center, average.shapes)):
         count = min(TOKENS, most_tokens)
         # This generator is frozen: it gives the same ids in every version of NumPy.
-        ids = np.random.RandomState(0).randint(0, model.vocabulary.vocab_size, count)
+        ids = np.random.RandomState(0).randint(0, model.vocab_shard.vocab_size, count)
         tokens = tensor_of(ids.astype(np.int64)).to(where)
         model(tokens, torch.arange(count, device=where), average)
     return tuple(average.found)
 
 
-def _may_shift(shape: AttentionShape) -> bool:
+def _may_center(shape: AttentionShape) -> bool:
     return shape.sinks is None and shape.soft_cap is None
 
 
@@ -181,7 +183,7 @@ class _Average:
 
     def __init__(self, shapes: Sequence[AttentionShape]) -> None:
         self.shapes = shapes
-        self.found: list[Shift] = [None] * len(shapes)
+        self.found: list[KeyCenter] = [None] * len(shapes)
         self._bias = cache(_bias)
 
     def __call__(self, layer: int, heads: LayerHeads) -> torch.Tensor:
@@ -201,7 +203,7 @@ class _Average:
             values, keys = found.chunk(2, dim=-1)
             out[:, of_head] = values.transpose(0, 1)
             seen.append(keys.float().mean(dim=(0, 1)))
-        if _may_shift(shape):
+        if _may_center(shape):
             # Where these ids give infinite numbers others need not.
             self.found[layer] = torch.stack(seen).nan_to_num_(0.0, 0.0, 0.0)
         return out

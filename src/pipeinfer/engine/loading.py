@@ -22,7 +22,7 @@ from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
@@ -31,12 +31,16 @@ from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
-from pipeinfer.memory.pool import KVPool, Shift
+from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.build import build_model, check_shard
-from pipeinfer.models.interface import Model
-from pipeinfer.models.kv_scales import read_scales
-from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
-from pipeinfer.models.weights import Stored
+from pipeinfer.models.causal_lm import LanguageModel
+from pipeinfer.models.loading import (
+    CheckpointTensor,
+    check_checkpoint,
+    fill_dummy,
+    load_weights,
+    read_kv_scales,
+)
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, most_tokens, prefill_budget, said
@@ -44,35 +48,37 @@ from pipeinfer.step_cost import TOKENS, StepCost
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
-    from pipeinfer.models.foreign.loading import Foreign
+    from pipeinfer.models.transformers_backend import TransformersSpec
 
 AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
 
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """What settings and checkpoint come to, before anything is loaded. foreign: how transformers
-    builds the model; None: it is our own. stored: where our own one's weights lie on disk, by name;
-    None where they are random. kv_scales: of each layer's keys and values, if they are stored as
-    e4m3."""
+    """What settings and checkpoint come to, before anything is loaded.
+
+    transformers_spec: how transformers builds the model; None: the implementation is our own.
+    stored: the checkpoint's tensors by name, for our own implementation; None: random weights.
+    kv_scales: of each layer's keys and values, if they are stored as e4m3.
+    """
 
     outline: ModelOutline
-    foreign: Foreign | None
+    transformers_spec: TransformersSpec | None
     device: str
     dtype: torch.dtype
     attention: str
     page_size: int
     max_model_len: int
     shard: Shard
-    stored: Mapping[str, Stored] | None
+    stored: Mapping[str, CheckpointTensor] | None
     kv_scales: tuple[Scales, ...] | None
     ordinal: int
 
     @property
     def layers(self) -> int:
-        """How many attend."""
-        if self.foreign is not None:
-            return len(self.foreign.traced.shapes)
+        """Layers with attention."""
+        if self.transformers_spec is not None:
+            return len(self.transformers_spec.attention.shapes)
         return self.config.num_layers
 
     @property
@@ -92,7 +98,7 @@ class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
     graph_sizes: batch sizes with a CUDA graph, now or later. step_tokens: the largest step.
-    step_cost: what steps take, if it was measured. foreign: transformers built the model.
+    step_cost: what steps take, if it was measured. uses_transformers: transformers built the model.
     """
 
     runner: Runner
@@ -106,7 +112,7 @@ class LoadedEngine:
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
-    foreign: bool = False
+    uses_transformers: bool = False
     kv_dtype: str = AS_THE_MODEL
 
 
@@ -125,15 +131,15 @@ def choose(
     max_model_len = _max_model_len(settings.max_model_len, outline)
     dtype = _dtype(settings.dtype, outline, device)
     outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
-    foreign, config = None, outline.config
+    spec, config = None, outline.config
     narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
-        foreign = _foreign(settings, folder, outline, max_model_len)
-        layers = len(foreign.traced.shapes)
+        spec = _transformers_spec(settings, folder, outline, max_model_len)
+        layers = len(spec.attention.shapes)
         needs = _Needs(
-            registry.padded_head_dim(foreign.traced.head_dim),
-            foreign.traced.sinks,
-            foreign.traced.soft_cap,
+            registry.padded_head_dim(spec.attention.head_dim),
+            spec.attention.sinks,
+            spec.attention.soft_cap,
             narrow,
         )
     else:
@@ -148,7 +154,7 @@ def choose(
         outline = replace(outline, config=config)
     return EngineChoices(
         outline=outline,
-        foreign=foreign,
+        transformers_spec=spec,
         device=device,
         dtype=dtype,
         attention=attention,
@@ -206,7 +212,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
     return LoadedEngine(
         runner=runner,
         page_size=choices.page_size,
-        pages=runner.pool.pages,
+        pages=runner.pool.num_pages,
         max_model_len=choices.max_model_len,
         max_slots=max_slots,
         attention=choices.attention,
@@ -215,7 +221,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         graph_sizes=runner.graph_sizes,
         step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
-        foreign=choices.foreign is not None,
+        uses_transformers=choices.transformers_spec is not None,
         kv_dtype=choices.kv_dtype,
     )
 
@@ -226,10 +232,10 @@ def _model(
     choices: EngineChoices,
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
-) -> Model:
+) -> LanguageModel:
     """With its weights."""
-    if choices.foreign is not None:
-        return _foreign_model(choices.foreign, settings, folder, choices, progress)
+    if choices.transformers_spec is not None:
+        return _transformers_model(choices.transformers_spec, settings, folder, choices, progress)
     model = build_model(
         choices.config,
         choices.shard,
@@ -247,7 +253,9 @@ def _model(
     return model
 
 
-def _foreign(settings: Settings, folder: Path, outline: ModelOutline, most_tokens: int) -> Foreign:
+def _transformers_spec(
+    settings: Settings, folder: Path, outline: ModelOutline, max_model_len: int
+) -> TransformersSpec:
     """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
     named = f"{outline.architecture} is served through transformers"
     if settings.tp > 1:
@@ -257,34 +265,34 @@ def _foreign(settings: Settings, folder: Path, outline: ModelOutline, most_token
     if settings.compile or settings.enable_expert_parallel:
         flag = "--compile" if settings.compile else "--enable-expert-parallel"
         raise ConfigurationError(f"{named}: {flag} is for models of pipeinfer's own")
-    from pipeinfer.models.foreign.loading import look_at  # which imports transformers
+    from pipeinfer.models.transformers_backend import inspect_model  # which imports transformers
 
-    return look_at(folder, outline, most_tokens)
+    return inspect_model(folder, outline, max_model_len)
 
 
-def _foreign_model(
-    foreign: Foreign,
+def _transformers_model(
+    spec: TransformersSpec,
     settings: Settings,
     folder: Path,
     choices: EngineChoices,
     progress: Callable[[int, int], None] | None,
-) -> Model:
-    """transformers reads its weights, and says nothing of how far it is."""
-    from pipeinfer.models.foreign.loading import load
+) -> LanguageModel:
+    """transformers reads the weights, so there is no progress between nothing and all."""
+    from pipeinfer.models.transformers_backend import load_model
 
     total = 0
     if settings.load_format != "dummy":
         total = sum(file.stat().st_size for file in weight_files(folder))
     if progress is not None and total:
         progress(0, total)
-    model = load(
-        foreign,
+    model = load_model(
+        spec,
         None if settings.load_format == "dummy" else folder,
         settings.seed,
         torch.device(choices.device),
         choices.dtype,
         choices.max_model_len,
-        registry.padded_head_dim(foreign.traced.head_dim, choices.attention),
+        registry.padded_head_dim(spec.attention.head_dim, choices.attention),
     )
     if progress is not None and total:
         progress(total, total)
@@ -372,9 +380,9 @@ def _narrow(name: str, dtype: torch.dtype) -> bool:
     return name in ("fp8", FP8)
 
 
-def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[Scales, ...]:
+def _scales(stored: Mapping[str, CheckpointTensor] | None, layers: int) -> tuple[Scales, ...]:
     """The checkpoint's, if there is one that is ours to read."""
-    return (ONES,) * layers if stored is None else read_scales(stored, layers)
+    return (ONES,) * layers if stored is None else read_kv_scales(stored, layers)
 
 
 def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
@@ -444,7 +452,7 @@ class EngineShape:
 
 
 def build_runner(
-    model: Model,
+    model: LanguageModel,
     settings: Settings,
     shape: EngineShape,
     machine: Machine,
@@ -463,11 +471,11 @@ def build_runner(
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
 
-    shifts = _shifts(model, shape, machine)
+    key_centers = _key_centers(model, shape, machine)
 
     def pool(pages: int) -> KVPool:
         size = (pages, shape.page_size)
-        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, shifts)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers)
 
     if collectives is None:
         sampler = WholeSampler(model, machine.kernels)
@@ -491,12 +499,16 @@ def build_runner(
     return runner
 
 
-def _shifts(model: Model, shape: EngineShape, machine: Machine) -> tuple[Shift, ...] | None:
+def _key_centers(
+    model: LanguageModel, shape: EngineShape, machine: Machine
+) -> tuple[KeyCenter, ...] | None:
     """What each layer's keys are stored less, if pages hold e4m3."""
     if shape.scales is None:
         return None
-    found: list[tuple[Shift, ...]] = []
-    machine.device.run(lambda: found.append(key_shifts(model, shape.max_model_len, machine.where)))
+    found: list[tuple[KeyCenter, ...]] = []
+    machine.device.run(
+        lambda: found.append(find_key_centers(model, shape.max_model_len, machine.where))
+    )
     return found[0]
 
 
@@ -527,7 +539,7 @@ def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
 
 
 def _capture(
-    runner: Runner, settings: Settings, largest: LargestStep, model: Model, start: Start
+    runner: Runner, settings: Settings, largest: LargestStep, model: LanguageModel, start: Start
 ) -> None:
     sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
     budget = most_tokens(settings.mixed_step_tokens, largest.tokens)
@@ -539,7 +551,7 @@ def _capture(
     try:
         runner.capture(sizes, mixed, start.captured, choose=alone, later=later)
     except RuntimeError as error:
-        if not model.may_not_capture:
+        if not model.capture_may_fail:
             raise
         reason = str(error).strip().splitlines()[0]
         log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)

@@ -39,8 +39,8 @@ from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, St
 from pipeinfer.engine.step_builder import MOST_EDITS
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import DeviceStep, GraphShape
-from pipeinfer.memory.pool import KVPool
-from pipeinfer.models.interface import Model
+from pipeinfer.memory.kv_pool import KVPool
+from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost
 from pipeinfer.tensors import tensor_of
@@ -124,7 +124,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         pool: KVPool,
         backend: Attention,
         largest: LargestStep,
@@ -144,7 +144,7 @@ class Runner:
         self._sampler = sampler
         self._kernels = kernels
         where = pool.device
-        ids = range(model.vocabulary.start, model.vocabulary.stop)
+        ids = range(model.vocab_shard.start, model.vocab_shard.stop)
         self._penalties = Penalties(largest.rows, ids, where)
         self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
         self._device_buffers = DeviceBuffers(
@@ -308,7 +308,7 @@ class Runner:
         """What changes in the slots, and the step, on the current stream."""
         cleared, late = packed.step.delta.cleared, packed.late
         if len(cleared):  # rare: it waits for a copy, and so does what follows
-            self.pool.clear(cleared)
+            self.pool.zero_pages(cleared)
         if late is not None:
             pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
@@ -481,7 +481,7 @@ class Runner:
             self._graphs,
             (largest.rows, largest.tokens),
             frame,
-            self.pool.pages,
+            self.pool.num_pages,
             self._replayed,
             self._seconds,
         )

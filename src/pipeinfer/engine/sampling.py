@@ -21,7 +21,7 @@ from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors
 from pipeinfer.logprobs import OWN_WORDS, narrowed
-from pipeinfer.models.interface import Model
+from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
 
@@ -75,9 +75,9 @@ class WholeSampler:
 
     first_id = 0
 
-    def __init__(self, model: Model, kernels: Kernels) -> None:
+    def __init__(self, model: LanguageModel, kernels: Kernels) -> None:
         self.logits = model.logits
-        self.vocab = model.vocabulary.vocab_size
+        self.vocab = model.vocab_shard.vocab_size
         self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -121,8 +121,8 @@ class SplitSampler:
     A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, kernels: Kernels) -> None:
-        rows = model.vocabulary
+    def __init__(self, model: LanguageModel, ranks: Ranks, kernels: Kernels) -> None:
+        rows = model.vocab_shard
         self.logits = model.local_logits
         self.first_id = rows.start
         self._held = rows.stop - rows.start

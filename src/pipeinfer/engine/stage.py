@@ -123,7 +123,12 @@ def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
 def _prefixes(cache: PrefixCache, most: int, ids: int) -> tuple[Prefix, ...]:
     """The cache's largest ones, as they travel."""
     return tuple(
-        Prefix(tokens=one.tokens, ends=one.ends, held=one.held, first=pack(one.first))
+        Prefix(
+            tokens=one.num_tokens,
+            ends=one.num_sequences,
+            held=one.num_locks,
+            first=pack(one.first_ids),
+        )
         for one in cache.largest(most, ids)
     )
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
-from pipeinfer.memory.shared_prefixes import shared_prefixes
+from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
 from pipeinfer.packing import unpack
 from pipeinfer.params import (
@@ -99,7 +99,7 @@ class StepBuilder:
             prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
             # Where steps go on with the same rows, these only get pages of their own.
-            shared_prefixes=shared_prefixes(memory.table, slots[:decodes], memory.page_size)
+            shared_prefixes=find_shared_prefixes(memory.table, slots[:decodes], memory.page_size)
             if self._shares
             else None,
         )
@@ -152,7 +152,7 @@ class StepBuilder:
 
     def _delta(self) -> Delta:
         """What changed since the last step that computes anything."""
-        pages, requests = self._memory.table.changes(), self._requests.changes()
+        pages, requests = self._memory.table.take_changes(), self._requests.changes()
         delta = NOTHING if pages is None else Delta(*pages)
         if requests is not None:
             admitted, fields, edits = requests

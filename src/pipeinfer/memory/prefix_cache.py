@@ -1,102 +1,561 @@
-"""What a prefix cache is, and which kinds there are.
+"""Prefix caches: from token prefixes, whole pages at a time, to the pages that hold their KV.
 
-A cache maps token prefixes, whole pages at a time, to pages that hold their KV. Knows no slot, no
-plan and no tensor; implementations are imported when they are chosen.
+- PrefixCache: what the memory manager calls.
+- RadixCache: a radix tree with locks and least-recently-used eviction. The idea of a radix tree
+  over KV is from SGLang (arXiv 2312.07104).
+- NaiveCache: caches nothing.
+
+Nothing here reads a clock, so what is evicted is a function of the calls alone. Knows no slot, no
+plan and no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import NamedTuple, Protocol
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from pipeinfer.close_names import none_of
+from pipeinfer.memory.pages import IntegrityError
 from pipeinfer.settings import ConfigurationError
 
-CACHES = {
-    "radix": "pipeinfer.memory.radix:RadixCache",
-    "naive": "pipeinfer.memory.naive:NaiveCache",
-}
+_NO_PAGES = np.empty(0, dtype=np.int32)
 
 
-class Match(NamedTuple):
-    """A cached prefix: the node it ends in (None: nothing cached) and its pages, int32 [n]."""
+class PrefixMatch(NamedTuple):
+    """A cached prefix.
+
+    node: the one that it ends in, to be locked; None: nothing is cached.
+    pages: int32 [n], of its tokens.
+    """
 
     node: object
     pages: np.ndarray
 
 
-class Path(NamedTuple):
-    """Cached tokens from the first on: how many; sequences that begin with them (`ends`); locks on
-    them (`held`); the first ids, int32, none where there is a salt: those are for nobody else."""
+_NO_MATCH = PrefixMatch(None, _NO_PAGES)
 
-    tokens: int
-    ends: int
-    held: int
-    first: np.ndarray
+
+class CachedPath(NamedTuple):
+    """A path from the root to some node: a cached prefix, for operators to look at.
+
+    num_tokens: its length.
+    num_sequences: cached sequences that begin with it.
+    num_locks: locks of requests on it.
+    first_ids: int32, its first token ids; none under a salt, whose texts nobody else may see.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_locks: int
+    first_ids: np.ndarray
 
 
 class PrefixCache(Protocol):
-    """Owns the pages that were inserted until it evicts them. `clock` is the plan's number."""
+    """Owns the pages that were inserted, until it evicts them.
 
-    evictable: int  # pages that evict() could return
-    locked: int  # pages on a path that somebody has locked
+    num_evictable: pages that `evict` could return.
+    num_locked: pages on a path that some request has locked.
 
-    def match(self, tokens: np.ndarray, salt: str, clock: int) -> Match:
-        """The longest cached prefix of `tokens` (int32 [n], whole pages count) under `salt`."""
+    tokens: in all methods, token ids int32.
+    salt: in all methods, requests with different cache salts share nothing.
+    clock: in all methods, the number of the plan, which stands for time.
+    """
+
+    num_evictable: int
+    num_locked: int
+
+    def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+        """The longest cached prefix of `tokens` [n], in whole pages."""
         ...
 
     def lock(self, node: object) -> None:
-        """Keeps the path from the root to `node` from eviction; None is no path. Locks nest."""
+        """Keeps the path from the root to `node` from eviction; None is no path. Locks are
+        counted."""
         ...
 
     def unlock(self, node: object) -> None:
         """Undoes one lock; raises IntegrityError if there is none."""
         ...
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> Match:
-        """Offers `pages` int32 [n] holding the KV of `tokens` int32 [n * page_size].
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+        """Offers `pages` int32 [n], which hold the KV of `tokens` [n * page_size].
 
-        Returns the pages that the cache has for these tokens now. Where it had a page already it
-        keeps its own, and the offered one stays the caller's; all others returned are now its own.
-        An empty match means that nothing was taken.
+        Returns the pages that the cache has for these tokens now. Where it had a page before, it
+        keeps that one, and the offered page stays the caller's. The other offered pages belong to
+        the cache from now on. An empty match: the cache took nothing.
         """
         ...
 
     def evict(self, count: int) -> np.ndarray:
-        """Gives up at most `count` pages, least recently used first; int32, now the caller's."""
+        """Gives up at most `count` pages, least recently used first: int32, now the caller's."""
         ...
 
-    def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
-        """Gives up the pages of `tokens` (int32 [n]), from the last cached one backwards, as far as
-        nobody has locked them and no other tokens follow; int32, now the caller's.
+    def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+        """Gives up the pages of `tokens` [n], from the last cached one backwards, up to one that is
+        locked or that other tokens follow: int32, now the caller's.
         """
         ...
 
-    def largest(self, most: int, ids: int) -> list[Path]:
-        """At most so many paths: those that several sequences begin with, by the tokens that this
-        saves, then single ones by their length. `ids`: of each, so many are told. Its cost is
-        bounded: of a very large tree it sees a part.
+    def largest(self, count: int, max_ids: int) -> list[CachedPath]:
+        """At most `count` paths: first those that several sequences begin with, by the tokens that
+        this saves; then those of single sequences, by their length.
+
+        max_ids: how many ids of each are told. The cost is bounded: of a very large tree the result
+        covers a part.
         """
         ...
 
     def reset(self) -> None:
-        """Forgets everything, locks included."""
+        """Empties the cache; locks are gone, too."""
         ...
 
     def check_integrity(self, holders: Sequence[object]) -> np.ndarray:
-        """Raises IntegrityError unless all is consistent; `holders` has one node for each lock.
+        """All pages that the cache owns, int32; raises IntegrityError if anything is inconsistent.
 
-        Returns all pages that the cache owns, int32.
+        holders: one node for each lock.
         """
         ...
+
+
+_NEVER = -1  # RadixNode.queued_use of a node that has no entry in the heap
+MAX_VISITED_NODES = 2_000  # nodes that `largest` looks at: 1 to 2 ms of the engine's time
+
+
+class RadixNode:
+    """A run of pages between two forks. A match that ends within a node splits it, so all pages of
+    a node were last used at the same time.
+
+    key, pages: int32 [pages * page_size] token ids; int32 [pages].
+    parent: None of a root, and of a node that was evicted.
+    children: by the bytes of the token ids of their first page.
+    last_used: number of the plan that matched or inserted it last.
+    created: number of the node, which breaks ties among equal `last_used`.
+    locks: on it and on all nodes below it.
+    queued_use: `last_used` of its youngest entry in the heap of evictable leaves.
+    salt: of a root.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "key",
+        "last_used",
+        "locks",
+        "pages",
+        "parent",
+        "queued_use",
+        "salt",
+    )
+
+    def __init__(
+        self,
+        key: np.ndarray,
+        pages: np.ndarray,
+        parent: RadixNode | None,
+        last_used: int,
+        created: int,
+    ) -> None:
+        self.key = key
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, RadixNode] = {}
+        self.last_used = last_used
+        self.created = created
+        self.locks = 0
+        self.queued_use = _NEVER
+        self.salt = ""
+
+
+class RadixCache:
+    """See PrefixCache. A match costs the length of its tokens, an eviction log(nodes). Edges are
+    whole pages of token ids; each salt has a root of its own."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Empties the cache; locks are gone, too."""
+        self._roots: dict[str, RadixNode] = {}
+        # A heap of unlocked leaves by (last_used, created). Entries of nodes that were used,
+        # locked, extended or evicted since are stale; they are skipped when they come up.
+        self._evictable_leaves: list[tuple[int, int, RadixNode]] = []
+        self._num_created = 0
+        self._num_nodes = 0
+        self.num_evictable = 0
+        self.num_locked = 0
+
+    def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+        """The longest cached prefix of `tokens`; its whole path counts as used at `clock`."""
+        root = self._roots.get(salt)
+        if root is None:
+            return _NO_MATCH
+        node, found = self._match_pages(root, tokens, clock)
+        self._queue_if_evictable(node)
+        return _match(node, found)
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+        """Adds those pages of `tokens` that the tree lacks; returns the tree's pages of all."""
+        if len(tokens) != len(pages) * self.page_size:
+            raise IntegrityError(f"{len(tokens)} tokens do not fill {len(pages)} pages")
+        if len(pages) == 0:
+            return _NO_MATCH
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = RadixNode(_NO_PAGES, _NO_PAGES, None, clock, 0)
+            root.salt = salt
+        node, found = self._match_pages(root, tokens, clock)
+        have = sum(map(len, found))
+        if have < len(pages):
+            key = tokens[have * self.page_size :].copy()
+            node = self._attach(
+                node, RadixNode(key, pages[have:].copy(), node, clock, self._next_created())
+            )
+            found.append(node.pages)
+        self._queue_if_evictable(node)
+        return _match(node, found)
+
+    def lock(self, node: RadixNode | None) -> None:
+        """Keeps the path to `node` from eviction; raises IntegrityError if it was evicted."""
+        if node is None:
+            return
+        for above in _up_from(node):
+            if above.locks == 0:
+                self.num_evictable -= len(above.pages)
+                self.num_locked += len(above.pages)
+            above.locks += 1
+
+    def unlock(self, node: RadixNode | None) -> None:
+        """Undoes one lock of `node`."""
+        if node is None:
+            return
+        for above in _up_from(node):
+            if above.locks == 0:
+                raise IntegrityError(f"node {above.created} is not locked")
+            above.locks -= 1
+            if above.locks == 0:
+                self.num_evictable += len(above.pages)
+                self.num_locked -= len(above.pages)
+        self._queue_if_evictable(node)
+
+    def evict(self, count: int) -> np.ndarray:
+        """See PrefixCache. Takes pages from the ends of unlocked leaves."""
+        given: list[np.ndarray] = []
+        while count > 0 and self.num_evictable > 0:
+            leaf = self._least_recent_leaf()
+            size = min(count, len(leaf.pages))
+            given.append(leaf.pages[::-1][:size])
+            self.num_evictable -= size
+            count -= size
+            if size < len(leaf.pages):
+                self._trim_leaf(leaf, size)
+            else:
+                self._remove_leaf(leaf)
+        return np.concatenate(given) if given else _NO_PAGES
+
+    def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+        """See PrefixCache: takes whole nodes off the end of the path."""
+        given: list[np.ndarray] = [_NO_PAGES]
+        node = self._last_full_node(tokens, salt)
+        while node is not None and node.parent is not None and not (node.children or node.locks):
+            above = node.parent
+            self.num_evictable -= len(node.pages)
+            given.append(node.pages[::-1])
+            self._remove_leaf(node)
+            node = above
+        return np.concatenate(given)
+
+    def largest(self, count: int, max_ids: int) -> list[CachedPath]:
+        """See PrefixCache. A fork of n sequences saves its tokens n - 1 times."""
+        visited, leaves = self._visit_from_roots(MAX_VISITED_NODES)
+        forks = [node for node, _ in visited if len(node.children) > 1]
+        lengths = {id(node): length for node, length in visited}
+        forks.sort(key=lambda node: lengths[id(node)] * (leaves[id(node)] - 1), reverse=True)
+        single = [node for node, _ in visited if not node.children]
+        single.sort(key=lambda node: lengths[id(node)], reverse=True)
+        return [
+            CachedPath(lengths[id(node)], leaves[id(node)], node.locks, _first_ids(node, max_ids))
+            for node in (forks + single)[:count]
+        ]
+
+    def _visit_from_roots(self, count: int) -> tuple[list[tuple[RadixNode, int]], Counter[int]]:
+        """Visits at most `count` nodes, those near the root first: (node, tokens up to its end) of
+        each; and by a node's id, how many of the visited leaves are at or below that node."""
+        rows = [(child, 0) for root in self._roots.values() for child in root.children.values()]
+        visited: list[tuple[RadixNode, int]] = []
+        for node, above in rows:  # it grows as the children are appended
+            if len(visited) == count:
+                break
+            length = above + len(node.key)
+            visited.append((node, length))
+            if len(rows) < count:
+                rows += [(child, length) for child in node.children.values()]
+        leaves: Counter[int] = Counter()
+        for node, _ in reversed(visited):
+            leaves[id(node)] = max(leaves[id(node)], 1)
+            leaves[id(node.parent)] += leaves[id(node)]
+        return visited, leaves
+
+    def check_integrity(self, holders: Sequence[RadixNode]) -> np.ndarray:
+        """See PrefixCache. Walks the whole tree."""
+        own = Counter(map(id, holders))
+        waiting = {(id(node), last_used) for last_used, _, node in self._evictable_leaves}
+        sizes = [0, 0]
+        seen: list[np.ndarray] = [_NO_PAGES]
+        count = 0
+        for node in self._all_nodes():
+            count += 1
+            self._check_node(node, own[id(node)])
+            if not node.children and not node.locks and (id(node), node.last_used) not in waiting:
+                raise IntegrityError(f"unlocked leaf {node.created} cannot be found for eviction")
+            own.pop(id(node), None)
+            sizes[node.locks > 0] += len(node.pages)
+            seen.append(node.pages)
+        if sizes != [self.num_evictable, self.num_locked] or count != self._num_nodes:
+            raise IntegrityError(
+                f"{count} nodes with {sizes[0]} unlocked and {sizes[1]} locked pages, counted as "
+                f"{self._num_nodes}, {self.num_evictable} and {self.num_locked}"
+            )
+        if own:
+            raise IntegrityError(f"{sum(own.values())} locks on nodes outside the tree")
+        return np.concatenate(seen)
+
+    # --------------------------------------------------------------------------- walking, splitting
+
+    def _match_pages(
+        self, node: RadixNode, tokens: np.ndarray, clock: int
+    ) -> tuple[RadixNode, list[np.ndarray]]:
+        """Follows `tokens` from `node` as far as whole pages agree, and splits a node of which a
+        part agrees. Returns the last node and the pages of each node on the way, int32."""
+        size = self.page_size
+        found: list[np.ndarray] = []
+        at = 0
+        while at + size <= len(tokens):
+            child = node.children.get(tokens[at : at + size].tobytes())
+            if child is None:
+                break
+            same = _common_length(child.key, tokens[at:]) // size
+            node = child if same == len(child.pages) else self._split(child, same)
+            node.last_used = clock
+            found.append(node.pages)
+            at += same * size
+        return node, found
+
+    def _last_full_node(self, tokens: np.ndarray, salt: str) -> RadixNode | None:
+        """The last node on the path of `tokens` of which they have every page; None if the salt has
+        no root."""
+        node, at = self._roots.get(salt), 0
+        while node is not None:
+            child = node.children.get(tokens[at : at + self.page_size].tobytes())
+            if child is None or not np.array_equal(child.key, tokens[at : at + len(child.key)]):
+                break
+            node, at = child, at + len(child.key)
+        return node
+
+    def _split(self, node: RadixNode, pages: int) -> RadixNode:
+        """Moves the first `pages` pages of `node` into a new parent and returns that. `node` keeps
+        the others, so a lock on `node` still holds the whole path."""
+        assert node.parent is not None
+        at = pages * self.page_size
+        head = RadixNode(
+            node.key[:at].copy(),
+            node.pages[:pages].copy(),
+            node.parent,
+            node.last_used,
+            self._next_created(),
+        )
+        head.locks = node.locks
+        node.parent.children[self._child_key(head)] = head
+        node.key, node.pages = node.key[at:].copy(), node.pages[pages:].copy()
+        node.parent = head
+        head.children[self._child_key(node)] = node
+        self._num_nodes += 1
+        return head
+
+    def _attach(self, parent: RadixNode, node: RadixNode) -> RadixNode:
+        parent.children[self._child_key(node)] = node
+        self._num_nodes += 1
+        self.num_evictable += len(node.pages)
+        return node
+
+    def _next_created(self) -> int:
+        self._num_created += 1
+        return self._num_created
+
+    def _child_key(self, node: RadixNode) -> bytes:
+        return node.key[: self.page_size].tobytes()
+
+    # ------------------------------------------------------------------------------------- eviction
+
+    def _queue_if_evictable(self, node: RadixNode) -> None:
+        """Pushes `node` onto the heap if it is an unlocked leaf without a current entry there."""
+        if node.children or node.locks or node.parent is None or node.queued_use == node.last_used:
+            return
+        if len(self._evictable_leaves) > 2 * self._num_nodes + 64:
+            self._drop_stale()
+        node.queued_use = node.last_used
+        heapq.heappush(self._evictable_leaves, (node.last_used, node.created, node))
+
+    def _drop_stale(self) -> None:
+        fresh: list[tuple[int, int, RadixNode]] = []
+        for entry in self._evictable_leaves:
+            if _is_candidate(entry):
+                fresh.append(entry)
+            elif entry[0] == entry[2].queued_use:
+                entry[2].queued_use = _NEVER
+        heapq.heapify(fresh)
+        self._evictable_leaves = fresh
+
+    def _least_recent_leaf(self) -> RadixNode:
+        """The next leaf to evict from; its entry stays in the heap. There is one, because unlocked
+        pages exist, and all nodes below an unlocked node are unlocked."""
+        while self._evictable_leaves:
+            entry = self._evictable_leaves[0]
+            if _is_candidate(entry):
+                return entry[2]
+            heapq.heappop(self._evictable_leaves)
+            if entry[0] == entry[2].queued_use:
+                entry[2].queued_use = _NEVER
+        raise IntegrityError(f"{self.num_evictable} pages are evictable, but no leaf is")
+
+    def _trim_leaf(self, leaf: RadixNode, pages: int) -> None:
+        leaf.pages = _shrunk(leaf.pages, len(leaf.pages) - pages)
+        leaf.key = _shrunk(leaf.key, len(leaf.pages) * self.page_size)
+
+    def _remove_leaf(self, leaf: RadixNode) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._child_key(leaf)]
+        leaf.parent = None
+        self._num_nodes -= 1
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
+        self._queue_if_evictable(parent)
+
+    # ------------------------------------------------------------------------------------ integrity
+
+    def _all_nodes(self) -> Iterator[RadixNode]:
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _check_node(self, node: RadixNode, own_locks: int) -> None:
+        pages = len(node.pages)
+        if pages == 0 or len(node.key) != pages * self.page_size:
+            raise IntegrityError(f"node {node.created}: {len(node.key)} tokens on {pages} pages")
+        expected = own_locks + sum(child.locks for child in node.children.values())
+        if node.locks != expected:
+            raise IntegrityError(f"node {node.created}: {node.locks} locks, {expected} held")
+        if node.parent is None or node.parent.children.get(self._child_key(node)) is not node:
+            raise IntegrityError(f"node {node.created} does not hang from its parent")
+
+
+def _up_from(node: RadixNode) -> Iterator[RadixNode]:
+    """`node` and the nodes above, without the root; raises IntegrityError outside the tree."""
+    if node.parent is None:
+        raise IntegrityError(f"node {node.created} is not in the tree")
+    at: RadixNode = node
+    while at.parent is not None:
+        yield at
+        at = at.parent
+
+
+def _first_ids(node: RadixNode, count: int) -> np.ndarray:
+    """The first ids of the path to `node`, int32, at most `count`; none under a salt."""
+    path = list(_up_from(node))
+    root = path[-1].parent
+    assert root is not None
+    return np.concatenate([one.key for one in path[::-1]])[: 0 if root.salt else count]
+
+
+def _is_candidate(entry: tuple[int, int, RadixNode]) -> bool:
+    last_used, _, node = entry
+    return (
+        node.last_used == last_used
+        and not node.children
+        and not node.locks
+        and node.parent is not None
+    )
+
+
+def _match(node: RadixNode, found: list[np.ndarray]) -> PrefixMatch:
+    if not found:
+        return _NO_MATCH
+    return PrefixMatch(node, np.concatenate(found))
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common prefix of two int32 arrays."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _shrunk(array: np.ndarray, length: int) -> np.ndarray:
+    """The first `length` entries: a view, so that eviction page by page is cheap, or a copy where a
+    view would keep an array of more than twice its size alive."""
+    view = array[:length]
+    base = array if array.base is None else array.base
+    return view.copy() if 2 * length < len(base) else view
+
+
+class NaiveCache:
+    """See PrefixCache. Caches nothing, so every request computes its whole prompt: for comparison
+    and for debugging."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_evictable = 0
+        self.num_locked = 0
+
+    def match(self, tokens: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+        """No match."""
+        return _NO_MATCH
+
+    def largest(self, count: int, max_ids: int) -> list[CachedPath]:
+        """No path."""
+        return []
+
+    def lock(self, node: object) -> None:
+        """Nothing to lock."""
+
+    def unlock(self, node: object) -> None:
+        """Nothing to unlock."""
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> PrefixMatch:
+        """Takes nothing."""
+        return _NO_MATCH
+
+    def evict(self, count: int) -> np.ndarray:
+        """Has nothing to give up."""
+        return _NO_PAGES
+
+    def remove(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+        """Has nothing to give up."""
+        return _NO_PAGES
+
+    def reset(self) -> None:
+        """Nothing to empty."""
+
+    def check_integrity(self, holders: Sequence[object]) -> np.ndarray:
+        """No pages; raises IntegrityError if there is a holder."""
+        if len(holders):
+            raise IntegrityError(f"{len(holders)} locks on a cache without nodes")
+        return _NO_PAGES
+
+
+CACHES = {"radix": RadixCache, "naive": NaiveCache}
 
 
 def make_cache(name: str, page_size: int) -> PrefixCache:
     """The cache called `name`; raises ConfigurationError, which lists the names there are."""
     if name not in CACHES:
         raise ConfigurationError(f"--cache: {none_of(name, CACHES)}")
-    module, _, cls = CACHES[name].partition(":")
-    return getattr(import_module(module), cls)(page_size)
+    return cast(PrefixCache, CACHES[name](page_size))  # which gets its own nodes only

@@ -1,6 +1,7 @@
-"""What the memory manager decided of one plan, row by row: between Plan and Step.
+"""What the memory manager decided of one plan.
 
-Plain data; knows nobody.
+The second of a step's descriptions: Plan (messages.py), Rows, Step (step.py), and DeviceStep
+(kernels/tables.py), on the device.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ _NONE = np.empty(0, dtype=np.int32)
 
 @dataclass
 class Rows:
-    """The rows of plan `number` in the plan's order, [R] each, and what the plan did to the pages.
+    """The R rows of one plan, in the order of the plan, and what the plan did to the pages. Written
+    by MemoryManager.apply; read by StepBuilder, which makes a Step of it, and by EngineCore, for
+    its messages.
 
-    Written by MemoryManager.apply and by nobody afterwards; read by StepBuilder, which makes a Step
-    of them, and by EngineCore for its messages.
-
-    slots, starts, counts: int32; row r computes positions starts[r] .. starts[r]+counts[r]-1.
-    samples: bool, such a row ends with a sampled token. known: bool, its tokens are known ids (else
-    the one that lies on the device). deferred: bool, there were no pages for it, so it computes
-    nothing. same_as_previous: the rows are those of the plan before, and both decode one token of
-    each.
-
-    admitted, cached: int32 [admits], slots, and tokens found in the prefix cache. free, evictable:
-    pages after the plan. evicted: from the cache since the reset. digest: 64-bit hash of all
-    decisions since then. unverified: int32 [n], pages that were freed and whose contents no finite
-    logits vouch for, see KVPool.clear.
+    slots: int32 [R].
+    starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r] + counts[r] - 1.
+    samples: bool [R], the row ends with a token that is sampled.
+    known: bool [R], the row computes known ids: a prefill. False: a decode, of the id that the
+        step before sampled and that only the device knows.
+    deferred: bool [R], there were no pages for the row, so it computes nothing.
+    same_as_previous: the rows are those of the plan before, and both decode one token of each.
+    number: of the plan.
+    admitted: int32 [admits], slots that the plan filled.
+    cached: int32 [admits], tokens of each that the prefix cache had.
+    free, evictable: pages after the plan.
+    evicted: pages that the cache has evicted since the reset.
+    digest: 64 bits, hash of all decisions since the reset.
+    unverified: int32 [n], pages that were freed although no finite logits were computed from them;
+        see KVPool.zero_pages.
     """
 
     slots: np.ndarray

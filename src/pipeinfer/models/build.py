@@ -1,6 +1,7 @@
-"""From a ModelConfig to a model on one rank: checks that it can be split, then allocates.
+"""From a ModelConfig to one rank's share of a model: checks that it can be split, then allocates.
 
-Knows no file; loading.py fills the parameters.
+Builders of architectures are in the table ARCHITECTURES (checkpoint/config.py). Knows no file;
+loading.py fills the parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from pipeinfer.layers.placement import Collectives, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
 
-ALONE = Shard()
+SINGLE_RANK = Shard()
 
 
 def build_model(
     config: ModelConfig,
-    shard: Shard = ALONE,
+    shard: Shard = SINGLE_RANK,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     collectives: Collectives | None = None,
@@ -33,12 +34,17 @@ def build_model(
     fusion: Fusion | None = None,
     moe_backend: str = "auto",
 ) -> CausalLM:
-    """The model's share of rank `shard`, allocated and not filled.
+    """The share of one rank, with its parameters allocated, not filled.
 
-    `collectives` add up over ranks; without them a share of several ranks can be loaded, not run.
-    `compiled`: see layers/compiled.py; `fusion`: layers/partial_sum.py; `moe_backend`:
-    layers/moe_backends.py. Raises ConfigurationError if heads or MLP do not divide by the ranks, if
-    what is to be compiled cannot be, or if there is no such backend.
+    shard: which rank of how many.
+    dtype, device: of the parameters; "meta" allocates nothing.
+    collectives: sums over ranks; without them a share of several ranks can be loaded, not run.
+    compiled: norms and activations by torch.compile, see layers/compiled.py.
+    fusion: of sums over ranks with the norm that follows, see layers/partial_sum.py.
+    moe_backend: a name of layers/moe_backends.py.
+
+    Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
+    cannot be, or if there is no such backend.
     """
     check_shard(config, shard.size, shard.whole_experts)
     where = torch.device(device)
@@ -59,13 +65,13 @@ def build_model(
 
 
 def _builder(architecture: str) -> Callable[..., object]:
-    """Imported only now; KeyError for an architecture that is not in the table."""
+    """The builder, imported only now; raises KeyError for one that is not in the table."""
     module, _, name = ARCHITECTURES[architecture].partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def _compile(model: CausalLM, placement: Placement) -> None:
-    """Now, because later it would hold up a step."""
+    """Compiles what torch.compile is used for; now, because later a step would wait for it."""
     norm, config = model.norm.fused, model.config
     if norm is None or fused_ops(placement.device, placement.dtype) is not None:
         return

@@ -1,30 +1,99 @@
 """The decoder-only transformer that all architectures here are: embedding, layers, norm, head.
 
-What differs between architectures is handed in as layers. Knows no cache, no request and no file;
-`sources` says which checkpoint tensor fills which parameter.
+- LanguageModel: what the engine calls, be it CausalLM or a model that transformers built.
+- CausalLM, made of DecoderLayer or SandwichLayer. Architectures differ in the layers that they hand
+  in; `sources` say which tensor of the checkpoint fills which parameter.
+- `decoder_layer`, `sandwich_layer`, `attention`, `dense_mlp`, `sparse_mlp`...: parts that builders
+  of architectures are made of, with the sizes of a ModelConfig.
+
+Knows no cache, no request and no file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.attention import Attend, SelfAttention
+from pipeinfer.layers.attention import Attend, Heads, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.experts import GatedExperts
+from pipeinfer.layers.mlp import GATES, GatedMLP
+from pipeinfer.layers.moe import SharedExpert, SparseMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rope, Rotation
+from pipeinfer.layers.rope import Rope, Rotation, lanes
 from pipeinfer.layers.rounded import RowRounding, Rows
+from pipeinfer.layers.routing import Router, SoftmaxRouter
 from pipeinfer.step import AttentionShape
 
 
+class VocabShard(Protocol):
+    """The ids whose logits one rank gives: start .. stop - 1 of `vocab_size`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of all ranks together."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """This rank's first id."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """The id after this rank's last."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """One rank's share of a model, with its weights, as the engine calls it."""
+
+    @property
+    def vocab_shard(self) -> VocabShard:
+        """The ids of `local_logits`."""
+        ...
+
+    @property
+    def capture_may_fail(self) -> bool:
+        """Whether its steps may turn out to be no CUDA graph, which is no fault then."""
+        ...
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+        /,
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden], normed, for `logits`; or [S, hidden], of `rows` alone.
+
+        tokens, positions: int64 [T], or int32 on a GPU. attend: called once in each layer.
+        rows: int64 [S], which of the T tokens.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """Logits [S, vocab_size] of hidden states [S, hidden]; the same on all ranks."""
+        ...
+
+    def local_logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """The logits of this rank's ids, [S, stop - start]."""
+        ...
+
+    def attention_shapes(self) -> Sequence[AttentionShape]:
+        """This rank's heads, of each layer."""
+        ...
+
+
 class FeedForward(Protocol):
-    """A dense or a sparse MLP: [T, hidden] to [T, hidden]. rounding: see Weight (matrix.py)."""
+    """A dense or a sparse MLP, [T, hidden] to [T, hidden]. rounding: see Weight (matrix.py)."""
 
     @property
     def rounding(self) -> RowRounding | None: ...
@@ -37,7 +106,7 @@ class FeedForward(Protocol):
 
 
 class Layer(Protocol):
-    """One layer of the residual stream, called and filled as DecoderLayer is."""
+    """A layer of the residual stream, called and filled as DecoderLayer is."""
 
     @property
     def attention(self) -> SelfAttention: ...
@@ -58,7 +127,7 @@ class Layer(Protocol):
 
 
 class TokenEmbedding(Protocol):
-    """Ids int64 [T] to vectors [T, hidden], a new tensor, out of `rows`."""
+    """Ids int64 [T] to a new tensor [T, hidden], taken from `rows`."""
 
     rows: VocabularyRows
 
@@ -67,11 +136,11 @@ class TokenEmbedding(Protocol):
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
     input_norm: RMSNorm
     attention: SelfAttention
-    middle_norm: RMSNorm
+    pre_mlp_norm: RMSNorm
     mlp: FeedForward
 
     def __call__(
@@ -82,30 +151,38 @@ class DecoderLayer:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
-        """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
-        `rows` alone, int64 [S]."""
-        rounded, residual = self.input_norm.add(x, residual, self.attention.rounding)
-        x = self.attention(rounded, rotation, attend, rows)
+        """What the next norm adds to the residual, and the residual, [T, hidden] each.
+
+        x: what is still to be added to the residual; None in the first layer.
+        residual: changed in place.
+        rows: int64 [S], the tokens whose values are wanted, in the last layer; both are [S, hidden]
+            then.
+        """
+        normed, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        x = self.attention(normed, rotation, attend, rows)
         if rows is not None:
             residual = residual[rows]
-        rounded, residual = self.middle_norm.add(x, residual, self.mlp.rounding)
-        return self.mlp(rounded), residual
+        normed, residual = self.pre_mlp_norm.add(x, residual, self.mlp.rounding)
+        return self.mlp(normed), residual
 
     def sources(self, prefix: str) -> Iterator[Source]:
-        """`prefix` is the path of this layer, with its dot."""
+        """prefix: the layer's path in the checkpoint, with a dot at its end."""
         yield from self.input_norm.sources(prefix)
         yield from self.attention.sources(f"{prefix}self_attn.")
-        yield from self.middle_norm.sources(prefix)
+        yield from self.pre_mlp_norm.sources(prefix)
         yield from self.mlp.sources(f"{prefix}mlp.")
 
 
 class CausalLM:
-    """A `Model`: `model(tokens, positions, attend)` gives hidden states, `logits` their logits.
+    """A LanguageModel of layers.
 
-    `embed` makes the embedding out of its rows. Layers with the same RoPE share its rotation.
+    config: sizes, RoPE and windows.
+    layers: of the residual stream.
+    embedding, norm, head: before and behind the layers; a tied head has the embedding's rows.
+    ropes: the different ones; layers with the same RoPE share its rotation.
     """
 
-    may_not_capture = False
+    capture_may_fail = False
 
     def __init__(
         self,
@@ -115,6 +192,7 @@ class CausalLM:
         norm_kind: NormKind = USUAL,
         embed: Callable[[VocabularyRows, Placement], TokenEmbedding] = Embedding,
     ) -> None:
+        """norm_kind: of the last norm. embed: makes the embedding of its rows."""
         self.config = config
         self.layers = layers
         size = (config.vocab_size, config.hidden_size)
@@ -137,9 +215,8 @@ class CausalLM:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions: int64 [T], or int32 on a GPU. Hidden states [T, hidden], normed; or of
-        `rows` alone, int64 [S]: of the other tokens, the last layer computes keys and values only.
-        """
+        """See LanguageModel. Of tokens that are not in `rows` the last layer computes keys and
+        values only."""
         rotations = [rope(positions) for rope in self.ropes]
         residual = self.embedding(tokens)
         x = None
@@ -150,20 +227,20 @@ class CausalLM:
         return self.norm.add(x, residual)[0]
 
     @property
-    def vocabulary(self) -> VocabularyRows:
-        """What its logits are about."""
+    def vocab_shard(self) -> VocabularyRows:
+        """The ids of `local_logits`."""
         return self.head.rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] to [S, vocab] in the model's dtype; the same on all ranks."""
+        """Logits [S, vocab_size], in the model's dtype, of hidden states [S, hidden]."""
         return self.head(hidden)
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's share of them: [S, hidden] to [S, share], from id `head.rows.start` on."""
+        """The logits of this rank's ids, [S, stop - start], from id `vocab_shard.start` on."""
         return self.head.local(hidden)
 
     def attention_shapes(self) -> list[AttentionShape]:
-        """This rank's heads, layer by layer."""
+        """This rank's heads, of each layer."""
         return [
             AttentionShape(
                 layer.attention.num_heads,
@@ -177,9 +254,9 @@ class CausalLM:
         ]
 
     def pack(self) -> None:
-        """Lays the weights out for speed; they are final then, and `sources` is over.
+        """Lays the weights out for speed. They are final then: `sources` may not be used any more.
 
-        A tied embedding is kept beside the head's packed copy of it.
+        A tied embedding stays beside the head's packed copy of it.
         """
         for layer in self.layers:
             layer.attention.pack()
@@ -187,10 +264,175 @@ class CausalLM:
         self.head.rows.matrix.pack()
 
     def sources(self) -> Iterator[Source]:
-        """Every parameter, and the checkpoint tensor that fills it."""
+        """Every parameter, with the tensor of the checkpoint that fills it."""
         yield from self.embedding.rows.sources("model.")
         for index, layer in enumerate(self.layers):
             yield from layer.sources(f"model.layers.{index}.")
         yield from self.norm.sources("model.")
         if not self.config.tie_word_embeddings:
             yield from self.head.rows.sources("")
+
+
+@dataclass(frozen=True)
+class SandwichLayer:
+    """Attention and feed-forward, each between two norms: the second norm comes before the addition
+    to the residual stream, so it needs sums over all ranks, and both blocks are built with
+    `Placement.summed`.
+    """
+
+    input_norm: RMSNorm
+    attention: SelfAttention
+    post_attention_norm: RMSNorm
+    pre_mlp_norm: RMSNorm
+    mlp: FeedForward
+    post_mlp_norm: RMSNorm
+
+    def __call__(
+        self,
+        x: torch.Tensor | PartialSum | None,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderLayer."""
+        normed, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        x = self.post_attention_norm(
+            cast(torch.Tensor, self.attention(normed, rotation, attend, rows))
+        )
+        if rows is not None:
+            residual = residual[rows]
+        normed, residual = self.pre_mlp_norm.add(x, residual, self.mlp.rounding)
+        return self.post_mlp_norm(cast(torch.Tensor, self.mlp(normed))), residual
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """prefix: the layer's path in the checkpoint, with a dot at its end."""
+        for norm in (
+            self.input_norm,
+            self.post_attention_norm,
+            self.pre_mlp_norm,
+            self.post_mlp_norm,
+        ):
+            yield from norm.sources(prefix)
+        yield from self.attention.sources(f"{prefix}self_attn.")
+        yield from self.mlp.sources(f"{prefix}mlp.")
+
+
+def sandwich_layer(
+    config: ModelConfig,
+    attention: SelfAttention,
+    mlp: FeedForward,
+    names: tuple[str, str, str],
+    kind: NormKind,
+    placement: Placement,
+) -> SandwichLayer:
+    """A layer with norms on both sides.
+
+    names: on disk, of the norms behind attention, before and behind the feed-forward block.
+    kind: of all its norms.
+    """
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(name, config.hidden_size, config.rms_norm_eps, placement, kind)
+
+    post_attention, pre_mlp, post_mlp = map(norm, names)
+    return SandwichLayer(norm("input_layernorm"), attention, post_attention, pre_mlp, mlp, post_mlp)
+
+
+def each_layer(config: ModelConfig, placement: Placement) -> Iterator[tuple[int, Placement]]:
+    """The number of each layer, with the placement within that layer."""
+    for index in range(config.num_layers):
+        yield index, placement.within(f"model.layers.{index}.")
+
+
+def decoder_layer(
+    config: ModelConfig,
+    index: int,
+    placement: Placement,
+    mlp: FeedForward,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+) -> DecoderLayer:
+    """Layer number `index` with pre-norms; its parts are named on disk as Llama's are."""
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    head_norm = USUAL if qk_norm else None
+    return DecoderLayer(
+        input_norm=RMSNorm("input_layernorm", hidden, eps, placement),
+        attention=attention(config, index, placement, qkv_bias, output_bias, head_norm),
+        pre_mlp_norm=RMSNorm("post_attention_layernorm", hidden, eps, placement),
+        mlp=mlp,
+    )
+
+
+def attention(
+    config: ModelConfig,
+    index: int,
+    placement: Placement,
+    qkv_bias: bool,
+    output_bias: bool,
+    head_norm: NormKind | None,
+) -> SelfAttention:
+    """The attention of layer number `index`. head_norm: the kind of its QK norm, if it has one."""
+    norm = None if head_norm is None else (head_norm, config.rms_norm_eps)
+    return SelfAttention(
+        index,
+        hidden_size=config.hidden_size,
+        heads=Heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            norm,
+            lanes(config.ropes[index], config.head_dim),
+            config.sinks,
+        ),
+        bias=qkv_bias,
+        output_bias=output_bias,
+        placement=placement.within("self_attn."),
+    )
+
+
+def dense_mlp(
+    config: ModelConfig, placement: Placement, bias: bool = False, merged: bool = False
+) -> GatedMLP:
+    """The gated MLP of a dense layer. merged: gate and up are one tensor on disk."""
+    gate, within = GATES[config.activation], placement.within("mlp.")
+    return GatedMLP(config.hidden_size, config.intermediate_size, bias, within, gate, merged)
+
+
+def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
+    """A router that chooses experts by probability."""
+    return SoftmaxRouter(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        placement,
+    )
+
+
+def sparse_mlp(
+    config: ModelConfig,
+    placement: Placement,
+    router: Router | None = None,
+    shared: SharedExpert | None = None,
+) -> SparseMLP:
+    """The mixture of experts of a sparse layer. router: by default one that chooses by probability.
+    shared: an expert for all tokens."""
+    size, within = config.moe_intermediate_size, placement.within("mlp.")
+    experts = GatedExperts(config.hidden_size, size, config.num_experts, within)
+    return SparseMLP(router or softmax_router(config, placement), experts, placement, shared)
+
+
+def shared_expert(
+    config: ModelConfig, name: str, gated: bool, placement: Placement
+) -> SharedExpert:
+    """The expert of a sparse layer that all tokens go to.
+
+    name: on disk. gated: the expert has a gate of its own.
+    """
+    size, gate = config.shared_intermediate_size, GATES[config.activation]
+    within = placement.summed().within(f"mlp.{name}.")
+    mlp = GatedMLP(config.hidden_size, size, False, within, gate)
+    return SharedExpert(name, mlp, gated, placement)

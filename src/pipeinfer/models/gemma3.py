@@ -1,8 +1,7 @@
 """Gemma 3 (text): norms around attention and MLP, five layers with a window to each without.
 
 Every norm multiplies by one plus its weight, embeddings are scaled by the root of their size, and
-layers with a window rotate by a RoPE of their own. Knows no file and no cache.
-Source: https://arxiv.org/abs/2503.19786.
+layers with a window rotate by a RoPE of their own. Source: https://arxiv.org/abs/2503.19786.
 """
 
 from __future__ import annotations
@@ -13,14 +12,23 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.embedding import ScaledEmbedding
 from pipeinfer.layers.norm import OFFSET
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import attention, dense_mlp, each_layer
-from pipeinfer.models.causal_lm import CausalLM
-from pipeinfer.models.sandwich import SandwichLayer, sandwich_layer
+from pipeinfer.models.causal_lm import (
+    CausalLM,
+    SandwichLayer,
+    attention,
+    dense_mlp,
+    each_layer,
+    sandwich_layer,
+)
 
-NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = (
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
-def build(config: ModelConfig, placement: Placement) -> CausalLM:
+def build_gemma3(config: ModelConfig, placement: Placement) -> CausalLM:
     """The model with its parameters allocated, not filled."""
     every = each_layer(config, placement.summed())
     layers = [_layer(config, index, at) for index, at in every]

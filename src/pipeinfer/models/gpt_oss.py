@@ -1,7 +1,6 @@
 """gpt-oss: attention with sinks, a window in each second layer, and experts with bounds and biases.
 
-Knows no file and no cache. Source:
-https://arxiv.org/abs/2508.10925.
+Source: https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from pipeinfer.layers.clamped_experts import ClampedExperts
 from pipeinfer.layers.moe import SparseMLP
 from pipeinfer.layers.placement import Placement
 from pipeinfer.layers.routing import SoftmaxRouter
-from pipeinfer.models.blocks import decoder_layer, each_layer
-from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.causal_lm import CausalLM, decoder_layer, each_layer
 
 
-def build(config: ModelConfig, placement: Placement) -> CausalLM:
+def build_gpt_oss(config: ModelConfig, placement: Placement) -> CausalLM:
     """The model with its parameters allocated, not filled."""
     layers = [
         decoder_layer(

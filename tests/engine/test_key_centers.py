@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from dense_attention import causal, split
-from foreign_checkpoints import write_configuration
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine import kv_store as module
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import ReadyHeads
@@ -22,6 +21,7 @@ from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
 from pipeinfer.settings import Settings
 from pipeinfer.step import AttentionShape
+from transformers_checkpoints import write_configuration
 
 CPU = torch.device("cpu")
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_pages": 8, "page_size": 16, "max_running": 2}
@@ -33,8 +33,8 @@ def model_of(folder):
     return model
 
 
-def shifts_of(folder, **further):
-    return load_engine(Settings(**(FP8 | further)), folder).runner.pool.shifts
+def key_centers_of(folder, **further):
+    return load_engine(Settings(**(FP8 | further)), folder).runner.pool.key_centers
 
 
 def heads_of(shape: AttentionShape, tokens: int = 30):
@@ -76,38 +76,43 @@ def test_the_shift_is_the_key_that_queries_see_on_average(checkpoint, architectu
         wanted[layer] = attend(layer, q, k, k).mean(0).unflatten(0, (k.shape[1], -1)).mean(1)
         return attend(layer, q, k, v)
 
-    ids = torch.from_numpy(np.random.RandomState(0).randint(0, model.vocabulary.vocab_size, 70))
+    ids = torch.from_numpy(np.random.RandomState(0).randint(0, model.vocab_shard.vocab_size, 70))
     model(ids, torch.arange(70), split(watch))
-    found = key_shifts(model, 1000, CPU)
+    found = find_key_centers(model, 1000, CPU)
     assert len(found) == len(wanted) == len(shapes)
     for layer, shift in enumerate(found):
         torch.testing.assert_close(shift, wanted[layer], rtol=1e-4, atol=1e-5)
         assert shift.abs().max() > 1e-2
-    assert not torch.equal(key_shifts(model, 30, CPU)[0], found[0]), "of the tokens there may be"
+    assert not torch.equal(find_key_centers(model, 30, CPU)[0], found[0]), (
+        "of the tokens there may be"
+    )
 
 
 def test_layers_with_sinks_or_a_soft_cap_have_none(checkpoint, tmp_path):
-    assert set(shifts_of(checkpoint("GptOssForCausalLM"))) == {None}
+    assert set(key_centers_of(checkpoint("GptOssForCausalLM"))) == {None}
     write_configuration(tmp_path, "gemma2", "Gemma2ForCausalLM")
-    capped = shifts_of(tmp_path, load_format="dummy", model_impl="transformers")
+    capped = key_centers_of(tmp_path, load_format="dummy", model_impl="transformers")
     assert set(capped) == {None} and len(capped) == 2
 
 
-def test_two_loads_give_the_same_shifts_bit_for_bit_and_other_weights_others(checkpoint):
+def test_two_loads_give_the_same_key_centers_bit_for_bit_and_other_weights_others(checkpoint):
     folder = checkpoint("Qwen3ForCausalLM")
-    first, second = shifts_of(folder), shifts_of(folder, max_step_tokens=32, max_running=1)
-    other = shifts_of(folder, load_format="dummy")
+    first, second = (
+        key_centers_of(folder),
+        key_centers_of(folder, max_step_tokens=32, max_running=1),
+    )
+    other = key_centers_of(folder, load_format="dummy")
     for one, two, three in zip(first, second, other, strict=True):
         assert one.dtype == torch.float32 and torch.equal(one, two)
         assert one.isfinite().all() and not torch.equal(one, three)
     plain = load_engine(Settings(kv_pages=8, page_size=16), folder).runner.pool
-    assert set(plain.shifts) == {None}, "of pages as the model has them"
+    assert set(plain.key_centers) == {None}, "of pages as the model has them"
 
 
-def test_by_transformers_a_model_has_the_shifts_of_its_own_implementation(checkpoint):
+def test_by_transformers_a_model_has_the_key_centers_of_its_own_implementation(checkpoint):
     folder = checkpoint("Qwen3ForCausalLM")
     for ours, theirs in zip(
-        shifts_of(folder), shifts_of(folder, model_impl="transformers"), strict=True
+        key_centers_of(folder), key_centers_of(folder, model_impl="transformers"), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

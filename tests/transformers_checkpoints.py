@@ -1,6 +1,6 @@
 """Tiny random checkpoints of decoders that pipeinfer has no implementation of, by transformers.
 
-Knows nothing of pipeinfer. Import it as `import foreign_checkpoints`.
+Knows nothing of pipeinfer. Import it as `import transformers_checkpoints`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> torch.nn.Module:
     return model.eval()
 
 
-def write_foreign(folder: Path, model_type: str, **overrides: Any) -> Path:
+def write_transformers_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
     """A checkpoint with a tokenizer; returns the folder."""
     random_model(configuration(model_type, **overrides)).save_pretrained(folder)
     write_tokenizer(folder)

@@ -1,6 +1,6 @@
 """What transformers builds: which models are refused and why, what is asked of attention, weights.
 
-That their tokens are right is tests/parity/test_foreign_parity.py's business.
+That their tokens are right is tests/parity/test_transformers_backend_parity.py's business.
 """
 
 from __future__ import annotations
@@ -19,39 +19,43 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
-from foreign_checkpoints import (
+from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
+from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.engine.runner import Runner
+from pipeinfer.models.build import build_model
+from pipeinfer.models.loading import fill_dummy
+from pipeinfer.models.transformers_backend import (
+    ATTENTION_NAME,
+    TransformersForCausalLM,
+    inspect_model,
+    load_model,
+    register_attention,
+    run_trial,
+)
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step import AttentionShape
+from transformers_checkpoints import (
     SERVED,
     TYPES,
     WINDOW,
     configuration,
     random_model,
     write_configuration,
-    write_foreign,
+    write_transformers_checkpoint,
 )
-from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
-from pipeinfer.engine.loading import choose, load_engine
-from pipeinfer.engine.runner import Runner
-from pipeinfer.models.build import build_model
-from pipeinfer.models.foreign import hook
-from pipeinfer.models.foreign.loading import load, look_at
-from pipeinfer.models.foreign.model import ForeignModel
-from pipeinfer.models.foreign.trial import tried
-from pipeinfer.models.loading import fill_dummy
-from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step import AttentionShape
 
 CPU = torch.device("cpu")
-FOREIGN = Settings(model_impl="transformers", kv_pages=8, threads=1)
+TRANSFORMERS = Settings(model_impl="transformers", kv_pages=8, threads=1)
 MLA = {
     "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
 
 
-def model_of(folder: Path, most_tokens: int = 256, **options: Any) -> ForeignModel:
+def model_of(folder: Path, most_tokens: int = 256, **options: Any) -> TransformersForCausalLM:
     outline = read_outline(folder, "transformers")
-    foreign = look_at(folder, outline, most_tokens)
-    return load(foreign, folder, 0, CPU, torch.float32, most_tokens, **options)
+    spec = inspect_model(folder, outline, most_tokens)
+    return load_model(spec, folder, 0, CPU, torch.float32, most_tokens, **options)
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -97,7 +101,7 @@ def test_what_a_flat_step_cannot_compute_is_refused_by_name_before_weights_are_a
 ) -> None:
     folder = write_configuration(tmp_path, kind, name, **fields)
     with pytest.raises(ConfigurationError, match=reason) as caught:
-        choose(FOREIGN, folder)
+        choose(TRANSFORMERS, folder)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -161,32 +165,32 @@ def test_no_python_of_a_checkpoint_runs(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(code)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigurationError, match="OwnForCausalLM"):
-        choose(FOREIGN, tmp_path)
+        choose(TRANSFORMERS, tmp_path)
     assert not list(tmp_path.rglob("ran"))
 
 
 def test_a_model_whose_tokens_depend_on_their_neighbours_is_refused_when_it_is_tried() -> None:
     """A convolution over tokens, which no field of a configuration needs to admit."""
-    hook.register()
+    register_attention()
     fields = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     model = random_model(configuration("lfm2", **fields))
-    model.set_attn_implementation(hook.NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     shapes = [AttentionShape(4, 2, 16, 0.25)]
     outline = ModelOutline("Lfm2ForCausalLM", 264, 256, "float32")
     with pytest.raises(ConfigurationError, match="depend on those beside them"):
-        tried(model, shapes, outline, 256)
+        run_trial(model, shapes, outline, 256)
 
 
 def test_a_model_whose_positions_are_counted_in_the_row_is_refused_when_it_is_tried() -> None:
-    hook.register()
+    register_attention()
     model = random_model(configuration("llama"))
-    model.set_attn_implementation(hook.NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     forward = model.model.forward
     model.model.forward = lambda position_ids, **rest: forward(**rest)
     shapes = [AttentionShape(4, 2, 16, 0.25)] * 2
     outline = ModelOutline("LlamaForCausalLM", 264, 256, "float32")
     with pytest.raises(ConfigurationError, match="positions that are counted"):
-        tried(model, shapes, outline, 256)
+        run_trial(model, shapes, outline, 256)
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -194,8 +198,8 @@ def test_a_model_whose_positions_are_counted_in_the_row_is_refused_when_it_is_tr
 
 def shapes_of(folder: Path, model_type: str, architecture: str, **fields: Any):
     write_configuration(folder, model_type, architecture, **fields)
-    foreign = look_at(folder, read_outline(folder, "transformers"), 256)
-    return foreign.traced
+    spec = inspect_model(folder, read_outline(folder, "transformers"), 256)
+    return spec.attention
 
 
 def test_scale_cap_and_window_of_each_layer_are_what_the_model_says(tmp_path: Path) -> None:
@@ -214,7 +218,7 @@ def test_a_window_is_found_in_the_mask_whatever_its_length(tmp_path: Path) -> No
 
 
 def test_sinks_are_those_of_the_weights(tmp_path: Path) -> None:
-    folder = write_foreign(tmp_path, "gpt_oss")
+    folder = write_transformers_checkpoint(tmp_path, "gpt_oss")
     model = model_of(folder)
     stored = load_file(folder / "model.safetensors")
     for layer, shape in enumerate(model.attention_shapes()):
@@ -226,7 +230,7 @@ def test_sinks_are_those_of_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["granite", "gemma3_text", "gpt_bigcode"])
 def test_padded_heads_attend_as_those_without_padding(tmp_path: Path, model_type: str) -> None:
     extra = {"head_dim": 16, "sliding_window": WINDOW} if model_type not in SERVED else {}
-    folder = write_foreign(tmp_path, model_type, **extra)
+    folder = write_transformers_checkpoint(tmp_path, model_type, **extra)
     tokens, positions = torch.arange(40), torch.arange(40)
     found = []
     for head_dim in (0, 64):
@@ -239,13 +243,13 @@ def test_padded_heads_attend_as_those_without_padding(tmp_path: Path, model_type
 
 @torch.inference_mode()
 def test_rows_are_chosen_before_the_head(tmp_path: Path) -> None:
-    model = model_of(write_foreign(tmp_path, "granite"))
+    model = model_of(write_transformers_checkpoint(tmp_path, "granite"))
     attend, rows = dense_causal(model.attention_shapes()), torch.tensor([2, 9])
     tokens = positions = torch.arange(12)
     whole = model(tokens, positions, attend)
     some = model(tokens.int(), positions.int(), attend, rows)
     assert torch.equal(some, whole[rows])
-    assert model.local_logits(some).shape == (2, model.vocabulary.vocab_size)
+    assert model.local_logits(some).shape == (2, model.vocab_shard.vocab_size)
 
 
 # --------------------------------------------------------------------------------------- weights
@@ -254,7 +258,7 @@ def test_rows_are_chosen_before_the_head(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_tensor_is_refused_and_one_with_more_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = write_foreign(tmp_path, "olmo2")
+    folder = write_transformers_checkpoint(tmp_path, "olmo2")
     path = folder / "model.safetensors"
     tensors = load_file(path)
     gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
@@ -272,13 +276,13 @@ def test_a_checkpoint_without_a_tensor_is_refused_and_one_with_more_is_warned_ab
 
 
 def test_tied_weights_are_no_missing_ones(tmp_path: Path) -> None:
-    folder = write_foreign(tmp_path, "olmo2", tie_word_embeddings=True)
+    folder = write_transformers_checkpoint(tmp_path, "olmo2", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    assert model_of(folder).vocabulary.vocab_size == 264
+    assert model_of(folder).vocab_shard.vocab_size == 264
 
 
 def test_no_pickle_is_read(tmp_path: Path) -> None:
-    folder = write_foreign(tmp_path, "olmo2")
+    folder = write_transformers_checkpoint(tmp_path, "olmo2")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match="safetensors"):
@@ -288,11 +292,11 @@ def test_no_pickle_is_read(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_dummy_weights_are_a_function_of_the_seed_and_need_no_file(tmp_path: Path) -> None:
     folder = write_configuration(tmp_path, "granite", "GraniteForCausalLM")
-    foreign = look_at(folder, read_outline(folder), 256)
+    spec = inspect_model(folder, read_outline(folder), 256)
     tokens = positions = torch.arange(12)
     found = []
     for seed in (0, 0, 1):
-        model = load(foreign, None, seed, CPU, torch.float32, 256)
+        model = load_model(spec, None, seed, CPU, torch.float32, 256)
         attend = dense_causal(model.attention_shapes())
         found.append(model.logits(model(tokens, positions, attend)))
     assert torch.equal(found[0], found[1])
@@ -306,8 +310,8 @@ def test_dummy_weights_are_those_of_our_own_implementation(tmp_path: Path) -> No
     tokens = positions = torch.arange(12)
     own = build_model(read_config(folder))
     fill_dummy(own, 5)
-    theirs = load(look_at(folder, read_outline(folder, "transformers"), 256), None, 5, CPU,
-                  torch.float32, 256)  # fmt: skip
+    spec = inspect_model(folder, read_outline(folder, "transformers"), 256)
+    theirs = load_model(spec, None, 5, CPU, torch.float32, 256)
     found = [
         model.logits(model(tokens, positions, dense_causal(model.attention_shapes())))
         for model in (own, theirs)
@@ -317,7 +321,7 @@ def test_dummy_weights_are_those_of_our_own_implementation(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_asked_dtype_is_that_of_the_pool_and_the_logits(tmp_path: Path, dtype: str) -> None:
-    folder = write_foreign(tmp_path, "olmo2")
+    folder = write_transformers_checkpoint(tmp_path, "olmo2")
     engine = load_engine(Settings(dtype=dtype, kv_pages=8, threads=1), folder)
     assert str(engine.runner.pool.dtype) == f"torch.{dtype}"
 
@@ -334,7 +338,8 @@ def test_a_model_that_no_graph_can_hold_is_served_without_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(Runner, "capture", fail)
     with caplog.at_level(logging.WARNING):
-        assert load_engine(FOREIGN, write_foreign(tmp_path / "theirs", "olmo2")).graph_sizes == ()
+        folder = write_transformers_checkpoint(tmp_path / "theirs", "olmo2")
+        assert load_engine(TRANSFORMERS, folder).graph_sizes == ()
     (line,) = [entry.message for entry in caplog.records if "CUDA graphs" in entry.message]
     assert line.endswith("kernel by kernel: operation not permitted when stream is capturing")
     own = CheckpointCache(tmp_path / "own")("LlamaForCausalLM")

@@ -16,8 +16,8 @@ import pytest
 from runner_requests import POISON, masks_for, submit_all
 from safetensors.torch import load_file, save_file
 
-from foreign_checkpoints import write_foreign
 from pipeinfer.settings import Settings
+from transformers_checkpoints import write_transformers_checkpoint
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "parity"))
@@ -27,7 +27,7 @@ WAYS = "graphs", "no graphs", "pages listed, lengths on the host", "all pages ga
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = write_foreign(tmp_path_factory.mktemp("foreign"), "olmo2")
+    made = write_transformers_checkpoint(tmp_path_factory.mktemp("foreign"), "olmo2")
     weights = load_file(made / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, made / "model.safetensors", {"format": "pt"})
@@ -48,5 +48,5 @@ def test_every_way_of_running_a_step_of_transformers_gives_the_tokens_of_the_cpu
     cores = Cores(folder, settings, budget=24, masks=masks_for(folder))
     submit_all(cores)
     cores.run()
-    assert cores.loaded.foreign and all(cores.outputs.values())
+    assert cores.loaded.uses_transformers and all(cores.outputs.values())
     assert {way: found[way] for way in WAYS} == dict.fromkeys(WAYS, cores.outputs)

@@ -11,9 +11,9 @@ import torch
 from cores import Cores
 
 from checkpoints import CheckpointCache, load_reference
-from foreign_checkpoints import SERVED, write_foreign
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
+from transformers_checkpoints import SERVED, write_transformers_checkpoint
 
 OUTPUTS, PREFIX = 16, 44  # the prefix is longer than the windows
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
@@ -80,11 +80,11 @@ def check(cores: Cores, known: list[Reference]) -> None:
 def test_a_decoder_of_transformers_gives_its_tokens_in_chunks_behind_cached_prefixes_and_together(
     tmp_path, model_type
 ):
-    folder = write_foreign(tmp_path, model_type)
+    folder = write_transformers_checkpoint(tmp_path, model_type)
     known = references(folder, [60, 1, 70, 17, 52])
     assert len({token for one in known for token in one.ids}) > 3, "it says the same always"
     cores = served(folder, known, SETTINGS)
-    assert cores.loaded.foreign
+    assert cores.loaded.uses_transformers
     check(cores, known)
     shared = [cores.cached[f"r{number}"] for number in (2, 4)]
     assert min(shared) >= PREFIX - 3
@@ -93,10 +93,10 @@ def test_a_decoder_of_transformers_gives_its_tokens_in_chunks_behind_cached_pref
 
 def test_auto_leaves_to_transformers_what_pipeinfer_lacks_and_nothing_else(tmp_path):
     settings = Settings(page_size=4, kv_pages=64, threads=1)
-    lacking = write_foreign(tmp_path / "lacking", "olmo2")
-    assert Cores(lacking, settings).loaded.foreign
+    lacking = write_transformers_checkpoint(tmp_path / "lacking", "olmo2")
+    assert Cores(lacking, settings).loaded.uses_transformers
     own = CheckpointCache(tmp_path / "own")("LlamaForCausalLM")
-    assert not Cores(own, settings).loaded.foreign
+    assert not Cores(own, settings).loaded.uses_transformers
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])

@@ -1,10 +1,12 @@
 """The radix tree against a model that has one entry for each cached page."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -16,10 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pipeinfer.memory.errors import IntegrityError
-from pipeinfer.memory.naive import NaiveCache
-from pipeinfer.memory.prefix_cache import make_cache
-from pipeinfer.memory.radix import RadixCache
+from pipeinfer.memory import prefix_cache
+from pipeinfer.memory.pages import IntegrityError
+from pipeinfer.memory.prefix_cache import NaiveCache, RadixCache, make_cache
 from pipeinfer.settings import ConfigurationError
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -122,7 +123,7 @@ class RadixMachine(RuleBasedStateMachine):
                 break
             if key in self.model:
                 expected.append(self.model.pop(key).page)
-        given = self.tree.forget(np.concatenate((self.ids(blocks), tail)), salt)
+        given = self.tree.remove(np.concatenate((self.ids(blocks), tail)), salt)
         assert given.tolist() == expected
 
     def check_victim(self, page: int) -> None:
@@ -138,7 +139,7 @@ class RadixMachine(RuleBasedStateMachine):
     @invariant()
     def sizes_and_pages_agree(self):
         locked = sum(entry.locks > 0 for entry in self.model.values())
-        assert (self.tree.evictable, self.tree.locked) == (len(self.model) - locked, locked)
+        assert (self.tree.num_evictable, self.tree.num_locked) == (len(self.model) - locked, locked)
         pages = self.tree.check_integrity(self.held)
         assert sorted(pages.tolist()) == sorted(entry.page for entry in self.model.values())
 
@@ -176,7 +177,7 @@ def test_locked_path_survives_eviction_of_everything():
     tree.lock(node)
     assert found.tolist() == [1, 2]
     assert tree.evict(9).tolist() == [3]
-    assert (tree.evictable, tree.locked) == (0, 2)
+    assert (tree.num_evictable, tree.num_locked) == (0, 2)
     tree.unlock(node)
     assert tree.evict(9).tolist() == [2, 1]
 
@@ -218,7 +219,7 @@ def test_stale_candidates_do_not_pile_up():
         node, _ = tree.match(ids(1), "", clock)
         tree.lock(node)
         tree.unlock(node)
-    assert len(tree._leaves) < 100
+    assert len(tree._evictable_leaves) < 100
     assert tree.evict(1).tolist() == [1]
 
 
@@ -226,7 +227,7 @@ def test_naive_cache_takes_nothing():
     cache = NaiveCache(4)
     assert cache.insert(ids(1, 2, 3, 4), pages(1), "", 1).node is None
     assert len(cache.match(ids(1, 2, 3, 4), "", 2).pages) == 0
-    assert len(cache.evict(5)) == len(cache.forget(ids(1, 2, 3, 4), "")) == 0
+    assert len(cache.evict(5)) == len(cache.remove(ids(1, 2, 3, 4), "")) == 0
 
 
 def test_unknown_cache_is_refused_with_the_names_there_are():
@@ -277,3 +278,76 @@ def test_integrity_check_sees_what_does_not_fit(spoil, message):
     spoil(node)
     with pytest.raises(IntegrityError, match=message):
         tree.check_integrity([])
+
+
+PAGE = 2
+sequences = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=6).map(lambda pages: tuple(pages)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def filled(pages_of: list[tuple[int, ...]]) -> RadixCache:
+    """A tree of these sequences, a page of equal ids for each number."""
+    cache, free = RadixCache(PAGE), 0
+    for clock, pages in enumerate(pages_of):
+        tokens = np.repeat(np.array(pages, np.int32), PAGE)
+        cache.insert(tokens, np.arange(free, free + len(pages), dtype=np.int32), "", clock)
+        free += len(pages)
+    return cache
+
+
+@given(sequences)
+def test_forks_come_by_what_they_save_then_ends_by_their_length(
+    inserted: list[tuple[int, ...]],
+) -> None:
+    ends = {s for s in inserted if not any(o[: len(s)] == s and o != s for o in inserted)}
+    prefixes = {s[:n] for s in ends for n in range(1, len(s) + 1)}
+    following = {p: {s[len(p)] for s in ends if s[: len(p)] == p and len(s) > len(p)}
+                 for p in prefixes}  # fmt: skip
+    forks = {p: sum(s[: len(p)] == p for s in ends) for p in prefixes if len(following[p]) > 1}
+    found = filled(inserted).largest(100, 100)
+    told = {tuple(one.first_ids[::PAGE].tolist()): one for one in found}
+    assert set(told) == set(forks) | ends
+    assert all(told[p].num_sequences == n for p, n in forks.items())
+    assert all(told[p].num_tokens == PAGE * len(p) for p in told)
+    saved = [one.num_tokens * (one.num_sequences - 1) for one in found[: len(forks)]]
+    assert saved == sorted(saved, reverse=True)
+    lengths = [one.num_tokens for one in found[len(forks) :]]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_few_are_told_of_many_and_first_ids_are_cut() -> None:
+    cache = filled([(0, n) for n in range(1, 50)])
+    found = cache.largest(3, 3)
+    assert len(found) == 3
+    assert found[0].num_sequences == 49 and found[0].first_ids.tolist() == [0, 0]
+    assert found[1].first_ids.tolist()[:2] == [0, 0] and len(found[1].first_ids) == 3
+
+
+def test_locks_are_told() -> None:
+    cache = filled([(0, 1), (0, 2)])
+    match = cache.match(np.repeat(np.array([0, 1], np.int32), PAGE), "", 9)
+    cache.lock(match.node)
+    held = {tuple(one.first_ids.tolist()): one.num_locks for one in cache.largest(9, 9)}
+    assert held == {(0, 0): 1, (0, 0, 1, 1): 1, (0, 0, 2, 2): 0}
+
+
+def test_of_what_lies_under_a_salt_sizes_alone_are_told() -> None:
+    cache = filled([(0, 1), (0, 2)])
+    tokens = np.repeat(np.array([0, 1, 5], np.int32), PAGE)
+    cache.insert(tokens, np.arange(90, 93, dtype=np.int32), "a tenant's own", 9)
+    told = {one.num_tokens: one.first_ids.tolist() for one in cache.largest(9, 9)}
+    assert told == {2: [0, 0], 4: told[4], 6: []} and len(told[4]) == 4
+
+
+def test_of_a_very_large_tree_a_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "MAX_VISITED_NODES", 10)
+    cache = filled([(0, n) for n in range(1, 50)])
+    found = cache.largest(100, 1)
+    assert found[0].num_tokens == PAGE and found[0].num_sequences == 9
+
+
+def test_nothing_is_cached_nothing_is_told() -> None:
+    assert RadixCache(PAGE).largest(5, 5) == [] == NaiveCache(PAGE).largest(5, 5)

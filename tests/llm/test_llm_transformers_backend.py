@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from checkpoints import load_reference
-from foreign_checkpoints import write_configuration, write_foreign
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.llm import ConfigurationError
+from transformers_checkpoints import write_configuration, write_transformers_checkpoint
 
 
 def test_olmo_2_is_served_without_being_asked_for_transformers(
     tmp_path: Path, small: dict[str, Any]
 ) -> None:
-    folder = write_foreign(tmp_path, "olmo2")
+    folder = write_transformers_checkpoint(tmp_path, "olmo2")
     reference = load_reference(folder)
     prompts = [[5, 9, 200, 31], list(range(40)), [77]]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -37,7 +37,7 @@ def test_olmo_2_is_served_without_being_asked_for_transformers(
 
 
 def test_a_refusal_reaches_who_starts_the_server(tmp_path: Path, small: dict[str, Any]) -> None:
-    folder = write_foreign(tmp_path / "tokenizer", "olmo2")
+    folder = write_transformers_checkpoint(tmp_path / "tokenizer", "olmo2")
     write_configuration(folder, "bloom", "BloomForCausalLM")
     with pytest.raises(ConfigurationError, match=r"BloomForCausalLM .*ALiBi"):
         LLM(str(folder), **small)

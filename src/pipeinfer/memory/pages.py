@@ -1,0 +1,245 @@
+"""KV pages as numbers: which are free, which page each token of a slot lies in.
+
+- PageAllocator: the free pages.
+- PageTable: the block table, the pages of each slot in the order of its tokens.
+- SlotArrays: what is known of the request in each slot.
+
+IntegrityError and ProtocolError end the epoch, not the process. Knows no prefix tree, no plan and
+no tensor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class ProtocolError(Exception):
+    """The plan contradicts the state: it admits into a used slot, or releases an empty one."""
+
+
+class IntegrityError(Exception):
+    """An invariant of the memory does not hold. The message has the numbers."""
+
+
+class PageAllocator:
+    """The free pages of a pool, a stack: the page that was freed last is allocated first.
+
+    num_pages: pages that requests can have, 1 .. num_pages. Page 0 is a dummy that nobody owns.
+    num_free: how many of them are free.
+
+    `_stack`, int32 [num_pages], holds the free pages; the next one to be allocated is the last:
+
+        | free, oldest ... free, newest | stale     |
+        0                               num_free    num_pages
+    """
+
+    def __init__(self, pages: int) -> None:
+        """pages: of the pool, with the dummy page. Raises ValueError below 2."""
+        if pages < 2:
+            raise ValueError(f"a pool needs at least 2 pages, not {pages}")
+        self.num_pages = pages - 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees every page."""
+        self._stack = np.arange(self.num_pages, 0, -1, dtype=np.int32)
+        self._is_free = np.ones(self.num_pages + 1, dtype=bool)
+        self._is_free[0] = False
+        self.num_free = self.num_pages
+
+    def allocate(self, count: int) -> np.ndarray:
+        """`count` free pages, int32 [count]; raises IntegrityError if there are fewer."""
+        if count > self.num_free:
+            raise IntegrityError(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+        pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
+        self.num_free -= count
+        self._is_free[pages] = False
+        return pages
+
+    def free(self, pages: np.ndarray) -> None:
+        """Frees `pages`, int32 [n]; raises IntegrityError if one is free already or unknown."""
+        count = len(pages)
+        if count == 0:
+            return
+        self._check_freed(pages)
+        self._is_free[pages] = True
+        self._stack[self.num_free : self.num_free + count] = pages
+        self.num_free += count
+
+    def _check_freed(self, pages: np.ndarray) -> None:
+        low, high = int(pages.min()), int(pages.max())
+        if low < 1 or high > self.num_pages:
+            raise IntegrityError(f"pages {low}..{high} given back, there are 1..{self.num_pages}")
+        wrong = pages[self._is_free[pages]]
+        if len(wrong):
+            raise IntegrityError(f"pages {wrong.tolist()} given back are free already")
+        if len(pages) + self.num_free > self.num_pages:
+            raise IntegrityError(
+                f"{len(pages)} pages given back, only {self.num_pages - self.num_free} are taken"
+            )
+
+    def free_pages(self) -> np.ndarray:
+        """A copy of the free pages, int32 [free]; raises IntegrityError if one is there twice."""
+        pages = self._stack[: self.num_free].copy()
+        marked = int(np.count_nonzero(self._is_free))
+        if marked != self.num_free or not self._is_free[pages].all():
+            raise IntegrityError(f"{self.num_free} pages on the stack, {marked} marked free")
+        return pages
+
+
+class PageTable:
+    """The block table on the host, int32 [max_slots, max_pages_per_sequence]. A row's regions:
+
+        | the prefix cache's, locked | the request's own    | 0, the dummy page ... |
+        0                            num_shared[slot]       num_pages[slot]
+
+    num_pages: int32 [max_slots], pages of each slot.
+    num_shared: int32 [max_slots], how many of them, from the first on, the prefix cache owns.
+    num_owned: pages that requests own, the sum of num_pages - num_shared.
+
+    Devices have copies of the table, which follow by `take_changes`.
+    """
+
+    def __init__(self, max_slots: int, max_pages_per_sequence: int) -> None:
+        self._rows = np.zeros((max_slots, max_pages_per_sequence), dtype=np.int32)
+        self.num_pages = np.zeros(max_slots, dtype=np.int32)
+        self.num_shared = np.zeros(max_slots, dtype=np.int32)
+        self.num_owned = 0
+        self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # slots and columns
+
+    def reset(self) -> None:
+        """Empties every row. `take_changes` does not tell that."""
+        self._changed.clear()
+        for slot in np.flatnonzero(self.num_pages):
+            self._rows[slot, : self.num_pages[slot]] = 0
+        self.num_pages[:] = 0
+        self.num_shared[:] = 0
+        self.num_owned = 0
+
+    def set_prefix(self, slot: int, pages: np.ndarray) -> None:
+        """Makes `pages` int32 [n], which the prefix cache owns, the first n of the slot."""
+        count = len(pages)
+        columns = np.flatnonzero(self._rows[slot, :count] != pages)
+        self._changed.append((np.full(len(columns), slot), columns))
+        self._rows[slot, :count] = pages
+        num_pages, num_shared = int(self.num_pages[slot]), int(self.num_shared[slot])
+        self.num_shared[slot] = count
+        self.num_pages[slot] = max(count, num_pages)
+        self.num_owned += max(count, num_pages) - count - (num_pages - num_shared)
+
+    def append(self, slots: np.ndarray, needs: np.ndarray, pages: np.ndarray) -> None:
+        """Appends to each of the distinct `slots` int32 [n] the next `needs` int32 [n] of `pages`
+        int32 [sum of needs]."""
+        if len(pages) == np.count_nonzero(needs):  # decodes: one page each
+            self.append_one(slots[needs > 0], pages)
+            return
+        row = np.repeat(slots, needs)
+        offset = np.arange(len(pages)) - np.repeat(np.cumsum(needs) - needs, needs)
+        columns = self.num_pages[row] + offset
+        self._changed.append((row, columns))
+        self._rows[row, columns] = pages
+        self.num_pages[slots] += needs
+        self.num_owned += len(pages)
+
+    def append_one(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """Appends to each of the distinct `slots` int32 [n] one of `pages` int32 [n]."""
+        columns = self.num_pages[slots]
+        self._changed.append((slots, columns))
+        self._rows[slots, columns] = pages
+        self.num_pages[slots] = columns + np.int32(1)
+        self.num_owned += len(pages)
+
+    def pages_of(self, slot: int) -> np.ndarray:
+        """A copy of the slot's pages, int32 [num_pages of the slot]."""
+        return self._rows[slot, : self.num_pages[slot]].copy()
+
+    def columns(self, slots: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """A copy of columns begin .. end - 1 of `slots` int32 [n]: int32 [n, end - begin]."""
+        return self._rows[slots, begin:end]
+
+    def owned_pages(self, slot: int) -> np.ndarray:
+        """A copy of the pages that the slot's request owns, int32 [num_pages - num_shared]."""
+        return self._rows[slot, self.num_shared[slot] : self.num_pages[slot]].copy()
+
+    def clear(self, slot: int) -> None:
+        """Empties the slot's row. `take_changes` does not tell that."""
+        self._rows[slot, : self.num_pages[slot]] = 0
+        self.num_owned -= int(self.num_pages[slot]) - int(self.num_shared[slot])
+        self.num_pages[slot] = 0
+        self.num_shared[slot] = 0
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """What was written since the last call: slots, columns and pages, int32 [n] each; None if
+        nothing was. Pages are those that the table has now, so an entry that was written twice
+        stands there twice with the same page. Rows that were emptied are not told.
+        """
+        if not self._changed:
+            return None
+        slots, columns = self._changed[0]
+        if len(self._changed) > 1:
+            both = zip(*self._changed, strict=True)
+            slots, columns = (np.concatenate(parts) for parts in both)
+        self._changed.clear()
+        pages = self._rows[slots, columns]
+        return slots.astype(np.int32, copy=False), columns.astype(np.int32, copy=False), pages
+
+
+class SlotArrays:
+    """What is known of the request in each slot. Arrays are the hot path's; the lists are touched
+    only where a request comes, goes, or computes tokens of its prompt.
+
+    active: bool [max_slots].
+    num_admitted: int32 [max_slots], token ids that the request was admitted with.
+    num_known: int32 [max_slots], those, and what `extend` added.
+    num_computed: int32 [max_slots], positions whose KV is in the pages once all planned steps have
+        run. Beyond num_known they are of sampled ids that only the device knows.
+    max_total: int32 [max_slots], tokens that the request never grows past.
+    tokens: of each slot, the known ids, int32 [num_known]; None in an empty slot.
+    locked_node: of each slot, the node of the prefix cache that it has locked.
+    salt: of each slot, the request's cache salt.
+
+    In empty slots numbers are 0.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self.num_slots = max_slots
+        self.active = np.zeros(max_slots, dtype=bool)
+        self.num_known = np.zeros(max_slots, dtype=np.int32)
+        self.num_computed = np.zeros(max_slots, dtype=np.int32)
+        self.max_total = np.zeros(max_slots, dtype=np.int32)
+        self.num_admitted = np.zeros(max_slots, dtype=np.int32)
+        self.tokens: list[np.ndarray | None] = [None] * max_slots
+        self.locked_node: list[object] = [None] * max_slots
+        self.salt: list[str] = [""] * max_slots
+
+    def put(self, slot: int, tokens: np.ndarray, max_total: int, salt: str) -> None:
+        """Fills an empty slot with a request of `tokens` int32 [n], none of them computed."""
+        self.active[slot] = True
+        self.num_known[slot] = len(tokens)
+        self.num_computed[slot] = 0
+        self.max_total[slot] = max_total
+        self.num_admitted[slot] = len(tokens)
+        self.tokens[slot] = tokens
+        self.salt[slot] = salt
+
+    def extend(self, slot: int, tokens: np.ndarray) -> None:
+        """Adds `tokens` int32 [n] to the known ids of an active slot. Some of them may be computed
+        already."""
+        self.tokens[slot] = np.concatenate((self.known_tokens(slot), tokens))
+        self.num_known[slot] += len(tokens)
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot."""
+        self.active[slot] = False
+        self.num_admitted[slot] = self.num_known[slot] = self.num_computed[slot] = self.max_total[
+            slot
+        ] = 0
+        self.tokens[slot] = None
+        self.locked_node[slot] = None
+        self.salt[slot] = ""
+
+    def known_tokens(self, slot: int) -> np.ndarray:
+        """The known ids of an active slot, int32 [num_known]."""
+        tokens = self.tokens[slot]
+        assert tokens is not None, f"slot {slot} is empty"
+        return tokens
