@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from bench import offline, shapes, workload
 from bench.workload import Work
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.span import TokenRange
 from pipeinfer.params import MOST_BIASES, StructuredOutputs
 
 # So often strings end, in tokens, about: random weights would hardly ever end one.
@@ -134,7 +134,7 @@ def quotes(tokenizer: Path) -> dict[int, float]:
 def _measured(
     options: argparse.Namespace, settings: dict[str, Any], kinds: Sequence[str]
 ) -> dict[str, Any]:
-    highest, prompt = offline.highest_id(settings), Span.parse(str(options.prompt_tokens))
+    highest, prompt = offline.highest_id(settings), TokenRange.parse(str(options.prompt_tokens))
     rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     bias = quotes(options.tokenizer or Path(str(settings.get("model", ""))) / "tokenizer.json")
     with LLM(**settings) as llm:
@@ -144,7 +144,7 @@ def _measured(
                 tokens = options.output_tokens if number >= 0 else 8
                 count = KINDS[kind][0] * options.streams
                 seed = (number + 1) * len(kinds) + list(kinds).index(kind)  # never asked before
-                span = Span(tokens, tokens)
+                span = TokenRange(tokens, tokens)
                 work = workload.uniform(count, prompt, span, highest, seed)
                 numbers = _one(llm, work, KINDS[kind][1], bias)
                 if number >= 0:

@@ -21,7 +21,7 @@ from bench import batch, host_cost, offline, pipeline, processes, shapes, worklo
 from bench.switch import Switch, topology_here
 from bench.workload import Work
 from pipeinfer import LLM
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.span import TokenRange
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 OFF, ON = WAYS = ("off", "record")
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pairs", type=int, default=10, help="pairs, each of one batch recorded and one not")
     add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
     add("--requests", type=int, default=128)
-    add("--prompt-tokens", type=Span.parse, default=Span(16, 64), metavar="LOW:HIGH")
-    add("--output-tokens", type=Span.parse, default=Span(64, 192), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(16, 64), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(64, 192), metavar="LOW:HIGH")
     add("--without-model", action="store_true", help="the bare pipeline over HTTP")
     add("--streams", type=int, default=64, help="of the bare pipeline")
     add("--step-ms", type=float, default=10.0, help="of its engine, which computes nothing")
@@ -183,9 +183,9 @@ def _bare(options: argparse.Namespace, settings: dict[str, Any]) -> Iterator[tup
             begun = time.perf_counter()
             lines = asyncio.run(pipeline.send(asked, url, highest, asked.output_tokens, number))
             seconds = time.perf_counter() - begun
-            if failed := [line.error for line in lines if not line.complete]:
+            if failed := [line.error for line in lines if not line.success]:
                 raise RuntimeError(f"{len(failed)} streams failed: {failed[0]}")
-            tokens = float(sum(line.tokens for line in lines))
+            tokens = float(sum(line.output_tokens for line in lines))
             steps = float(asked.output_tokens)
             return {"tokens": tokens, "steps": steps, "tokens_per_s": tokens / seconds}
 

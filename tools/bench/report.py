@@ -25,7 +25,7 @@ def write(
     schema: str = SCHEMA,
 ) -> None:
     """Writes the result of `python tool *arguments*` as JSON."""
-    result.write(path, shlex.join(["python", tool, *arguments]), metrics, commit(), schema)
+    result.write_result(path, shlex.join(["python", tool, *arguments]), metrics, commit(), schema)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -38,6 +38,6 @@ def read(path: Path) -> dict[str, Any]:
 
 def commit() -> str:
     """The checkout's commit, with "+changes" if files differ from it; "" outside a checkout."""
-    name = result.output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
-    changes = result.output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
+    name = result.command_output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    changes = result.command_output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
     return name + ("+changes" if name and changes else "")

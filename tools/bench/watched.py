@@ -20,10 +20,10 @@ from bench.online import plan
 from bench.processes import cpu_seconds
 from pipeinfer.bench import latency
 from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import Target
-from pipeinfer.bench.local_server import Server
-from pipeinfer.bench.measuring import measure
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.latency import GoodputTarget
+from pipeinfer.bench.local_server import LocalServer
+from pipeinfer.bench.measuring import run_load
+from pipeinfer.bench.span import TokenRange
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=3, help="each once without and once with them")
     add("--rate", type=float, default=2.0, help="requests a second")
     add("--requests", type=int, default=40, help="in each half of a round")
-    add("--prompt-tokens", type=Span.parse, default=Span(16, 64), metavar="LOW:HIGH")
-    add("--output-tokens", type=Span.parse, default=Span(64, 64), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(16, 64), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(64, 64), metavar="LOW:HIGH")
     add("--highest-id", type=int, default=255, help="prompts are drawn from the ids up to this")
     add("--work-seed", type=int, default=0)
     parser.set_defaults(trace=None)
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         browsers.check()
     lookers = options.browsers or options.feeds
     rounds: list[dict[str, Any]] = []
-    with Server(settings) as server:
+    with LocalServer(settings) as server:
         endpoint = Endpoint(server.url)
-        measure(endpoint, *plan(options, options.rate))  # warm
+        run_load(endpoint, *plan(options, options.rate))  # warm
         for number in range(options.rounds):
             options.work_seed = number + 1
             halves: dict[str, dict[str, Any]] = {}
@@ -93,10 +93,10 @@ def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict
     with urllib.request.urlopen(f"{url}/health") as answer:
         stages = json.load(answer)["stages"]
     before = {row["name"]: cpu_seconds(row["pid"]) for row in stages}
-    taken = measure(endpoint, *plan(options, options.rate))
+    taken = run_load(endpoint, *plan(options, options.rate))
     used = {row["name"]: cpu_seconds(row["pid"]) - before[row["name"]] for row in stages}
-    seconds = max(line.last for line in taken.lines) - min(line.due for line in taken.lines)
-    summary = latency.summary(taken.lines, Target(1.0, 0.1))
+    seconds = max(line.end_time for line in taken.timings) - min(line.due for line in taken.timings)
+    summary = latency.benchmark_metrics(taken.timings, GoodputTarget(1.0, 0.1))
     return {
         "seconds": seconds,
         "cpu_seconds": used,

@@ -18,7 +18,7 @@ from msgspec import Meta
 from pipeinfer.settings import ConfigurationError
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TraceEntry(msgspec.Struct, frozen=True):
     """One line of a trace."""
 
     timestamp: float
@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True):
     output_length: Annotated[int, Meta(ge=1)]
 
 
-def poisson(
+def poisson_arrivals(
     rate: float, seed: int, requests: int | None = None, seconds: float | None = None
 ) -> list[float]:
     """Seconds after the start, `rate` a second on average: so many requests, or those of so long.
@@ -47,7 +47,7 @@ def _poisson(rate: float, source: random.Random) -> Iterable[float]:
         yield at
 
 
-def entries(path: Path) -> list[Entry]:
+def load_trace(path: Path) -> list[TraceEntry]:
     """The lines of a trace in the order of their times, of which the first is 0.
 
     Raises ConfigurationError that names the line.
@@ -68,8 +68,8 @@ def _lines(path: Path) -> Iterable[tuple[int, str]]:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
-def _entry(path: Path, number: int, line: str) -> Entry:
+def _entry(path: Path, number: int, line: str) -> TraceEntry:
     try:
-        return msgspec.json.decode(line, type=Entry)
+        return msgspec.json.decode(line, type=TraceEntry)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigurationError(f"{path} line {number}: {error}") from None

@@ -20,7 +20,7 @@ TICKS = 4
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """Where a value lies between two ends, in a drawing: from `begin` to `end`."""
 
     low: float
@@ -36,7 +36,11 @@ class Scale:
 
     def ticks(self) -> list[float]:
         """Round values between the ends."""
-        return _decades(self.low, self.high) if self.logarithmic else _round(self.low, self.high)
+        return (
+            _decade_ticks(self.low, self.high)
+            if self.logarithmic
+            else _round_ticks(self.low, self.high)
+        )
 
     def _of(self, value: float) -> float:
         return math.log(value) if self.logarithmic else value
@@ -57,14 +61,14 @@ def histogram(milliseconds: Sequence[float], label: str) -> str:
     spaced = np.geomspace if logarithmic else np.linspace
     edges = spaced(low, high, BINS + 1)
     counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
-    across = Scale(low, high, LEFT, WIDTH - RIGHT, logarithmic)
-    up = Scale(0.0, float(counts.max()), HEIGHT - BOTTOM, TOP)
+    across = AxisScale(low, high, LEFT, WIDTH - RIGHT, logarithmic)
+    up = AxisScale(0.0, float(counts.max()), HEIGHT - BOTTOM, TOP)
     parts = [_axes(across, up, "ms", "")]
     for count, begin, end in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
         if not count:
             continue
         x, right, y = across.at(begin), across.at(end), up.at(count)
-        said = f"{number(begin)} to {number(end)} ms: {count} of {values.size}"
+        said = f"{format_number(begin)} to {format_number(end)} ms: {count} of {values.size}"
         parts.append(
             f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{max(right - x - 1, 0.5):.1f}" '
             f'height="{HEIGHT - BOTTOM - y:.1f}"><title>{escape(said)}</title></rect>'
@@ -73,13 +77,13 @@ def histogram(milliseconds: Sequence[float], label: str) -> str:
         x = across.at(float(value))
         parts.append(
             f'<line class="mark {name}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" '
-            f'y2="{HEIGHT - BOTTOM}"><title>{name}: {number(value)} ms</title></line>'
+            f'y2="{HEIGHT - BOTTOM}"><title>{name}: {format_number(value)} ms</title></line>'
         )
     parts.append(_mark_names([(name, across.at(float(value))) for name, value in marks.items()]))
     return _drawing(label, parts)
 
 
-def lines(
+def line_chart(
     across: Sequence[float],
     series: Mapping[str, Sequence[float]],
     axes: tuple[str, str],
@@ -89,15 +93,15 @@ def lines(
     every = [value for values in series.values() for value in values]
     if not every or not across:
         return ""
-    x = Scale(min(across), max(across), LEFT, WIDTH - RIGHT)
-    y = Scale(0.0, max(*every, 1e-9), HEIGHT - BOTTOM, TOP)
+    x = AxisScale(min(across), max(across), LEFT, WIDTH - RIGHT)
+    y = AxisScale(0.0, max(*every, 1e-9), HEIGHT - BOTTOM, TOP)
     parts = [_axes(x, y, *axes)]
     for place, (name, values) in enumerate(series.items()):
         points = [(x.at(at), y.at(value)) for at, value in zip(across, values, strict=True)]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         parts.append(f'<polyline class="line s{place}" points="{path}"/>')
         if len(points) <= BINS:
-            said = [f"{name}: {number(value)} at {number(at)}"
+            said = [f"{name}: {format_number(value)} at {format_number(at)}"
                     for at, value in zip(across, values, strict=True)]  # fmt: skip
             parts += [
                 f'<circle class="dot s{place}" cx="{px:.1f}" cy="{py:.1f}" r="3">'
@@ -109,7 +113,7 @@ def lines(
     return _drawing(label, parts)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three digits or all before the point."""
     if value >= 100:
         return f"{value:,.0f}"
@@ -124,19 +128,19 @@ def _drawing(label: str, parts: Sequence[str]) -> str:
     )
 
 
-def _axes(across: Scale, up: Scale, below: str, beside: str) -> str:
+def _axes(across: AxisScale, up: AxisScale, below: str, beside: str) -> str:
     """Ticks with numbers, lines behind, and what is counted."""
     left, right, bottom = LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM
     parts: list[str] = []
     for tick in up.ticks():
         y = up.at(tick)
         parts.append(_line("grid", (left, y), (right, y)))
-        parts.append(_text(number(tick), left - 6, y + 4, "right"))
+        parts.append(_text(format_number(tick), left - 6, y + 4, "right"))
     parts.append(_line("axis", (left, bottom), (right, bottom)))
     for tick in across.ticks():
         x = across.at(tick)
         parts.append(_line("axis", (x, bottom), (x, bottom + 4)))
-        parts.append(_text(number(tick), x, bottom + 16, "middle"))
+        parts.append(_text(format_number(tick), x, bottom + 16, "middle"))
     parts.append(_text(below, right, HEIGHT - 4, "right"))
     return "".join([*parts, _text(beside, 4.0, 12.0, "left")])
 
@@ -170,7 +174,7 @@ def _mark_names(marks: Sequence[tuple[str, float]]) -> str:
     return "".join(parts)
 
 
-def _round(low: float, high: float) -> list[float]:
+def _round_ticks(low: float, high: float) -> list[float]:
     step = 10 ** math.floor(math.log10((high - low) / TICKS)) if high > low else 0.0
     if not step:
         return [low]
@@ -179,7 +183,7 @@ def _round(low: float, high: float) -> list[float]:
     return [step * count for count in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _decades(low: float, high: float) -> list[float]:
+def _decade_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     fine = (1, 2, 5) if len(powers) <= 3 else (1,)
     return [10.0**p * one for p in powers for one in fine if low <= 10.0**p * one <= high]

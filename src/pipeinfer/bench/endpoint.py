@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeinfer.bench.prompts import Request
+from pipeinfer.bench.prompts import SampleRequest
 from pipeinfer.json_values import JsonObject
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class EncodedRequest(msgspec.Struct, frozen=True):
     """A request as bytes, made before it is due. `prompt`: its tokens, as far as known."""
 
     body: bytes
-    output: int
-    prompt: int = 0
+    output_len: int
+    prompt_len: int = 0
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -33,13 +33,13 @@ class Endpoint(msgspec.Struct, frozen=True):
     api_key: str = ""
     temperature: float = 0.0
     ignore_eos: bool = True
-    exact: bool = True
-    usage: bool = True
+    exact_length: bool = True
+    include_usage: bool = True
     timeout: float = 0.0
-    further: JsonObject = {}
+    extra_body: JsonObject = {}
 
     @property
-    def address(self) -> str:
+    def api_url(self) -> str:
         """Of the requests."""
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
@@ -49,18 +49,18 @@ class Endpoint(msgspec.Struct, frozen=True):
         known = {"content-type": "application/json"}
         return known | ({"authorization": f"Bearer {self.api_key}"} if self.api_key else {})
 
-    def prepared(self, request: Request) -> Prepared:
+    def encode(self, request: SampleRequest) -> EncodedRequest:
         """The request as it is sent; token ids need the completions endpoint."""
-        body: JsonObject = {"model": self.model, "max_tokens": request.output}
+        body: JsonObject = {"model": self.model, "max_tokens": request.output_len}
         if self.chat:
             user: JsonObject = {"role": "user", "content": request.text}
             body["messages"] = [*request.messages] or [user]
         else:
-            body["prompt"] = [*request.ids] or request.text
+            body["prompt"] = [*request.prompt_ids] or request.text
         body |= {"temperature": self.temperature, "stream": True}
         if self.ignore_eos:
             body["ignore_eos"] = True
-        if self.usage:
+        if self.include_usage:
             body["stream_options"] = {"include_usage": True}
-        encoded = msgspec.json.encode(body | self.further)
-        return Prepared(encoded, request.output, len(request.ids))
+        encoded = msgspec.json.encode(body | self.extra_body)
+        return EncodedRequest(encoded, request.output_len, len(request.prompt_ids))

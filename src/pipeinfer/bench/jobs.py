@@ -8,43 +8,43 @@ from __future__ import annotations
 import msgspec
 
 from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.lag import Own
-from pipeinfer.bench.latency import Timeline
+from pipeinfer.bench.lag import ClientLoad
+from pipeinfer.bench.latency import RequestTiming
 from pipeinfer.bench.load import Load
-from pipeinfer.bench.prompts import Drawn, Listed
+from pipeinfer.bench.prompts import CustomDataset, RandomDataset
 
 
-class Job(msgspec.Struct, frozen=True):
+class WorkerJob(msgspec.Struct, frozen=True):
     """What one process sends, and where."""
 
     endpoint: Endpoint
-    source: Drawn | Listed
+    dataset: RandomDataset | CustomDataset
     load: Load
 
 
-class Begin(msgspec.Struct, frozen=True):
+class StartSignal(msgspec.Struct, frozen=True):
     """When all processes begin: time.perf_counter(), which they share."""
 
     at: float
 
 
-class Result(msgspec.Struct, frozen=True):
+class WorkerResult(msgspec.Struct, frozen=True):
     """What one process saw."""
 
-    lines: list[Timeline]
-    own: Own
+    timings: list[RequestTiming]
+    client_load: ClientLoad
 
 
-class Report(msgspec.Struct, frozen=True):
+class WorkerProgress(msgspec.Struct, frozen=True):
     """How far a process is; the first comes when it is ready, the last has its result."""
 
     done: int = 0
     failed: int = 0
     running: int = 0
     tokens: int = 0
-    result: Result | None = None
+    result: WorkerResult | None = None
 
 
-def encoded(message: Job | Begin | Report) -> bytes:
+def encode_message(message: WorkerJob | StartSignal | WorkerProgress) -> bytes:
     """The body of a frame."""
     return msgspec.msgpack.encode(message)

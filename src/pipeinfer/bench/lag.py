@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pipeinfer.bench.latency import Summary, Timeline, percentiles
+from pipeinfer.bench.latency import BenchmarkMetrics, RequestTiming, percentiles
 
 EVERY = 0.02  # seconds between two looks at the loop
 SHARE = 0.1  # of the server's own times, that the client's delay may be
@@ -19,34 +19,36 @@ LEAST = 0.005  # seconds that do not matter: timers are no finer than one millis
 BUSY = 0.9  # share of a core from which on a process has no time left
 
 
-class Own(msgspec.Struct, array_like=True):
+class ClientLoad(msgspec.Struct, array_like=True):
     """Of one process: how late its loop was each time, in seconds, and which share of the time it
     computed."""
 
-    lags: list[float]
-    busy: float
+    loop_lags: list[float]
+    cpu_share: float
 
 
-class Watch:
+class LoopLagMonitor:
     """Looks at the loop in which it runs, until it is cancelled."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
         self._began, self._used = time.perf_counter(), time.process_time()
 
-    async def watch(self) -> None:
+    async def run(self) -> None:
         while True:
             due = time.perf_counter() + EVERY
             await asyncio.sleep(EVERY)
             self._lags.append(max(time.perf_counter() - due, 0.0))
 
-    def seen(self) -> Own:
+    def client_load(self) -> ClientLoad:
         """So far."""
         passed = time.perf_counter() - self._began
-        return Own(self._lags, (time.process_time() - self._used) / passed if passed else 0.0)
+        return ClientLoad(
+            self._lags, (time.process_time() - self._used) / passed if passed else 0.0
+        )
 
 
-class ClientFacts(msgspec.Struct, frozen=True):
+class ClientStats(msgspec.Struct, frozen=True):
     """How the client did: milliseconds by percentile, and the busiest process's share of a core.
 
     lag_ms: of its loops, whenever looked at. late_ms: of requests, from due to sent.
@@ -58,17 +60,17 @@ class ClientFacts(msgspec.Struct, frozen=True):
     busy: float
 
 
-def facts(owns: Sequence[Own], lines: Sequence[Timeline]) -> ClientFacts:
+def client_stats(owns: Sequence[ClientLoad], lines: Sequence[RequestTiming]) -> ClientStats:
     """Of all processes of a run."""
-    return ClientFacts(
+    return ClientStats(
         processes=len(owns),
-        lag_ms=percentiles([lag for own in owns for lag in own.lags]),
-        late_ms=percentiles([line.late for line in lines if line.sent]),
-        busy=max((own.busy for own in owns), default=0.0),
+        lag_ms=percentiles([lag for own in owns for lag in own.loop_lags]),
+        late_ms=percentiles([line.send_delay for line in lines if line.sent]),
+        busy=max((own.cpu_share for own in owns), default=0.0),
     )
 
 
-def warnings(client: ClientFacts, measured: Summary) -> list[str]:
+def client_warnings(client: ClientStats, measured: BenchmarkMetrics) -> list[str]:
     """What makes the measured times worse than the server's are."""
     said: list[str] = []
     times = [measured[name].get("p50", 0.0) for name in ("ttft_ms", "itl_ms")]

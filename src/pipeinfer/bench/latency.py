@@ -16,7 +16,7 @@ import numpy as np
 FAILED = "other"  # the kind of a failure that nobody has named
 
 
-class Timeline(msgspec.Struct, array_like=True):
+class RequestTiming(msgspec.Struct, array_like=True):
     """One request: when it was due and sent, when each piece of its stream came and when it ended,
     how many tokens it got, and how many its prompt had, and how many of them a cache.
 
@@ -27,69 +27,72 @@ class Timeline(msgspec.Struct, array_like=True):
     """
 
     due: float
-    pieces: list[float] = []
-    tokens: int = 0
-    prompt: int = 0
+    chunk_times: list[float] = []
+    output_tokens: int = 0
+    prompt_tokens: int = 0
     error: str = ""
     failure: str = ""
     sent: float = 0.0
     end: float = 0.0
-    cached: int = 0
-    asked: int = 0
-    counted: bool = False
+    cached_tokens: int = 0
+    max_tokens: int = 0
+    has_usage: bool = False
 
     @property
-    def complete(self) -> bool:
-        return not self.error and bool(self.pieces)
+    def success(self) -> bool:
+        return not self.error and bool(self.chunk_times)
 
     @property
-    def kind(self) -> str:
+    def failure_kind(self) -> str:
         """Of its failure; "" if it did not fail."""
-        return "" if self.complete else self.failure or FAILED
+        return "" if self.success else self.failure or FAILED
 
     @property
-    def first(self) -> float:
+    def ttft(self) -> float:
         """Seconds to the first token."""
-        return self.pieces[0] - self.due
+        return self.chunk_times[0] - self.due
 
     @property
-    def last(self) -> float:
+    def end_time(self) -> float:
         """When the stream had ended; a server may say so in a piece of its own."""
-        return max(self.end, self.pieces[-1])
+        return max(self.end, self.chunk_times[-1])
 
     @property
-    def whole(self) -> float:
+    def e2e(self) -> float:
         """Seconds to the end."""
-        return self.last - self.due
+        return self.end_time - self.due
 
     @property
-    def late(self) -> float:
+    def send_delay(self) -> float:
         """Seconds from when it was due until the client sent it."""
         return max(self.sent - self.due, 0.0)
 
     @property
-    def gaps(self) -> list[float]:
+    def itls(self) -> list[float]:
         """Seconds between the pieces of the stream."""
-        return [late - early for early, late in zip(self.pieces, self.pieces[1:], strict=False)]
+        return [
+            late - early
+            for early, late in zip(self.chunk_times, self.chunk_times[1:], strict=False)
+        ]
 
     @property
-    def per_token(self) -> float:
+    def tpot(self) -> float:
         """Mean seconds between tokens after the first."""
-        return (self.last - self.pieces[0]) / max(self.tokens - 1, 1)
+        return (self.end_time - self.chunk_times[0]) / max(self.output_tokens - 1, 1)
 
 
 @dataclass(frozen=True)
-class Target:
+class GoodputTarget:
     """A request is good if its first token and its mean time between tokens are fast enough."""
 
-    first: float
-    between: float
+    ttft: float
+    tpot: float
 
-    def met(self, line: Timeline) -> bool:
-        return line.complete and line.first <= self.first and line.per_token <= self.between
+    def met_by(self, line: RequestTiming) -> bool:
+        return line.success and line.ttft <= self.ttft and line.tpot <= self.tpot
 
 
-class Summary(TypedDict):
+class BenchmarkMetrics(TypedDict):
     """The metrics of a run; times are milliseconds by percentile, empty where there is none."""
 
     requests: int
@@ -128,19 +131,24 @@ def distribution(seconds: Sequence[float]) -> dict[str, float]:
     return percentiles(seconds) | ends
 
 
-def summary(lines: Sequence[Timeline], target: Target) -> Summary:
+def benchmark_metrics(lines: Sequence[RequestTiming], target: GoodputTarget) -> BenchmarkMetrics:
     """Metrics over all requests that were sent; the run lasts from the first arrival to the end.
 
     What failed counts as requests and failures, and nowhere else. The order does not matter.
     """
-    complete = [line for line in lines if line.complete]
+    complete = [line for line in lines if line.success]
     seconds = (
-        max(line.last for line in complete) - min(line.due for line in lines) if complete else 0.0
+        max(line.end_time for line in complete) - min(line.due for line in lines)
+        if complete
+        else 0.0
     )
     seconds = max(seconds, 0.0)
-    prompt, output = (sum(line.prompt for line in complete), sum(line.tokens for line in complete))
-    gaps = [gap for line in complete for gap in line.gaps]
-    good = sum(target.met(line) for line in lines)
+    prompt, output = (
+        sum(line.prompt_tokens for line in complete),
+        sum(line.output_tokens for line in complete),
+    )
+    gaps = [gap for line in complete for gap in line.itls]
+    good = sum(target.met_by(line) for line in lines)
 
     def rate(count: int) -> float:
         return count / seconds if seconds else 0.0
@@ -148,19 +156,21 @@ def summary(lines: Sequence[Timeline], target: Target) -> Summary:
     return {
         "requests": len(lines),
         "failed": len(lines) - len(complete),
-        "failures": dict(sorted(Counter(line.kind for line in lines if line.kind).items())),
+        "failures": dict(
+            sorted(Counter(line.failure_kind for line in lines if line.failure_kind).items())
+        ),
         "seconds": seconds,
         "requests_per_s": rate(len(complete)),
         "tokens_per_s": rate(output),
         "prompt_tokens_per_s": rate(prompt),
         "output_tokens": output,
         "prompt_tokens": prompt,
-        "cached_tokens": sum(line.cached for line in complete),
+        "cached_tokens": sum(line.cached_tokens for line in complete),
         "goodput_per_s": rate(good),
         "good_share": good / len(lines) if lines else 0.0,
-        "ttft_ms": distribution([line.first for line in complete]),
+        "ttft_ms": distribution([line.ttft for line in complete]),
         "itl_ms": distribution(gaps),
         "longest_gap_ms": max(gaps, default=0.0) * 1e3,
-        "tpot_ms": distribution([line.per_token for line in complete if line.tokens > 1]),
-        "e2e_ms": distribution([line.whole for line in complete]),
+        "tpot_ms": distribution([line.tpot for line in complete if line.output_tokens > 1]),
+        "e2e_ms": distribution([line.e2e for line in complete]),
     }

@@ -15,24 +15,24 @@ from typing import Protocol
 
 import msgspec
 
-from pipeinfer.bench.endpoint import Prepared
+from pipeinfer.bench.endpoint import EncodedRequest
 
-TICKETS = "tickets"
+COUNTER_FILE = "tickets"
 
 
-class Sender(Protocol):
+class RequestSender(Protocol):
     """Makes requests and sends them."""
 
-    def prepared(self, index: int) -> Prepared:
+    def encode(self, index: int) -> EncodedRequest:
         """The request of that number, made before it is due."""
         ...
 
-    async def send(self, asked: Prepared, due: float) -> None:
+    async def send(self, asked: EncodedRequest, due: float) -> None:
         """Returns when the answer has ended, however it did."""
         ...
 
 
-class Open(msgspec.Struct, frozen=True, tag=True):
+class OpenLoop(msgspec.Struct, frozen=True, tag=True):
     """Each request is sent when it is due, whatever became of those before.
 
     arrivals: (number of the request, seconds after the start), in order.
@@ -50,20 +50,20 @@ class Open(msgspec.Struct, frozen=True, tag=True):
         """How many there will be."""
         return len(self.arrivals)
 
-    def share(self, folder: Path, first: int, many: int) -> Open:
+    def share(self, folder: Path, first: int, many: int) -> OpenLoop:
         """What the process `first` of `many` does."""
-        return Open(self.arrivals[first::many])
+        return OpenLoop(self.arrivals[first::many])
 
-    async def drive(self, begin: float, sender: Sender) -> None:
+    async def run(self, begin: float, sender: RequestSender) -> None:
         """Sends all of it; `begin` is of time.perf_counter()."""
         async with asyncio.TaskGroup() as sending:
             for index, at in self.arrivals:
-                asked, due = sender.prepared(index), begin + at
+                asked, due = sender.encode(index), begin + at
                 await asyncio.sleep(due - time.perf_counter())
                 sending.create_task(sender.send(asked, due))
 
 
-class Closed(msgspec.Struct, frozen=True, tag=True):
+class ClosedLoop(msgspec.Struct, frozen=True, tag=True):
     """Streams that each send a request when the one before has ended: so many requests in all, or
     for so many seconds. The processes draw the numbers of requests from one file.
     """
@@ -71,25 +71,25 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     streams: int
     requests: int | None = None
     seconds: float | None = None
-    tickets: str = ""
+    counter_file: str = ""
 
-    def share(self, folder: Path, first: int, many: int) -> Closed:
+    def share(self, folder: Path, first: int, many: int) -> ClosedLoop:
         """What the process `first` of `many` does; they share a folder."""
-        path = folder / TICKETS
+        path = folder / COUNTER_FILE
         path.touch()
         streams = self.streams // many + (first < self.streams % many)
         return msgspec.structs.replace(self, streams=streams, tickets=str(path))
 
-    async def drive(self, begin: float, sender: Sender) -> None:
+    async def run(self, begin: float, sender: RequestSender) -> None:
         """Sends all of it; `begin` is of time.perf_counter()."""
         await asyncio.sleep(begin - time.perf_counter())
         end = begin + (sys.maxsize if self.seconds is None else self.seconds)
         most = sys.maxsize if self.requests is None else self.requests
-        with Path(self.tickets).open("r+b", buffering=0) as tickets:
+        with Path(self.counter_file).open("r+b", buffering=0) as tickets:
 
             async def one() -> None:
                 while (index := _next(tickets.fileno(), most)) is not None:
-                    asked, now = sender.prepared(index), time.perf_counter()
+                    asked, now = sender.encode(index), time.perf_counter()
                     if now >= end:
                         return
                     await sender.send(asked, now)
@@ -99,7 +99,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
                     streams.create_task(one())
 
 
-Load = Open | Closed
+Load = OpenLoop | ClosedLoop
 
 
 def _next(file: int, most: int) -> int | None:

@@ -20,37 +20,37 @@ import msgspec
 from pipeinfer import pipes
 from pipeinfer.bench import jobs
 from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.jobs import Begin, Job, Report, Result
-from pipeinfer.bench.lag import Own
-from pipeinfer.bench.latency import Timeline
+from pipeinfer.bench.jobs import StartSignal, WorkerJob, WorkerProgress, WorkerResult
+from pipeinfer.bench.lag import ClientLoad
+from pipeinfer.bench.latency import RequestTiming
 from pipeinfer.bench.load import Load
-from pipeinfer.bench.prompts import Drawn, Listed
+from pipeinfer.bench.prompts import CustomDataset, RandomDataset
 
-MODULE = "pipeinfer.bench.client_process"
-SOON = 0.1  # seconds until all begin, once all are ready
+WORKER_MODULE = "pipeinfer.bench.client_process"
+START_DELAY = 0.1  # seconds until all begin, once all are ready
 
-Progress = Callable[[Report], None]
+ProgressCallback = Callable[[WorkerProgress], None]
 
 
-class ClientDied(RuntimeError):
+class WorkerDied(RuntimeError):
     """A process of the client ended before its work did; its own words are on stderr."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class LoadResult:
     """What all processes saw: every request, and how each process did."""
 
-    lines: list[Timeline]
-    owns: list[Own]
+    timings: list[RequestTiming]
+    client_loads: list[ClientLoad]
 
 
-def measure(
+def run_load(
     endpoint: Endpoint,
-    source: Drawn | Listed,
+    dataset: RandomDataset | CustomDataset,
     load: Load,
     processes: int = 1,
-    progress: Progress = lambda report: None,
-) -> Measured:
+    progress: ProgressCallback = lambda report: None,
+) -> LoadResult:
     """Sends the load by so many processes. `progress` hears of all of them together.
 
     Raises ClientDied.
@@ -60,29 +60,29 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as folder:
         try:
             for first in range(many):
-                children.append(pipes.start(MODULE, {}))
-                job = Job(endpoint, source, load.share(Path(folder), first, many))
-                _say(children[-1], job)
-            reports = [_hear(child) for child in children]  # all are ready
-            begin = Begin(time.perf_counter() + SOON)
+                children.append(pipes.start(WORKER_MODULE, {}))
+                job = WorkerJob(endpoint, dataset, load.share(Path(folder), first, many))
+                _send(children[-1], job)
+            reports = [_receive(child) for child in children]  # all are ready
+            begin = StartSignal(time.perf_counter() + START_DELAY)
             for child in children:
-                _say(child, begin)
-            return joined(_followed(children, reports, progress))
+                _send(child, begin)
+            return join_results(_collect(children, reports, progress))
         finally:
             for child in children:
                 _end(child)
 
 
-def joined(results: Sequence[Result]) -> Measured:
+def join_results(results: Sequence[WorkerResult]) -> LoadResult:
     """What several processes saw, as if it had been one; in the order in which it was due."""
-    lines = [line for result in results for line in result.lines]
+    lines = [line for result in results for line in result.timings]
     lines.sort(key=lambda line: line.due)
-    return Measured(lines, [result.own for result in results])
+    return LoadResult(lines, [result.client_load for result in results])
 
 
-def total(reports: Sequence[Report]) -> Report:
+def total_progress(reports: Sequence[WorkerProgress]) -> WorkerProgress:
     """How far all are together."""
-    return Report(
+    return WorkerProgress(
         done=sum(report.done for report in reports),
         failed=sum(report.failed for report in reports),
         running=sum(report.running for report in reports),
@@ -90,40 +90,42 @@ def total(reports: Sequence[Report]) -> Report:
     )
 
 
-def _followed(
-    children: Sequence[subprocess.Popen[bytes]], reports: list[Report], progress: Progress
-) -> list[Result]:
+def _collect(
+    children: Sequence[subprocess.Popen[bytes]],
+    reports: list[WorkerProgress],
+    progress: ProgressCallback,
+) -> list[WorkerResult]:
     """Hears all processes until each has said what it saw."""
-    results: dict[int, Result] = {}
+    results: dict[int, WorkerResult] = {}
     numbers = {cast(BinaryIO, child.stdout).fileno(): n for n, child in enumerate(children)}
     while len(results) < len(children):
         waiting = [fd for fd, number in numbers.items() if number not in results]
         for fd in select.select(waiting, [], [])[0]:
             number = numbers[fd]
-            reports[number] = _hear(children[number])
+            reports[number] = _receive(children[number])
             result = reports[number].result
             if result is not None:
                 results[number] = result
-        progress(total(reports))
+        progress(total_progress(reports))
     return [results[number] for number in range(len(children))]
 
 
-def _say(child: subprocess.Popen[bytes], message: Job | Begin) -> None:
+def _send(child: subprocess.Popen[bytes], message: WorkerJob | StartSignal) -> None:
     try:
-        pipes.write(cast(BinaryIO, child.stdin), jobs.encoded(message))
+        pipes.write(cast(BinaryIO, child.stdin), jobs.encode_message(message))
     except BrokenPipeError:
         raise _died(child) from None
 
 
-def _hear(child: subprocess.Popen[bytes]) -> Report:
+def _receive(child: subprocess.Popen[bytes]) -> WorkerProgress:
     frame = pipes.read(cast(BinaryIO, child.stdout).fileno())
     if frame is None:
         raise _died(child)
-    return msgspec.msgpack.decode(frame, type=Report)
+    return msgspec.msgpack.decode(frame, type=WorkerProgress)
 
 
-def _died(child: subprocess.Popen[bytes]) -> ClientDied:
-    return ClientDied(f"a process of the client ended with {child.wait()}")
+def _died(child: subprocess.Popen[bytes]) -> WorkerDied:
+    return WorkerDied(f"a process of the client ended with {child.wait()}")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

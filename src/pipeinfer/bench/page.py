@@ -12,8 +12,8 @@ from html import escape
 import numpy as np
 
 from pipeinfer.bench import charts, table
-from pipeinfer.bench.latency import Target, Timeline
-from pipeinfer.bench.points import Seen
+from pipeinfer.bench.latency import GoodputTarget, RequestTiming
+from pipeinfer.bench.points import PointResult
 from pipeinfer.version import __version__
 
 PIECES_OF_TIME = 48  # of the chart of throughput
@@ -69,7 +69,9 @@ svg text.p90 { fill: var(--b); } svg text.p99 { fill: var(--c); }
 """
 
 
-def page(title: str, settings: Mapping[str, str], points: Sequence[Seen], target: Target) -> str:
+def html_page(
+    title: str, settings: Mapping[str, str], points: Sequence[PointResult], target: GoodputTarget
+) -> str:
     """The whole file."""
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     facts = "".join(
@@ -78,9 +80,9 @@ def page(title: str, settings: Mapping[str, str], points: Sequence[Seen], target
     )
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(made)}, pipeinfer {escape(__version__)}</p>",
-        _table(points, target),
-        _compared(points),
-        *(_point(seen) for seen in points),
+        _summary_table(points, target),
+        _comparison_charts(points),
+        *(_point_section(seen) for seen in points),
         f'<h2>Settings</h2><dl class="card facts">{facts}</dl>',
         _terms(target),
     ]
@@ -92,7 +94,7 @@ def page(title: str, settings: Mapping[str, str], points: Sequence[Seen], target
     )
 
 
-def _table(points: Sequence[Seen], target: Target) -> str:
+def _summary_table(points: Sequence[PointResult], target: GoodputTarget) -> str:
     heads = (
         "load", "requests", "failed", "requests/s", "tokens/s", "prompt tokens/s", "cached",
         "good/s", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "E2E p50", "p99",
@@ -101,28 +103,28 @@ def _table(points: Sequence[Seen], target: Target) -> str:
                ("tpot_ms", "p50"), ("e2e_ms", "p50"), ("e2e_ms", "p99"))  # fmt: skip
     rows = []
     for seen in points:
-        found = seen.summary
+        found = seen.metrics
         cells = [
             seen.point.label,
             f"{found['requests']:,}",
             f"{found['failed']:,}",
-            charts.number(found["requests_per_s"]),
-            charts.number(found["tokens_per_s"]),
-            charts.number(found["prompt_tokens_per_s"]),
+            charts.format_number(found["requests_per_s"]),
+            charts.format_number(found["tokens_per_s"]),
+            charts.format_number(found["prompt_tokens_per_s"]),
             f"{table.cached_share(seen):.0%}",
-            charts.number(found["goodput_per_s"]),
-            *(charts.number(found[n][c]) if found[n] else "-" for n, c in columns),
+            charts.format_number(found["goodput_per_s"]),
+            *(charts.format_number(found[n][c]) if found[n] else "-" for n, c in columns),
         ]
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     return (
         f'<h2>Summary</h2><div class="card wide"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
-        f"<p>Times in milliseconds. Good: {escape(table.said_target(target))}.</p>"
+        f"<p>Times in milliseconds. Good: {escape(table.target_text(target))}.</p>"
     )
 
 
-def _compared(points: Sequence[Seen]) -> str:
+def _comparison_charts(points: Sequence[PointResult]) -> str:
     """Percentiles over the rates, and over the numbers of streams, where there are several."""
     by_rate = [(seen.point.rate, seen) for seen in points if seen.point.rate is not None]
     by_streams = [(float(s.point.streams), s) for s in points if s.point.streams is not None]
@@ -133,9 +135,9 @@ def _compared(points: Sequence[Seen]) -> str:
     return f'<h2>Loads compared</h2><div class="charts">{"".join(parts)}</div>' if parts else ""
 
 
-def _over(places: Sequence[tuple[float, Seen]], below: str) -> list[str]:
+def _over(places: Sequence[tuple[float, PointResult]], below: str) -> list[str]:
     places = sorted(
-        [(at, seen) for at, seen in places if seen.summary["itl_ms"]], key=lambda pair: pair[0]
+        [(at, seen) for at, seen in places if seen.metrics["itl_ms"]], key=lambda pair: pair[0]
     )
     if len(places) < 2:
         return []
@@ -143,47 +145,50 @@ def _over(places: Sequence[tuple[float, Seen]], below: str) -> list[str]:
     drawn = [
         _card(
             f"{title}, ms",
-            charts.lines(
+            charts.line_chart(
                 across,
-                {c: [seen.summary[name][c] for _, seen in places] for c in ("p50", "p90", "p99")},
+                {c: [seen.metrics[name][c] for _, seen in places] for c in ("p50", "p90", "p99")},
                 (below, ""),
                 f"{title} in milliseconds by {below}",
             ),
         )
         for name, title in (("ttft_ms", "TTFT"), ("itl_ms", "ITL"))
     ]
-    rates = {"all": [seen.summary["tokens_per_s"] for _, seen in places]}
+    rates = {"all": [seen.metrics["tokens_per_s"] for _, seen in places]}
     said = "Output tokens a second"
-    return [*drawn, _card(said, charts.lines(across, rates, (below, ""), f"{said} by {below}"))]
+    return [
+        *drawn,
+        _card(said, charts.line_chart(across, rates, (below, ""), f"{said} by {below}")),
+    ]
 
 
-def _point(seen: Seen) -> str:
-    found, lines = seen.summary, [line for line in seen.lines if line.complete]
+def _point_section(seen: PointResult) -> str:
+    found, lines = seen.metrics, [line for line in seen.timings if line.success]
     notes = [f"{many} failed by {kind}: {error}" for kind, (many, error) in seen.errors().items()]
     notes += seen.notes
     numbers = {
-        "output tokens/s": charts.number(found["tokens_per_s"]),
-        "requests/s": charts.number(found["requests_per_s"]),
+        "output tokens/s": charts.format_number(found["tokens_per_s"]),
+        "requests/s": charts.format_number(found["requests_per_s"]),
         "good": f"{found['good_share']:.0%}",
         "failed": f"{found['failed']:,} of {found['requests']:,}",
-        "seconds": charts.number(found["seconds"]),
+        "seconds": charts.format_number(found["seconds"]),
     }
     shown = "".join(
         f"<div><b>{escape(value)}</b> <span>{escape(name)}</span></div>"
         for name, value in numbers.items()
     )
     times = {
-        "Time to first token (TTFT), ms": [line.first * 1e3 for line in lines],
-        "Time between pieces (ITL), ms": [gap * 1e3 for line in lines for gap in line.gaps],
+        "Time to first token (TTFT), ms": [line.ttft * 1e3 for line in lines],
+        "Time between pieces (ITL), ms": [gap * 1e3 for line in lines for gap in line.itls],
         "Mean time of a token (TPOT), ms": [
-            line.per_token * 1e3 for line in lines if line.tokens > 1
+            line.tpot * 1e3 for line in lines if line.output_tokens > 1
         ],
-        "Time of a whole answer (E2E), ms": [line.whole * 1e3 for line in lines],
+        "Time of a whole answer (E2E), ms": [line.e2e * 1e3 for line in lines],
     }
     drawn = [_card(name, charts.histogram(values, name)) for name, values in times.items()]
     at, rate, running = over_time(lines)
     for name, values in (("Output tokens a second", rate), ("Requests under way", running)):
-        drawing = charts.lines(at, {name: values}, ("seconds", ""), f"{name} over time")
+        drawing = charts.line_chart(at, {name: values}, ("seconds", ""), f"{name} over time")
         drawn.append(_card(f"{name}, over time", drawing))
     said = "".join(f"<div>{escape(note)}</div>" for note in notes)
     said = f'<div class="note">{said}</div>' if said else ""
@@ -193,18 +198,20 @@ def _point(seen: Seen) -> str:
     )
 
 
-def over_time(lines: Sequence[Timeline]) -> tuple[list[float], list[float], list[float]]:
+def over_time(lines: Sequence[RequestTiming]) -> tuple[list[float], list[float], list[float]]:
     """Seconds after the first request was due, and there: tokens a second, requests under way."""
     if not lines:
         return [], [], []
-    begin, end = min(line.due for line in lines), max(line.last for line in lines)
+    begin, end = min(line.due for line in lines), max(line.end_time for line in lines)
     edges = np.linspace(0.0, max(end - begin, 1e-6), PIECES_OF_TIME + 1)
-    at = [piece - begin for line in lines for piece in line.pieces]
-    weights = [line.tokens / len(line.pieces) for line in lines for _ in line.pieces]
+    at = [piece - begin for line in lines for piece in line.chunk_times]
+    weights = [
+        line.output_tokens / len(line.chunk_times) for line in lines for _ in line.chunk_times
+    ]
     counts, _ = np.histogram(at, edges, weights=weights)
     middles = (edges[:-1] + edges[1:]) / 2
     begun = np.sort([line.due - begin for line in lines])
-    ended = np.sort([line.last - begin for line in lines])
+    ended = np.sort([line.end_time - begin for line in lines])
     running = np.searchsorted(begun, middles, "right") - np.searchsorted(ended, middles, "right")
     rate = counts / (edges[1] - edges[0])
     return middles.tolist(), rate.tolist(), running.astype(float).tolist()
@@ -214,11 +221,11 @@ def _card(title: str, drawing: str) -> str:
     return f'<div class="card"><h3>{escape(title)}</h3>{drawing}</div>' if drawing else ""
 
 
-def _terms(target: Target) -> str:
+def _terms(target: GoodputTarget) -> str:
     return (
         "<h2>What the numbers are</h2><p>All times are the client's. TTFT: from when a request was "
         "due to its first token. ITL: every gap between two pieces of a stream. TPOT: of one "
         "request, the time after its first token by the number of tokens after it. E2E: to the end "
         "of the answer. Requests that failed are in no time and no rate. "
-        f"A request is good if it did not fail, {escape(table.said_target(target))}.</p>"
+        f"A request is good if it did not fail, {escape(table.target_text(target))}.</p>"
     )

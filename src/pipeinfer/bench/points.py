@@ -14,17 +14,17 @@ import msgspec
 from pipeinfer.bench import arrivals, lag, latency
 from pipeinfer.bench.defaults import REQUESTS, ROUNDS
 from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.lag import ClientFacts
-from pipeinfer.bench.latency import Summary, Target, Timeline
-from pipeinfer.bench.load import Closed, Load, Open
-from pipeinfer.bench.measuring import Progress, measure
-from pipeinfer.bench.prompts import Drawn, Listed
+from pipeinfer.bench.lag import ClientStats
+from pipeinfer.bench.latency import BenchmarkMetrics, GoodputTarget, RequestTiming
+from pipeinfer.bench.load import ClosedLoop, Load, OpenLoop
+from pipeinfer.bench.measuring import ProgressCallback, run_load
+from pipeinfer.bench.prompts import CustomDataset, RandomDataset
 
-STREAMS_EACH = 64  # that a process of the client follows without being late
+STREAMS_PER_WORKER = 64  # that a process of the client follows without being late
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """A load with its name; `rate` is requests a second, `streams` how many at a time."""
 
     label: str
@@ -40,112 +40,114 @@ class Point:
     def processes(self, cores: int) -> int:
         """Enough for it, as far as that can be told before."""
         together = self.load.streams if self.rate is None else 4 * self.rate
-        return max(1, min(cores, math.ceil(together / STREAMS_EACH)))
+        return max(1, min(cores, math.ceil(together / STREAMS_PER_WORKER)))
 
 
 @dataclass(frozen=True)
-class Bounds:
+class LoadLimits:
     """How much is sent at each point: so many requests, or for so many seconds."""
 
     requests: int | None = None
     seconds: float | None = None
 
-    def or_default(self, least: int = REQUESTS) -> int | None:
+    def requests_or_default(self, least: int = REQUESTS) -> int | None:
         return least if self.requests is None and self.seconds is None else self.requests
 
 
-def closed(streams: int, bounds: Bounds) -> Point:
+def closed_loop_point(streams: int, bounds: LoadLimits) -> LoadPoint:
     """So many streams at a time."""
-    requests = bounds.or_default(max(REQUESTS, ROUNDS * streams))
-    load = Closed(streams, requests, bounds.seconds)
-    return Point(f"{streams} stream{'s' if streams > 1 else ''}", load, streams=streams)
+    requests = bounds.requests_or_default(max(REQUESTS, ROUNDS * streams))
+    load = ClosedLoop(streams, requests, bounds.seconds)
+    return LoadPoint(f"{streams} stream{'s' if streams > 1 else ''}", load, streams=streams)
 
 
-def opened(rate: float, bounds: Bounds, seed: int) -> Point:
+def poisson_point(rate: float, bounds: LoadLimits, seed: int) -> LoadPoint:
     """Poisson arrivals."""
-    times = arrivals.poisson(rate, seed, bounds.or_default(), bounds.seconds)
-    return Point(f"{rate:g}/s", Open(list(enumerate(times))), rate=rate)
+    times = arrivals.poisson_arrivals(rate, seed, bounds.requests_or_default(), bounds.seconds)
+    return LoadPoint(f"{rate:g}/s", OpenLoop(list(enumerate(times))), rate=rate)
 
 
-def burst(bounds: Bounds) -> Point:
+def burst_point(bounds: LoadLimits) -> LoadPoint:
     """All at once."""
-    count = bounds.or_default() or REQUESTS
-    return Point("all at once", Open([(index, 0.0) for index in range(count)]))
+    count = bounds.requests_or_default() or REQUESTS
+    return LoadPoint("all at once", OpenLoop([(index, 0.0) for index in range(count)]))
 
 
-def recorded(trace: Sequence[arrivals.Entry], speed: float) -> Point:
+def trace_point(trace: Sequence[arrivals.TraceEntry], speed: float) -> LoadPoint:
     """When a trace says, `speed` times as fast."""
     times = [entry.timestamp / speed for entry in trace]
-    return Point("trace", Open(list(enumerate(times))))
+    return LoadPoint("trace", OpenLoop(list(enumerate(times))))
 
 
 @dataclass(frozen=True)
-class Seen:
+class PointResult:
     """What came of a point: every request, the metrics of all, and how the client itself did."""
 
-    point: Point
-    lines: Sequence[Timeline]
-    summary: Summary
-    client: ClientFacts
+    point: LoadPoint
+    timings: Sequence[RequestTiming]
+    metrics: BenchmarkMetrics
+    client: ClientStats
     notes: Sequence[str]
 
     def errors(self) -> dict[str, tuple[int, str]]:
         """Of each kind of failure how many there were, and what one of them said."""
-        said = {line.kind: line.error for line in reversed(self.lines) if line.kind}
-        return {kind: (many, said[kind]) for kind, many in self.summary["failures"].items()}
+        said = {
+            line.failure_kind: line.error for line in reversed(self.timings) if line.failure_kind
+        }
+        return {kind: (many, said[kind]) for kind, many in self.metrics["failures"].items()}
 
-    def metrics(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """For JSON."""
         return {
             "load": self.point.label,
             "rate": self.point.rate,
             "concurrency": self.point.streams,
-            **self.summary,
+            **self.metrics,
             "client": msgspec.to_builtins(self.client),
             "notes": list(self.notes),
         }
 
 
 @dataclass(frozen=True)
-class Run:
+class Benchmark:
     """What is the same at all points. `source` makes the prompts of each, by its number: no point
     finds those of another in a cache."""
 
     endpoint: Endpoint
-    source: Callable[[int], Drawn | Listed]
-    target: Target
-    processes: Callable[[Point], int]
+    dataset: Callable[[int], RandomDataset | CustomDataset]
+    target: GoodputTarget
+    processes: Callable[[LoadPoint], int]
 
-    def measure(self, number: int, point: Point, progress: Progress) -> Seen:
+    def run_point(self, number: int, point: LoadPoint, progress: ProgressCallback) -> PointResult:
         """Sends one point's load. Raises ClientDied."""
-        source = self.source(number)
-        found = measure(self.endpoint, source, point.load, self.processes(point), progress)
+        source = self.dataset(number)
+        found = run_load(self.endpoint, source, point.load, self.processes(point), progress)
         summary, client = (
-            latency.summary(found.lines, self.target),
-            lag.facts(found.owns, found.lines),
+            latency.benchmark_metrics(found.timings, self.target),
+            lag.client_stats(found.client_loads, found.timings),
         )
-        notes = [*lag.warnings(client, summary), *self._notes(found.lines)]
-        return Seen(point, found.lines, summary, client, notes)
+        notes = [*lag.client_warnings(client, summary), *self._notes(found.timings)]
+        return PointResult(point, found.timings, summary, client, notes)
 
-    def _notes(self, lines: Sequence[Timeline]) -> list[str]:
+    def _notes(self, lines: Sequence[RequestTiming]) -> list[str]:
         """What else a reader should know of the numbers."""
-        complete = [line for line in lines if line.complete]
-        short = sum(line.tokens < line.asked for line in complete)
+        complete = [line for line in lines if line.success]
+        short = sum(line.output_tokens < line.max_tokens for line in complete)
         notes: list[str] = []
         if self.endpoint.ignore_eos and short:
             notes.append(
                 f"{short} answers have fewer tokens than asked for: the server does not know "
                 "ignore_eos, or its context ended"
             )
-        chunked = [line for line in complete if not line.counted]
+        chunked = [line for line in complete if not line.has_usage]
         if chunked:
             notes.append(
                 f"{len(chunked)} answers came without usage: their tokens are their pieces, and "
                 "their prompts are not counted"
             )
         pieces, tokens = (
-            sum(len(line.pieces) for line in complete),
-            sum(line.tokens for line in complete),
+            sum(len(line.chunk_times) for line in complete),
+            sum(line.output_tokens for line in complete),
         )
         if tokens > 1.2 * pieces:
             notes.append(

@@ -17,7 +17,7 @@ from pathlib import Path
 SCHEMA = "pipeinfer-bench/1"
 
 
-def write(
+def write_result(
     path: Path, command: str, metrics: Mapping[str, object], commit: str = "", schema: str = SCHEMA
 ) -> None:
     """Writes the result of `command` as JSON."""
@@ -35,7 +35,7 @@ def write(
 def hardware() -> dict[str, object]:
     """Processor, cores that this process may use, memory in GiB, and GPUs by name."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    gpus = command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
     return {
         "cpu": _processor(),
         "cores": cores(),
@@ -51,7 +51,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def output(*command: str) -> str:
+def command_output(*command: str) -> str:
     """What a command prints; "" where there is no such command or it fails."""
     if shutil.which(command[0]) is None:
         return ""

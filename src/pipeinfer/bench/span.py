@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenRange:
     """A range of lengths, both ends included; written `16:256`, or `16` for one length."""
 
     low: int
     high: int
 
     @staticmethod
-    def parse(text: str) -> Span:
+    def parse(text: str) -> TokenRange:
         """For argparse, whose error it raises."""
         low, _, high = text.partition(":")
         try:
-            span = Span(int(low), int(high or low))
+            span = TokenRange(int(low), int(high or low))
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is no range such as 16:256") from None
         if not 1 <= span.low <= span.high:
             raise argparse.ArgumentTypeError(f"{text!r} is empty")
         return span
 
-    def draw(self, source: random.Random) -> int:
+    def sample(self, source: random.Random) -> int:
         """A length, all equally likely."""
         return source.randint(self.low, self.high)
 
-    def drawn(self, source: np.random.Generator) -> int:
+    def sample_numpy(self, source: np.random.Generator) -> int:
         """The same from NumPy's source."""
         return int(source.integers(self.low, self.high + 1))
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from pipeinfer.bench.endpoint import Endpoint, Prepared
-from pipeinfer.bench.latency import Timeline
-from pipeinfer.bench.prompts import Request
+from pipeinfer.bench.endpoint import EncodedRequest, Endpoint
+from pipeinfer.bench.latency import RequestTiming
+from pipeinfer.bench.prompts import SampleRequest
 from pipeinfer.json_values import JsonValue
 
 DATA, DONE = b"data:", b"[DONE]"
@@ -87,34 +87,36 @@ def session(endpoint: Endpoint) -> aiohttp.ClientSession:
     )
 
 
-async def stream(
-    client: aiohttp.ClientSession, endpoint: Endpoint, asked: Prepared, due: float
-) -> Timeline:
+async def stream_request(
+    client: aiohttp.ClientSession, endpoint: Endpoint, asked: EncodedRequest, due: float
+) -> RequestTiming:
     """One request; what goes wrong is in `error` and `failure`. The clock is perf_counter()."""
-    line = Timeline(due, prompt=asked.prompt, asked=asked.output)
-    await follow(client, endpoint, asked, line)
+    line = RequestTiming(due, prompt_tokens=asked.prompt_len, max_tokens=asked.output_len)
+    await stream_into(client, endpoint, asked, line)
     return line
 
 
-async def together(endpoint: Endpoint, requests: Sequence[Request]) -> list[Timeline]:
+async def stream_all(endpoint: Endpoint, requests: Sequence[SampleRequest]) -> list[RequestTiming]:
     """All of them at once, by this process."""
     async with session(endpoint) as client:
         now = time.perf_counter()
-        asked = [endpoint.prepared(request) for request in requests]
-        return list(await asyncio.gather(*(stream(client, endpoint, one, now) for one in asked)))
+        asked = [endpoint.encode(request) for request in requests]
+        return list(
+            await asyncio.gather(*(stream_request(client, endpoint, one, now) for one in asked))
+        )
 
 
-async def follow(
-    client: aiohttp.ClientSession, endpoint: Endpoint, asked: Prepared, line: Timeline
+async def stream_into(
+    client: aiohttp.ClientSession, endpoint: Endpoint, asked: EncodedRequest, line: RequestTiming
 ) -> None:
     """The same into a timeline that somebody looks at meanwhile."""
     line.sent = time.perf_counter()
     try:
-        async with client.post(endpoint.address, data=asked.body) as answer:
+        async with client.post(endpoint.api_url, data=asked.body) as answer:
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode(errors="replace")
                 raise _Failed(f"status {answer.status}", text)
-            await _read(answer, line)
+            await _read_stream(answer, line)
     except _Failed as failed:
         line.failure, line.error = failed.args[0], failed.args[1][:SHOWN]
     except TimeoutError as error:
@@ -127,29 +129,32 @@ async def follow(
         line.failure, line.error = GARBAGE, str(error)[:SHOWN]
     if line.failure and not line.error:
         line.error = line.failure
-    if not line.error and endpoint.exact and line.tokens != asked.output:
-        line.failure, line.error = SHORT, f"{line.tokens} tokens instead of {asked.output}"
+    if not line.error and endpoint.exact_length and line.output_tokens != asked.output_len:
+        line.failure, line.error = (
+            SHORT,
+            f"{line.output_tokens} tokens instead of {asked.output_len}",
+        )
 
 
-async def _read(answer: aiohttp.ClientResponse, line: Timeline) -> None:
+async def _read_stream(answer: aiohttp.ClientResponse, line: RequestTiming) -> None:
     """The pieces of a stream. A server ends it with a reason, with [DONE], or both."""
     ended = False
     async for raw in answer.content:
         now = time.perf_counter()
         if raw.startswith(DATA):
             data = raw[len(DATA) :].strip()
-            ended = data == DONE or _note(line, data, now) or ended
+            ended = data == DONE or _read_chunk(line, data, now) or ended
         elif raw.strip() and not raw.startswith(OTHER_FIELDS):
             raise _Failed(GARBAGE, f"no event of a stream: {_shown(raw)}")
     if not ended:
-        raise _Failed(CUT, f"it ended after {len(line.pieces)} pieces without saying so")
-    if not line.pieces:
+        raise _Failed(CUT, f"it ended after {len(line.chunk_times)} pieces without saying so")
+    if not line.chunk_times:
         raise _Failed(EMPTY, "an answer without any token")
-    if not line.counted:
-        line.tokens = len(line.pieces)
+    if not line.has_usage:
+        line.output_tokens = len(line.chunk_times)
 
 
-def _note(line: Timeline, data: bytes, now: float) -> bool:
+def _read_chunk(line: RequestTiming, data: bytes, now: float) -> bool:
     """Whether it was the last piece with text."""
     try:
         chunk = _decode(data)
@@ -161,13 +166,15 @@ def _note(line: Timeline, data: bytes, now: float) -> bool:
     if chunk.choices:
         line.end = now
         finished = any(choice.finish_reason is not None for choice in chunk.choices)
-        if any(choice.has_token() for choice in chunk.choices) or (finished and not line.pieces):
-            line.pieces.append(now)
+        if any(choice.has_token() for choice in chunk.choices) or (
+            finished and not line.chunk_times
+        ):
+            line.chunk_times.append(now)
     if chunk.usage is not None:
-        line.counted, line.tokens = True, chunk.usage.completion_tokens
-        line.prompt = chunk.usage.prompt_tokens or line.prompt
+        line.has_usage, line.output_tokens = True, chunk.usage.completion_tokens
+        line.prompt_tokens = chunk.usage.prompt_tokens or line.prompt_tokens
         details = chunk.usage.prompt_tokens_details
-        line.cached = (details.cached_tokens or 0) if details is not None else 0
+        line.cached_tokens = (details.cached_tokens or 0) if details is not None else 0
     return finished
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from pipeinfer.bench.jobs import Report
-from pipeinfer.bench.latency import Target
-from pipeinfer.bench.points import Seen
+from pipeinfer.bench.jobs import WorkerProgress
+from pipeinfer.bench.latency import GoodputTarget
+from pipeinfer.bench.points import PointResult
 
 COLUMNS = ("mean", "p50", "p90", "p99", "max")
 TIMES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
@@ -27,7 +27,7 @@ class ProgressLine:
         self._began = self._shown = time.monotonic()
         self._live = out.isatty()
 
-    def show(self, report: Report) -> None:
+    def show(self, report: WorkerProgress) -> None:
         """How far it is."""
         now = time.monotonic()
         if not self._live and now - self._shown < PLAIN_EVERY:
@@ -43,7 +43,7 @@ class ProgressLine:
             self._out.write(CLEAR)
             self._out.flush()
 
-    def _text(self, report: Report, seconds: float) -> str:
+    def _text(self, report: WorkerProgress, seconds: float) -> str:
         done = f"{report.done}" if self._requests is None else f"{report.done} of {self._requests}"
         failed = f", {report.failed} failed" if report.failed else ""
         return (
@@ -52,16 +52,16 @@ class ProgressLine:
         )
 
 
-def point(seen: Seen, target: Target) -> str:
+def point_text(seen: PointResult, target: GoodputTarget) -> str:
     """All about one point."""
-    found = seen.summary
+    found = seen.metrics
     lines = [
         f"{seen.point.label}: {_requests(found['requests'])} in {found['seconds']:.1f} s, "
         f"{found['requests_per_s']:.2f} a second",
         f"  {found['tokens_per_s']:,.1f} tokens/s of output, "
         f"{found['prompt_tokens_per_s']:,.1f} of prompts, {cached_share(seen):.0%} of these cached",
         f"  {found['good_share']:.0%} good, {found['goodput_per_s']:.2f} a second "
-        f"({said_target(target)})",
+        f"({target_text(target)})",
     ]
     if found["ttft_ms"]:
         lines.append(f"  {'ms':6}" + "".join(f"{name:>10}" for name in COLUMNS))
@@ -73,12 +73,12 @@ def point(seen: Seen, target: Target) -> str:
     return "\n".join([*lines, *(f"  note: {note}" for note in seen.notes)])
 
 
-def overview(points: Sequence[Seen]) -> str:
+def overview_text(points: Sequence[PointResult]) -> str:
     """One line for each point."""
     heads = ("load", "done", "failed", "tokens/s", "good/s", "TTFT p50", "p99", "ITL p50", "p99")
     rows: list[tuple[str, ...]] = [heads]
     for seen in points:
-        found = seen.summary
+        found = seen.metrics
         times = [found[name].get(c) for name in ("ttft_ms", "itl_ms") for c in ("p50", "p99")]
         rows.append(
             (
@@ -98,15 +98,15 @@ def overview(points: Sequence[Seen]) -> str:
     )
 
 
-def cached_share(seen: Seen) -> float:
+def cached_share(seen: PointResult) -> float:
     """Of all prompt tokens, those that came from the server's cache."""
-    prompt = seen.summary["prompt_tokens"]
-    return seen.summary["cached_tokens"] / prompt if prompt else 0.0
+    prompt = seen.metrics["prompt_tokens"]
+    return seen.metrics["cached_tokens"] / prompt if prompt else 0.0
 
 
-def said_target(target: Target) -> str:
+def target_text(target: GoodputTarget) -> str:
     """What a good request is."""
-    return f"TTFT up to {target.first * 1e3:g} ms, TPOT up to {target.between * 1e3:g} ms"
+    return f"TTFT up to {target.ttft * 1e3:g} ms, TPOT up to {target.tpot * 1e3:g} ms"
 
 
 def _requests(count: int) -> str:

@@ -10,18 +10,18 @@ import msgspec
 
 from pipeinfer.bench import streaming
 from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import Timeline
-from pipeinfer.bench.prompts import Drawn, Listed, Request
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.latency import RequestTiming
+from pipeinfer.bench.prompts import CustomDataset, RandomDataset, SampleRequest
+from pipeinfer.bench.span import TokenRange
 
 FEW, MANY = 24, 96  # words of the two prompts whose tokens are counted
-NUMBERED = Span(1, 1)
+NUMBERED = TokenRange(1, 1)
 MOST_OUTPUT = 16  # tokens of a request of the warm-up
 SEED = 1_000_000_007  # added to the usual one: what is measured must not be in a cache
 MODELS_SECONDS = 30.0
 
 
-class NoAnswer(RuntimeError):
+class ServerNotUsable(RuntimeError):
     """The server does not answer as it should; the text says how."""
 
 
@@ -43,34 +43,36 @@ async def first_model(endpoint: Endpoint) -> str:
         ):
             body = await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        raise NoAnswer(f"{address}: {error or type(error).__name__}") from None
+        raise ServerNotUsable(f"{address}: {error or type(error).__name__}") from None
     try:
         models = msgspec.json.decode(body, type=_Models).data
     except (msgspec.DecodeError, msgspec.ValidationError):
         models = []
     if answer.status != 200 or not models:
         shown = body[:200].decode(errors="replace")
-        raise NoAnswer(f"{address} names no model; name it with --model: {answer.status} {shown}")
+        raise ServerNotUsable(
+            f"{address} names no model; name it with --model: {answer.status} {shown}"
+        )
     return models[0].id
 
 
-async def without_what_is_refused(endpoint: Endpoint) -> Endpoint:
+async def drop_refused_fields(endpoint: Endpoint) -> Endpoint:
     """The endpoint without `stream_options`, if the server refuses them."""
-    request = Drawn(Span(8, 8), Span(2, 2), SEED).request(0)
-    (line,) = await streaming.together(endpoint, [request])
+    request = RandomDataset(TokenRange(8, 8), TokenRange(2, 2), SEED).sample(0)
+    (line,) = await streaming.stream_all(endpoint, [request])
     if line.failure.startswith("status 4") and "stream_options" in line.error:
         return msgspec.structs.replace(endpoint, usage=False)
     return endpoint
 
 
-async def counted(endpoint: Endpoint, drawn: Drawn) -> tuple[Drawn, bool]:
+async def calibrate_words(endpoint: Endpoint, drawn: RandomDataset) -> tuple[RandomDataset, bool]:
     """The prompts with as many words as make the wanted tokens, and whether the server said how
     many these are: two prompts tell what a word is and what is around them."""
     if drawn.highest_id is not None:
         return drawn, True
-    probe = Drawn(NUMBERED, NUMBERED, drawn.seed + SEED, lengths=[(FEW, 1), (MANY, 1)])
-    lines = await streaming.together(endpoint, [probe.request(0), probe.request(1)])
-    few, many = (line.prompt for line in lines)
+    probe = RandomDataset(NUMBERED, NUMBERED, drawn.seed + SEED, lengths=[(FEW, 1), (MANY, 1)])
+    lines = await streaming.stream_all(endpoint, [probe.sample(0), probe.sample(1)])
+    few, many = (line.prompt_tokens for line in lines)
     if not few < many:
         return drawn, False
     each = (many - few) / (MANY - FEW)
@@ -78,12 +80,14 @@ async def counted(endpoint: Endpoint, drawn: Drawn) -> tuple[Drawn, bool]:
     return msgspec.structs.replace(drawn, tokens_per_word=each, tokens_around=around), True
 
 
-async def warm_up(endpoint: Endpoint, source: Drawn | Listed, requests: int) -> list[Timeline]:
+async def warm_up(
+    endpoint: Endpoint, source: RandomDataset | CustomDataset, requests: int
+) -> list[RequestTiming]:
     """So many requests of few tokens at once, like those that come; with other words, if these are
     drawn."""
-    asked = [source.warming(index, SEED) for index in range(requests)]
-    return await streaming.together(endpoint, [_short(request) for request in asked])
+    asked = [source.warmup_sample(index, SEED) for index in range(requests)]
+    return await streaming.stream_all(endpoint, [_short(request) for request in asked])
 
 
-def _short(request: Request) -> Request:
-    return msgspec.structs.replace(request, output=min(request.output, MOST_OUTPUT))
+def _short(request: SampleRequest) -> SampleRequest:
+    return msgspec.structs.replace(request, output=min(request.output_len, MOST_OUTPUT))

@@ -29,6 +29,6 @@ often old once one only open order other our out over own page paper part pass p
 WORDS = tuple(COMMON.split())
 
 
-def text(source: np.random.Generator, words: int) -> str:
+def random_words(source: np.random.Generator, words: int) -> str:
     """That many words with a space between."""
     return " ".join(WORDS[index] for index in source.integers(0, len(WORDS), words).tolist())

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeinfer.bench import defaults
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.span import TokenRange
 from pipeinfer.command_line import CommandLine
 from pipeinfer.json_values import JsonObject
 
@@ -81,15 +81,15 @@ def _add_prompts(group: Any) -> None:
     help_text = "lengths, drawn evenly (default: %(default)s)"
     add(
         "--prompt-tokens",
-        type=Span.parse,
-        default=Span(16, 256),
+        type=TokenRange.parse,
+        default=TokenRange(16, 256),
         metavar="LOW:HIGH",
         help=help_text,
     )
     add(
         "--output-tokens",
-        type=Span.parse,
-        default=Span(16, 128),
+        type=TokenRange.parse,
+        default=TokenRange(16, 128),
         metavar="LOW:HIGH",
         help=help_text,
     )
