@@ -29,19 +29,19 @@ from bench.processes import cpu_seconds  # noqa: E402
 from bench.workload import Work, uniform  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
-from pipeinfer.bench import latency  # noqa: E402
-from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
+from pipeinfer.bench.client import Endpoint  # noqa: E402
+from pipeinfer.bench.dataset import CustomDataset, SampleRequest  # noqa: E402
 from pipeinfer.bench.load import OpenLoop  # noqa: E402
 from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
-from pipeinfer.bench.measuring import run_load  # noqa: E402
-from pipeinfer.bench.prompts import CustomDataset, SampleRequest  # noqa: E402
-from pipeinfer.bench.span import TokenRange  # noqa: E402
+from pipeinfer.bench.metrics import GoodputTarget, benchmark_metrics  # noqa: E402
+from pipeinfer.bench.options import TokenRange  # noqa: E402
+from pipeinfer.bench.runner import run_load  # noqa: E402
 
 LOADS = {  # requests, tokens in, tokens out
     "many": (256, TokenRange(100, 1024), TokenRange(100, 1024)),
     "short": (1024, TokenRange(50, 200), TokenRange(50, 150)),
 }
-TARGET = latency.GoodputTarget(0.5, 0.025)
+TARGET = GoodputTarget(0.5, 0.025)
 TEMPERATURE = 0.6
 
 
@@ -96,7 +96,7 @@ def over_http(options: argparse.Namespace, url: str) -> Iterator[dict[str, objec
         spent = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
         if load == "warm":
             continue
-        found = latency.benchmark_metrics(lines, TARGET)
+        found = benchmark_metrics(lines, TARGET)
         yield {
             "load": load, "round": turn, "way": "HTTP", "seconds": found["seconds"],
             "tokens_per_s": found["tokens_per_s"],

@@ -19,16 +19,16 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "tools"), str(HERE.parent.parent / "src")]
 
 from bench import shapes  # noqa: E402
-from pipeinfer.bench import arrivals, latency  # noqa: E402
-from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
-from pipeinfer.bench.load import OpenLoop  # noqa: E402
+from pipeinfer.bench.client import Endpoint  # noqa: E402
+from pipeinfer.bench.dataset import RandomDataset  # noqa: E402
+from pipeinfer.bench.load import OpenLoop, poisson_arrivals  # noqa: E402
 from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
-from pipeinfer.bench.measuring import run_load  # noqa: E402
-from pipeinfer.bench.prompts import RandomDataset  # noqa: E402
-from pipeinfer.bench.span import TokenRange  # noqa: E402
+from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics, percentiles  # noqa: E402
+from pipeinfer.bench.options import TokenRange  # noqa: E402
+from pipeinfer.bench.runner import run_load  # noqa: E402
 
 Load = tuple[RandomDataset, list[float]]  # what is sent, and when
-TARGET = latency.GoodputTarget(0.5, 0.025)
+TARGET = GoodputTarget(0.5, 0.025)
 HIGHEST_ID = 10_000
 LONG = TokenRange(7000, 9000), TokenRange(64, 128)
 USUAL = TokenRange(100, 1024), TokenRange(100, 400)
@@ -37,16 +37,16 @@ TAIL = TokenRange(50, 200), TokenRange(100, 300)  # behind a prefix that others 
 AT_ONCE = 1e9  # requests a second
 
 
-def measured(url: str, load: Load, many: int) -> list[latency.RequestTiming]:
+def measured(url: str, load: Load, many: int) -> list[RequestTiming]:
     """By `many` processes, each with its share of the requests."""
     drawn, times = load
     endpoint = Endpoint(url, temperature=0.6)
     return run_load(endpoint, drawn, OpenLoop(list(enumerate(times))), many).timings
 
 
-def show(tree: str, load: str, lines: list[latency.RequestTiming]) -> None:
+def show(tree: str, load: str, lines: list[RequestTiming]) -> None:
     """One line of JSON, rounded."""
-    found = latency.benchmark_metrics(lines, TARGET)
+    found = benchmark_metrics(lines, TARGET)
     gaps = [max(line.itls, default=0.0) for line in lines if line.success]
     apart = [line.tpot for line in lines if line.success]
     firsts = sorted(
@@ -56,13 +56,13 @@ def show(tree: str, load: str, lines: list[latency.RequestTiming]) -> None:
     found |= {
         "tree": tree,
         "load": load,
-        "tpot_ms": latency.percentiles(apart),
+        "tpot_ms": percentiles(apart),
         "good_by_gaps": sum(
             line.success and line.ttft <= 0.5 and max(line.itls, default=0.0) <= 0.025
             for line in lines
         )
         / len(lines),
-        "longest_of_each_ms": latency.percentiles(gaps),
+        "longest_of_each_ms": percentiles(gaps),
         "slowest_firsts": [(ms, round(due - start, 2)) for ms, due in firsts[-6:]],
         "errors": sorted({line.error for line in lines if line.error})[:2],
     }
@@ -84,7 +84,7 @@ def poisson(
     rate: float, requests: int, prompts: TokenRange, outputs: TokenRange, seed: int, **prefixes: int
 ) -> Load:
     drawn = RandomDataset(prompts, outputs, seed, HIGHEST_ID, **prefixes)
-    return drawn, arrivals.poisson_arrivals(rate, seed, requests)
+    return drawn, poisson_arrivals(rate, seed, requests)
 
 
 def alike(prefixes: int, tokens: int, seed: int) -> Load:

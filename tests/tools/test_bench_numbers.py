@@ -12,9 +12,8 @@ import pytest
 
 from bench import compare, floor, online, report, shapes, storm, workload
 from bench.cli import main
-from pipeinfer.bench import latency
-from pipeinfer.bench.latency import GoodputTarget, RequestTiming
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
+from pipeinfer.bench.options import TokenRange
 
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 
@@ -109,7 +108,7 @@ def test_lateness_counts_against_the_server():
     assert late.tpot == pytest.approx(0.2)
     broken = RequestTiming(due=10.0, chunk_times=[10.1], output_tokens=1, error="gone")
     slow = RequestTiming(due=9.0, chunk_times=[11.0], output_tokens=1)
-    result = latency.benchmark_metrics([late, broken, slow], GoodputTarget(ttft=0.6, tpot=0.25))
+    result = benchmark_metrics([late, broken, slow], GoodputTarget(ttft=0.6, tpot=0.25))
     assert (result["requests"], result["failed"]) == (3, 1)
     assert result["good_share"] == pytest.approx(1 / 3)
     assert result["tokens_per_s"] == pytest.approx(4 / 2.0)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from bench import offline, shapes, workload
 from bench.workload import Work
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.options import TokenRange
 from pipeinfer.params import MOST_BIASES, StructuredOutputs
 
 # So often strings end, in tokens, about: random weights would hardly ever end one.

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from pipeinfer.bench import arrivals, latency, streaming, warming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import GoodputTarget, RequestTiming
-from pipeinfer.bench.load import OpenLoop
+from pipeinfer.bench.client import WARMUP_SEED, Endpoint, stream_all
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest
+from pipeinfer.bench.load import OpenLoop, load_trace, poisson_arrivals
 from pipeinfer.bench.local_server import LocalServer
-from pipeinfer.bench.measuring import run_load
-from pipeinfer.bench.prompts import RandomDataset, SampleRequest
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
+from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.runner import run_load
 from pipeinfer.settings import ConfigurationError
 
 WARM_UP = 4  # requests before the first rate
@@ -65,10 +64,10 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     server = nullcontext() if options.url else LocalServer(settings)
     with server as started:
         endpoint = Endpoint(options.url if started is None else started.url)
-        asyncio.run(streaming.stream_all(endpoint, _warm_up(options)))
+        asyncio.run(stream_all(endpoint, _warm_up(options)))
         for rate in [None] if options.trace else options.rates:
             lines.append(run_load(endpoint, *plan(options, rate)).timings)
-            points.append({"rate": rate, **latency.benchmark_metrics(lines[-1], target)})
+            points.append({"rate": rate, **benchmark_metrics(lines[-1], target)})
             _show(points[-1], lines[-1])
     if options.plot:
         plot.latencies(options.plot, points)
@@ -83,21 +82,21 @@ def plan(options: argparse.Namespace, rate: float | None) -> tuple[RandomDataset
     """What is sent and when, at `rate` or as in the trace."""
     spans, seed = (options.prompt_tokens, options.output_tokens), options.work_seed
     if options.trace:
-        trace = arrivals.load_trace(options.trace)
+        trace = load_trace(options.trace)
         lengths = [(entry.input_length, entry.output_length) for entry in trace]
         times = [entry.timestamp / options.speed for entry in trace]
         return RandomDataset(*spans, seed, options.highest_id, lengths), OpenLoop(
             list(enumerate(times))
         )
     rate = rate or 1.0
-    times = arrivals.poisson_arrivals(rate, seed, options.requests)
+    times = poisson_arrivals(rate, seed, options.requests)
     # Another seed at each rate: no prompt is in the prefix cache.
     seed = round(seed * 1e9 + min(rate, 1e5) * 1e3)
     return RandomDataset(*spans, seed, options.highest_id), OpenLoop(list(enumerate(times)))
 
 
 def _warm_up(options: argparse.Namespace) -> list[SampleRequest]:
-    drawn = RandomDataset(TokenRange(8, 16), TokenRange(2, 4), warming.SEED, options.highest_id)
+    drawn = RandomDataset(TokenRange(8, 16), TokenRange(2, 4), WARMUP_SEED, options.highest_id)
     return [drawn.sample(index) for index in range(WARM_UP)]
 
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from bench import instant_engine, processes
 from pipeinfer import settings as config
-from pipeinfer.bench import local_server, streaming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import RequestTiming, percentiles
-from pipeinfer.bench.prompts import RandomDataset
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench import local_server
+from pipeinfer.bench.client import Endpoint, stream_all
+from pipeinfer.bench.dataset import RandomDataset
+from pipeinfer.bench.metrics import RequestTiming, percentiles
+from pipeinfer.bench.options import TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.topology import topology as topologies
@@ -129,9 +129,7 @@ async def send(
         TokenRange(tokens, tokens),
     )
     drawn = RandomDataset(prompt, output, seed, highest)
-    return await streaming.stream_all(
-        Endpoint(url), [drawn.sample(n) for n in range(options.streams)]
-    )
+    return await stream_all(Endpoint(url), [drawn.sample(n) for n in range(options.streams)])
 
 
 def _used(pids: Mapping[str, int]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from bench import batch, host_cost, offline, pipeline, processes, shapes, worklo
 from bench.switch import Switch, topology_here
 from bench.workload import Work
 from pipeinfer import LLM
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.options import TokenRange
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 OFF, ON = WAYS = ("off", "record")

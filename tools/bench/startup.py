@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import shapes
-from pipeinfer.bench import streaming
-from pipeinfer.bench.endpoint import Endpoint
+from pipeinfer.bench.client import Endpoint, stream_all
+from pipeinfer.bench.dataset import SampleRequest
 from pipeinfer.bench.local_server import LocalServer, ServerNotReady
-from pipeinfer.bench.prompts import SampleRequest
 
 FIRST = SampleRequest(1, prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8])
 
@@ -82,7 +81,7 @@ def _once(settings: Mapping[str, Any]) -> _Round:
         try:
             with LocalServer({"all_graphs_first": False, **settings, **told}, log) as server:
                 ready = time.perf_counter() - begin
-                (line,) = asyncio.run(streaming.stream_all(Endpoint(server.url), [FIRST]))
+                (line,) = asyncio.run(stream_all(Endpoint(server.url), [FIRST]))
         except ServerNotReady:
             log.seek(0)
             sys.stderr.write(log.read())

@@ -18,12 +18,11 @@ from typing import Any
 from bench import browsers
 from bench.online import plan
 from bench.processes import cpu_seconds
-from pipeinfer.bench import latency
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import GoodputTarget
+from pipeinfer.bench.client import Endpoint
 from pipeinfer.bench.local_server import LocalServer
-from pipeinfer.bench.measuring import run_load
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.metrics import GoodputTarget, benchmark_metrics
+from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.runner import run_load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +95,7 @@ def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict
     taken = run_load(endpoint, *plan(options, options.rate))
     used = {row["name"]: cpu_seconds(row["pid"]) - before[row["name"]] for row in stages}
     seconds = max(line.end_time for line in taken.timings) - min(line.due for line in taken.timings)
-    summary = latency.benchmark_metrics(taken.timings, GoodputTarget(1.0, 0.1))
+    summary = benchmark_metrics(taken.timings, GoodputTarget(1.0, 0.1))
     return {
         "seconds": seconds,
         "cpu_seconds": used,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.options import TokenRange
 
 
 @dataclass(frozen=True)

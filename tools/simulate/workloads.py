@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from bench import workload
-from pipeinfer.bench import arrivals
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench.load import load_trace
+from pipeinfer.bench.options import TokenRange
 from simulate.arrivals import Arrival
 
 HIGHEST_ID = 10_000  # of prompts
@@ -65,7 +65,7 @@ def shared(
 def recorded(path: Path, speed: float, seed: int) -> Iterator[Arrival]:
     """The requests of a trace, `speed` times as fast. Raises ConfigurationError."""
     source = np.random.default_rng(seed)
-    for number, entry in enumerate(arrivals.load_trace(path)):
+    for number, entry in enumerate(load_trace(path)):
         prompt = source.integers(0, HIGHEST_ID, entry.input_length, np.int32)
         yield Arrival(number, entry.timestamp / speed, prompt, entry.output_length)
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pipeinfer.bench import arrivals, defaults, page, points, prompts, result, table, warming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import GoodputTarget
-from pipeinfer.bench.measuring import WorkerDied
-from pipeinfer.bench.points import Benchmark, LoadLimits, LoadPoint, PointResult
-from pipeinfer.bench.prompts import CustomDataset, RandomDataset
-from pipeinfer.bench.warming import ServerNotUsable
+from pipeinfer.bench import client, report, runner
+from pipeinfer.bench.client import Endpoint, ServerNotUsable
+from pipeinfer.bench.dataset import CustomDataset, RandomDataset, load_custom_dataset
+from pipeinfer.bench.load import load_trace
+from pipeinfer.bench.metrics import GoodputTarget
+from pipeinfer.bench.options import DEFAULT_CONCURRENCY
+from pipeinfer.bench.runner import Benchmark, LoadLimits, LoadPoint, PointResult, WorkerDied
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base
 
@@ -42,18 +42,18 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if len(seen) > 1:
-        print("\n" + table.overview_text(seen))
+        print("\n" + report.overview_text(seen))
     _write(options, _command(arguments), settings, seen, bench.target)
     return 0 if any(one.metrics["failed"] < one.metrics["requests"] for one in seen) else 1
 
 
 def _measured(bench: Benchmark, number: int, point: LoadPoint) -> PointResult:
-    line = table.ProgressLine(point.label, point.requests, sys.stderr)
+    line = report.ProgressLine(point.label, point.requests, sys.stderr)
     try:
         seen = bench.run_point(number, point, line.show)
     finally:
         line.end()
-    print("\n" + table.point_text(seen, bench.target), flush=True)
+    print("\n" + report.point_text(seen, bench.target), flush=True)
     return seen
 
 
@@ -75,11 +75,11 @@ def _write(
             "settings": settings,
             "points": [one.to_json() for one in seen],
         }
-        result.write_result(options.json, command, metrics)
+        report.write_result(options.json, command, metrics)
     if options.html is not None:
         title = f"{settings['model']} at {settings['server']}"
         options.html.write_text(
-            page.html_page(title, {**settings, "command": command}, seen, target)
+            report.html_page(title, {**settings, "command": command}, seen, target)
         )
         print(f"\n{options.html} is the page of it")
 
@@ -102,13 +102,13 @@ def _points(options: argparse.Namespace) -> list[LoadPoint]:
         raise ConfigurationError("--duration bounds neither --burst nor --trace; --requests does")
     if options.duration is not None and options.requests is not None:
         raise ConfigurationError("--requests and --duration exclude each other")
-    found = [points.closed_loop_point(streams, bounds) for streams in options.concurrency]
-    found += [points.poisson_point(rate, bounds, options.seed) for rate in options.rate]
-    found += [points.burst_point(bounds)] if options.burst else []
+    found = [runner.closed_loop_point(streams, bounds) for streams in options.concurrency]
+    found += [runner.poisson_point(rate, bounds, options.seed) for rate in options.rate]
+    found += [runner.burst_point(bounds)] if options.burst else []
     if options.trace:
-        trace = arrivals.load_trace(options.trace)
-        found.append(points.trace_point(trace[: options.requests], options.speed))
-    return found or [points.closed_loop_point(defaults.STREAMS, bounds)]
+        trace = load_trace(options.trace)
+        found.append(runner.trace_point(trace[: options.requests], options.speed))
+    return found or [runner.closed_loop_point(DEFAULT_CONCURRENCY, bounds)]
 
 
 async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, str]]:
@@ -130,17 +130,17 @@ async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, s
     listed = None
     if options.prompts is not None:
         seed, chat = options.seed, endpoint.chat
-        listed = prompts.load_custom_dataset(options.prompts, options.output_tokens, seed, chat)
+        listed = load_custom_dataset(options.prompts, options.output_tokens, seed, chat)
     if endpoint.model is None:
-        model = await warming.first_model(endpoint)
+        model = await client.first_model(endpoint)
         endpoint = msgspec.structs.replace(endpoint, model=model)
-    endpoint = await warming.drop_refused_fields(endpoint)
+    endpoint = await client.drop_refused_fields(endpoint)
     unit = "tokens, as words"
     if listed is None:
-        drawn, counted = await warming.calibrate_words(endpoint, drawn)
+        drawn, counted = await client.calibrate_words(endpoint, drawn)
         unit = unit if counted else "words"
     if options.warm_up:
-        lines = await warming.warm_up(endpoint, listed or drawn, options.warm_up)
+        lines = await client.warm_up(endpoint, listed or drawn, options.warm_up)
         if not any(line.success for line in lines):
             failed = f"all {len(lines)} requests of the warm-up failed"
             text = f"{failed}, the first by {lines[0].failure_kind}: {lines[0].error}"
@@ -153,7 +153,7 @@ async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, s
 def _drawn(options: argparse.Namespace) -> RandomDataset:
     lengths: list[tuple[int, int]] = []
     if options.trace:
-        found = arrivals.load_trace(options.trace)
+        found = load_trace(options.trace)
         lengths = [(entry.input_length, entry.output_length) for entry in found]
     return RandomDataset(
         prompt_len=options.prompt_tokens,
@@ -178,7 +178,7 @@ def _source(
 def _processes(options: argparse.Namespace) -> Callable[[LoadPoint], int]:
     if options.processes is not None:
         return lambda point: options.processes
-    return lambda point: point.processes(result.cores())
+    return lambda point: point.processes(report.cores())
 
 
 def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> dict[str, str]:

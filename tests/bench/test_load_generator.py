@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.bench import arrivals, points, prompts
-from pipeinfer.bench.endpoint import EncodedRequest, Endpoint
-from pipeinfer.bench.load import ClosedLoop, OpenLoop
-from pipeinfer.bench.points import LoadLimits
-from pipeinfer.bench.prompts import RandomDataset, SampleRequest
-from pipeinfer.bench.span import TokenRange
+from pipeinfer.bench import runner
+from pipeinfer.bench.client import EncodedRequest, Endpoint
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest, load_custom_dataset
+from pipeinfer.bench.load import ClosedLoop, OpenLoop, TraceEntry, load_trace, poisson_arrivals
+from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.runner import LoadLimits
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base
 
@@ -30,7 +30,7 @@ class Noted:
         self.most = self._running = 0
         self._seconds = seconds
 
-    def prepared(self, index: int) -> EncodedRequest:
+    def encode(self, index: int) -> EncodedRequest:
         return EncodedRequest(str(index).encode(), 1)
 
     async def send(self, asked: EncodedRequest, due: float) -> None:
@@ -48,7 +48,7 @@ def driven(loads, seconds: float) -> list[Noted]:
     async def together() -> None:
         begin = time.perf_counter()
         await asyncio.gather(
-            *(load.drive(begin, noted) for load, noted in zip(loads, senders, strict=True))
+            *(load.run(begin, noted) for load, noted in zip(loads, senders, strict=True))
         )
 
     senders = [Noted(seconds) for _ in loads]
@@ -82,26 +82,24 @@ def test_an_open_loop_waits_for_no_answer(tmp_path: Path) -> None:
 
 
 def test_poisson_arrivals_come_at_their_rate_and_in_proportion() -> None:
-    times = arrivals.poisson_arrivals(8.0, 0, requests=2_000)
+    times = poisson_arrivals(8.0, 0, requests=2_000)
     assert times[-1] == pytest.approx(2_000 / 8.0, rel=0.1)
-    assert arrivals.poisson_arrivals(16.0, 0, requests=2_000) == pytest.approx(
-        [t / 2 for t in times]
-    )
-    within = arrivals.poisson_arrivals(8.0, 0, seconds=50.0)
+    assert poisson_arrivals(16.0, 0, requests=2_000) == pytest.approx([t / 2 for t in times])
+    within = poisson_arrivals(8.0, 0, seconds=50.0)
     assert within == times[: len(within)] and within[-1] < 50.0 <= times[len(within)]
-    assert arrivals.poisson_arrivals(float("inf"), 0, requests=3) == [0.0] * 3
+    assert poisson_arrivals(float("inf"), 0, requests=3) == [0.0] * 3
 
 
 def test_broken_trace_names_its_line(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input_length": 0, "output_length": 5}\n')
     with pytest.raises(ConfigurationError, match=r"line 1.*input_length"):
-        arrivals.load_trace(trace)
+        load_trace(trace)
     trace.write_text("")
     with pytest.raises(ConfigurationError, match="no entries"):
-        arrivals.load_trace(trace)
+        load_trace(trace)
     with pytest.raises(ConfigurationError, match="cannot read"):
-        arrivals.load_trace(tmp_path / "none")
+        load_trace(tmp_path / "none")
 
 
 @given(st.integers(-(2**31), 2**31), st.integers(0, 2**31))
@@ -158,7 +156,7 @@ def test_a_file_has_texts_ids_and_conversations(tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]
     lines = ["a text", {"prompt": "another", "max_tokens": 7}]
     file.write_text("\n".join(map(json.dumps, [*lines, {"messages": talk}])) + "\n\n")
-    found = prompts.load_custom_dataset(file, TokenRange(3, 3), 0, chat=True)
+    found = load_custom_dataset(file, TokenRange(3, 3), 0, chat=True)
     expected = [
         SampleRequest(3, text="a text"),
         SampleRequest(7, text="another"),
@@ -168,7 +166,7 @@ def test_a_file_has_texts_ids_and_conversations(tmp_path: Path) -> None:
     body = json.loads(Endpoint("", chat=True).encode(expected[2]).body)
     assert body["messages"] == talk and body["max_tokens"] == 3
     file.write_text('{"prompt": [1, 2]}')
-    request = prompts.load_custom_dataset(file, TokenRange(3, 3), 0, chat=False).sample(0)
+    request = load_custom_dataset(file, TokenRange(3, 3), 0, chat=False).sample(0)
     assert json.loads(Endpoint("").encode(request).body)["prompt"] == [1, 2]
 
 
@@ -189,7 +187,7 @@ def test_a_broken_file_of_prompts_names_its_line(tmp_path, line, chat, said) -> 
     file = tmp_path / "prompts.jsonl"
     file.write_text(line)
     with pytest.raises(ConfigurationError, match=said):
-        prompts.load_custom_dataset(file, TokenRange(3, 3), 0, chat)
+        load_custom_dataset(file, TokenRange(3, 3), 0, chat)
 
 
 def test_further_fields_go_into_the_body_and_the_key_into_the_header() -> None:
@@ -212,13 +210,13 @@ def test_an_address_may_have_v1_or_not(given: str) -> None:
 
 
 def test_points_have_enough_requests_and_processes() -> None:
-    assert points.closed_loop_point(4, LoadLimits()).requests == 64
-    assert points.closed_loop_point(100, LoadLimits()).requests == 400
-    assert points.closed_loop_point(100, LoadLimits(requests=7)).requests == 7
-    timed = points.closed_loop_point(100, LoadLimits(seconds=2.0))
+    assert runner.closed_loop_point(4, LoadLimits()).requests == 64
+    assert runner.closed_loop_point(100, LoadLimits()).requests == 400
+    assert runner.closed_loop_point(100, LoadLimits(requests=7)).requests == 7
+    timed = runner.closed_loop_point(100, LoadLimits(seconds=2.0))
     assert timed.requests is None
     assert (timed.processes(8), timed.processes(1)) == (2, 1)
-    assert points.poisson_point(2.0, LoadLimits(), 0).requests == 64
-    assert points.burst_point(LoadLimits(requests=300)).processes(64) == 5
-    trace = [arrivals.TraceEntry(0.0, 1, 1), arrivals.TraceEntry(3.0, 1, 1)]
-    assert points.trace_point(trace, 2.0).load == OpenLoop([(0, 0.0), (1, 1.5)])
+    assert runner.poisson_point(2.0, LoadLimits(), 0).requests == 64
+    assert runner.burst_point(LoadLimits(requests=300)).processes(64) == 5
+    trace = [TraceEntry(0.0, 1, 1), TraceEntry(3.0, 1, 1)]
+    assert runner.trace_point(trace, 2.0).load == OpenLoop([(0, 0.0), (1, 1.5)])
