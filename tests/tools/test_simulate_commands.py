@@ -15,7 +15,7 @@ import servers
 from bench import workload
 from pipeinfer.bench.options import TokenRange
 from simulate import workloads
-from simulate.deployment import Deployment
+from simulate.cluster import Deployment
 from simulate.step_model import StepModel
 
 ROOT = Path(__file__).resolve().parents[2]

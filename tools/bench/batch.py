@@ -1,6 +1,7 @@
 """One batch of requests through the offline class: how long, and where the engine's time went.
 
-Knows neither a command line nor what else is measured beside it.
+Phases of the host's time of a step come from the engine's statistics
+(docs/reference/statistics.md).
 """
 
 from __future__ import annotations

@@ -18,13 +18,11 @@ from pipeinfer.bench.options import TokenRange
 from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import ROUTING_POLICIES, Router
-from simulate import metrics, plot, step_model, step_times, workloads
-from simulate.arrivals import Arrival
-from simulate.cluster import Cluster
-from simulate.deployment import Deployment
-from simulate.group import Group
+from simulate import metrics, plot, step_model, workloads
+from simulate.cluster import Cluster, Deployment, Group
+from simulate.metrics import GroupTally, Tally
 from simulate.step_model import StepModel
-from simulate.tally import GroupTally, Tally
+from simulate.workloads import Arrival
 
 SHARED = TokenRange(50, 150)  # tokens behind a shared prefix
 WORKLOADS = ("poisson", "batch", "prefixes", "trace")
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     values = {field.name: getattr(options, field.name) for field in SETTINGS}
     cost = None
     if options.measured_steps:
-        cost = step_times.step_cost(model, options.max_step_tokens or DEFAULT_STEP_TOKENS)
+        cost = step_model.step_cost(model, options.max_step_tokens or DEFAULT_STEP_TOKENS)
     deployment = Deployment(**values, step_cost=cost)
     arrive = _workload(options)
     found: dict[str, Any] = {}

@@ -1,11 +1,12 @@
-"""What arrives in a simulation, one request after the other, so that millions fit into memory.
+"""Requests of a simulation: Poisson arrivals, a batch, shared prefixes, or a recorded trace.
 
-Everything follows from a seed. Knows no group; recorded traces are those of `pipeinfer bench`.
+Everything follows from a seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,29 @@ import numpy as np
 from bench import workload
 from pipeinfer.bench.load import load_trace
 from pipeinfer.bench.options import TokenRange
-from simulate.arrivals import Arrival
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """Request `number` comes `at` (virtual seconds) with `prompt` int32 [n]; it wants exactly
+    `output` tokens. Its sampled ids are all `sampled_id`, which no prompt has."""
+
+    number: int
+    at: float
+    prompt: np.ndarray
+    output: int
+
+    @property
+    def id(self) -> str:
+        return f"r{self.number}"
+
+    @property
+    def sampled_id(self) -> int:
+        return OUTPUT_IDS + self.number
+
+
+OUTPUT_IDS = 1 << 30  # prompts use ids below
+
 
 HIGHEST_ID = 10_000  # of prompts
 
