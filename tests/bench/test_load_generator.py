@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeinfer.bench import runner
 from pipeinfer.bench.client import EncodedRequest, Endpoint
 from pipeinfer.bench.dataset import RandomDataset, SampleRequest, load_custom_dataset
-from pipeinfer.bench.load import ClosedLoop, OpenLoop, TraceEntry, load_trace, poisson_arrivals
+from pipeinfer.bench.load import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
 from pipeinfer.bench.options import TokenRange
 from pipeinfer.bench.runner import LoadLimits
 from pipeinfer.settings import ConfigurationError
@@ -218,5 +218,5 @@ def test_points_have_enough_requests_and_processes() -> None:
     assert (timed.processes(8), timed.processes(1)) == (2, 1)
     assert runner.poisson_point(2.0, LoadLimits(), 0).requests == 64
     assert runner.burst_point(LoadLimits(requests=300)).processes(64) == 5
-    trace = [TraceEntry(0.0, 1, 1), TraceEntry(3.0, 1, 1)]
+    trace = [TraceRequest(0.0, 1, 1), TraceRequest(3.0, 1, 1)]
     assert runner.trace_point(trace, 2.0).load == OpenLoop([(0, 0.0), (1, 1.5)])

@@ -89,7 +89,7 @@ def poisson(
 
 def alike(prefixes: int, tokens: int, seed: int) -> Load:
     """256 requests at once, each behind one of so many prefixes."""
-    return poisson(AT_ONCE, 256, *TAIL, seed, prefixes=prefixes, prefix_tokens=tokens)
+    return poisson(AT_ONCE, 256, *TAIL, seed, num_prefixes=prefixes, prefix_len=tokens)
 
 
 def loads(options: argparse.Namespace) -> list[tuple[str, Load]]:

@@ -24,7 +24,7 @@ from pipeinfer.bench.client import EncodedRequest
 from pipeinfer.settings import ConfigurationError
 
 
-class TraceEntry(msgspec.Struct, frozen=True):
+class TraceRequest(msgspec.Struct, frozen=True):
     """One line of a trace: seconds, and tokens of prompt and output."""
 
     timestamp: float
@@ -54,7 +54,7 @@ def _poisson(rate: float, rng: random.Random) -> Iterable[float]:
         yield at
 
 
-def load_trace(path: Path) -> list[TraceEntry]:
+def load_trace(path: Path) -> list[TraceRequest]:
     """The lines of a trace in the order of their times, of which the first is 0.
 
     Raises ConfigurationError that names the line.
@@ -75,9 +75,9 @@ def _lines(path: Path) -> Iterable[tuple[int, str]]:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
-def _entry(path: Path, number: int, line: str) -> TraceEntry:
+def _entry(path: Path, number: int, line: str) -> TraceRequest:
     try:
-        return msgspec.json.decode(line, type=TraceEntry)
+        return msgspec.json.decode(line, type=TraceRequest)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigurationError(f"{path} line {number}: {error}") from None
 

@@ -25,7 +25,7 @@ import msgspec
 from pipeinfer import pipes
 from pipeinfer.bench.client import Endpoint
 from pipeinfer.bench.dataset import CustomDataset, RandomDataset
-from pipeinfer.bench.load import ClosedLoop, Load, OpenLoop, TraceEntry, poisson_arrivals
+from pipeinfer.bench.load import ClosedLoop, Load, OpenLoop, TraceRequest, poisson_arrivals
 from pipeinfer.bench.metrics import (
     BenchmarkMetrics,
     ClientLoad,
@@ -246,7 +246,7 @@ def burst_point(limits: LoadLimits) -> LoadPoint:
     return LoadPoint("all at once", OpenLoop([(index, 0.0) for index in range(count)]))
 
 
-def trace_point(trace: Sequence[TraceEntry], speed: float) -> LoadPoint:
+def trace_point(trace: Sequence[TraceRequest], speed: float) -> LoadPoint:
     """The arrivals of a trace, `speed` times as fast."""
     times = [entry.timestamp / speed for entry in trace]
     return LoadPoint("trace", OpenLoop(list(enumerate(times))))
