@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from chaos import storm
-from chaos.disk import SmallDisk
-from chaos.harms import KINDS
-from chaos.stream_client import Broken
+from chaos.harms import KINDS, SmallDisk
+from chaos.streams import Broken
 
 
 def asked(words: str) -> argparse.Namespace:

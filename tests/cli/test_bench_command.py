@@ -16,11 +16,11 @@ import pytest
 from aiohttp import web
 
 import servers
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.load import Closed
-from pipeinfer.bench.measuring import measure
-from pipeinfer.bench.prompts import Drawn
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.client import Endpoint
+from pipeinfer.bench.dataset import RandomDataset
+from pipeinfer.bench.load import ClosedLoop
+from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.runner import run_load
 from pipeinfer.cli.main import main
 
 NEVER_CLOSED = {"meta", "br", "rect", "line", "circle", "polyline"}
@@ -85,22 +85,30 @@ def parsed(page: str) -> Tags:
 
 
 def test_a_closed_loop_of_two_processes_sends_each_request_once(url: str) -> None:
-    drawn = Drawn(Span(4, 40), Span(3, 9), 0, highest_id=255)
+    drawn = RandomDataset(TokenRange(4, 40), TokenRange(3, 9), 0, highest_id=255)
     reports = []
-    found = measure(Endpoint(url), drawn, Closed(3, requests=10), 2, reports.append)
-    requests = [drawn.request(index) for index in range(10)]
-    assert [line.error for line in found.lines] == [""] * 10
-    assert sorted((line.prompt, line.tokens) for line in found.lines) == sorted(
-        (len(request.ids), request.output) for request in requests
+    found = run_load(Endpoint(url), drawn, ClosedLoop(3, requests=10), 2, reports.append)
+    requests = [drawn.sample(index) for index in range(10)]
+    assert [line.error for line in found.timings] == [""] * 10
+    assert sorted((line.prompt_tokens, line.output_tokens) for line in found.timings) == sorted(
+        (len(request.prompt_ids), request.output_len) for request in requests
     )
-    begun = [(line.sent, 1) for line in found.lines] + [(line.last, -1) for line in found.lines]
+    begun = [(line.sent, 1) for line in found.timings] + [
+        (line.end_time, -1) for line in found.timings
+    ]
     running = [0]
     for _, change in sorted(begun):
         running.append(running[-1] + change)
-    assert max(running) == 3 and len(found.owns) == 2
+    assert max(running) == 3 and len(found.client_loads) == 2
     assert reports[-1].done == 10 and reports[-1].running == 0
-    for line in found.lines:
-        assert line.due <= line.sent < line.pieces[0] <= line.pieces[-1] <= line.end
+    for line in found.timings:
+        assert (
+            line.due
+            <= line.sent
+            < line.chunk_times[0]
+            <= line.chunk_times[-1]
+            <= line.last_chunk_time
+        )
 
 
 def test_loads_are_measured_in_turn_and_drawn_on_one_page(bench, url) -> None:

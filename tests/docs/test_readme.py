@@ -140,10 +140,3 @@ def test_the_home_page_compares_as_the_readme_does():
 
     assert table(README).startswith("| | pipeinfer |")
     assert table((ROOT / "docs/index.md").read_text()) == table(README)
-
-
-def test_lines_of_code_are_what_the_command_of_the_readme_counts():
-    assert "`python tools/lines`" in README
-    counted = json.loads(run([sys.executable, "tools/lines"]))["total"]
-    [said] = re.findall(r"^\| lines of Python code \| ([\d,]+) \|", README, re.MULTILINE)
-    assert abs(int(said.replace(",", "")) - counted) < 0.1 * counted

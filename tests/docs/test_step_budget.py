@@ -10,13 +10,13 @@ import pytest
 from pipeinfer.settings import Settings
 from pipeinfer.step_budget import Targets, prefill_budget
 from pipeinfer.step_cost import PER_SECOND, Prompt
-from simulate import step_model, step_times
+from simulate import step_model
 
 PAGE = (Path(__file__).parents[2] / "docs/step-budget.md").read_text()
 EXAMPLE = PAGE.split("## A worked example")[1].split("\n## ")[0]
 ROWS, CONTEXT, LENGTH = 64, 64_000, 4_000
 MS = PER_SECOND / 1e3
-COST = step_times.step_cost(step_model.load("qwen3-0.6b-h200"), 8192)
+COST = step_model.step_cost(step_model.load("qwen3-0.6b-h200"), 8192)
 
 
 def numbers(line: str) -> list[list[float]]:

@@ -29,19 +29,19 @@ from bench.processes import cpu_seconds  # noqa: E402
 from bench.workload import Work, uniform  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
-from pipeinfer.bench import latency  # noqa: E402
-from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
-from pipeinfer.bench.load import Open  # noqa: E402
+from pipeinfer.bench.client import Endpoint  # noqa: E402
+from pipeinfer.bench.dataset import CustomDataset, SampleRequest  # noqa: E402
+from pipeinfer.bench.load import OpenLoop  # noqa: E402
 from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
-from pipeinfer.bench.measuring import measure  # noqa: E402
-from pipeinfer.bench.prompts import Listed, Request  # noqa: E402
-from pipeinfer.bench.span import Span  # noqa: E402
+from pipeinfer.bench.metrics import GoodputTarget, benchmark_metrics  # noqa: E402
+from pipeinfer.bench.options import TokenRange  # noqa: E402
+from pipeinfer.bench.runner import run_load  # noqa: E402
 
 LOADS = {  # requests, tokens in, tokens out
-    "many": (256, Span(100, 1024), Span(100, 1024)),
-    "short": (1024, Span(50, 200), Span(50, 150)),
+    "many": (256, TokenRange(100, 1024), TokenRange(100, 1024)),
+    "short": (1024, TokenRange(50, 200), TokenRange(50, 150)),
 }
-TARGET = latency.Target(0.5, 0.025)
+TARGET = GoodputTarget(0.5, 0.025)
 TEMPERATURE = 0.6
 
 
@@ -50,7 +50,7 @@ def works(options: argparse.Namespace) -> Iterator[tuple[str, int, Work]]:
     for load in ("many", "short"):
         count, prompts, _ = LOADS[load]
         most = min(count // options.part, 64)
-        yield "warm", 0, uniform(most, prompts, Span(16, 16), options.highest, -1)
+        yield "warm", 0, uniform(most, prompts, TokenRange(16, 16), options.highest, -1)
     for turn in range(options.rounds):
         for load in options.loads.split(","):
             count, *spans = LOADS[load]
@@ -84,18 +84,19 @@ def over_http(options: argparse.Namespace, url: str) -> Iterator[dict[str, objec
     pids = stages(url)
     for load, turn, work in works(options):
         asked = [
-            Request(count, ids=ids) for ids, count in zip(work.prompts, work.outputs, strict=True)
+            SampleRequest(count, prompt_ids=ids)
+            for ids, count in zip(work.prompts, work.outputs, strict=True)
         ]
         if options.longest_first:
-            asked.sort(key=lambda one: -one.output)
-        arrivals = Open([(number, 0.0) for number in range(len(asked))])
+            asked.sort(key=lambda one: -one.output_len)
+        arrivals = OpenLoop([(number, 0.0) for number in range(len(asked))])
         before = {name: cpu_seconds(pid) for name, pid in pids.items()}
         endpoint = Endpoint(url, temperature=TEMPERATURE)
-        lines = measure(endpoint, Listed(asked), arrivals, options.clients).lines
+        lines = run_load(endpoint, CustomDataset(asked), arrivals, options.clients).timings
         spent = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
         if load == "warm":
             continue
-        found = latency.summary(lines, TARGET)
+        found = benchmark_metrics(lines, TARGET)
         yield {
             "load": load, "round": turn, "way": "HTTP", "seconds": found["seconds"],
             "tokens_per_s": found["tokens_per_s"],

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from bench import batch, offline, shapes, workload  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
-from pipeinfer.bench.span import Span  # noqa: E402
+from pipeinfer.bench.options import TokenRange  # noqa: E402
 from pipeinfer.replay.rebuild import rebuild  # noqa: E402
 from pipeinfer.replay.recording import load_stage, warn_of_tail  # noqa: E402
 from pipeinfer.replay.run import ReplayRun  # noqa: E402
@@ -33,7 +33,9 @@ def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) 
     highest = offline.highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
-    warm = workload.uniform(min(options.requests, 16), Span(16, 64), Span(4, 8), highest, -1)
+    warm = workload.uniform(
+        min(options.requests, 16), TokenRange(16, 64), TokenRange(4, 8), highest, -1
+    )
     with LLM(**settings, record=str(folder)) as llm:
         warmed = batch.measure(llm, warm, options.temperature)
         measured = batch.measure(llm, work, options.temperature)
@@ -71,8 +73,8 @@ def main() -> int:
     add = parser.add_argument
     add("--config", metavar="SHAPE", help="random weights of that shape")
     add("--requests", type=int, default=256)
-    add("--prompt-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
-    add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--temperature", type=float, default=0.0)
     add("--work-seed", type=int, default=0)
     add("--json", type=Path, metavar="OUT")

@@ -315,16 +315,20 @@ def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
     from bench import batch, shapes, workload
     from bench.workload import Work
     from pipeinfer import LLM
-    from pipeinfer.bench.span import Span
+    from pipeinfer.bench.options import TokenRange
 
-    spans = (Span(100, 1024), Span(100, 1024)) if DEVICE == "cuda" else (Span(8, 16), Span(4, 8))
+    spans = (
+        (TokenRange(100, 1024), TokenRange(100, 1024))
+        if DEVICE == "cuda"
+        else (TokenRange(8, 16), TokenRange(4, 8))
+    )
     groups, requests = int(dp), 256 if DEVICE == "cuda" else 16
     parts = [workload.uniform(requests, *spans, 500, seed) for seed in range(groups)]
     work = Work(
         [prompt for part in parts for prompt in part.prompts],
         [count for part in parts for count in part.outputs],
     )
-    warm = workload.uniform(64, Span(16, 64), Span(4, 8), 500, -1)
+    warm = workload.uniform(64, TokenRange(16, 64), TokenRange(4, 8), 500, -1)
     with tempfile.TemporaryDirectory() as folder:
         shapes.write_folder(Path(folder), TINY if shape == "tiny" else shapes.shape(shape))
         began = time.perf_counter()

@@ -19,48 +19,50 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "tools"), str(HERE.parent.parent / "src")]
 
 from bench import shapes  # noqa: E402
-from pipeinfer.bench import arrivals, latency  # noqa: E402
-from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
-from pipeinfer.bench.load import Open  # noqa: E402
+from pipeinfer.bench.client import Endpoint  # noqa: E402
+from pipeinfer.bench.dataset import RandomDataset  # noqa: E402
+from pipeinfer.bench.load import OpenLoop, poisson_arrivals  # noqa: E402
 from pipeinfer.bench.local_server import stop, wait_ready  # noqa: E402
-from pipeinfer.bench.measuring import measure  # noqa: E402
-from pipeinfer.bench.prompts import Drawn  # noqa: E402
-from pipeinfer.bench.span import Span  # noqa: E402
+from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics, percentiles  # noqa: E402
+from pipeinfer.bench.options import TokenRange  # noqa: E402
+from pipeinfer.bench.runner import run_load  # noqa: E402
 
-Load = tuple[Drawn, list[float]]  # what is sent, and when
-TARGET = latency.Target(0.5, 0.025)
+Load = tuple[RandomDataset, list[float]]  # what is sent, and when
+TARGET = GoodputTarget(0.5, 0.025)
 HIGHEST_ID = 10_000
-LONG = Span(7000, 9000), Span(64, 128)
-USUAL = Span(100, 1024), Span(100, 400)
-ANY = Span(100, 8000), Span(64, 256)
-TAIL = Span(50, 200), Span(100, 300)  # behind a prefix that others have
+LONG = TokenRange(7000, 9000), TokenRange(64, 128)
+USUAL = TokenRange(100, 1024), TokenRange(100, 400)
+ANY = TokenRange(100, 8000), TokenRange(64, 256)
+TAIL = TokenRange(50, 200), TokenRange(100, 300)  # behind a prefix that others have
 AT_ONCE = 1e9  # requests a second
 
 
-def measured(url: str, load: Load, many: int) -> list[latency.Timeline]:
+def measured(url: str, load: Load, many: int) -> list[RequestTiming]:
     """By `many` processes, each with its share of the requests."""
     drawn, times = load
     endpoint = Endpoint(url, temperature=0.6)
-    return measure(endpoint, drawn, Open(list(enumerate(times))), many).lines
+    return run_load(endpoint, drawn, OpenLoop(list(enumerate(times))), many).timings
 
 
-def show(tree: str, load: str, lines: list[latency.Timeline]) -> None:
+def show(tree: str, load: str, lines: list[RequestTiming]) -> None:
     """One line of JSON, rounded."""
-    found = latency.summary(lines, TARGET)
-    gaps = [max(line.gaps, default=0.0) for line in lines if line.complete]
-    apart = [line.per_token for line in lines if line.complete]
-    firsts = sorted((round(line.first * 1e3), round(line.due, 3)) for line in lines if line.pieces)
+    found = benchmark_metrics(lines, TARGET)
+    gaps = [max(line.itls, default=0.0) for line in lines if line.success]
+    apart = [line.tpot for line in lines if line.success]
+    firsts = sorted(
+        (round(line.ttft * 1e3), round(line.due, 3)) for line in lines if line.chunk_times
+    )
     start = min(line.due for line in lines)
     found |= {
         "tree": tree,
         "load": load,
-        "tpot_ms": latency.percentiles(apart),
+        "tpot_ms": percentiles(apart),
         "good_by_gaps": sum(
-            line.complete and line.first <= 0.5 and max(line.gaps, default=0.0) <= 0.025
+            line.success and line.ttft <= 0.5 and max(line.itls, default=0.0) <= 0.025
             for line in lines
         )
         / len(lines),
-        "longest_of_each_ms": latency.percentiles(gaps),
+        "longest_of_each_ms": percentiles(gaps),
         "slowest_firsts": [(ms, round(due - start, 2)) for ms, due in firsts[-6:]],
         "errors": sorted({line.error for line in lines if line.error})[:2],
     }
@@ -79,15 +81,15 @@ def started(tree: Path, arguments: list[str], log: Path) -> subprocess.Popen[str
 
 
 def poisson(
-    rate: float, requests: int, prompts: Span, outputs: Span, seed: int, **prefixes: int
+    rate: float, requests: int, prompts: TokenRange, outputs: TokenRange, seed: int, **prefixes: int
 ) -> Load:
-    drawn = Drawn(prompts, outputs, seed, HIGHEST_ID, **prefixes)
-    return drawn, arrivals.poisson(rate, seed, requests)
+    drawn = RandomDataset(prompts, outputs, seed, HIGHEST_ID, **prefixes)
+    return drawn, poisson_arrivals(rate, seed, requests)
 
 
 def alike(prefixes: int, tokens: int, seed: int) -> Load:
     """256 requests at once, each behind one of so many prefixes."""
-    return poisson(AT_ONCE, 256, *TAIL, seed, prefixes=prefixes, prefix_tokens=tokens)
+    return poisson(AT_ONCE, 256, *TAIL, seed, num_prefixes=prefixes, prefix_len=tokens)
 
 
 def loads(options: argparse.Namespace) -> list[tuple[str, Load]]:
@@ -99,10 +101,16 @@ def loads(options: argparse.Namespace) -> list[tuple[str, Load]]:
     ]
     made = {
         "long": lambda n: poisson(AT_ONCE, 64, *LONG, seed + n),
-        "all": lambda n: poisson(AT_ONCE, 256, Span(100, 1024), Span(100, 1024), seed + n),
-        "short": lambda n: poisson(AT_ONCE, 1024, Span(50, 200), Span(50, 150), seed + n),
+        "all": lambda n: poisson(
+            AT_ONCE, 256, TokenRange(100, 1024), TokenRange(100, 1024), seed + n
+        ),
+        "short": lambda n: poisson(
+            AT_ONCE, 1024, TokenRange(50, 200), TokenRange(50, 150), seed + n
+        ),
         "shared": lambda n: alike(16, 4000, seed + n),
-        "apart": lambda n: poisson(AT_ONCE, 256, Span(550, 700), Span(100, 300), seed + n),
+        "apart": lambda n: poisson(
+            AT_ONCE, 256, TokenRange(550, 700), TokenRange(100, 300), seed + n
+        ),
         "system8000": lambda n: alike(1, 8000, seed + n),
         "system100": lambda n: alike(1, 100, seed + n),
         "p32": lambda n: poisson(32.0, 256, *USUAL, seed + 100 + n),

@@ -28,7 +28,6 @@ OWN_KINDS = {
     "PartialSum": "what a product hands on is a tensor, which has no methods of ours, or this",
     "SamplingParams": "a caller of LLM gives one, or a list of them",
 }
-ONE_LINE_IS_ENOUGH = {"__main__.py", "__init__.py"}  # a name in front of another module
 LIGHT_STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
 IMPORT_SECONDS = 2.0  # of processor time, all that a stage without a model may take to import
 
@@ -85,11 +84,7 @@ def test_module_opens_with_what_it_is_for(path):
     if not path.read_text().strip():
         assert path.name == "__init__.py", "only a package may be empty"
         return
-    docstring = ast.get_docstring(tree(path)) or ""
-    if path.name in ONE_LINE_IS_ENOUGH or path.parent.name == "stages":
-        assert docstring
-        return
-    assert len(docstring.splitlines()) > 1, "one line says too little"
+    assert ast.get_docstring(tree(path))
 
 
 @cache
@@ -187,7 +182,7 @@ def test_no_two_files_of_tests_have_one_name():
     """Tests stand in no packages, so pytest knows each file by its last name alone: a second
     file of a name is not collected, if both fall to one worker."""
     names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
-    assert len(names) > 100
+    assert names
     assert {name for name in names if names.count(name) > 1} == set()
 
 
@@ -211,7 +206,7 @@ def test_cores_read_no_clock_and_draw_no_entropy():
     banned = {"time", "datetime", "secrets", "uuid", "threading", "socket", "zmq", "asyncio"}
     cores = [p for p in MODULES if p.name == "core.py" or p.parent.name in ("memory", "policies")]
     cores += [p for p in (ROOT / "src/pipeinfer/scheduler").glob("*.py") if p.name != "stage.py"]
-    assert len(cores) > 20
+    assert cores
     guilty = {str(path.relative_to(ROOT)): imported(path) & banned for path in cores}
     assert {name: names for name, names in guilty.items() if names} == {}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from simulate.deployment import Deployment
+from simulate.cluster import Deployment
+from simulate.metrics import Tally
 from simulate.run import simulate
 from simulate.step_model import StepModel
-from simulate.tally import Tally
 
 MODEL = StepModel(
     fixed=1e-3, mixed=1e-4, decode=((0, 1e-5), (4, 3e-5)), prefill=((0, 2e-5),), context=1e-8,

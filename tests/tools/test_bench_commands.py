@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 import servers
-from bench import browsers
-from bench.cli import TOOL
 from bench.shapes import SHAPES
-from pipeinfer.settings import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"gateway", "tokenizer", "scheduler", "engine", "detokenizer"}
@@ -166,16 +163,6 @@ def test_online_replays_a_trace_against_a_running_server(bench, tmp_path):
     assert point["good_share"] <= 2 / 3
 
 
-def test_snapshot_command_takes_the_state_of_each_stage_elsewhere(bench):
-    metrics, said = bench("snapshot", "--sizes", "20x10")
-    assert set(metrics) == {f"{stage} 20x10" for stage in ("scheduler", "gateway", "detokenizer")}
-    for found in metrics.values():
-        assert found["process_mb"] > found["state_mb"] > 0
-        assert 0 < found["fork_ms"] <= found["fork_max_ms"] <= found["copied_ms"] * 20
-        assert found["at_once_ms"] > 0
-    assert said.count("20x10") == 3
-
-
 def test_formats_measures_a_batch_and_a_stream_of_each(bench, tmp_path):
     config = tmp_path / "small.json"
     small = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 256, "head_dim": 64}
@@ -191,58 +178,3 @@ def test_formats_measures_a_batch_and_a_stream_of_each(bench, tmp_path):
         least, median, most = sorted(found["all_tokens_per_s"])
         assert 0 < least <= median == found["tokens_per_s"] <= most and found["stream_ms"] > 0
     assert printed.count("stream_ms") == 6
-
-
-def test_costs_compares_each_kind_with_the_same_streams_without_it(bench):
-    metrics, printed = bench(
-        "costs", "--streams", "2", "--prompt-tokens", "8", "--output-tokens", "12", "--rounds", "1",
-        "--kinds", "schema", "beside", "--log-level", "error",
-    )  # fmt: skip
-    kinds = metrics["kinds"]
-    assert list(kinds) == ["free", "twice", "schema", "beside"]
-    assert (kinds["schema"]["compared_with"], kinds["beside"]["compared_with"]) == ("free", "twice")
-    for kind, one in kinds.items():
-        (ours,), (theirs,) = metrics["rounds"][kind], metrics["rounds"][one["compared_with"]]
-        assert one["throughput"] == pytest.approx(ours["tokens_per_s"] / theirs["tokens_per_s"])
-        assert ours["tokens_per_s"] * ours["seconds"] == pytest.approx(
-            12 * 2 * (1 + (kind in ("twice", "beside")))
-        )
-    assert "TPOT" in printed
-
-
-def test_watched_opens_real_pages_that_follow_the_load(bench):
-    try:
-        browsers.check()
-    except ConfigurationError as error:
-        pytest.skip(str(error))
-    metrics, printed = bench(
-        "watched", "--browsers", "2", "--rounds", "1", "--rate", "2", "--requests", "4",
-        "--output-tokens", "16:16", "--threads", "1", "--kv-pages", "300",
-    )  # fmt: skip
-    assert (metrics["feeds"], metrics["browsers"]) == (0, 2)
-    assert set(metrics["shares"]) == {"0", "2"}
-    (halves,) = metrics["rounds"]
-    for count, half in halves.items():
-        assert set(half["share"]) == STAGES and half["failed"] == 0
-        assert metrics["shares"][count] == half["share"]
-        for name, spent in half["cpu_seconds"].items():
-            assert half["share"][name] * half["seconds"] == pytest.approx(spent)
-        assert 0 < half["itl_ms"]["p50"] <= half["itl_ms"]["p99"]
-        assert len(half["pages"]) == int(count)
-    for name, share in metrics["more"].items():
-        spent = [halves[count]["cpu_seconds"][name] for count in ("0", "2")]
-        assert spent[0] + share * halves["2"]["seconds"] == pytest.approx(spent[1])
-    for page in halves["2"]["pages"]:
-        # The last ones end with the load, and a page hears of them up to a second later.
-        assert 1 <= page["requests"] <= 4 and 0 < page["changes_per_s"] < 20
-    assert "its latency is seen without --browsers" in printed
-
-
-def test_browsers_that_are_not_there_are_said_before_a_server_starts(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("playwright", reason="the package playwright is not installed")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert TOOL.main(["watched", "--browsers", "2"]) == 2
-    assert "Debian's package chromium" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "playwright", None)
-    assert TOOL.main(["watched", "--browsers", "2"]) == 2
-    assert "pip install 'pipeinfer[dev]'" in capsys.readouterr().err

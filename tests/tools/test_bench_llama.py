@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
 
-from bench import gguf_f16, llama, streams
+from bench import llama
 from bench.cli import main
-from bench.streams import Case, Pieces, Seen
+from bench.llama import Case, Pieces, Seen
 
 
 def test_no_two_prompts_share_a_token_and_a_text_that_is_too_short_is_refused():
     pieces = Pieces(range(9_000))
-    work = streams.warm_up(pieces, 4) + streams.cases(pieces, 4)
+    work = llama.warm_up(pieces, 4) + llama.cases(pieces, 4)
     ids = [token for case in work for prompt in case.prompts for token in prompt]
     assert len(set(ids)) == len(ids) == pieces.used
     together = next(case for case in work if case.name == "4 streams")
@@ -23,13 +23,13 @@ def test_no_two_prompts_share_a_token_and_a_text_that_is_too_short_is_refused():
     lengths = [len(case.prompts[0]) for case in work if case.name.startswith("prompt of")]
     assert lengths == [128] * 2 + [1_000] * 2
     with pytest.raises(ValueError, match="fewer than"):
-        streams.cases(Pieces(range(100)), 1)
+        llama.cases(Pieces(range(100)), 1)
 
 
 def test_decoding_counts_while_all_streams_decode():
     case = Case("2 streams", [[1] * 10, [2] * 30], 3, flash=False)
     seen = Seen([[(1.0, [5]), (2.0, [6]), (4.0, [7])], [(2.0, [5]), (3.0, [6]), (6.0, [7])]])
-    found = streams.numbers(case, seen)
+    found = llama.numbers(case, seen)
     assert found["2 streams: decode tokens/s"] == pytest.approx(2 / 2.0)  # after 2.0, until 4.0
     assert found["2 streams: all tokens/s"] == pytest.approx(6 / 6.0)
     assert found["2 streams: time to first token, ms"] == pytest.approx(1_500.0)
@@ -38,25 +38,25 @@ def test_decoding_counts_while_all_streams_decode():
 def test_a_prompt_counts_until_its_first_token_and_the_median_of_a_round_is_taken():
     cases = [Case("prompt of 10", [[1] * 10], 1, flash=True)] * 3
     seen = [Seen([[(seconds, [9])]]) for seconds in (0.1, 5.0, 0.2)]
-    assert streams.of_round(cases, seen) == {"prompt of 10: prompt tokens/s": pytest.approx(50.0)}
+    assert llama.of_round(cases, seen) == {"prompt of 10: prompt tokens/s": pytest.approx(50.0)}
 
 
 def test_missing_tokens_are_no_result():
     with pytest.raises(RuntimeError, match=r"\[1\] tokens instead of 2"):
-        streams.numbers(Case("x", [[1]], 2, flash=False), Seen([[(1.0, [5])]]))
+        llama.numbers(Case("x", [[1]], 2, flash=False), Seen([[(1.0, [5])]]))
 
 
 def test_ratios_are_of_neighbours_in_one_round():
     rounds = {"a": [{"n": 10.0}, {"n": 40.0}, {"n": 90.0}],
               "b": [{"n": 5.0}, {"n": 10.0}, {"n": 30.0}]}  # fmt: skip
-    found = streams.compared(rounds, "a")["n"]
+    found = llama.compared(rounds, "a")["n"]
     assert found["a"] == {"median": 40.0, "low": 10.0, "high": 90.0}
     assert found["ratio to b"] == {"median": 3.0, "low": 2.0, "high": 4.0}
 
 
 def test_outputs_agree_until_they_part():
-    assert streams.equal_beginning([[1, 2, 3, 4], [7, 8]], [[1, 2, 9, 4], [7, 8]]) == 4 / 6
-    assert streams.equal_beginning([[1]], [[2]]) == 0.0
+    assert llama.equal_beginning([[1, 2, 3, 4], [7, 8]], [[1, 2, 9, 4], [7, 8]]) == 4 / 6
+    assert llama.equal_beginning([[1]], [[2]]) == 0.0
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def quantized(tmp_path: Path) -> Path:
 
 def test_half_precision_file_has_the_same_model(quantized, tmp_path):
     before = GGUFReader(quantized)
-    after = GGUFReader(gguf_f16.write(quantized, tmp_path / "f16.gguf"))
+    after = GGUFReader(llama.write(quantized, tmp_path / "f16.gguf"))
     values = {name: field.contents() for name, field in after.fields.items()}
     kept = {name: field.contents() for name, field in before.fields.items()}
     assert values == kept | {"general.file_type": 1}

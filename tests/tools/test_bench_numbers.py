@@ -12,15 +12,14 @@ import pytest
 
 from bench import compare, floor, online, report, shapes, storm, workload
 from bench.cli import main
-from pipeinfer.bench import latency
-from pipeinfer.bench.latency import Target, Timeline
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
+from pipeinfer.bench.options import TokenRange
 
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 
 
 def published() -> workload.Work:
-    return workload.uniform(256, Span(100, 1024), Span(100, 1024), 10_000, 0)
+    return workload.uniform(256, TokenRange(100, 1024), TokenRange(100, 1024), 10_000, 0)
 
 
 def test_default_work_is_the_published_benchmark_draw_by_draw():
@@ -103,13 +102,13 @@ def test_three_quarters_of_the_mixed_work_are_short():
 
 
 def test_lateness_counts_against_the_server():
-    late = Timeline(due=10.0, pieces=[10.5, 10.6, 10.9], tokens=3)
-    assert late.first == pytest.approx(0.5)
-    assert late.whole == pytest.approx(0.9)
-    assert late.per_token == pytest.approx(0.2)
-    broken = Timeline(due=10.0, pieces=[10.1], tokens=1, error="gone")
-    slow = Timeline(due=9.0, pieces=[11.0], tokens=1)
-    result = latency.summary([late, broken, slow], Target(first=0.6, between=0.25))
+    late = RequestTiming(due=10.0, chunk_times=[10.5, 10.6, 10.9], output_tokens=3)
+    assert late.ttft == pytest.approx(0.5)
+    assert late.e2e == pytest.approx(0.9)
+    assert late.tpot == pytest.approx(0.2)
+    broken = RequestTiming(due=10.0, chunk_times=[10.1], output_tokens=1, error="gone")
+    slow = RequestTiming(due=9.0, chunk_times=[11.0], output_tokens=1)
+    result = benchmark_metrics([late, broken, slow], GoodputTarget(ttft=0.6, tpot=0.25))
     assert (result["requests"], result["failed"]) == (3, 1)
     assert result["good_share"] == pytest.approx(1 / 3)
     assert result["tokens_per_s"] == pytest.approx(4 / 2.0)
@@ -129,9 +128,9 @@ def test_the_work_of_online_follows_a_trace_or_a_rate(tmp_path):
         parser = argparse.ArgumentParser()
         online.add_arguments(parser)
         drawn, load = online.plan(parser.parse_args(words), rate)
-        requests = [drawn.request(index) for index, _ in load.arrivals]
-        assert all(0 <= token <= 9 for request in requests for token in request.ids)
-        lengths = [(len(request.ids), request.output) for request in requests]
+        requests = [drawn.sample(index) for index, _ in load.arrivals]
+        assert all(0 <= token <= 9 for request in requests for token in request.prompt_ids)
+        lengths = [(len(request.prompt_ids), request.output_len) for request in requests]
         return [at for _, at in load.arrivals], lengths, requests
 
     of_trace = planned("--trace", str(trace), "--speed", "2", "--highest-id", "9")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import servers
-from fuzz import mutation
+from fuzz import inputs
+from fuzz.engines import TARGETS
 from fuzz.plants import PLANTS
-from fuzz.target import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 # With the seeds that find them soon: what other seeds take stands in docs/benchmarks.md.
@@ -51,11 +51,11 @@ def test_each_target_but_cores_has_a_planted_fault():
 
 
 def test_any_bytes_are_an_input_of_several_parts():
-    assert mutation.parts(mutation.joined([b"", b"abc", b"x" * 70_000])) == [
+    assert inputs.parts(inputs.joined([b"", b"abc", b"x" * 70_000])) == [
         b"", b"abc", b"x" * 70_000,
     ]  # fmt: skip
-    assert mutation.parts(b"\0\0\5ab") == [b"ab"]
-    assert mutation.parts(b"\0") == [b""] and mutation.parts(b"") == []
-    huge = bytes(mutation.LONGEST_PART + 3)  # as one grew within an hour
-    cut = mutation.parts(mutation.joined([huge, b"x"]))
-    assert [len(part) for part in cut] == [mutation.LONGEST_PART, 1]
+    assert inputs.parts(b"\0\0\5ab") == [b"ab"]
+    assert inputs.parts(b"\0") == [b""] and inputs.parts(b"") == []
+    huge = bytes(inputs.LONGEST_PART + 3)  # as one grew within an hour
+    cut = inputs.parts(inputs.joined([huge, b"x"]))
+    assert [len(part) for part in cut] == [inputs.LONGEST_PART, 1]

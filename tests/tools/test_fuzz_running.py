@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from fuzz import cores, running
+from fuzz import cores
+from fuzz.engines import Wrong
 from fuzz.plants import PLANTS, plant
 from fuzz.radix import Program
-from fuzz.target import Wrong
 from pipeinfer.bus import frames
 from pipeinfer.scheduler import engine_state
 from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits
@@ -43,7 +43,7 @@ def test_each_stage_takes_a_message_of_each_kind_that_reaches_it():
 
 
 def test_a_program_begins_with_steps_in_flight():
-    group = running.Group(Program(b""))
+    group = cores.Group(Program(b""))
     group.begin()
     stats = group.scheduler.stats()
     assert stats["in_flight"] > 0 and stats["running"] > 0
@@ -53,7 +53,7 @@ def test_a_program_begins_with_steps_in_flight():
 def test_some_programs_lie_and_some_do_not_and_no_core_raises():
     lied, epochs = [], 0
     for program in programs(16):
-        group = running.Group(program)
+        group = cores.Group(program)
         group.run(program)
         lied.append(group.lied)
         epochs += group.scheduler.stats()["epochs_total"]
@@ -69,4 +69,4 @@ def test_a_planted_fault_is_found_by_a_program(name, monkeypatch):
     plant(name)
     with pytest.raises((Wrong, ValueError)):
         for program in programs(ENOUGH):
-            running.run(program)
+            cores.run(program)

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("cosmic_ray", reason="of the extra `mutants`")
 
-from mutants import drawing, points
+from mutants import mutations
 from mutants.areas import AREAS, ROOT
 
-KNOWN = points.operators()
+KNOWN = mutations.operators()
 EXCLUDED = '''\
 """1 + 1"""
 
@@ -43,15 +43,15 @@ def thing(box, x=0):
 
 
 def all_of(text: str) -> list[str]:
-    found = points.changes(text, KNOWN)
-    new = (points.changed(text, c, KNOWN) for changes in found.values() for c in changes)
+    found = mutations.changes(text, KNOWN)
+    new = (mutations.changed(text, c, KNOWN) for changes in found.values() for c in changes)
     return [one for one in new if one is not None]
 
 
 def test_where_nothing_can_be_noticed_nothing_is_changed():
     """Only a decorator can go here, and a call."""
     made = all_of(EXCLUDED.replace("log.error", "tell"))
-    assert {points.diff(EXCLUDED.replace("log.error", "tell"), new, "") for new in made}
+    assert {mutations.diff(EXCLUDED.replace("log.error", "tell"), new, "") for new in made}
     kept = [new for new in all_of(EXCLUDED) if "@dataclass" in new]
     assert kept == []
 
@@ -83,7 +83,7 @@ def test_every_change_is_python_and_another_program():
 
 def test_a_seed_draws_the_same_and_more_of_them_begin_with_the_same():
     few, many, other = (
-        drawing.draw(*a) for a in ((0, "recovery", 5), (0, "recovery", 9), (1, "recovery", 9))
+        mutations.draw(*a) for a in ((0, "recovery", 5), (0, "recovery", 9), (1, "recovery", 9))
     )
     assert many[:5] == few
     assert {(m.path, m.change) for m in many} != {(m.path, m.change) for m in other}
@@ -96,8 +96,8 @@ def test_an_edit_elsewhere_draws_the_same_changes(tmp_path):
         (tmp_path / file).write_text(
             f"{text}\n\nMORE: tuple[()] = ()\n".replace('"""\n', '"""\n\n', 1)
         )
-    before = drawing.draw(0, "recovery", 9)
-    after = drawing.draw(0, "recovery", 9, tmp_path)
+    before = mutations.draw(0, "recovery", 9)
+    after = mutations.draw(0, "recovery", 9, tmp_path)
     assert [(m.path, m.change.operator, m.change.line + 1) for m in before] == [
         (m.path, m.change.operator, m.change.line) for m in after
     ]

@@ -13,9 +13,9 @@ from simulated_clusters import tallied
 
 import servers
 from bench import workload
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.options import TokenRange
 from simulate import workloads
-from simulate.deployment import Deployment
+from simulate.cluster import Deployment
 from simulate.step_model import StepModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,8 +94,8 @@ def test_wrong_usage_is_code_2(simulate_tool):
 
 
 def test_a_batch_is_the_offline_protocol_draw_by_draw():
-    work = workload.uniform(40, Span(100, 1024), Span(100, 1024), 10_000, 0)
-    arriving = list(workloads.batch(40, Span(100, 1024), Span(100, 1024), 0))
+    work = workload.uniform(40, TokenRange(100, 1024), TokenRange(100, 1024), 10_000, 0)
+    arriving = list(workloads.batch(40, TokenRange(100, 1024), TokenRange(100, 1024), 0))
     assert [one.output for one in arriving] == sorted(work.outputs, reverse=True)
     sent = {tuple(one.prompt.tolist()) for one in arriving}
     assert sent == {tuple(prompt) for prompt in work.prompts}
@@ -108,7 +108,7 @@ def test_one_request_takes_what_the_model_says():
         fixed=1e-3, prefill=((0, 1e-5),), context=1e-6, turnaround=(0.1,), inbound=(0.5,),
         outbound=(0.07,),
     )  # fmt: skip
-    arriving = list(workloads.poisson(1.0, 1, Span(40, 40), Span(10, 10), 0))
+    arriving = list(workloads.poisson(1.0, 1, TokenRange(40, 40), TokenRange(10, 10), 0))
     tally = tallied(Deployment(), arriving, model=model)
     assert tally.first[0] == pytest.approx(0.1 + 1e-3 + 40e-5 + 0.5 + 0.07)
     gaps = [1e-3 + 1e-6 * context for context in range(41, 50)]
@@ -117,7 +117,7 @@ def test_one_request_takes_what_the_model_says():
 
 
 def test_a_request_that_never_fits_is_refused_alone():
-    arriving = list(workloads.poisson(5.0, 12, Span(10, 90), Span(5, 5), 0))
+    arriving = list(workloads.poisson(5.0, 12, TokenRange(10, 90), TokenRange(5, 5), 0))
     deployment = Deployment(max_model_len=50)
     tally = tallied(deployment, arriving, groups=2)
     fits = sum(len(one.prompt) + 5 <= 50 for one in arriving)

@@ -20,11 +20,11 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import TraceHeader
-from simulate import delays, fitting, measured, noise_fit, observed, step_model
-from simulate.arrivals import Arrival
-from simulate.deployment import Deployment
-from simulate.measured import MeasuredStep
+from simulate import delays, fitting, step_model
+from simulate.cluster import Deployment
+from simulate.fitting import MeasuredStep
 from simulate.step_model import StepModel, attended
+from simulate.workloads import Arrival
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = 60  # tokens of each recorded request
@@ -118,8 +118,8 @@ def recorded(tmp_path_factory) -> Path:
 
 
 def test_recorded_steps_hold_every_computed_token(recorded):
-    (engine,) = (r for r in measured.recordings(recorded) if r.identity.name == "engine")
-    steps = list(measured.steps(engine))
+    (engine,) = (r for r in fitting.recordings(recorded) if r.identity.name == "engine")
+    steps = list(fitting.steps(engine))
     computed = sum(step.decodes + step.tokens for step in steps)
     cached = sum(
         int(np.frombuffer(e.message.cached, "<i4").sum())
@@ -143,7 +143,7 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
     assert "steps of" in done.stdout
     model = step_model.load(str(out))
     assert model.noise.scatter[0].above == model.noise.mixed[0].above == 0
-    assert all(len(one.factors) == noise_fit.QUANTILES for one in model.noise.scatter)
+    assert all(len(one.factors) == fitting.QUANTILES for one in model.noise.scatter)
     for times in (model.turnaround, model.inbound):
         assert times == tuple(sorted(times)) and 0 < times[0] < times[-1] < 10
     # On a busy machine all of it may be told as what each row takes.
@@ -154,10 +154,10 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
 
 
 def test_delays_are_those_of_every_request_and_step(recorded):
-    found = measured.recordings(recorded)
-    (engine,) = (one for one in found if measured.leads(one))
+    found = fitting.recordings(recorded)
+    (engine,) = (one for one in found if fitting.leads(one))
     assert len(delays.inbound(found)) == 24
-    steps = len(list(measured.steps(engine)))
+    steps = len(list(fitting.steps(engine)))
     # Text of a step that waits for that of the one before is left out: more on a busy machine.
     assert 0.1 * steps < len(delays.outbound(found)) <= steps
     for waits in (delays.turnaround(engine), delays.bubble(engine)):
@@ -200,11 +200,11 @@ def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
 
 
 def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(recorded):
-    found = measured.recordings(recorded)
-    steps = [step for one in found if measured.leads(one) for step in measured.steps(one)]
+    found = fitting.recordings(recorded)
+    steps = [step for one in found if fitting.leads(one) for step in fitting.steps(one)]
     model = fitting.fit(steps)
     # When they came to the scheduler: on a busy machine hardly at the same moment.
-    works = [e for e in measured.entries(found, "scheduler") if isinstance(e.message, Work)]
+    works = [e for e in fitting.entries(found, "scheduler") if isinstance(e.message, Work)]
     arriving = [
         Arrival(n, work.time - works[0].time, unpack(work.message.prompt_ids), OUTPUT)
         for n, work in enumerate(works)
@@ -216,7 +216,7 @@ def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(r
 
 
 def test_a_batch_was_recorded_without_targets_for_its_steps(recorded):
-    group, _, _ = observed.deployment(measured.recordings(recorded))
+    group, _, _ = fitting.deployment(fitting.recordings(recorded))
     assert (group.itl_target, group.ttft_target) == (0.0, 0.0)
     usual = Settings()
     assert (usual.itl_target, usual.ttft_target) == (0.025, 0.5), "a server has them"
@@ -249,7 +249,7 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
         "overlap_depth": 2, "cache": "radix", "dp": 3, "routing": "prefix",
     }  # fmt: skip
     engine = recording_of("engine", {}, facts)
-    group, groups, routing = observed.deployment([recording_of("scheduler", settings, {}), engine])
+    group, groups, routing = fitting.deployment([recording_of("scheduler", settings, {}), engine])
     assert (groups, routing) == (3, "prefix")
     assert (group.kv_pages, group.page_size, group.max_running) == (1000, 64, 256)
     assert (group.max_step_tokens, group.mixed_step_tokens) == (8192, 0)
@@ -259,8 +259,8 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
     chosen = settings | {
         "max_step_tokens": 4096, "mixed_step_tokens": 100, "itl_target": 0.01, "ttft_target": 0.2,
     }  # fmt: skip
-    group, _, _ = observed.deployment([recording_of("scheduler", chosen, {}), engine])
+    group, _, _ = fitting.deployment([recording_of("scheduler", chosen, {}), engine])
     assert (group.max_step_tokens, group.mixed_step_tokens) == (4096, 100)
     assert group.options.targets == Targets(0.01, 0.2)
     with pytest.raises(ConfigurationError, match="no recording of a scheduler"):
-        observed.deployment([engine])
+        fitting.deployment([engine])

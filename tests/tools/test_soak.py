@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import servers
-from soak import counters, idle, memory, mix
-from soak.asking import Answer
+from soak import checks, requests
 from soak.clients import counted, unexpected
-from soak.questions import questions
+from soak.requests import Answer, questions
 from soak.watching import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +35,7 @@ def sampled(mib) -> list[dict]:
 
 
 def grown(mib) -> list[str]:
-    return memory.judged(sampled(mib), REQUESTS)[1]
+    return checks.judged(sampled(mib), REQUESTS)[1]
 
 
 def test_flat_memory_is_no_leak_however_it_flickers():
@@ -57,7 +56,7 @@ def test_a_leak_is_found_whenever_it_begins():
 
 
 def test_memory_is_not_judged_by_too_few_samples():
-    found, broken = memory.judged(sampled(lambda share: 50)[::10], REQUESTS)
+    found, broken = checks.judged(sampled(lambda share: 50)[::10], REQUESTS)
     assert found == {} and "9 samples" in broken[0]
 
 
@@ -70,20 +69,20 @@ def test_what_is_left_in_an_idle_server_is_found():
             }
         },
     }  # fmt: skip
-    assert idle.changed(before, before) == [] == idle.in_use(before)
+    assert checks.changed(before, before) == [] == checks.in_use(before)
     after = deepcopy(before)
     after["processes"]["gateway-0"] |= {"descriptors": 31, "threads": 3}
     del after["processes"]["engine-0-0"]
     after["processes"]["engine-0-0"] = process(90, pid=8)
     after["stages"]["engine-0-0"] |= {"pages_free": 59, "slots_used": 1}
-    assert idle.changed(before, after) == [
+    assert checks.changed(before, after) == [
         "pid of engine-0-0: 8, before 7",
         "descriptors of gateway-0: 31, before 30",
         "threads of gateway-0: 3, before 4",
     ]
-    assert [text[:7] for text in idle.in_use(after)] == ["1 pages", "1 slots"]
+    assert [text[:7] for text in checks.in_use(after)] == ["1 pages", "1 slots"]
     del after["processes"]["gateway-0"]
-    assert "gateway-0" in idle.changed(before, after)[0]
+    assert "gateway-0" in checks.changed(before, after)[0]
 
 
 CLIENTS = {
@@ -119,9 +118,9 @@ STAGES = {
 
 
 def test_counters_that_add_up_do():
-    assert counters.added_up(CLIENTS, GATEWAY, STAGES) == []
+    assert checks.added_up(CLIENTS, GATEWAY, STAGES) == []
     early = {**GATEWAY, "requests_total abort": 6}
-    assert len(counters.added_up(CLIENTS, early, STAGES)) == 2, "more than could have been"
+    assert len(checks.added_up(CLIENTS, early, STAGES)) == 2, "more than could have been"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_counters_that_add_up_do():
 )
 def test_a_counter_of_the_gateway_that_is_one_off_is_found(name, found):
     gateway = {**GATEWAY, name: GATEWAY[name] + 1}
-    assert len(counters.added_up(CLIENTS, gateway, STAGES)) == found
+    assert len(checks.added_up(CLIENTS, gateway, STAGES)) == found
 
 
 @pytest.mark.parametrize(
@@ -147,13 +146,13 @@ def test_a_counter_of_the_gateway_that_is_one_off_is_found(name, found):
 def test_a_counter_of_a_stage_that_is_one_off_is_found(stage, name):
     stages = deepcopy(STAGES)
     stages[stage][name] += 1
-    assert counters.added_up(CLIENTS, GATEWAY, stages)
+    assert checks.added_up(CLIENTS, GATEWAY, stages)
 
 
 def test_more_tokens_than_were_sampled_are_found():
-    assert counters.added_up(CLIENTS, {**GATEWAY, "generated_tokens_total": 96}, STAGES)
+    assert checks.added_up(CLIENTS, {**GATEWAY, "generated_tokens_total": 96}, STAGES)
     stages = {**STAGES, "detokenizer-0": {**STAGES["detokenizer-0"], "tokens_total": 101}}
-    assert counters.added_up(CLIENTS, GATEWAY, stages)
+    assert checks.added_up(CLIENTS, GATEWAY, stages)
 
 
 def test_metrics_are_read_with_their_labels_and_keys_summed_up():
@@ -172,24 +171,24 @@ def test_metrics_are_read_with_their_labels_and_keys_summed_up():
 def test_the_mix_follows_from_its_seed_in_the_promised_parts():
     known = questions(5)
     assert known == questions(5) != questions(6)
-    drawn = [mix.drawn(5, number, known) for number in range(4000)]
-    assert drawn[77] == mix.drawn(5, 77, known) != mix.drawn(6, 77, known)
-    for kind, part in mix.PARTS.items():
+    drawn = [requests.drawn(5, number, known) for number in range(4000)]
+    assert drawn[77] == requests.drawn(5, 77, known) != requests.drawn(6, 77, known)
+    for kind, part in requests.PARTS.items():
         many = sum(one.kind == kind for one in drawn)
-        assert many == pytest.approx(4000 * part / sum(mix.PARTS.values()), rel=0.4), kind
-    assert len({one.case.name for one in mix.hostile() if one.case}) == len(mix.CHEAP)
+        assert many == pytest.approx(4000 * part / sum(requests.PARTS.values()), rel=0.4), kind
+    assert len({one.case.name for one in requests.hostile() if one.case}) == len(requests.CHEAP)
 
 
 def test_each_answer_counts_as_the_gateway_counts_it_and_a_wrong_one_is_noticed():
     known = questions(0)
-    good, [bad, *_] = mix.plain(known, 3), mix.bad()
+    good, [bad, *_] = requests.plain(known, 3), requests.bad()
     stop, error = Answer(200, "a", "stop"), Answer(400, code="invalid_type")
     assert counted(good, stop) == ["asked good", "key ok", "end stop"]
     assert counted(bad, error) == ["asked bad", "key refused"]
     assert unexpected(good, stop) == "" == unexpected(bad, error)
     for asked, answer in ((good, error), (good, Answer(200, "a", "abort")), (bad, stop)):
         assert unexpected(asked, answer)
-    late = mix.Asked("time out", b"")
+    late = requests.Asked("time out", b"")
     assert counted(late, Answer(408, code="timeout"))[1:] == ["key refused", "end abort"]
     assert unexpected(late, Answer(408, code="timeout")) == ""
     assert unexpected(late, Answer(200, "a", "length")), "it should have ended before"
@@ -209,7 +208,7 @@ def test_a_short_soak_of_a_real_server_breaks_no_promise(tmp_path):
     found = json.loads(out.read_text())["metrics"]
     assert found["broken"] == [] and found["requests"] == 250
     kinds = {name.removeprefix("asked ") for name in found["counts"] if name.startswith("asked")}
-    assert kinds == set(mix.PARTS)
+    assert kinds == set(requests.PARTS)
     assert {"gateway-0", "engine-0-0", "supervisor"} <= set(found["memory"])
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert [row["phase"] for row in rows].count("load") == found["samples"] > 30

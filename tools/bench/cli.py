@@ -14,12 +14,7 @@ COMMANDS = {
     "online": "latency over HTTP under Poisson arrivals or a recorded trace",
     "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
     "storm": "time between tokens of running streams while long prompts arrive",
-    "costs": "what log-probs and schemas cost",
-    "record": "what recordings and the flight recorder cost",
-    "snapshot": "how long a stage's loop stops when its state is taken",
-    "watched": "what it costs that people look at the page",
     "startup": "from process start to ready and to the first token",
-    "heartbeats": "what many stages cost those who hear them all",
     "compare": "two result files side by side",
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 from bench import batch, shapes, workload
 from bench.offline import efficiency, highest_id
 from pipeinfer import LLM
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.options import TokenRange
 
 FP8 = {"quantization": "fp8"}
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="SHAPE", required=True, help=f"{', '.join(shapes.SHAPES)} or a file")
     add("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     add("--requests", type=int, default=256, help="of the batch; 0: none")
-    add("--prompt-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
-    add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--stream-tokens", type=int, default=512, help="of the one stream behind 128; 0: none")
     add("--rounds", type=int, default=1, help="of all formats in turn")
     add("--repeats", type=int, default=1, help="of what is measured, by each server")
@@ -86,7 +86,9 @@ def _measured(
     chosen = {"load_format": "dummy", **settings, **which.settings, "model": str(folder)}
     highest = highest_id(chosen)
     with LLM(**chosen) as llm:
-        batch.measure(llm, workload.uniform(16, Span(16, 64), Span(4, 8), highest, -1), 0.6)
+        batch.measure(
+            llm, workload.uniform(16, TokenRange(16, 64), TokenRange(4, 8), highest, -1), 0.6
+        )
         for turn in range(options.repeats):
             if options.requests:
                 spans = options.prompt_tokens, options.output_tokens
@@ -96,7 +98,7 @@ def _measured(
                 if options.flops and options.bandwidth:
                     yield "efficiency", efficiency(options, chosen, work, seconds)["efficiency"]
             if options.stream_tokens:
-                length = Span(options.stream_tokens, options.stream_tokens)
-                alone = workload.uniform(1, Span(128, 128), length, highest, 2 * turn + 1)
+                length = TokenRange(options.stream_tokens, options.stream_tokens)
+                alone = workload.uniform(1, TokenRange(128, 128), length, highest, 2 * turn + 1)
                 seconds = batch.measure(llm, alone, 0.6).seconds
                 yield "stream_ms", 1e3 * seconds / options.stream_tokens

@@ -15,7 +15,7 @@ from typing import Any
 from bench import against_transformers, batch, floor, shapes, workload
 from bench.workload import Work
 from pipeinfer import LLM
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.options import TokenRange
 from pipeinfer.checkpoint.source import resolve_model
 
 
@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
     add("--requests", type=int, default=256)
-    add("--prompt-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
-    add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--temperature", type=float, default=0.6)
     add("--work-seed", type=int, default=0, help="seed of prompts and lengths")
     add("--rounds", type=int, default=0, help="default: 1, or 3 against transformers")
@@ -49,7 +49,9 @@ def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) 
     highest = highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
-    warm = workload.uniform(min(options.requests, 16), Span(16, 64), Span(4, 8), highest, -1)
+    warm = workload.uniform(
+        min(options.requests, 16), TokenRange(16, 64), TokenRange(4, 8), highest, -1
+    )
     rounds = []
     for _ in range(options.rounds or 1):
         with LLM(**settings) as llm:  # anew each time, so that no prompt is in the prefix cache

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import plot
-from pipeinfer.bench import arrivals, latency, streaming, warming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import Target, Timeline
-from pipeinfer.bench.load import Open
-from pipeinfer.bench.local_server import Server
-from pipeinfer.bench.measuring import measure
-from pipeinfer.bench.prompts import Drawn, Request
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.client import WARMUP_SEED, Endpoint, stream_all
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest
+from pipeinfer.bench.load import OpenLoop, load_trace, poisson_arrivals
+from pipeinfer.bench.local_server import LocalServer
+from pipeinfer.bench.metrics import GoodputTarget, RequestTiming, benchmark_metrics
+from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.runner import run_load
 from pipeinfer.settings import ConfigurationError
 
 WARM_UP = 4  # requests before the first rate
@@ -34,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rates", type=_rates, default=[1.0, 2.0, 4.0], metavar="R,R",
         help="requests a second; inf: all at once")  # fmt: skip
     add("--requests", type=int, default=64, help="at each rate")
-    add("--prompt-tokens", type=Span.parse, default=Span(16, 256), metavar="LOW:HIGH")
-    add("--output-tokens", type=Span.parse, default=Span(16, 128), metavar="LOW:HIGH")
+    add("--prompt-tokens", type=TokenRange.parse, default=TokenRange(16, 256), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(16, 128), metavar="LOW:HIGH")
     add("--highest-id", type=int, default=255, help="prompts are drawn from the ids up to this")
     add("--work-seed", type=int, default=0)
     add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length")
@@ -59,16 +58,16 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     """The metrics; prints them too. The latencies at the top are those of the last point."""
     if options.url and settings:
         raise ConfigurationError("--url measures a server that has its settings already")
-    target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
+    target = GoodputTarget(options.good_ttft / 1e3, options.good_itl / 1e3)
     points: list[dict[str, Any]] = []
-    lines: list[list[Timeline]] = []
-    server = nullcontext() if options.url else Server(settings)
+    lines: list[list[RequestTiming]] = []
+    server = nullcontext() if options.url else LocalServer(settings)
     with server as started:
         endpoint = Endpoint(options.url if started is None else started.url)
-        asyncio.run(streaming.together(endpoint, _warm_up(options)))
+        asyncio.run(stream_all(endpoint, _warm_up(options)))
         for rate in [None] if options.trace else options.rates:
-            lines.append(measure(endpoint, *plan(options, rate)).lines)
-            points.append({"rate": rate, **latency.summary(lines[-1], target)})
+            lines.append(run_load(endpoint, *plan(options, rate)).timings)
+            points.append({"rate": rate, **benchmark_metrics(lines[-1], target)})
             _show(points[-1], lines[-1])
     if options.plot:
         plot.latencies(options.plot, points)
@@ -79,27 +78,29 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def plan(options: argparse.Namespace, rate: float | None) -> tuple[Drawn, Open]:
+def plan(options: argparse.Namespace, rate: float | None) -> tuple[RandomDataset, OpenLoop]:
     """What is sent and when, at `rate` or as in the trace."""
     spans, seed = (options.prompt_tokens, options.output_tokens), options.work_seed
     if options.trace:
-        trace = arrivals.entries(options.trace)
+        trace = load_trace(options.trace)
         lengths = [(entry.input_length, entry.output_length) for entry in trace]
         times = [entry.timestamp / options.speed for entry in trace]
-        return Drawn(*spans, seed, options.highest_id, lengths), Open(list(enumerate(times)))
+        return RandomDataset(*spans, seed, options.highest_id, lengths), OpenLoop(
+            list(enumerate(times))
+        )
     rate = rate or 1.0
-    times = arrivals.poisson(rate, seed, options.requests)
+    times = poisson_arrivals(rate, seed, options.requests)
     # Another seed at each rate: no prompt is in the prefix cache.
     seed = round(seed * 1e9 + min(rate, 1e5) * 1e3)
-    return Drawn(*spans, seed, options.highest_id), Open(list(enumerate(times)))
+    return RandomDataset(*spans, seed, options.highest_id), OpenLoop(list(enumerate(times)))
 
 
-def _warm_up(options: argparse.Namespace) -> list[Request]:
-    drawn = Drawn(Span(8, 16), Span(2, 4), warming.SEED, options.highest_id)
-    return [drawn.request(index) for index in range(WARM_UP)]
+def _warm_up(options: argparse.Namespace) -> list[SampleRequest]:
+    drawn = RandomDataset(TokenRange(8, 16), TokenRange(2, 4), WARMUP_SEED, options.highest_id)
+    return [drawn.sample(index) for index in range(WARM_UP)]
 
 
-def _show(point: Mapping[str, Any], lines: Sequence[Timeline]) -> None:
+def _show(point: Mapping[str, Any], lines: Sequence[RequestTiming]) -> None:
     rate = "trace" if point["rate"] is None else f"{point['rate']:g}/s"
     print(
         f"{rate:>8}: {point['tokens_per_s']:8.1f} tokens/s, prompts "

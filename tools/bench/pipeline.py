@@ -20,11 +20,11 @@ from typing import Any
 
 from bench import instant_engine, processes
 from pipeinfer import settings as config
-from pipeinfer.bench import local_server, streaming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import Timeline, percentiles
-from pipeinfer.bench.prompts import Drawn
-from pipeinfer.bench.span import Span
+from pipeinfer.bench import local_server
+from pipeinfer.bench.client import Endpoint, stream_all
+from pipeinfer.bench.dataset import RandomDataset
+from pipeinfer.bench.metrics import RequestTiming, percentiles
+from pipeinfer.bench.options import TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.topology import topology as topologies
@@ -62,10 +62,10 @@ def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[st
         lines = asyncio.run(send(options, url, highest, options.output_tokens, 2))
         seconds = time.perf_counter() - begin
         after = _used(pids)
-    failed = [line.error for line in lines if not line.complete]
+    failed = [line.error for line in lines if not line.success]
     if failed:
         raise RuntimeError(f"{len(failed)} streams failed: {failed[0]}")
-    tokens = sum(line.tokens for line in lines)
+    tokens = sum(line.output_tokens for line in lines)
     cost = {name: (after[name] - before[name]) / tokens * 1e6 for name in before}
     return {
         "streams": options.streams,
@@ -76,8 +76,8 @@ def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[st
         "cpu_us_per_token": cost,
         "cpu_us_per_token_all_stages": sum(cost[name] for name in NAMES),
         "idle_cpu_share": {name: (before[name] - idle[name]) / IDLE for name in NAMES},
-        "ttft_ms": percentiles([line.first for line in lines]),
-        "itl_ms": percentiles([gap for line in lines for gap in line.gaps]),
+        "ttft_ms": percentiles([line.ttft for line in lines]),
+        "itl_ms": percentiles([gap for line in lines for gap in line.itls]),
     }
 
 
@@ -122,13 +122,14 @@ def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess
 
 async def send(
     options: argparse.Namespace, url: str, highest: int, tokens: int, seed: int
-) -> list[Timeline]:
+) -> list[RequestTiming]:
     """Streams of `tokens` each, all at once."""
-    prompt, output = Span(options.prompt_tokens, options.prompt_tokens), Span(tokens, tokens)
-    drawn = Drawn(prompt, output, seed, highest)
-    return await streaming.together(
-        Endpoint(url), [drawn.request(n) for n in range(options.streams)]
+    prompt, output = (
+        TokenRange(options.prompt_tokens, options.prompt_tokens),
+        TokenRange(tokens, tokens),
     )
+    drawn = RandomDataset(prompt, output, seed, highest)
+    return await stream_all(Endpoint(url), [drawn.sample(n) for n in range(options.streams)])
 
 
 def _used(pids: Mapping[str, int]) -> dict[str, float]:

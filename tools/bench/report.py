@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.bench import result
-from pipeinfer.bench.result import SCHEMA
+from pipeinfer.bench.report import SCHEMA, command_output, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +24,7 @@ def write(
     schema: str = SCHEMA,
 ) -> None:
     """Writes the result of `python tool *arguments*` as JSON."""
-    result.write(path, shlex.join(["python", tool, *arguments]), metrics, commit(), schema)
+    write_result(path, shlex.join(["python", tool, *arguments]), metrics, commit(), schema)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -38,6 +37,6 @@ def read(path: Path) -> dict[str, Any]:
 
 def commit() -> str:
     """The checkout's commit, with "+changes" if files differ from it; "" outside a checkout."""
-    name = result.output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
-    changes = result.output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
+    name = command_output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    changes = command_output("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
     return name + ("+changes" if name and changes else "")

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import shapes
-from pipeinfer.bench import streaming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.local_server import NotReady, Server
-from pipeinfer.bench.prompts import Request
+from pipeinfer.bench.client import Endpoint, stream_all
+from pipeinfer.bench.dataset import SampleRequest
+from pipeinfer.bench.local_server import LocalServer, ServerNotReady
 
-FIRST = Request(1, ids=[1, 2, 3, 4, 5, 6, 7, 8])
+FIRST = SampleRequest(1, prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,20 +79,20 @@ def _once(settings: Mapping[str, Any]) -> _Round:
     with tempfile.TemporaryFile("w+", prefix="pipeinfer-bench-") as log:
         begin = time.perf_counter()
         try:
-            with Server({"all_graphs_first": False, **settings, **told}, log) as server:
+            with LocalServer({"all_graphs_first": False, **settings, **told}, log) as server:
                 ready = time.perf_counter() - begin
-                (line,) = asyncio.run(streaming.together(Endpoint(server.url), [FIRST]))
-        except NotReady:
+                (line,) = asyncio.run(stream_all(Endpoint(server.url), [FIRST]))
+        except ServerNotReady:
             log.seek(0)
             sys.stderr.write(log.read())
             raise
         log.seek(0)
         said = [found for text in log if "start" in (found := _line(text))]
-    if not line.complete:
+    if not line.success:
         raise RuntimeError(f"the first request failed: {line.error}")
     engines = {one["stage"]: one["start"] for one in said}
     graphs = [f"{one['stage']}: {one['graphs']} graphs" for one in said if one["graphs"]]
-    return _Round(ready, line.pieces[0] - begin, engines, graphs)
+    return _Round(ready, line.chunk_times[0] - begin, engines, graphs)
 
 
 def _line(text: str) -> dict[str, Any]:

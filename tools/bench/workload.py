@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.options import TokenRange
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Work:
         return sum(self.outputs)
 
 
-def uniform(requests: int, prompts: Span, outputs: Span, highest_id: int, seed: int) -> Work:
+def uniform(
+    requests: int, prompts: TokenRange, outputs: TokenRange, highest_id: int, seed: int
+) -> Work:
     """Lengths and ids (0..highest_id) drawn evenly: first all prompts, then all output lengths.
 
     With 256 requests, 100:1024 twice, 10000 and seed 0 this is the benchmark of nano-vllm and
@@ -35,10 +37,10 @@ def uniform(requests: int, prompts: Span, outputs: Span, highest_id: int, seed: 
     """
     source = random.Random(seed)
     ids = [
-        [source.randint(0, highest_id) for _ in range(prompts.draw(source))]
+        [source.randint(0, highest_id) for _ in range(prompts.sample(source))]
         for _ in range(requests)
     ]
-    return Work(ids, [outputs.draw(source) for _ in range(requests)])
+    return Work(ids, [outputs.sample(source) for _ in range(requests)])
 
 
 def short_and_long(seed: int, highest_id: int, requests: int = 64) -> Work:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chaos import sending, wire
-from chaos.sending import Way
+from chaos import wire
+from chaos.wire import Way
 from pipeinfer.gateway.json_prescan import MAX_DEPTH
 from pipeinfer.gateway.requests import MAX_PROMPTS
 from pipeinfer.gateway.schema import MAX_MESSAGES
@@ -43,7 +43,7 @@ class Case:
     name: str
     build: Build
     expected: frozenset[str]
-    send: Way = sending.whole
+    send: Way = wire.whole
     connections: int = 4
     unlimited: bool = False
 
@@ -52,7 +52,7 @@ def _case(
     name: str,
     build: Build,
     expected: str,
-    send: Way = sending.whole,
+    send: Way = wire.whole,
     connections: int = 4,
     unlimited: bool = False,
 ) -> Case:
@@ -329,16 +329,16 @@ CASES: tuple[Case, ...] = (
     _case("broken gzip", _broken_gzip, "400"),
     _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),
     _case("malformed requests", lambda: list(MALFORMED), "400 401 200 closed", connections=2),
-    _case("half-closed", lambda: [chat()], "200", sending.half_closed),
-    _case("slow requests", lambda: [chat()], "408 closed cut", sending.slow, 64),
-    _case("dropped connections", _each(b""), "0 closed", sending.dropped, 64),
+    _case("half-closed", lambda: [chat()], "200", wire.half_closed),
+    _case("slow requests", lambda: [chat()], "408 closed cut", wire.slow, 64),
+    _case("dropped connections", _each(b""), "0 closed", wire.dropped, 64),
     _case(
         "dropped requests", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
-        "0 closed", sending.dropped, 32,
+        "0 closed", wire.dropped, 32,
     ),
     _case(
         "unread streams", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
-        "200 closed cut", sending.unread, 16,
+        "200 closed cut", wire.unread, 16,
     ),
     _case("pipelined", lambda: [chat(max_tokens=1) * 200], "200"),
     # ------------------------------------------------------------------------------- simply much

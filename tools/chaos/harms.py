@@ -1,15 +1,216 @@
-"""What a storm does to a server, drawn from a seed: a list of harms, as many of each kind.
+"""The harms of a storm, drawn from a seed, and how each is done: signals, cut links, a full disk.
 
-Knows stages by name and the kinds of harm; not how any of them is done.
+Links: every stage listens on one loopback address (`bind`), and is known to the others under
+another (`address`), where the link to it begins; the ports are the same. Linux has all of
+127.0.0.0/8, so no port of anybody else is in the way.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from chaos.serving import Stage
+import msgspec
+import psutil
+
+from chaos.serving import Serving, Stage
+from chaos.streams import TOOL, Broken
+from pipeinfer import settings as config
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.addresses import OFFSETS
+
+FIRST, ROW = 7000, 10  # the port of the first stage, and how far it is to that of the next
+
+
+class Network:
+    """Links to each stage of a server with `settings`, as a context manager. file: the topology."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        low, mid, high = os.getpid() & 255, os.getpid() >> 8 & 255, os.getpid() >> 16 & 63
+        self._listen = f"127.{64 + high}.{mid}.{low}"
+        self._goal = f"127.{128 + high}.{mid}.{low}"
+        local = topologies.local(config.build(dict(settings)), "ipc:///nowhere/")
+        self._ports: dict[Stage, int] = {}
+        entries: list[topologies.Entry] = []
+        for number, entry in enumerate(local.entries):
+            port = self._ports[entry.name, entry.group, entry.rank] = FIRST + ROW * number
+            address = f"tcp://{self._listen}:{port}"
+            entries.append(msgspec.structs.replace(entry, address=address, bind=self._goal))
+        handle, self.file = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".toml")
+        os.close(handle)
+        Path(self.file).write_text(replace(local, entries=tuple(entries)).to_toml())
+
+    def __enter__(self) -> Network:
+        ports = [port + offset for port in self._ports.values() for offset in OFFSETS.values()]
+        words = ["links", "--listen", self._listen, "--goal", self._goal, "--ports"]
+        self._process = subprocess.Popen(
+            [sys.executable, TOOL, *words, *map(str, ports)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._hear("up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        Path(self.file).unlink()
+
+    def change(
+        self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
+    ) -> None:
+        """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets; see links.py."""
+        ports = [self._ports[stage] + OFFSETS[name] for stage in stages for name in sockets]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([verb, ports, *numbers]) + "\n")
+        self._process.stdin.flush()
+        self._hear("done")
+
+    def _hear(self, word: str) -> None:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line.strip() != word:
+            raise RuntimeError(f"the links say {line!r} and end with {self._process.poll()}")
+
+
+SIZE = 1 << 20  # bytes of the tmpfs
+LEFT = 48 << 10  # bytes that are free when recordings begin
+MOST = 4 << 10  # bytes that a file may have, where a limit stands for the disk's end
+LATE = 60.0  # seconds for a recording to end after its time
+
+
+class SmallDisk:
+    """A folder for recordings, as a context manager. way: "tmpfs" or "rlimit". reason: what the
+    kernel says to who writes on."""
+
+    def __enter__(self) -> SmallDisk:
+        self._stack = ExitStack()
+        made = tempfile.TemporaryDirectory(prefix="pipeinfer-chaos-")
+        self.folder = Path(self._stack.enter_context(made))
+        words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(self.folder)]
+        try:
+            mounted = subprocess.run(words, capture_output=True).returncode == 0
+        except FileNotFoundError:
+            mounted = False
+        self.way = "tmpfs" if mounted else "rlimit"
+        self.reason = os.strerror(errno.ENOSPC if mounted else errno.EFBIG)
+        if mounted:
+            self._stack.callback(subprocess.run, ["umount", "-l", str(self.folder)], check=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def record(self, topology: str, seconds: float, pids: Iterable[int], log: int) -> None:
+        """Has all stages of the server with the topology file `topology` record, and the disk ends.
+
+        log: bytes that the stages' other file, their log, has. Raises Broken unless at least one
+        recording says that there was no room, and none fails for another reason.
+        """
+        full = self._filled() if self.way == "tmpfs" else _limited(pids, log + MOST)
+        words = ["record", "--topology", topology, "--seconds", str(seconds)]
+        with full, tempfile.TemporaryDirectory(dir=self.folder) as out:
+            told = subprocess.run(
+                [sys.executable, "-m", "pipeinfer", *words, "--out", out],
+                capture_output=True, text=True, timeout=seconds + LATE,
+            )  # fmt: skip
+        failed = told.stderr.strip().splitlines()
+        if told.returncode != 1 or not failed or not all(self.reason in line for line in failed):
+            raise Broken(f"recording on a full disk ended with {told.returncode}: {told.stderr}")
+
+    @contextmanager
+    def _filled(self) -> Iterator[None]:
+        filler = self.folder / "filler"
+        free = os.statvfs(self.folder)
+        filler.write_bytes(b"\0" * max(free.f_bavail * free.f_frsize - LEFT, 0))
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+
+@contextmanager
+def _limited(pids: Iterable[int], most: int) -> Iterator[None]:
+    """No file of these processes grows beyond `most` bytes. Python ignores the signal for it."""
+    processes = [psutil.Process(pid) for pid in pids]
+    limits = [process.rlimit(resource.RLIMIT_FSIZE) for process in processes]
+    for process, (_, hard) in zip(processes, limits, strict=True):
+        process.rlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        for process, before in zip(processes, limits, strict=True):
+            process.rlimit(resource.RLIMIT_FSIZE, before)
+
+
+def kill(server: Serving, victims: Sequence[Stage]) -> None:
+    """-9 of all of them; returns when others are in their places and the server is well."""
+    before = server.pids()
+    _signal((before[victim] for victim in victims), signal.SIGKILL)
+    _well(server, before, victims)
+
+
+def stop(server: Serving, victims: Sequence[Stage], seconds: float) -> None:
+    """Nobody is told that they stand still, and that they go on."""
+    before = server.pids()
+    processes = [before[victim] for victim in victims]
+    _signal(processes, signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        _signal(processes, signal.SIGCONT)
+    _well(server, before, ())
+
+
+def unhurt(server: Serving, harm: Callable[[], None]) -> None:
+    """Something that must cost no process."""
+    before = server.pids()
+    harm()
+    _well(server, before, ())
+
+
+def _signal(processes: Iterable[int], number: int) -> None:
+    for process in processes:
+        os.kill(process, number)
+
+
+def _well(server: Serving, before: dict[Stage, int], killed: Sequence[Stage]) -> None:
+    """Waits until it is; of a group with a killed engine, all ranks may be others now."""
+    now: dict[Stage, int] = {}
+
+    def back() -> bool:
+        nonlocal now
+        health = server.health()
+        now = {(s["name"], s["group"], s["rank"]): s["pid"] for s in health["stages"]}
+        replaced = all(now.get(victim) not in (None, before[victim]) for victim in killed)
+        return replaced and health["status"] == "ready"
+
+    try:
+        server.wait(back, f"{' and '.join(map(str, killed)) or 'the server'} came back")
+    except TimeoutError as error:
+        raise Broken(str(error)) from None
+    groups = {group for name, group, _ in killed if name == "engine"}
+    lost = [
+        stage
+        for stage, process in before.items()
+        if now.get(stage) != process
+        and stage not in killed
+        and not (stage[0] == "engine" and stage[1] in groups)
+    ]
+    if lost:
+        raise Broken(f"nobody hurt {lost}, and they are other processes now")
+
 
 KINDS = {
     "kill": "kill -9 of a stage",

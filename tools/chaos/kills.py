@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chaos import hurting
+from chaos import harms
 from chaos.ordeal import Blow, Ordeal, summary
 from chaos.serving import Serving, Stage
 
@@ -72,4 +72,4 @@ class Kills:
     def _blow(self, server: Serving, victim: Stage) -> Blow:
         kind = f"rank {victim[2]}" if victim[0] == "engine" else victim[0]
         wait = self._random.random()
-        return Blow(kind, str(victim), wait, lambda: hurting.kill(server, [victim]))
+        return Blow(kind, str(victim), wait, lambda: harms.kill(server, [victim]))

@@ -20,9 +20,8 @@ from typing import Any
 import aiohttp
 import psutil
 
-from chaos.leftovers import leftovers
-from chaos.serving import Serving
-from chaos.stream_client import Broken, StreamClient
+from chaos.serving import Serving, leftovers
+from chaos.streams import Broken, StreamClient
 from pipeinfer.demo.tasks import copy_task
 from pipeinfer.runtime.find import running_servers
 

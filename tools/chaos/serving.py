@@ -1,6 +1,6 @@
-"""A server under attack: its processes, what it says of its stages, and what it logs.
+"""A server under attack: its processes, its /health, its log, and what it must not have kept.
 
-Knows `pipeinfer serve`, its ready line and /health; nothing of what is done to it.
+Knows `pipeinfer serve` and its ready line; nothing of what is done to it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import zmq
+
 from pipeinfer.bench import local_server
+from pipeinfer.bus.bus import ControlClient
+from pipeinfer.messages import Heartbeat
+from pipeinfer.runtime.find import running_servers
 
 Stage = tuple[str, int, int]  # name, group and rank of a stage
-PATIENCE = 120.0  # seconds for a stage to come back
+RETURN_SECONDS = 120.0  # seconds for a stage to come back
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -82,10 +87,61 @@ class Serving:
         """The process of each stage."""
         return {(s["name"], s["group"], s["rank"]): s["pid"] for s in self.health()["stages"]}
 
-    def wait(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    def wait(
+        self, condition: Callable[[], object], what: str, seconds: float = RETURN_SECONDS
+    ) -> None:
         """Looks again and again; TimeoutError names `what`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise TimeoutError(f"never happened: {what}\n{self.log()}")
             time.sleep(0.03)
+
+
+EMPTY = {
+    "gateway": ("running", "waiting"),
+    "tokenizer": ("ledger",),
+    "scheduler": ("running", "waiting", "kept", "orphans", "in_flight"),
+    "engine": ("slots_used", "steps_in_flight"),
+    "detokenizer": ("running", "kept"),
+}
+FORGET_SECONDS = (
+    120.0  # seconds; what a scheduler's death took with it may be remembered for one minute
+)
+
+
+def leftovers(pid: int) -> dict[str, float]:
+    """{stage and statistic: value} of what is not empty at last, of every stage of the server
+    whose supervisor is process `pid`. TimeoutError if a stage is silent."""
+    topology = next(s.topology for s in running_servers() if s.pid == pid)
+    latest: dict[str, Heartbeat] = {}
+    deadline = time.monotonic() + FORGET_SECONDS
+    with zmq.Context() as context, ControlClient(topology, context) as caller:
+        for stage in topology.ids():
+            caller.listen(stage)
+        while True:
+            for _, beat in caller.receive(0.2):
+                if isinstance(beat, Heartbeat):
+                    latest[beat.stage] = beat
+            left = _left(latest)
+            whole = set(latest) == set(topology.ids())
+            if whole and not left:
+                return left
+            if time.monotonic() > deadline:
+                if not whole:
+                    raise TimeoutError(f"only {sorted(latest)} were heard")
+                return left
+
+
+def _left(latest: dict[str, Heartbeat]) -> dict[str, float]:
+    left: dict[str, float] = {}
+    for stage, beat in latest.items():
+        stats = beat.stats
+        if beat.state != "ready":
+            left[f"{stage} is {beat.state}"] = 1
+            continue
+        left |= {f"{stage} {name}": stats[name] for name in EMPTY[beat.name] if stats[name]}
+        if beat.name == "engine":
+            kept = stats["pages_total"] - stats["pages_free"] - stats["pages_evictable"]
+            left |= {f"{stage} pages": kept} if kept else {}
+    return left

@@ -15,15 +15,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from chaos import hurting
-from chaos.disk import SmallDisk
-from chaos.harms import KINDS, LINKS, SPARED, Harm, drawn
+from chaos import harms
+from chaos.harms import KINDS, LINKS, SPARED, Harm, Network, SmallDisk, drawn
 from chaos.kills import POOL
-from chaos.network import Network
 from chaos.ordeal import Blow, Ordeal, summary
 from chaos.pester import Hostile
 from chaos.serving import Serving
-from chaos.stream_client import Broken
+from chaos.streams import Broken
 from pipeinfer.runtime.find import running_servers
 from pipeinfer.settings import ConfigurationError
 
@@ -106,13 +104,13 @@ class Storm:
     def _do(self, harm: Harm) -> None:
         server, seconds = self.server, self._options.seconds
         if harm.kind in SPARED:
-            hurting.kill(server, harm.stages)
+            harms.kill(server, harm.stages)
         elif harm.kind == "stop":
-            hurting.stop(server, harm.stages, seconds)
+            harms.stop(server, harm.stages, seconds)
         elif harm.kind == "full":
-            hurting.unhurt(server, self._record)
+            harms.unhurt(server, self._record)
         else:
-            hurting.unhurt(server, partial(self._trouble, harm))
+            harms.unhurt(server, partial(self._trouble, harm))
 
     def _record(self) -> None:
         assert self.disk is not None

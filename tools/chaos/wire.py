@@ -1,12 +1,13 @@
-"""HTTP/1.1 by hand: requests as bytes, answers read from a socket, well-formed or not.
+"""HTTP/1.1 by hand: requests as bytes, several ways to send them, answers read from a socket.
 
-For clients that must cost little, or that send what no library would. Knows no endpoint.
+For clients that must cost little, or that send what no library would: half-closed, slowly, or
+dropped on the way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -97,3 +98,63 @@ async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         if size == 0:
             return
         yield data[:-2]
+
+
+Way = Callable[[Origin, bytes], Awaitable[Answer]]
+DROPPED = Answer(0, {}, b"")
+SIP = 0.1  # seconds between two pieces of a slow request
+HELD = 0.05  # seconds that a connection lives which is then dropped
+
+
+async def whole(origin: Origin, content: bytes, half_close: bool = False) -> Answer:
+    """Everything at once, then the whole answer."""
+    reader, writer = await connect(origin)
+    try:
+        writer.write(content)
+        if half_close:
+            writer.write_eof()
+        return await answer(reader)
+    finally:
+        writer.close()
+
+
+async def half_closed(origin: Origin, content: bytes) -> Answer:
+    """The sending side ends before the answer, as with `nc -N` or shutdown(SHUT_WR)."""
+    return await whole(origin, content, half_close=True)
+
+
+async def slow(origin: Origin, content: bytes) -> Answer:
+    """A byte at a time, ten a second."""
+    reader, writer = await connect(origin)
+    try:
+        for at in range(len(content)):
+            writer.write(content[at : at + 1])
+            await writer.drain()
+            await asyncio.sleep(SIP)
+        return await answer(reader)
+    finally:
+        writer.close()
+
+
+async def dropped(origin: Origin, content: bytes) -> Answer:
+    """Sent, and left alone at once: nobody reads the answer."""
+    _, writer = await connect(origin)
+    try:
+        writer.write(content)
+        await asyncio.sleep(HELD)
+    finally:
+        writer.transport.abort()
+    return DROPPED
+
+
+async def unread(origin: Origin, content: bytes) -> Answer:
+    """Sent, and held open for a second without reading."""
+    reader, writer = await connect(origin)
+    try:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(content)
+        await asyncio.sleep(1.0)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        return await answer(reader)
+    finally:
+        writer.transport.abort()

@@ -21,7 +21,7 @@ same as `pipeinfer`."""
 TOOLS_SAID = """These run from a checkout: `python tools/NAME COMMAND`. What stands here is what \
 each knows beside `--help`."""
 TAKES_SETTINGS = "All [settings](settings.md) are flags, too."
-TOOLS = ("bench", "simulate", "chaos", "soak", "fuzz", "lines", "same_tokens", "docs")
+TOOLS = ("bench", "simulate", "chaos", "soak", "fuzz", "same_tokens", "docs")
 
 
 def page() -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzz import mutation, values
-from fuzz.target import Wrong
+from fuzz import inputs
+from fuzz.engines import Wrong
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.safetensors import SINGLE, SIZES
 from pipeinfer.models.build import build_model
@@ -95,10 +95,10 @@ class Checkpoint:
             length = int.from_bytes(pieces[2][:4], "big") + source.choice((-4, -1, 1, 64))
             pieces[2] = (length % (1 << 32)).to_bytes(4, "big")
         elif at == 1:
-            pieces[source.randrange(2)] = mutation.mutated(pieces[source.randrange(2)], source)
+            pieces[source.randrange(2)] = inputs.mutated_bytes(pieces[source.randrange(2)], source)
         else:
             pieces[at % 2] = _other_values(pieces[at % 2], source)
-        return mutation.joined(pieces)
+        return inputs.joined(pieces)
 
     def one(self, data: bytes) -> None:
         """Loads the checkpoint as an engine does."""
@@ -139,20 +139,20 @@ def _resident() -> int:
 
 
 def _three(data: bytes) -> list[bytes]:
-    return [*mutation.parts(data), b"", b"", b""][:3]
+    return [*inputs.parts(data), b"", b"", b""][:3]
 
 
 def _input(how: Any, header: Any, length: int) -> bytes:
     texts = (json.dumps(how).encode(), json.dumps(header).encode())
-    return mutation.joined([*texts, length.to_bytes(4, "big")])
+    return inputs.joined([*texts, length.to_bytes(4, "big")])
 
 
 def _other_values(text: bytes, source: Random) -> bytes:
     try:
         value = json.loads(text)
-        return json.dumps(values.mutated(value, source, _raw)).encode()
+        return json.dumps(inputs.mutated_value(value, source, _raw)).encode()
     except (ValueError, TypeError, OverflowError, RecursionError):
-        return mutation.mutated(text, source)
+        return inputs.mutated_bytes(text, source)
 
 
 def _raw(source: Random) -> Any:

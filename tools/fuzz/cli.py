@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from fuzz import engines, plants, target
-from fuzz.judge import Judge, last_input
+from fuzz import engines, plants
+from fuzz.engines import Judge, last_input
 
 SCHEMA = "pipeinfer-fuzz/1"
 TOOL = str(Path(__file__).parent)
@@ -27,8 +27,8 @@ EXTRA = 60.0  # seconds for a worker to start and to end, beyond its time
 def parser() -> argparse.ArgumentParser:
     """The words of the command line."""
     made = argparse.ArgumentParser(prog="python tools/fuzz", description=__doc__)
-    targets = [f"{name}: {text}" for name, text in target.TARGETS.items()]
-    made.add_argument("target", choices=list(target.TARGETS), help="; ".join(targets))
+    targets = [f"{name}: {text}" for name, text in engines.TARGETS.items()]
+    made.add_argument("target", choices=list(engines.TARGETS), help="; ".join(targets))
     made.add_argument("--seconds", type=float, default=60.0, help="for each worker")
     made.add_argument("--seed", type=int, default=0, help="of the first worker, then one more each")
     made.add_argument("--workers", type=int, default=1)
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if metrics["findings"] else 0
 
 
-def _make(options: argparse.Namespace) -> target.Target:
+def _make(options: argparse.Namespace) -> engines.Target:
     if options.plant:
         plants.plant(options.plant)
-    return target.make(options.target)
+    return engines.make(options.target)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _work(options: argparse.Namespace) -> None:
-    def judge(chosen: target.Target) -> Judge:
+    def judge(chosen: engines.Target) -> Judge:
         return Judge(chosen, options.target, options.out, options.worker, options.first)
 
     corpus = options.corpus or options.out / "corpus" / options.target

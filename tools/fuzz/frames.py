@@ -13,8 +13,8 @@ from random import Random
 
 import zmq
 
-from fuzz import mutation, wire_values
-from fuzz.target import Wrong
+from fuzz import inputs
+from fuzz.engines import Wrong
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.reader import Reader
@@ -58,34 +58,34 @@ class Frames:
     def seeds(self) -> list[bytes]:
         """A valid frame of each message of each channel, twice."""
         source, found = Random(1), []
-        for channel in wire_values.NAMES:
-            for info in wire_values.kinds(channel) * 2:
-                value = wire_values.examples.drawn(info, source)
-                found.append(_frame(channel, wire_values.encode(value)))
+        for channel in inputs.NAMES:
+            for info in inputs.kinds(channel) * 2:
+                value = inputs.drawn(info, source)
+                found.append(_frame(channel, inputs.encode(value)))
         return found
 
     def mutated(self, data: bytes, source: Random) -> bytes:
         """Another frame: its message, its channel, its header or its number of parts."""
-        pieces = mutation.parts(data)
+        pieces = inputs.parts(data)
         kind = source.randrange(10)
         if len(pieces) != 3 or kind == 0:
-            channel = source.choice(wire_values.NAMES)
-            return _frame(channel, wire_values.encode(wire_values.example(channel, source)))
+            channel = source.choice(inputs.NAMES)
+            return _frame(channel, inputs.encode(inputs.example(channel, source)))
         if kind < 6:
-            pieces[2] = wire_values.mutated(pieces[2], source)
+            pieces[2] = inputs.mutated_message(pieces[2], source)
         elif kind == 6:
-            pieces[0] = source.choice(wire_values.NAMES).encode()
+            pieces[0] = source.choice(inputs.NAMES).encode()
         elif kind == 7:
-            pieces[1] = wire_values.mutated(pieces[1], source)
+            pieces[1] = inputs.mutated_message(pieces[1], source)
         elif kind == 8:
-            pieces[source.randrange(3)] = bytes(wire_values.raw(source))
+            pieces[source.randrange(3)] = bytes(inputs.raw(source))
         else:
             pieces.insert(source.randrange(4), source.choice(pieces))
-        return mutation.joined(pieces)
+        return inputs.joined(pieces)
 
     def one(self, data: bytes) -> None:
         """Decodes the frame; now and then, and whenever it is run alone, a reader reads it too."""
-        pieces = mutation.parts(data)
+        pieces = inputs.parts(data)
         self._runs += 1
         if zlib.crc32(data) % SHARE == 0 or self._runs == 1:
             self._read(pieces)
@@ -124,5 +124,5 @@ class Frames:
 
 
 def _frame(channel: str, body: bytes) -> bytes:
-    header = wire_values.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
-    return mutation.joined([channel.encode(), header, body])
+    header = inputs.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
+    return inputs.joined([channel.encode(), header, body])

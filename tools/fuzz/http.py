@@ -1,9 +1,9 @@
-"""Requests as strangers may send them, on the socket of a real gateway whose stages are played.
+"""HTTP requests of strangers, on the socket of a real gateway whose other stages are played.
 
-An input says how its last part is sent: as raw bytes, or as a body in a well-formed request, whole,
-chunked, packed, twice in a row or half-closed. No 5xx, no line at ERROR in the log, every body that
-comes back is an answer or an error in its form, the loop never stands still, and the next client
-is answered.
+An input says how its last part is sent: as raw bytes, or as a body in a well-formed request,
+whole, chunked, packed, twice in a row or half-closed. No 5xx, no line at ERROR in the log, every
+body that comes back is an answer or an error in its form, the loop never stands still, and the
+next client is answered.
 """
 
 from __future__ import annotations
@@ -14,15 +14,222 @@ import json
 import logging
 import time
 import zlib
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
+import msgspec
 import uvloop
+from msgspec import inspect
 
 from chaos import wire
-from fuzz import bodies, mutation
-from fuzz.bodies import CHAT, COMPLETION
-from fuzz.pipeline import MODEL, Gateway
-from fuzz.target import Wrong
+from fuzz import inputs
+from fuzz.engines import Wrong
+from pipeinfer.bus import frames
+from pipeinfer.bus.frames import Header
+from pipeinfer.choices import choice_ids
+from pipeinfer.core import LOCAL
+from pipeinfer.events import Tick
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
+from pipeinfer.gateway.stage import build
+from pipeinfer.gateway.unsupported_fields import REFUSED
+from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
+from pipeinfer.packing import pack, unpack
+from pipeinfer.runtime.stage import StageContext
+from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+KINDS = {CHAT: ChatRequest, COMPLETION: CompletionRequest}
+DEPTHS = (2, 30, 63, 64, 65, 66, 500, 900, 975, 979, 985, 1100, 20_000)
+
+HUGE = tuple(msgspec.Raw(str(n).encode()) for n in (2**64, -(2**63) - 1, 10**40, -(10**40)))
+
+encode = msgspec.json.Encoder().encode
+_infos = {path: inspect.type_info(kind) for path, kind in KINDS.items()}
+
+
+def plain(path: str) -> dict[str, Any]:
+    """A request that is answered."""
+    if path == CHAT:
+        return {"messages": [{"role": "user", "content": "one two three"}]}
+    return {"prompt": "one two three"}
+
+
+def example(path: str, source: Random) -> dict[str, Any]:
+    """A request that is mostly good: a few fields are drawn, at their edges too."""
+    whole = inputs.drawn(_infos[path], source)
+    whole.pop("model", None)
+    few = source.sample(sorted(whole), min(len(whole), source.choice((1, 2, 3, 6))))
+    return {**plain(path), **{name: whole[name] for name in few}}
+
+
+def raw(source: Random) -> msgspec.Raw:
+    """JSON that an encoder would not write."""
+    depth = source.choice(DEPTHS)
+    many = source.choice((3, 17, 300, 5000))
+    return msgspec.Raw(
+        source.choice(
+            (
+                b"[" * depth + b"]" * depth,
+                b'{"a":' * depth + b"1" + b"}" * depth,
+                b'[{"a":' * depth + b"1" + b"}]" * depth,
+                b"[" + b",".join([b'"a"'] * many) + b"]",
+                b"[" + b",".join([b"97"] * many) + b"]",
+                b'"' + b"a" * many + b'"',
+                b"1e400",
+                b"-1e-400",
+                b"1E5",
+                b"0.1e-7",
+                b"1" * 400,
+                b"-" + b"9" * 30,
+                str(source.choice(inputs.ATOMS[8:13])).encode(),
+                b"18446744073709551616",
+                b'"\\ud800"',
+                b'"\\udc00\\ud800"',
+                b'"\xff\xfe"',
+                b'"\\u0000"',
+                b"NaN",
+                b"Infinity",
+                b"tru",
+            )
+        )
+    )
+
+
+def mutated_body(body: bytes, source: Random) -> bytes:
+    """Another body, made from one."""
+    try:
+        value = msgspec.json.decode(body)
+        if not isinstance(value, dict):
+            return body
+        if source.random() < 0.3:
+            fields = (*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
+            value[source.choice((*fields, *REFUSED))] = source.choice(
+                source.choice((inputs.ATOMS, inputs.ATOMS, HUGE))
+            )
+            return encode(value)
+        return encode(inputs.mutated_value(value, source, raw))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return body
+
+
+MODEL = "fuzz"
+STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
+MOST_WORDS = 8
+BODY = 1  # MiB; little enough for an input to reach
+
+
+class Gateway:
+    """A gateway's core and driver. `failures`: what a core or a frame raised, since last asked."""
+
+    def __init__(self) -> None:
+        settings = Settings(port=0, served_model_name=MODEL, max_body_mib=BODY)
+        topology = topologies.local(settings, "inproc://fuzz-")
+        stage = build(StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None))
+        self._core, self._driver = stage.core, stage.driver
+        self._gone: set[str] = set()
+        self.failures: list[Exception] = []
+        self.on_failure: Callable[[], None] = lambda: None
+
+    async def start(self) -> str:
+        """Its URL, when it serves."""
+        self._loop = asyncio.get_running_loop()
+        assert self._driver is not None
+        await self._driver.start(self._feed)
+        self.beat()
+        while not getattr(self._driver, "url", ""):
+            await asyncio.sleep(0.01)
+        return getattr(self._driver, "url", "")
+
+    async def stop(self) -> None:
+        """Closes its sockets."""
+        assert self._driver is not None
+        await self._driver.stop()
+
+    def beat(self) -> None:
+        """The others say that they are well, and a timer fires."""
+        for stage in STAGES:
+            name, group, *rank = stage.split("-")
+            at = int(group) if name in ("scheduler", "engine") else 0
+            self._feed(
+                Heartbeat(
+                    stage=stage,
+                    name=name,
+                    group=at,
+                    rank=int((rank or [0])[0]),
+                    index=0,
+                    pid=7,
+                    incarnation=1,
+                    state="ready",
+                )
+            )
+        self._feed(Tick())
+
+    def _feed(self, event: Message) -> None:
+        """As the shell does; what would end the stage is noted."""
+        assert self._driver is not None
+        local: list[Any] = []
+        try:
+            for send in self._core.handle(event, self._loop.time()):
+                if send.channel == LOCAL:
+                    local.append(send.message)
+                else:
+                    self._travel(send.channel, send.message)
+            for message in local:
+                self._driver.deliver(message)
+        except Exception as error:
+            self.failures.append(error)
+            self.on_failure()  # its client may wait for ever
+
+    def _travel(self, channel: str, message: Message) -> None:
+        parts = frames.encode(channel, Header(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
+        _, _, arrived = frames.decode(parts)
+        if isinstance(arrived, Abort):
+            self._gone.add(arrived.request_id)
+        elif isinstance(arrived, Submit):
+            for name in choice_ids(arrived.request_id, arrived.choices):
+                one = msgspec.structs.replace(arrived, request_id=name, choices=(0,))
+                self._loop.call_soon(self._answer, one)
+
+    def _answer(self, submit: Submit) -> None:
+        if submit.prompt_ids is not None:
+            words = [str(token) for token in unpack(submit.prompt_ids)[:MOST_WORDS]]
+        else:
+            chat = submit.chat or [{"content": ""}]
+            words = (submit.text or str(chat[-1].get("content", ""))).split()[:MOST_WORDS]
+        words = [word[:20] + " " for word in words[: submit.params.max_tokens]] or ["nothing"]
+        count = len(unpack(submit.prompt_ids or b"")) or len(words)
+        self._feed(
+            Accepted(
+                request_id=submit.request_id, attempt=submit.attempt, group=0, prompt_tokens=count
+            )
+        )
+        self._say(submit, words, 0, 0)
+
+    def _say(self, submit: Submit, words: list[str], at: int, offset: int) -> None:
+        if submit.request_id in self._gone:
+            self._gone.discard(submit.request_id)
+            return
+        last = at + 1 == len(words)
+        row = TextRow(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            text=words[at],
+            byte_offset=offset,
+            token_offset=at,
+            ids=pack([at]),
+            finish="stop" if last else None,
+            stop_reason=None,
+            output_tokens=at + 1 if last else 0,
+            cached_tokens=0,
+        )
+        self._feed(Text((row,)))
+        if not last:
+            size = len(words[at].encode(errors="replace"))
+            self._loop.call_soon(self._say, submit, words, at + 1, offset + size)
+
 
 RAW, WHOLE, CHUNKED, PACKED, TWICE, HALF, PATH, HEADERS = range(8)
 WAYS = 8
@@ -112,8 +319,8 @@ class Http:
         for at, path in enumerate(PATHS):
             for way in range(1, 6):
                 for stream in (False, True):
-                    body = {**bodies.example(path, source), "stream": stream}
-                    found.append(_input(way, at, bodies.encode(body)))
+                    body = {**example(path, source), "stream": stream}
+                    found.append(_input(way, at, encode(body)))
         for path in (
             "/health",
             "/v1/models",
@@ -124,23 +331,23 @@ class Http:
             found.append(_input(PATH, 0, path.encode()))
             found.append(_input(RAW, 0, wire.request(path, method="GET")))
         found.append(_input(HEADERS, 0, b"Authorization: Bearer x\r\nX-Request-Id: a"))
-        found.append(_input(RAW, 0, wire.request(CHAT, bodies.encode(bodies.plain(CHAT)))))
+        found.append(_input(RAW, 0, wire.request(CHAT, encode(plain(CHAT)))))
         return found
 
     def mutated(self, data: bytes, source: Random) -> bytes:
         """Another body, another way of sending it, or other bytes in a header or a path."""
         if len(data) < 2:
-            return _input(WHOLE, 0, bodies.encode(bodies.plain(CHAT)))
+            return _input(WHOLE, 0, encode(plain(CHAT)))
         way, at, body = data[0] % WAYS, data[1] % 2, data[2:]
         kind = source.randrange(10)
         if kind == 0:
             way = source.randrange(1, 6)
         elif kind < 3 and way in (WHOLE, CHUNKED, PACKED, TWICE, HALF):
-            body = bodies.encode(bodies.example(PATHS[at], source))
+            body = encode(example(PATHS[at], source))
         elif kind == 3 or way in (RAW, PATH, HEADERS):
-            body = mutation.mutated(body, source)
+            body = inputs.mutated_bytes(body, source)
         else:
-            body = bodies.mutated(body, source)
+            body = mutated_body(body, source)
         return _input(way, at, body)
 
     def one(self, data: bytes) -> None:
@@ -207,7 +414,7 @@ class Http:
         """A good request is answered as it should be."""
         reader, writer = await wire.connect(self._origin)
         try:
-            writer.write(wire.request(COMPLETION, bodies.encode({"prompt": "one two"})))
+            writer.write(wire.request(COMPLETION, encode({"prompt": "one two"})))
             async with asyncio.timeout(CANARY):
                 answer = await wire.answer(reader)
         except TimeoutError:
@@ -245,9 +452,9 @@ def _request(way: int, path: str, body: bytes) -> tuple[bytes, bool]:
     if way == PATH:
         return b"GET " + body + b" HTTP/1.1\r\nHost: server\r\n\r\n", False
     if way == HEADERS:
-        plain = bodies.encode(bodies.plain(path))
+        form = encode(plain(path))
         head = b"POST %s HTTP/1.1\r\nHost: server\r\nContent-Length: %d\r\n%s\r\n\r\n"
-        return head % (path.encode(), len(plain), body) + plain, False
+        return head % (path.encode(), len(form), body) + form, False
     return wire.request(path, body), bool(body)  # also of who says that it will send no more
 
 

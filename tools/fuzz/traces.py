@@ -17,8 +17,8 @@ from random import Random
 import msgspec
 import zstandard
 
-from fuzz import cores, mutation, values, wire_values
-from fuzz.target import Wrong
+from fuzz import cores, inputs
+from fuzz.engines import Wrong
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.trace import format as form
@@ -58,27 +58,27 @@ class Traces:
                 snapshot=snapshot(cores.fresh(name)),
             )  # fmt: skip
             rows = [
-                (0.1, "in", channel, "gateway-0", 1, 0.0, wire_values.encode(value))
+                (0.1, "in", channel, "gateway-0", 1, 0.0, inputs.encode(value))
                 for channel in CORE_CHANNELS[name]
-                for value in [wire_values.example(channel, source)]
+                for value in [inputs.example(channel, source)]
             ]
-            blocks = [wire_values.encode(header), wire_values.encode(rows)]
-            found.append(mutation.joined([bytes([PLAIN]) + block for block in blocks]))
-        found.append(mutation.joined([bytes([RAW]) + _file_of(mutation.parts(found[0]))]))
+            blocks = [inputs.encode(header), inputs.encode(rows)]
+            found.append(inputs.joined([bytes([PLAIN]) + block for block in blocks]))
+        found.append(inputs.joined([bytes([RAW]) + _file_of(inputs.parts(found[0]))]))
         return found
 
     def mutated(self, data: bytes, source: Random) -> bytes:
         """Other values in a block, another snapshot, or a block of another kind."""
-        pieces = mutation.parts(data)
+        pieces = inputs.parts(data)
         if not pieces:
-            return mutation.joined([bytes([PLAIN]) + b"\x90"])
+            return inputs.joined([bytes([PLAIN]) + b"\x90"])
         at, kind = source.randrange(len(pieces)), source.randrange(8)
         block = pieces[at][1:]
         if kind < 4:
             pieces[at] = bytes([PLAIN]) + _other_values(block, source)
         elif kind == 4:
             packed = _compress(block)
-            pieces[at] = bytes([PACKED]) + mutation.mutated(packed, source)
+            pieces[at] = bytes([PACKED]) + inputs.mutated_bytes(packed, source)
         elif kind == 5:
             size = source.choice(SIZES)
             pieces.append(bytes([LARGE]) + size.to_bytes(4, "big"))
@@ -86,11 +86,11 @@ class Traces:
             pieces.append(source.choice(pieces))
         else:
             pieces[at] = bytes([source.randrange(4)]) + block
-        return mutation.joined(pieces)
+        return inputs.joined(pieces)
 
     def one(self, data: bytes) -> None:
         """Reads the file as the tools do."""
-        content = _file_of(mutation.parts(data))
+        content = _file_of(inputs.parts(data))
         self._file.write_bytes(content)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._read()
@@ -164,8 +164,8 @@ def _other_values(block: bytes, source: Random) -> bytes:
         value = msgspec.msgpack.decode(block)
         if isinstance(value, dict) and source.random() < 0.6:
             state = msgspec.msgpack.decode(value["snapshot"])
-            value["snapshot"] = wire_values.encode(values.mutated(state, source, wire_values.raw))
-            return wire_values.encode(value)
-        return wire_values.encode(values.mutated(value, source, wire_values.raw))
+            value["snapshot"] = inputs.encode(inputs.mutated_value(state, source, inputs.raw))
+            return inputs.encode(value)
+        return inputs.encode(inputs.mutated_value(value, source, inputs.raw))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return mutation.mutated(block, source)
+        return inputs.mutated_bytes(block, source)

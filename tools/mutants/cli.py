@@ -18,9 +18,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from bench import report
-from mutants import drawing
+from mutants import mutations
 from mutants.areas import AREAS, ROOT
-from mutants.drawing import Mutant
+from mutants.mutations import Mutant
 from mutants.running import Outcome, Workplace
 
 SCHEMA = "pipeinfer-mutants/1"
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 if too many survived, 2 if tests fail without any change."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)
-    shares = drawing.shares(options.count, options.areas)
-    drawn = [m for area, share in shares.items() for m in drawing.draw(options.seed, area, share)]
+    shares = mutations.shares(options.count, options.areas)
+    drawn = [m for area, share in shares.items() for m in mutations.draw(options.seed, area, share)]
     if options.command == "list":
         for mutant in drawn:
             print(f"{mutant.path}:{mutant.change.line} {mutant.change.operator}\n{mutant.diff}\n")
@@ -117,7 +117,7 @@ def _time_limits(
     def unchanged(area: str) -> Outcome:
         path = next(AREAS[area].files())
         text = (ROOT / path).read_text(encoding="utf-8")
-        change = drawing.points.Change("", 0, 0, 0)
+        change = mutations.Change("", 0, 0, 0)
         return test(Mutant(area, path, change, text, ""), float("inf"))
 
     found = {}

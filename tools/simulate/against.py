@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from simulate import measured, metrics, observed, step_model
-from simulate.observed import Stream
+from simulate import fitting, metrics, step_model
+from simulate.fitting import Stream
 from simulate.run import simulate
 
 
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Both sides' metrics, and their ratios; prints them too. Raises ConfigurationError."""
-    found = measured.recordings(options.folder)
+    found = fitting.recordings(options.folder)
     model = step_model.load(options.model)
-    kept = observed.streams(found, options.skip)
-    deployment, groups, routing = observed.deployment(found)
-    arriving = observed.arrivals(kept)
+    kept = fitting.streams(found, options.skip)
+    deployment, groups, routing = fitting.deployment(found)
+    arriving = fitting.arrivals(kept)
     tallies = [
         simulate(deployment, model, iter(arriving), routing, groups, seed)
         for seed in range(max(options.repeat, 1))
     ]
-    real = _metrics(kept) | {"steps": measured.steps_since(found, kept[0].sent)}
+    real = _metrics(kept) | {"steps": fitting.steps_since(found, kept[0].sent)}
     runs = [metrics.of(tally, 0.0) for tally in tallies]
     said = {name: _mean([one[name] for one in runs]) for name in real}
     ratios = {name: _ratio(said[name], real[name]) for name in real}

@@ -1,6 +1,6 @@
 """How long messages are under way, as recordings of a real run show: all that a step is not.
 
-Reads traces through measured.py. Knows no model of step times.
+Reads traces through fitting.py. Knows no model of step times.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeinfer.messages import Plan, Result, Submit, Text, Tokens, Work
 from pipeinfer.replay.recording import LoadedTrace
-from simulate import measured
+from simulate import fitting
 from simulate.fitting import nonnegative
 
 QUANTILES = 100
@@ -40,11 +40,11 @@ def by_row(parts: Iterable[Sequence[tuple[int, float]]]) -> tuple[float, tuple[f
 def inbound(found: Sequence[LoadedTrace]) -> list[float]:
     """Seconds of each request from its gateway to its scheduler; [] where either is missing."""
     sent: dict[str, float] = {}
-    for entry in measured.entries(found, "gateway"):
+    for entry in fitting.entries(found, "gateway"):
         if isinstance(entry.message, Submit) and entry.direction == "out":
             sent.setdefault(entry.message.request_id, entry.time)
     heard: dict[str, float] = {}
-    for entry in measured.entries(found, "scheduler"):
+    for entry in fitting.entries(found, "scheduler"):
         if isinstance(entry.message, Work):
             heard.setdefault(entry.message.request_id, entry.time)
     return [max(heard[name] - at, 0.0) for name, at in sent.items() if name in heard]
@@ -119,7 +119,7 @@ def _ends(found: Sequence[LoadedTrace]) -> dict[tuple[int, int, int], float]:
     return {
         (recording.identity.group, entry.message.epoch, entry.message.number): entry.time
         for recording in found
-        if measured.leads(recording)
+        if fitting.leads(recording)
         for entry in recording.entries
         if entry.kind == "StepDone"
     }
@@ -147,7 +147,7 @@ def _arrivals(found: Sequence[LoadedTrace]) -> dict[tuple[str, int], float]:
     """When a gateway had the text of a token (request, place among its outputs)."""
     return {
         (row.request_id, row.token_offset): entry.time
-        for entry in measured.entries(found, "gateway")
+        for entry in fitting.entries(found, "gateway")
         if isinstance(entry.message, Text) and entry.direction == "in"
         for row in entry.message.rows
     }

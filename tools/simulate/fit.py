@@ -1,6 +1,6 @@
 """`fit`: a step-time model from the recordings that a real run left with `--record DIR`.
 
-Knows files; what a step took is read by measured.py, the coefficients are found by fitting.py.
+Knows files; what a step took is read by fitting.py, the coefficients are found by fitting.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from pipeinfer.settings import ConfigurationError
-from simulate import delays, fitting, measured, noise_fit, step_model
-from simulate.measured import MeasuredStep
+from simulate import delays, fitting, step_model
+from simulate.fitting import MeasuredStep
 
 FEWEST = 50  # steps
 
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the model; returns and prints how well it fits. Raises ConfigurationError."""
-    runs = [measured.recordings(folder) for folder in options.folders]
-    engines = [one for run in runs for one in run if measured.leads(one)]
-    parts = [list(measured.steps(engine))[options.skip :] for engine in engines]
+    runs = [fitting.recordings(folder) for folder in options.folders]
+    engines = [one for run in runs for one in run if fitting.leads(one)]
+    parts = [list(fitting.steps(engine))[options.skip :] for engine in engines]
     steps = [step for part in parts for step in part]
     if len(steps) < FEWEST:
         raise ConfigurationError(f"{len(steps)} steps are too few for a model, {FEWEST} is least")
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     outbound_row, outbound = delays.by_row(map(delays.outbound, runs))
     model = msgspec.structs.replace(
         model,
-        noise=noise_fit.noise(
+        noise=fitting.noise(
             [np.array([step.seconds for step in part]) for part in parts],
             [fitting.predicted(model, part) for part in parts],
             [np.array([step.tokens > 0 for step in part]) for part in parts],

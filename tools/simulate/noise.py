@@ -1,6 +1,6 @@
 """How steps scatter around what a model says: by their size, and partly for many steps in a row.
 
-Knows seconds and a source of chance; no step and no plan. noise_fit.py finds the numbers.
+Knows seconds and a source of chance; no step and no plan. fitting.py finds the numbers.
 """
 
 from __future__ import annotations

@@ -14,19 +14,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.options import TokenRange
 from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import ROUTING_POLICIES, Router
-from simulate import metrics, plot, step_model, step_times, workloads
-from simulate.arrivals import Arrival
-from simulate.cluster import Cluster
-from simulate.deployment import Deployment
-from simulate.group import Group
+from simulate import metrics, plot, step_model, workloads
+from simulate.cluster import Cluster, Deployment, Group
+from simulate.metrics import GroupTally, Tally
 from simulate.step_model import StepModel
-from simulate.tally import GroupTally, Tally
+from simulate.workloads import Arrival
 
-SHARED = Span(50, 150)  # tokens behind a shared prefix
+SHARED = TokenRange(50, 150)  # tokens behind a shared prefix
 WORKLOADS = ("poisson", "batch", "prefixes", "trace")
 SETTINGS = [field for field in fields(Deployment) if field.name != "step_cost"]  # nobody types it
 
@@ -46,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workload", choices=WORKLOADS, default="poisson")
     add("--requests", type=int, default=1000)
     add("--rate", type=float, default=10.0, help="arrivals a second, of all groups together")
-    add("--prompt-tokens", type=Span.parse, default=None, metavar="LOW:HIGH",
+    add("--prompt-tokens", type=TokenRange.parse, default=None, metavar="LOW:HIGH",
         help="default: 100:1024; behind a prefix 50:150")  # fmt: skip
-    add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--output-tokens", type=TokenRange.parse, default=TokenRange(100, 1024), metavar="LOW:HIGH")
     add("--prefixes", type=int, default=64)
     add("--prefix-tokens", type=int, default=1500)
     add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length")
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     values = {field.name: getattr(options, field.name) for field in SETTINGS}
     cost = None
     if options.measured_steps:
-        cost = step_times.step_cost(model, options.max_step_tokens or DEFAULT_STEP_TOKENS)
+        cost = step_model.step_cost(model, options.max_step_tokens or DEFAULT_STEP_TOKENS)
     deployment = Deployment(**values, step_cost=cost)
     arrive = _workload(options)
     found: dict[str, Any] = {}
@@ -135,7 +133,7 @@ def _without_collections() -> Iterator[None]:
 def _workload(options: argparse.Namespace) -> Callable[[], Iterator[Arrival]]:
     """Makes the arrivals anew for each policy, always the same ones."""
     count, outputs, seed = options.requests, options.output_tokens, options.work_seed
-    prompts = options.prompt_tokens or Span(100, 1024)
+    prompts = options.prompt_tokens or TokenRange(100, 1024)
     if options.workload == "trace":
         if options.trace is None:
             raise ConfigurationError("--workload trace needs --trace FILE")

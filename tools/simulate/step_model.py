@@ -1,8 +1,4 @@
-"""How long a step takes: a few coefficients over what the step computes.
-
-Linear in contexts and attended pairs, piecewise linear in tokens, because a device that waits for
-its memory computes a few more rows for nothing. Knows no request; fitting.py finds coefficients.
-"""
+"""How long a step takes, fitted to recordings; what a simulated engine says of its steps."""
 
 from __future__ import annotations
 
@@ -12,7 +8,30 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.step_cost import PER_SECOND, StepCost, steps_up_to
 from simulate.noise import Noise
+
+ROWS = 1, 8, 16, 32, 64, 96, 128, 192, 256  # of decodes alone
+BESIDE = 64  # decodes without context in a step with a prompt, at most half of its tokens
+DEPTH = 2048  # tokens of the prompt before those whose price is measured
+
+
+def step_cost(model: StepModel, most: int) -> StepCost:
+    """Of steps of up to `most` tokens, without scatter."""
+
+    def amid(tokens: int, before: int) -> int:
+        decodes = min(BESIDE, tokens // 2)
+        prompt = tokens - decodes
+        pairs = prompt * before + prompt * (prompt + 1) // 2
+        return round(model.seconds(decodes, decodes, prompt, pairs) * PER_SECOND)
+
+    mixed = tuple(
+        (tokens, amid(tokens, 0), (amid(tokens, DEPTH) - amid(tokens, 0)) // DEPTH)
+        for tokens in steps_up_to(most)
+    )
+    decodes = tuple((rows, round(model.seconds(rows, rows) * PER_SECOND)) for rows in ROWS)
+    return StepCost(decodes, mixed, round(model.context * PER_SECOND))
+
 
 SCHEMA = "pipeinfer-step-model/2"
 SHIPPED = Path(__file__).parent / "models"

@@ -13,7 +13,7 @@ from typing import Any
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
 from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
-from simulate import plot, step_model, step_times
+from simulate import plot, step_model
 
 MANY = (*range(1, 8), *range(8, 64, 4), 64, 80)  # prompts that wait
 MS = PER_SECOND / 1e3
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     """By number of prompts that came at once; prints it too. Raises ConfigurationError."""
     if min(options.streams, options.stream_tokens, options.prompt_tokens) < 1:
         raise ConfigurationError("streams and their tokens must be at least 1, and prompts' too")
-    cost = step_times.step_cost(step_model.load(options.model), options.max_step_tokens)
+    cost = step_model.step_cost(step_model.load(options.model), options.max_step_tokens)
     targets = Targets(options.itl_target, options.ttft_target)
     budget = prefill_budget(0, options.max_step_tokens, cost, targets)
     rows, context = options.streams, options.streams * options.stream_tokens

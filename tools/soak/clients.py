@@ -20,10 +20,17 @@ from typing import Any
 import uvloop
 
 from chaos import wire
-from soak import mix
-from soak.asking import Answer, Lines
-from soak.mix import Asked
-from soak.questions import MANY, questions
+from soak.requests import (
+    MANY,
+    Answer,
+    Asked,
+    Lines,
+    bad,
+    drawn,
+    hostile,
+    plain,
+    questions,
+)
 
 EVERY = 1.0  # seconds between lines
 ENOUGH = 20  # wrong answers, after which it ends: it would be more of the same
@@ -128,12 +135,12 @@ async def _run(options: argparse.Namespace) -> None:
     expected = json.loads(options.expected.read_text()) if options.expected else None
     clients = Clients(wire.Origin.of(options.url), expected)
     if options.learn:
-        everything = [mix.plain(known, number) for number in range(len(known))]
-        requests: Iterator[Asked] = iter([*everything, *mix.bad(), *mix.hostile()])
+        everything = [plain(known, number) for number in range(len(known))]
+        requests: Iterator[Asked] = iter([*everything, *bad(), *hostile()])
     else:
         numbers = itertools.islice(itertools.count(options.share[0]), 0, None, options.share[2])
         share = itertools.takewhile(lambda number: number < options.share[1], numbers)
-        requests = (mix.drawn(options.seed, number, known) for number in share)
+        requests = (drawn(options.seed, number, known) for number in share)
     until = time.monotonic() + options.seconds if options.seconds else float("inf")
     tasks = [asyncio.create_task(clients.loop(requests, until)) for _ in range(options.concurrency)]
     while any(not task.done() for task in tasks):

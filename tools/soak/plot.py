@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from soak.memory import MIB, MOST, TENTHS, levels
+from soak.checks import MIB, MOST, TENTHS, levels
 
 COLORS = {
     "supervisor": "tab:gray", "gateway": "tab:blue", "tokenizer": "tab:orange",

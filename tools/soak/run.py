@@ -1,9 +1,9 @@
-"""`run`: a real server is asked for much, and sampled; then it must be as it was before.
+"""`run`: a long mixed load of a server by client processes, and what is checked then.
 
-First each question is asked once, to learn its answer, and some requests of the mix are sent to
-warm the server up. What it holds when it is idle then, it must hold when it is idle at the end.
-Broken: memory that grows (memory.py), counters that do not add up (counters.py), any answer that is
-not what it should be, pages, slots, requests, processes, descriptors or threads that are left.
+First each question is asked once, to learn its answer, and some requests of the mix warm the
+server up. What it holds when it is idle then, it must hold when it is idle at the end. Broken:
+memory that grows, counters that do not add up (checks.py), any answer that is not what it should
+be, pages, slots, requests, processes, descriptors or threads that are left.
 """
 
 from __future__ import annotations
@@ -11,19 +11,88 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from chaos.leftovers import leftovers
-from chaos.serving import Serving
-from soak import counters, idle, memory
-from soak.fleet import Fleet
-from soak.questions import MANY, questions
+from chaos.serving import Serving, leftovers
+from soak import checks
+from soak.requests import MANY, questions
 from soak.watching import Watcher
+
+TOOL = str(Path(__file__).parent)
+
+
+class Fleet:
+    """Processes of `clients` with these words each, as a context manager. After `wait`: `counts`
+    and `wrong` of all, and `answers` by question.
+    """
+
+    def __init__(self, words: Sequence[Sequence[str]]) -> None:
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, TOOL, "clients", *its], stdout=subprocess.PIPE, text=True
+            )
+            for its in words
+        ]
+        self._done = [0] * len(words)
+        self._told: list[dict[str, Any]] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(number,), daemon=True)
+            for number in range(len(words))
+        ]
+        for reader in self._readers:
+            reader.start()
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.answers: dict[int, list[str]] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for reader in self._readers:
+            reader.join()
+
+    @property
+    def done(self) -> int:
+        """Requests of all, as of a second ago."""
+        return sum(self._done)
+
+    def running(self) -> bool:
+        """Whether any of them goes on."""
+        return any(reader.is_alive() for reader in self._readers)
+
+    def wait(self) -> None:
+        """Until they end; RuntimeError for one that did not tell what it did."""
+        for reader in self._readers:
+            reader.join()
+        if len(self._told) < len(self._processes):
+            raise RuntimeError("a process of clients ended early")
+        for told in self._told:
+            self.counts.update(told["counts"])
+            self.wrong += told["wrong"]
+            self.answers |= {int(number): answer for number, answer in told["answers"].items()}
+
+    def _read(self, number: int) -> None:
+        output = self._processes[number].stdout
+        assert output is not None
+        for line in output:
+            told = json.loads(line)
+            if isinstance(told, int):
+                self._done[number] = told
+            else:
+                self._told.append(told)
+
 
 # A pool that is filled within the first requests and then always short of free pages. The recorder
 # keeps a minute, or so much of it; a small one is full long before the first tenth is over.
@@ -53,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=int, default=2, help="of clients")
     add("--warm-up", type=int, default=500, help="requests before the server counts as warm")
     add("--every", type=float, default=1.0, help="seconds between samples")
-    add("--memory-percent", type=float, default=memory.MOST, help="growth that is no leak")
+    add("--memory-percent", type=float, default=checks.MOST, help="growth that is no leak")
     add("--samples", type=Path, metavar="OUT", help="write the samples there, as JSON lines")
     add("--plot", type=Path, metavar="OUT", help="draw them")
 
@@ -185,7 +254,7 @@ class Soak:
         while True:
             self._watcher.said(anew=True)
             now = self._watcher.sample()
-            same = was is not None and not idle.changed(was, now)
+            same = was is not None and not checks.changed(was, now)
             if same or time.monotonic() > deadline:
                 return self._keep(now, phase, self._asked(), file)
             was = before or now
@@ -194,9 +263,9 @@ class Soak:
         self, done: int, seconds: float, before: dict[str, Any], after: dict[str, Any]
     ) -> dict[str, Any]:
         load = [sample for sample in self.samples if sample["phase"] == "load"]
-        grown, broken = memory.judged(load, done, self._options.memory_percent)
+        grown, broken = checks.judged(load, done, self._options.memory_percent)
         stages = self._watcher.said(anew=True)
-        sums = counters.added_up(self._counts, self._watcher.metrics(), stages)
+        sums = checks.added_up(self._counts, self._watcher.metrics(), stages)
         return {
             "requests": done,
             "seconds": round(seconds, 1),
@@ -213,8 +282,8 @@ class Soak:
                 for name, stats in stages.items()
                 if name.startswith("scheduler")
             ),
-            "broken": self._broken + broken + sums + idle.changed(before, after)
-            + idle.in_use(after),
+            "broken": self._broken + broken + sums + checks.changed(before, after)
+            + checks.in_use(after),
         }  # fmt: skip
 
 

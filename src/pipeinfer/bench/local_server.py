@@ -15,7 +15,7 @@ from pipeinfer import settings as config
 READY = "ready "
 
 
-class NotReady(RuntimeError):
+class ServerNotReady(RuntimeError):
     """A server ended before it was ready; its own words are on stderr."""
 
 
@@ -38,10 +38,10 @@ def wait_ready(process: subprocess.Popen[str]) -> str:
     for line in output:
         if line.startswith(READY):
             return line.removeprefix(READY).strip()
-    raise NotReady(f"the server ended with code {process.wait()}")
+    raise ServerNotReady(f"the server ended with code {process.wait()}")
 
 
-class Server:
+class LocalServer:
     """`pipeinfer serve` on a free port, as a context manager; `url` is set when it is ready.
 
     All its graphs are captured by then, unless `settings` say otherwise. `log`: an open file for
@@ -54,7 +54,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.url = ""
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> LocalServer:
         try:
             self.url = wait_ready(self.process)
         except BaseException:

@@ -13,8 +13,12 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.bench import defaults
-from pipeinfer.bench.span import Span
+from pipeinfer.bench.options import (
+    DEFAULT_CONCURRENCY,
+    MIN_REQUESTS,
+    MIN_REQUESTS_PER_STREAM,
+    TokenRange,
+)
 from pipeinfer.command_line import CommandLine
 from pipeinfer.json_values import JsonObject
 
@@ -59,7 +63,7 @@ def parser() -> CommandLine:
 
 def _add_load(group: Any) -> None:
     add = group.add_argument
-    help_text = f"closed loop: so many streams at a time (default: {defaults.STREAMS})"
+    help_text = f"closed loop: so many streams at a time (default: {DEFAULT_CONCURRENCY})"
     add("--concurrency", type=_list(int), default=[], metavar="N,N", help=help_text)
     help_text = "open loop: Poisson arrivals, requests a second"
     add("--rate", type=_list(float), default=[], metavar="R,R", help=help_text)
@@ -67,7 +71,9 @@ def _add_load(group: Any) -> None:
     help_text = "open loop: JSON lines with timestamp, input_length, output_length"
     add("--trace", type=Path, metavar="FILE", help=help_text)
     add("--speed", type=_positive(float), default=1.0, metavar="X", help="of the trace")
-    help_text = f"of each load (default: {defaults.REQUESTS}, at least {defaults.ROUNDS} a stream)"
+    help_text = (
+        f"of each load (default: {MIN_REQUESTS}, at least {MIN_REQUESTS_PER_STREAM} a stream)"
+    )
     add("--requests", type=_positive(int), metavar="M", help=help_text)
     help_text = "seconds in which requests of each load are begun, in the place of --requests"
     add("--duration", type=_positive(float), metavar="S", help=help_text)
@@ -81,15 +87,15 @@ def _add_prompts(group: Any) -> None:
     help_text = "lengths, drawn evenly (default: %(default)s)"
     add(
         "--prompt-tokens",
-        type=Span.parse,
-        default=Span(16, 256),
+        type=TokenRange.parse,
+        default=TokenRange(16, 256),
         metavar="LOW:HIGH",
         help=help_text,
     )
     add(
         "--output-tokens",
-        type=Span.parse,
-        default=Span(16, 128),
+        type=TokenRange.parse,
+        default=TokenRange(16, 128),
         metavar="LOW:HIGH",
         help=help_text,
     )

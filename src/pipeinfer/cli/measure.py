@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pipeinfer.bench import arrivals, defaults, page, points, prompts, result, table, warming
-from pipeinfer.bench.endpoint import Endpoint
-from pipeinfer.bench.latency import Target
-from pipeinfer.bench.measuring import ClientDied
-from pipeinfer.bench.points import Bounds, Point, Run, Seen
-from pipeinfer.bench.prompts import Drawn, Listed
-from pipeinfer.bench.warming import NoAnswer
+from pipeinfer.bench import client, report, runner
+from pipeinfer.bench.client import Endpoint, ServerNotUsable
+from pipeinfer.bench.dataset import CustomDataset, RandomDataset, load_custom_dataset
+from pipeinfer.bench.load import load_trace
+from pipeinfer.bench.metrics import GoodputTarget
+from pipeinfer.bench.options import DEFAULT_CONCURRENCY
+from pipeinfer.bench.runner import Benchmark, LoadLimits, LoadPoint, PointResult, WorkerDied
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base
 
@@ -38,22 +38,22 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         bench, settings = asyncio.run(_prepared(options))
         print("  ".join(f"{name}: {value}" for name, value in settings.items()), flush=True)
         seen = [_measured(bench, number, point) for number, point in enumerate(listed)]
-    except (NoAnswer, ClientDied) as error:
+    except (ServerNotUsable, WorkerDied) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if len(seen) > 1:
-        print("\n" + table.overview(seen))
+        print("\n" + report.overview_text(seen))
     _write(options, _command(arguments), settings, seen, bench.target)
-    return 0 if any(one.summary["failed"] < one.summary["requests"] for one in seen) else 1
+    return 0 if any(one.metrics["failed"] < one.metrics["requests"] for one in seen) else 1
 
 
-def _measured(bench: Run, number: int, point: Point) -> Seen:
-    line = table.ProgressLine(point.label, point.requests, sys.stderr)
+def _measured(bench: Benchmark, number: int, point: LoadPoint) -> PointResult:
+    line = report.ProgressLine(point.label, point.requests, sys.stderr)
     try:
-        seen = bench.measure(number, point, line.show)
+        seen = bench.run_point(number, point, line.show)
     finally:
         line.end()
-    print("\n" + table.point(seen, bench.target), flush=True)
+    print("\n" + report.point_text(seen, bench.target), flush=True)
     return seen
 
 
@@ -61,24 +61,26 @@ def _write(
     options: argparse.Namespace,
     command: str,
     settings: dict[str, str],
-    seen: Sequence[Seen],
-    target: Target,
+    seen: Sequence[PointResult],
+    target: GoodputTarget,
 ) -> None:
     if options.json is not None:
-        last = seen[-1].summary
+        last = seen[-1].metrics
         metrics = {
             "tokens_per_s": last["tokens_per_s"],
             "ttft_ms": last["ttft_ms"],
             "itl_ms": last["itl_ms"],
             "e2e_ms": last["e2e_ms"],
-            "targets_ms": {"ttft": target.first * 1e3, "itl": target.between * 1e3},
+            "targets_ms": {"ttft": target.ttft * 1e3, "itl": target.tpot * 1e3},
             "settings": settings,
-            "points": [one.metrics() for one in seen],
+            "points": [one.to_json() for one in seen],
         }
-        result.write(options.json, command, metrics)
+        report.write_result(options.json, command, metrics)
     if options.html is not None:
         title = f"{settings['model']} at {settings['server']}"
-        options.html.write_text(page.page(title, {**settings, "command": command}, seen, target))
+        options.html.write_text(
+            report.html_page(title, {**settings, "command": command}, seen, target)
+        )
         print(f"\n{options.html} is the page of it")
 
 
@@ -93,23 +95,23 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join(["pipeinfer", "bench", *words])
 
 
-def _points(options: argparse.Namespace) -> list[Point]:
+def _points(options: argparse.Namespace) -> list[LoadPoint]:
     """In the order of the help; a default if nothing is asked for."""
-    bounds = Bounds(options.requests, options.duration)
+    bounds = LoadLimits(options.requests, options.duration)
     if options.duration is not None and (options.burst or options.trace):
         raise ConfigurationError("--duration bounds neither --burst nor --trace; --requests does")
     if options.duration is not None and options.requests is not None:
         raise ConfigurationError("--requests and --duration exclude each other")
-    found = [points.closed(streams, bounds) for streams in options.concurrency]
-    found += [points.opened(rate, bounds, options.seed) for rate in options.rate]
-    found += [points.burst(bounds)] if options.burst else []
+    found = [runner.closed_loop_point(streams, bounds) for streams in options.concurrency]
+    found += [runner.poisson_point(rate, bounds, options.seed) for rate in options.rate]
+    found += [runner.burst_point(bounds)] if options.burst else []
     if options.trace:
-        trace = arrivals.entries(options.trace)
-        found.append(points.recorded(trace[: options.requests], options.speed))
-    return found or [points.closed(defaults.STREAMS, bounds)]
+        trace = load_trace(options.trace)
+        found.append(runner.trace_point(trace[: options.requests], options.speed))
+    return found or [runner.closed_loop_point(DEFAULT_CONCURRENCY, bounds)]
 
 
-async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
+async def _prepared(options: argparse.Namespace) -> tuple[Benchmark, dict[str, str]]:
     """What is the same at all points, and how it is unit; the server is warm then."""
     endpoint = Endpoint(
         url=base(options.url),
@@ -118,9 +120,9 @@ async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
         api_key=options.api_key,
         temperature=options.temperature,
         ignore_eos=options.ignore_eos,
-        exact=False,
+        exact_length=False,
         timeout=options.timeout,
-        further=options.extra,
+        extra_body=options.extra,
     )
     if endpoint.chat and options.ids:
         raise ConfigurationError("token ids need --endpoint completions")
@@ -128,53 +130,55 @@ async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
     listed = None
     if options.prompts is not None:
         seed, chat = options.seed, endpoint.chat
-        listed = prompts.of_file(options.prompts, options.output_tokens, seed, chat)
+        listed = load_custom_dataset(options.prompts, options.output_tokens, seed, chat)
     if endpoint.model is None:
-        model = await warming.first_model(endpoint)
+        model = await client.first_model(endpoint)
         endpoint = msgspec.structs.replace(endpoint, model=model)
-    endpoint = await warming.without_what_is_refused(endpoint)
+    endpoint = await client.drop_refused_fields(endpoint)
     unit = "tokens, as words"
     if listed is None:
-        drawn, counted = await warming.counted(endpoint, drawn)
+        drawn, counted = await client.calibrate_words(endpoint, drawn)
         unit = unit if counted else "words"
     if options.warm_up:
-        lines = await warming.warm_up(endpoint, listed or drawn, options.warm_up)
-        if not any(line.complete for line in lines):
+        lines = await client.warm_up(endpoint, listed or drawn, options.warm_up)
+        if not any(line.success for line in lines):
             failed = f"all {len(lines)} requests of the warm-up failed"
-            text = f"{failed}, the first by {lines[0].kind}: {lines[0].error}"
-            raise NoAnswer(f"{endpoint.address}: {text}")
-    target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
-    bench = Run(endpoint, _source(drawn, listed), target, _processes(options))
+            text = f"{failed}, the first by {lines[0].failure_kind}: {lines[0].error}"
+            raise ServerNotUsable(f"{endpoint.api_url}: {text}")
+    target = GoodputTarget(options.good_ttft / 1e3, options.good_itl / 1e3)
+    bench = Benchmark(endpoint, _source(drawn, listed), target, _processes(options))
     return bench, _settings(options, endpoint, unit)
 
 
-def _drawn(options: argparse.Namespace) -> Drawn:
+def _drawn(options: argparse.Namespace) -> RandomDataset:
     lengths: list[tuple[int, int]] = []
     if options.trace:
-        found = arrivals.entries(options.trace)
+        found = load_trace(options.trace)
         lengths = [(entry.input_length, entry.output_length) for entry in found]
-    return Drawn(
-        prompt=options.prompt_tokens,
-        output=options.output_tokens,
+    return RandomDataset(
+        prompt_len=options.prompt_tokens,
+        output_len=options.output_tokens,
         seed=options.seed,
         highest_id=options.highest_id if options.ids else None,
-        prefixes=options.shared_prefixes,
-        prefix_tokens=options.shared_tokens,
+        num_prefixes=options.shared_prefixes,
+        prefix_len=options.shared_tokens,
         lengths=lengths,
     )
 
 
-def _source(drawn: Drawn, listed: Listed | None) -> Callable[[int], Drawn | Listed]:
+def _source(
+    drawn: RandomDataset, listed: CustomDataset | None
+) -> Callable[[int], RandomDataset | CustomDataset]:
     """The prompts of each point, none of which was in one before."""
     if listed is not None:
         return lambda number: listed
     return lambda number: msgspec.structs.replace(drawn, seed=drawn.seed + EACH * number)
 
 
-def _processes(options: argparse.Namespace) -> Callable[[Point], int]:
+def _processes(options: argparse.Namespace) -> Callable[[LoadPoint], int]:
     if options.processes is not None:
         return lambda point: options.processes
-    return lambda point: point.processes(result.cores())
+    return lambda point: point.processes(report.cores())
 
 
 def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from pipeinfer.bench.local_server import Server
+from pipeinfer.bench.local_server import LocalServer
 from pipeinfer.replay.codes import EQUAL
 
 WORDS = ("count", "from", "pipeline", "engine", "seven", "12", "what is", "copy:", "é", "页", "🙂")
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
     settings = {**DEFAULTS, **overrides, "record": str(options.out)}
     requests = session_requests(options.requests, options.seed_of_requests)
     begun = time.monotonic()
-    with Server(settings) as server:
+    with LocalServer(settings) as server:
         outcomes = asyncio.run(_all(server.url, requests, options.concurrency))
         seconds = time.monotonic() - begun
     print(f"{len(requests)} requests in {seconds:.1f} s: {dict(sorted(outcomes.items()))}")

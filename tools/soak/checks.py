@@ -1,15 +1,107 @@
-"""Whether the counters of a server add up: with what its clients did, and from stage to stage.
+"""What must hold after a soak: flat memory, an idle server, counters that add up.
 
-Knows the counts of clients.py, the metrics of the gateway, and the statistics of the stages; what
-they mean stands in docs/reference/statistics.md.
+Memory: a process has its working size after the first tenth of the requests. Samples of the rest
+are cut into nine parts, in the order of time, whose level is their median. No level may be more
+than 5 % above the first, so what grows late, or grows and shrinks again, counts too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from statistics import median
+from typing import Any
 
 from pipeinfer.scheduler.core import FINISH_KINDS
+
+TENTHS = 10
+MOST = 5.0  # percent
+PARTS = TENTHS - 1
+FEWEST = 3  # samples of a part
+MIB = 2**20
+
+Sample = Mapping[str, Any]
+
+
+def levels(samples: Sequence[Sample], requests: int) -> dict[str, list[float]]:
+    """For each process that is in every sample after the first tenth of the `requests`: the median
+    of its own bytes in each part. ValueError if a part has fewer than FEWEST samples."""
+    late = [one["processes"] for one in samples if one["done"] * TENTHS >= requests]
+    if len(late) < PARTS * FEWEST:
+        raise ValueError(f"{len(late)} samples after a tenth of the requests are too few")
+    cuts = [len(late) * part // PARTS for part in range(PARTS + 1)]
+    names = set.intersection(*map(set, late))
+    return {
+        name: [
+            median(one[name]["own"] for one in late[begin:end])
+            for begin, end in itertools.pairwise(cuts)
+        ]
+        for name in sorted(names)
+    }
+
+
+def judged(
+    samples: Sequence[Sample], requests: int, most: float = MOST
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """(for each process: MiB of the first level, of the last, of the highest, and of the greatest
+    sample after the first tenth; percent by which the highest and the last level exceed the first;
+    what grew by more than `most` percent)."""
+    found: dict[str, dict[str, float]] = {}
+    broken: list[str] = []
+    try:
+        by_name = levels(samples, requests)
+    except ValueError as error:
+        return found, [f"memory: {error}"]
+    for name, its in by_name.items():
+        first, highest = its[0], max(its)
+        late = [one for one in samples if one["done"] * TENTHS >= requests]
+        grown = 100 * (highest / first - 1)
+        found[name] = {
+            "first_mib": round(first / MIB, 2),
+            "last_mib": round(its[-1] / MIB, 2),
+            "highest_mib": round(highest / MIB, 2),
+            "greatest_sample_mib": round(
+                max(one["processes"][name]["own"] for one in late) / MIB, 2
+            ),
+            "highest_percent": round(grown, 2),
+            "last_percent": round(100 * (its[-1] / first - 1), 2),
+        }
+        if grown > most:
+            broken.append(
+                f"memory of {name} grew by {grown:.1f} %: {first / MIB:.1f} MiB after a tenth of "
+                f"the requests, then {highest / MIB:.1f} MiB"
+            )
+    return found, broken
+
+
+def changed(before: Sample, after: Sample) -> list[str]:
+    """What is another number now, or another process."""
+    broken: list[str] = []
+    was, now = before["processes"], after["processes"]
+    if set(was) != set(now):
+        broken.append(f"processes {sorted(now)}, before {sorted(was)}")
+    for name in sorted(set(was) & set(now)):
+        broken += [
+            f"{what} of {name}: {now[name][what]}, before {was[name][what]}"
+            for what in ("pid", "descriptors", "threads")
+            if now[name][what] != was[name][what]
+        ]
+    return broken
+
+
+def in_use(sample: Sample) -> list[str]:
+    """Pages and slots that are not given back."""
+    broken: list[str] = []
+    for stage, stats in sample["stages"].items():
+        if not stage.startswith("engine"):
+            continue
+        pages = stats["pages_total"] - stats["pages_free"] - stats["pages_evictable"]
+        for what, many in (("pages", pages), ("slots", stats["slots_used"])):
+            if many:
+                broken.append(f"{many:g} {what} of {stage} are in use")
+    return broken
+
 
 Numbers = Mapping[str, float]
 Check = tuple[str, float, float, float]  # what it is, its value, the least and the most it may be

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.bench import arrivals, points, prompts
-from pipeinfer.bench.endpoint import Endpoint, Prepared
-from pipeinfer.bench.load import Closed, Open
-from pipeinfer.bench.points import Bounds
-from pipeinfer.bench.prompts import Drawn, Request
-from pipeinfer.bench.span import Span
+from pipeinfer.bench import runner
+from pipeinfer.bench.client import EncodedRequest, Endpoint
+from pipeinfer.bench.dataset import RandomDataset, SampleRequest, load_custom_dataset
+from pipeinfer.bench.load import ClosedLoop, OpenLoop, TraceRequest, load_trace, poisson_arrivals
+from pipeinfer.bench.options import TokenRange
+from pipeinfer.bench.runner import LoadLimits
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.urls import base
 
@@ -30,10 +30,10 @@ class Noted:
         self.most = self._running = 0
         self._seconds = seconds
 
-    def prepared(self, index: int) -> Prepared:
-        return Prepared(str(index).encode(), 1)
+    def encode(self, index: int) -> EncodedRequest:
+        return EncodedRequest(str(index).encode(), 1)
 
-    async def send(self, asked: Prepared, due: float) -> None:
+    async def send(self, asked: EncodedRequest, due: float) -> None:
         self._running += 1
         self.most = max(self.most, self._running)
         self.numbers.append(int(asked.body))
@@ -48,7 +48,7 @@ def driven(loads, seconds: float) -> list[Noted]:
     async def together() -> None:
         begin = time.perf_counter()
         await asyncio.gather(
-            *(load.drive(begin, noted) for load, noted in zip(loads, senders, strict=True))
+            *(load.run(begin, noted) for load, noted in zip(loads, senders, strict=True))
         )
 
     senders = [Noted(seconds) for _ in loads]
@@ -58,7 +58,7 @@ def driven(loads, seconds: float) -> list[Noted]:
 
 @pytest.mark.parametrize("many", [1, 3])
 def test_processes_send_each_request_of_a_closed_loop_once(tmp_path: Path, many: int) -> None:
-    load = Closed(5, requests=40)
+    load = ClosedLoop(5, requests=40)
     noted = driven([load.share(tmp_path, first, many) for first in range(many)], 0.001)
     assert sorted(number for one in noted for number in one.numbers) == list(range(40))
     assert sum(one.most for one in noted) == 5
@@ -66,14 +66,14 @@ def test_processes_send_each_request_of_a_closed_loop_once(tmp_path: Path, many:
 
 def test_a_closed_loop_begins_nothing_after_its_time(tmp_path: Path) -> None:
     begin = time.perf_counter()
-    (noted,) = driven([Closed(2, seconds=0.2).share(tmp_path, 0, 1)], 0.01)
+    (noted,) = driven([ClosedLoop(2, seconds=0.2).share(tmp_path, 0, 1)], 0.01)
     assert len(noted.numbers) > 2
     assert max(noted.dues) - begin < 0.5 and max(noted.dues) - min(noted.dues) <= 0.2
 
 
 def test_an_open_loop_waits_for_no_answer(tmp_path: Path) -> None:
     times = [0.0, 0.01, 0.02, 0.05]
-    load = Open(list(enumerate(times)))
+    load = OpenLoop(list(enumerate(times)))
     noted = driven([load.share(tmp_path, first, 2) for first in range(2)], 0.6)
     assert [one.numbers for one in noted] == [[0, 2], [1, 3]]
     assert [one.most for one in noted] == [2, 2]
@@ -82,57 +82,72 @@ def test_an_open_loop_waits_for_no_answer(tmp_path: Path) -> None:
 
 
 def test_poisson_arrivals_come_at_their_rate_and_in_proportion() -> None:
-    times = arrivals.poisson(8.0, 0, requests=2_000)
+    times = poisson_arrivals(8.0, 0, requests=2_000)
     assert times[-1] == pytest.approx(2_000 / 8.0, rel=0.1)
-    assert arrivals.poisson(16.0, 0, requests=2_000) == pytest.approx([t / 2 for t in times])
-    within = arrivals.poisson(8.0, 0, seconds=50.0)
+    assert poisson_arrivals(16.0, 0, requests=2_000) == pytest.approx([t / 2 for t in times])
+    within = poisson_arrivals(8.0, 0, seconds=50.0)
     assert within == times[: len(within)] and within[-1] < 50.0 <= times[len(within)]
-    assert arrivals.poisson(float("inf"), 0, requests=3) == [0.0] * 3
+    assert poisson_arrivals(float("inf"), 0, requests=3) == [0.0] * 3
 
 
 def test_broken_trace_names_its_line(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input_length": 0, "output_length": 5}\n')
     with pytest.raises(ConfigurationError, match=r"line 1.*input_length"):
-        arrivals.entries(trace)
+        load_trace(trace)
     trace.write_text("")
     with pytest.raises(ConfigurationError, match="no entries"):
-        arrivals.entries(trace)
+        load_trace(trace)
     with pytest.raises(ConfigurationError, match="cannot read"):
-        arrivals.entries(tmp_path / "none")
+        load_trace(tmp_path / "none")
 
 
 @given(st.integers(-(2**31), 2**31), st.integers(0, 2**31))
 def test_a_request_follows_from_seed_and_number(seed: int, index: int) -> None:
-    drawn = Drawn(Span(3, 9), Span(2, 4), seed, highest_id=7)
-    request = drawn.request(index)
-    assert request == drawn.request(index)
-    assert 3 <= len(request.ids) <= 9 and 2 <= request.output <= 4
-    assert all(0 <= token <= 7 for token in request.ids)
-    assert drawn.warming(index, 5) == Drawn(Span(3, 9), Span(2, 4), seed + 5, 7).request(index)
+    drawn = RandomDataset(TokenRange(3, 9), TokenRange(2, 4), seed, highest_id=7)
+    request = drawn.sample(index)
+    assert request == drawn.sample(index)
+    assert 3 <= len(request.prompt_ids) <= 9 and 2 <= request.output_len <= 4
+    assert all(0 <= token <= 7 for token in request.prompt_ids)
+    assert drawn.warmup_sample(index, 5) == RandomDataset(
+        TokenRange(3, 9), TokenRange(2, 4), seed + 5, 7
+    ).sample(index)
 
 
 @pytest.mark.parametrize("highest_id", [None, 5000])
 def test_prompts_share_as_many_beginnings_as_asked_for(highest_id: int | None) -> None:
-    drawn = Drawn(Span(8, 8), Span(1, 1), 0, highest_id, prefixes=3, prefix_tokens=20)
-    requests = [drawn.request(index) for index in range(60)]
-    parts = [request.ids or request.text.split() for request in requests]
+    drawn = RandomDataset(
+        TokenRange(8, 8), TokenRange(1, 1), 0, highest_id, num_prefixes=3, prefix_len=20
+    )
+    requests = [drawn.sample(index) for index in range(60)]
+    parts = [request.prompt_ids or request.text.split() for request in requests]
     assert {len(part) for part in parts} == {28}
     assert len({tuple(part[:20]) for part in parts}) == 3
     assert len({tuple(part[20:]) for part in parts}) == 60
-    other = Drawn(Span(8, 8), Span(1, 1), 1, highest_id, prefixes=3, prefix_tokens=20).request(0)
-    assert (other.ids or other.text.split())[:20] not in [part[:20] for part in parts]
+    other = RandomDataset(
+        TokenRange(8, 8), TokenRange(1, 1), 1, highest_id, num_prefixes=3, prefix_len=20
+    ).sample(0)
+    assert (other.prompt_ids or other.text.split())[:20] not in [part[:20] for part in parts]
 
 
 def test_words_are_as_many_as_make_the_tokens() -> None:
-    drawn = Drawn(Span(110, 110), Span(1, 1), 0, tokens_per_word=2.0, tokens_around=10.0)
-    assert len(drawn.request(0).text.split()) == 50
-    assert len(Drawn(Span(4, 4), Span(1, 1), 0, tokens_around=10.0).request(0).text.split()) == 1
+    drawn = RandomDataset(
+        TokenRange(110, 110), TokenRange(1, 1), 0, tokens_per_word=2.0, template_tokens=10.0
+    )
+    assert len(drawn.sample(0).text.split()) == 50
+    assert (
+        len(
+            RandomDataset(TokenRange(4, 4), TokenRange(1, 1), 0, template_tokens=10.0)
+            .sample(0)
+            .text.split()
+        )
+        == 1
+    )
 
 
 def test_lengths_of_a_trace_go_before_spans() -> None:
-    drawn = Drawn(Span(1, 1), Span(1, 1), 0, 99, lengths=[(4, 2), (7, 3)])
-    found = [(len(r.ids), r.output) for r in map(drawn.request, range(3))]
+    drawn = RandomDataset(TokenRange(1, 1), TokenRange(1, 1), 0, 99, lengths=[(4, 2), (7, 3)])
+    found = [(len(r.prompt_ids), r.output_len) for r in map(drawn.sample, range(3))]
     assert found == [(4, 2), (7, 3), (4, 2)]
 
 
@@ -141,14 +156,18 @@ def test_a_file_has_texts_ids_and_conversations(tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "short"}, {"role": "user", "content": "hello"}]
     lines = ["a text", {"prompt": "another", "max_tokens": 7}]
     file.write_text("\n".join(map(json.dumps, [*lines, {"messages": talk}])) + "\n\n")
-    found = prompts.of_file(file, Span(3, 3), 0, chat=True)
-    expected = [Request(3, text="a text"), Request(7, text="another"), Request(3, messages=talk)]
-    assert [found.request(index) for index in range(4)] == [*expected, expected[0]]
-    body = json.loads(Endpoint("", chat=True).prepared(expected[2]).body)
+    found = load_custom_dataset(file, TokenRange(3, 3), 0, chat=True)
+    expected = [
+        SampleRequest(3, text="a text"),
+        SampleRequest(7, text="another"),
+        SampleRequest(3, messages=talk),
+    ]
+    assert [found.sample(index) for index in range(4)] == [*expected, expected[0]]
+    body = json.loads(Endpoint("", chat=True).encode(expected[2]).body)
     assert body["messages"] == talk and body["max_tokens"] == 3
     file.write_text('{"prompt": [1, 2]}')
-    request = prompts.of_file(file, Span(3, 3), 0, chat=False).request(0)
-    assert json.loads(Endpoint("").prepared(request).body)["prompt"] == [1, 2]
+    request = load_custom_dataset(file, TokenRange(3, 3), 0, chat=False).sample(0)
+    assert json.loads(Endpoint("").encode(request).body)["prompt"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -168,21 +187,21 @@ def test_a_broken_file_of_prompts_names_its_line(tmp_path, line, chat, said) -> 
     file = tmp_path / "prompts.jsonl"
     file.write_text(line)
     with pytest.raises(ConfigurationError, match=said):
-        prompts.of_file(file, Span(3, 3), 0, chat)
+        load_custom_dataset(file, TokenRange(3, 3), 0, chat)
 
 
 def test_further_fields_go_into_the_body_and_the_key_into_the_header() -> None:
     asked = Endpoint(
-        "http://h", chat=True, model="m", api_key="k", usage=False, ignore_eos=False,
-        further={"top_k": 4, "temperature": 0.5},
+        "http://h", chat=True, model="m", api_key="k", include_usage=False, ignore_eos=False,
+        extra_body={"top_k": 4, "temperature": 0.5},
     )  # fmt: skip
-    body = json.loads(asked.prepared(Request(9, text="hi")).body)
+    body = json.loads(asked.encode(SampleRequest(9, text="hi")).body)
     assert body == {
         "model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}],
         "temperature": 0.5, "stream": True, "top_k": 4,
     }  # fmt: skip
     assert asked.headers["authorization"] == "Bearer k"
-    assert asked.address == "http://h/v1/chat/completions"
+    assert asked.api_url == "http://h/v1/chat/completions"
 
 
 @pytest.mark.parametrize("given", ["http://h:1", "http://h:1/", "http://h:1/v1", "h:1/v1/"])
@@ -191,13 +210,13 @@ def test_an_address_may_have_v1_or_not(given: str) -> None:
 
 
 def test_points_have_enough_requests_and_processes() -> None:
-    assert points.closed(4, Bounds()).requests == 64
-    assert points.closed(100, Bounds()).requests == 400
-    assert points.closed(100, Bounds(requests=7)).requests == 7
-    timed = points.closed(100, Bounds(seconds=2.0))
+    assert runner.closed_loop_point(4, LoadLimits()).requests == 64
+    assert runner.closed_loop_point(100, LoadLimits()).requests == 400
+    assert runner.closed_loop_point(100, LoadLimits(requests=7)).requests == 7
+    timed = runner.closed_loop_point(100, LoadLimits(seconds=2.0))
     assert timed.requests is None
     assert (timed.processes(8), timed.processes(1)) == (2, 1)
-    assert points.opened(2.0, Bounds(), 0).requests == 64
-    assert points.burst(Bounds(requests=300)).processes(64) == 5
-    trace = [arrivals.Entry(0.0, 1, 1), arrivals.Entry(3.0, 1, 1)]
-    assert points.recorded(trace, 2.0).load == Open([(0, 0.0), (1, 1.5)])
+    assert runner.poisson_point(2.0, LoadLimits(), 0).requests == 64
+    assert runner.burst_point(LoadLimits(requests=300)).processes(64) == 5
+    trace = [TraceRequest(0.0, 1, 1), TraceRequest(3.0, 1, 1)]
+    assert runner.trace_point(trace, 2.0).load == OpenLoop([(0, 0.0), (1, 1.5)])

@@ -1,9 +1,0 @@
-"""`python tools/lines [CHECKOUT]`: makes the package importable, then runs it."""
-
-import importlib
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-sys.exit(importlib.import_module("lines.cli").main())
