@@ -1,12 +1,16 @@
-"""What steps take on a device, as its engine measured it at its start.
+"""What steps take on a device, and how many tokens of prompts a step holds beside decodes.
 
-Whole numbers of picoseconds, so that a scheduler counts in a replay what it counted before. Knows
-neither who measured nor what is decided by it.
+`StepCost` is what an engine measured at its start, in whole numbers of picoseconds, so that a
+scheduler counts in a replay what it counted before. `PrefillBudget` decides by it: so few tokens of
+prompts that the streams hardly notice, while prompts need not wait for it. The more prompts wait,
+the longer a step may take, up to a target: then prompts are computed at the GPU's rate. Or, where
+nobody waits for single tokens, as many tokens as cost least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -132,3 +136,179 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
 
 def _ms(picoseconds: int) -> str:
     return f"{picoseconds / 10**9:.3f}"
+
+
+PART = 16  # of a step's budget
+LEAST = 128
+LEAST_PROMPT_PART = 4  # of a fixed budget, for prompts
+# A step with prompts may take so many percent of what its decodes take alone, which is long where
+# many run, with long contexts,
+SLOWER = 150
+# or of what that many decodes without context take, which few others take less than; but then it
+# has no more tokens than these.
+SHORT_SLOWER, SHORT_ROWS, SHORT_TOKENS = 215, 64, 512
+FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any time is saved
+# But the matrix kernels of a GPU take steps: where a few tokens less take far less time, prompts
+# get those, and at least so many. A token is worth so many percent of the least that one can take.
+ROOM, WORTH = 32, 75
+STREAMS, CONTEXT = 64, 1000  # beside which is said what the targets allow, and their lengths
+MOST_SPARED = 1024  # tokens of such a step: with more, the time for each hardly falls
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Seconds. itl: the longest step that streams should feel; 0: no bound. ttft: how long a prompt
+    should wait at most; 0: as long as it takes."""
+
+    itl: float = 0.0
+    ttft: float = 0.0
+
+    @property
+    def longest(self) -> float:
+        """Picoseconds of a step beside streams."""
+        return self.itl * PER_SECOND or float("inf")
+
+
+NO_TARGETS = Targets()
+
+
+@dataclass(frozen=True)
+class PrefillBudget:
+    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known;
+    small: of that the sizes that are spared for prompts whatever waits.
+    """
+
+    tokens: int
+    cost: StepCost | None = None
+    small: StepCost | None = None
+    targets: Targets = NO_TARGETS
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it matters which prompts wait behind the first."""
+        return self.cost is not None and self.targets.ttft > 0
+
+    def tokens_beside(self, rows: int, context: int, waiting: Sequence[Prompt] = ()) -> int:
+        """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
+        all of them. `waiting`: all prompts, in the order in which they will be computed; the first
+        is enough if nothing is looked ahead.
+        """
+        if self.cost is None or self.small is None:
+            return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
+        spared = _spared(self.small, rows, context, waiting[0].before if waiting else 0)
+        if not self.looks_ahead:
+            return spared
+        wanted = self._in_time(self.cost, rows, context, waiting)
+        return max(spared, wanted - rows)
+
+    def cheapest(self, rows: int, context: int, waiting: Sequence[Prompt], left: int) -> int:
+        """Tokens of prompts that cost least each, at least FEWEST if there are as many; `waiting`:
+        all prompts that wait. left: steps that the longest of the decodes will still take, 0
+        if more prompts wait than have room. Where nothing was measured, as `tokens_beside`.
+
+        A token costs what the step takes longer than its decodes are worth. If all prompts will be
+        computed beside decodes that run anyway, that is what these take alone. Else steps should
+        be full: then each is worth what it takes among the most that there may be.
+        """
+        if self.cost is None:
+            return self.tokens_beside(rows, context, waiting)
+        sizes = [(tokens - rows, time) for tokens, time in self.cost.steps(rows, 0, waiting)]
+        every, alone = sum([prompt.tokens for prompt in waiting]), self.cost.alone(rows)
+        found = _cheapest(sizes, every, alone)
+        if every > found * left:
+            most, time = self.cost.decodes[-1]
+            found = _cheapest(sizes, every, min(rows * time // most, alone))
+        return found
+
+    def allows(self, rows: int = STREAMS, context: int = STREAMS * CONTEXT) -> tuple[int, float]:
+        """(tokens, prompt tokens a second) of the longest steps within the target of streams, for
+        prompts that begin; 0 and 0.0 where step times are not known, or no step is within it."""
+        if self.cost is None:
+            return 0, 0.0
+        beside = self.cost.steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
+        within = (one for one in beside if one[1] <= self.targets.longest)
+        tokens, time = max(within, default=(0, 1))
+        return tokens, PER_SECOND * max(tokens - rows, 0) / time
+
+    def _in_time(self, cost: StepCost, rows: int, context: int, waiting: Sequence[Prompt]) -> int:
+        """Tokens of the shortest step with which all prompts meet their target, if all steps were
+        like it, or else of the longest; of those within the target of streams. 0: there is none."""
+        pace = self._pace(waiting) / PER_SECOND
+        longest = self.targets.longest
+        shortest, enough, most = float("inf"), 0, 0
+        for tokens, time in cost.steps(rows, context, waiting):
+            if time > longest:
+                continue
+            most = tokens
+            if tokens - rows >= pace * time and time < shortest:
+                shortest, enough = time, tokens
+        return enough or most
+
+    def _pace(self, waiting: Sequence[Prompt]) -> float:
+        """Tokens a second with which every prompt is computed in time; infinite if one is late."""
+        target, pace, before = self.targets.ttft, 0.0, 0
+        for prompt in waiting:
+            before += prompt.tokens
+            left = target - prompt.age
+            if left <= 0:
+                return float("inf")
+            pace = max(pace, before / left)
+        return pace
+
+
+def said(targets: Targets, tokens: float, rate: float) -> str:
+    """For a person; tokens, rate: see PrefillBudget.allows()."""
+    if not targets.ttft:
+        return "no --ttft-target: steps beside streams are short, however many prompts wait"
+    itl = f"{1e3 * targets.itl:g} ms" if targets.itl else "no bound"
+    return f"{measured(tokens, rate)} (--itl-target {itl}, --ttft-target {targets.ttft:g} s)"
+
+
+def measured(tokens: float, rate: float) -> str:
+    """The same without the targets."""
+    if not tokens:
+        return "the target leaves prompts nothing more, or step times were not measured"
+    return (
+        f"while prompts wait, steps of up to {tokens:,.0f} tokens beside {STREAMS} streams, "
+        f"{rate:,.0f} prompt tokens a second"
+    )
+
+
+def prefill_budget(
+    asked: int, budget: int, cost: StepCost | None = None, targets: Targets = NO_TARGETS
+) -> PrefillBudget:
+    """`asked` (--mixed-step-tokens) comes first, then what the engine measured; without either it
+    is a part of `budget`, the most tokens of any step, and never more than that.
+    """
+    if asked:
+        return PrefillBudget(min(asked, budget))
+    tokens = min(max(budget // PART, LEAST), budget)
+    small = None if cost is None else cost.up_to(MOST_SPARED)
+    return PrefillBudget(tokens, cost, small, targets)
+
+
+def _spared(cost: StepCost, rows: int, context: int, depth: int) -> int:
+    """Tokens that streams hardly notice, beside `rows` decodes; the first prompt has `depth` tokens
+    before."""
+    own = cost.tokens_within(SLOWER, rows, context, depth)
+    # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
+    short = min(cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, 0), SHORT_TOKENS)
+    most = max(own, short, rows + FEWEST)
+    if not short and not cost.tokens_within(SLOWER, rows, 0, 0):
+        # Even the fewest take longer, as where kernels are launched one by one: then as many as
+        # take hardly longer than those.
+        most = max(most, cost.like(rows + FEWEST, SLOWER))
+    return cost.worthwhile(most, rows, ROOM, WORTH) - rows
+
+
+def _cheapest(sizes: Sequence[tuple[int, int]], every: int, worth: int) -> int:
+    """Of `sizes` (tokens of prompts, time), of which `every` one token is there."""
+    enough = [size for size in sizes if size[0] >= min(FEWEST, every)]
+    if not enough:
+        return FEWEST
+    return min(enough, key=lambda size: (size[1] - worth) / min(size[0], every))[0]
+
+
+def most_tokens(asked: int, budget: int) -> int:
+    """Of a step that decodes, where its device is measured: what graphs are to be captured for."""
+    return min(asked or budget, budget)

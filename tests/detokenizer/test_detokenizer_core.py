@@ -11,11 +11,10 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pipeinfer.core import Send
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.stage import build
 from pipeinfer.detokenizer.text import DecoderFactory
-from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from hash_device import HashDevice
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, NewEpoch, Tick
 from pipeinfer.engine.core import DIGESTS, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,

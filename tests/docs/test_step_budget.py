@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.settings import Settings
-from pipeinfer.step_budget import Targets, prefill_budget
-from pipeinfer.step_cost import PER_SECOND, Prompt
+from pipeinfer.step_cost import PER_SECOND, Prompt, Targets, prefill_budget
 from simulate import step_model, step_times
 
 PAGE = (Path(__file__).parents[2] / "docs/step-budget.md").read_text()

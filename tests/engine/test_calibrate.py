@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.calibrate import SLOWER, interpolated, padded, priced, slow, without_outliers
 from pipeinfer.engine.loading import all_find
-from pipeinfer.step_budget import Targets, prefill_budget
-from pipeinfer.step_cost import TOKENS, Prompt, StepCost
+from pipeinfer.step_cost import TOKENS, Prompt, StepCost, Targets, prefill_budget
 
 MS, US = 10**9, 10**6
 # Of Qwen3-14B on an H200: tokens, and what a step of them took; then for 1,000 tokens before.

@@ -10,11 +10,10 @@ import pytest
 from edits_by_slot import Edited
 
 from hash_device import HashDevice, continuation
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
-from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.events import Drain
+from pipeinfer.core import Drain
 from pipeinfer.messages import TextRow
 from pipeinfer.packing import pack
 from pipeinfer.runtime.entry import GC_THRESHOLDS

@@ -7,8 +7,7 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage

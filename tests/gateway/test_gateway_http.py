@@ -12,7 +12,7 @@ import openai
 import pytest
 from gateway_pipeline import STAGES, Gateway, StartGateway, heartbeat
 
-from pipeinfer.events import Drain
+from pipeinfer.core import Drain
 from pipeinfer.messages import TextRow
 from pipeinfer.packing import pack
 from pipeinfer.settings import ConfigurationError

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.control import Passage, StepMade
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import StepDone
+from pipeinfer.core import LOCAL, Send, StepDone
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
 from pipeinfer.messages import (
     Abort,

@@ -20,11 +20,10 @@ from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.choices import choice_id
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import LOCAL, Leave, Send, Tick
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
-from pipeinfer.events import Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
 from pipeinfer.gateway.health import ExpectedStage

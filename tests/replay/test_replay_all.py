@@ -12,7 +12,7 @@ import pytest
 from replay_tool import ROOT, tool
 
 import servers
-from pipeinfer.events import StepDone
+from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

@@ -10,8 +10,7 @@ import pytest
 import zmq
 
 from pipeinfer.bus.bus import Listener
-from pipeinfer.core import Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage

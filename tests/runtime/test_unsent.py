@@ -10,9 +10,8 @@ import zmq
 
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus
-from pipeinfer.core import Send
+from pipeinfer.core import Send, Unsent
 from pipeinfer.demo import demo_path
-from pipeinfer.events import Unsent
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed
 from pipeinfer.gateway.health import expected_stages

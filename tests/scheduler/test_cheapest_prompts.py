@@ -14,8 +14,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
 from pipeinfer.scheduler.engine_state import Slots
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.step_budget import FEWEST, prefill_budget
-from pipeinfer.step_cost import Prompt, StepCost
+from pipeinfer.step_cost import FEWEST, Prompt, StepCost, prefill_budget
 
 waiting = st.lists(
     st.builds(Prompt, st.integers(1, 3000), st.integers(0, 2000)), min_size=1, max_size=9

@@ -9,8 +9,7 @@ from pipeinfer.scheduler.composer import MOST_JUMPS, StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.step_budget import PrefillBudget
-from pipeinfer.step_cost import Prompt
+from pipeinfer.step_cost import PrefillBudget, Prompt
 
 BUDGET = 64
 

@@ -12,7 +12,7 @@ from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.step_budget import PrefillBudget
+from pipeinfer.step_cost import PrefillBudget
 
 PAGES, SIZE = 100, 4
 

@@ -16,17 +16,18 @@ from pipeinfer.messages import Plan, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.step_budget import (
+from pipeinfer.step_cost import (
     FEWEST,
     ROOM,
     SHORT_ROWS,
     SHORT_SLOWER,
     SHORT_TOKENS,
     SLOWER,
+    Prompt,
+    StepCost,
     most_tokens,
     prefill_budget,
 )
-from pipeinfer.step_cost import Prompt, StepCost
 from pipeinfer.trace.snapshot import restore, snapshot
 
 US = 10**6  # picoseconds of a microsecond

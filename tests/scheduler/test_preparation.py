@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_scheduler_core import Client, Pipeline, pipeline
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
 from pipeinfer.packing import pack

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from test_scheduler_core import STOPS, Client, Pipeline, pipeline
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import (
     Abort,
     Delivered,

@@ -12,7 +12,7 @@ from model_engine import ModelEngine, expected_outputs
 from msgspec import structs
 
 from pipeinfer.choices import choice_ids
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import (
     Abort,
     Begin,

@@ -8,8 +8,7 @@ import pytest
 from model_engine import ModelEngine, expected_outputs
 from msgspec.structs import replace
 
-from pipeinfer.core import Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Begin,

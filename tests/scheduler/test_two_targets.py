@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_prefill_budget import US, Watched, linear
 
 from pipeinfer.scheduler.core import SchedulerOptions
-from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
-from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
+from pipeinfer.step_cost import PER_SECOND, PrefillBudget, Prompt, StepCost, Targets, prefill_budget
 
 SIZES = (*range(128, 513, 64), 640, 768, 1024, 1536, 2048, 4096, 6144, 8192)
 

@@ -21,8 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tokenizer_folders import CHATML, MODEL, write_json
 from vocabularies import byte_level
 
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Core
+from pipeinfer.core import LOCAL, Core, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
 from pipeinfer.packing import pack

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.choices import SEED_MASK, choice_ids
-from pipeinfer.core import LOCAL
-from pipeinfer.events import Drain
+from pipeinfer.core import LOCAL, Drain
 from pipeinfer.messages import Abort, Accepted, Done, Recover, Refused, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

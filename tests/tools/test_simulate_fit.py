@@ -17,8 +17,7 @@ from pipeinfer.messages import Work
 from pipeinfer.packing import unpack
 from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.trace.format import TraceHeader
 from simulate import delays, fitting, measured, noise_fit, observed, step_model
 from simulate.arrivals import Arrival

@@ -13,7 +13,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

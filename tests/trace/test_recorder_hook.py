@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pipeinfer.bus.frames import Header
-from pipeinfer.events import StepDone, Tick
+from pipeinfer.core import StepDone, Tick
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity, local

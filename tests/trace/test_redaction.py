@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rebuilt import events, fresh, outputs
 
-from pipeinfer import events as local
+from pipeinfer import core as local
 from pipeinfer.channels import CHANNELS
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway

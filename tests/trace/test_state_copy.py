@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pipeinfer.control import StartRecording
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

@@ -19,9 +19,9 @@ import numpy as np
 import uvloop
 import zmq
 
+from pipeinfer.core import StepDone
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.runtime.entry import run_shell, stage_settings

@@ -14,8 +14,7 @@ from random import Random
 from fuzz import mutation, radix, running, wire_values
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
-from pipeinfer.core import Core
-from pipeinfer.events import Tick
+from pipeinfer.core import Core, Tick
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
 from pipeinfer.settings import Settings

@@ -15,8 +15,7 @@ import msgspec
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.choices import choice_ids
-from pipeinfer.core import LOCAL
-from pipeinfer.events import Tick
+from pipeinfer.core import LOCAL, Tick
 from pipeinfer.gateway.stage import build
 from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
 from pipeinfer.packing import pack, unpack

@@ -20,9 +20,8 @@ from fuzz.target import Wrong
 from fuzz.tree_model import Numbers
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
-from pipeinfer.core import LOCAL, Core, Send
+from pipeinfer.core import LOCAL, Compiled, Core, Send, StepDone, Tick
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.events import Compiled, StepDone, Tick
 from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (

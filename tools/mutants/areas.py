@@ -52,8 +52,8 @@ class Area:
 
 
 RECOVERY = (
-    "recent.py", "recovery.py",
-    "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
+    "core.py", "core.py",
+    "scheduler/epochs.py", "scheduler/core.py", "tokenizer/requests.py", "gateway/ledger.py",
     "runtime/incarnations.py", "tokenizer/routing.py",
 )  # fmt: skip
 

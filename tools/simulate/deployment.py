@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.scheduler.planner import SchedulerOptions
-from pipeinfer.step_budget import Targets
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import StepCost, Targets
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from collections import deque
 
 from msgspec import structs
 
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     Admitted,

@@ -1,6 +1,6 @@
 """`targets`: how long a step beside streams may take, the more prompts wait; a table and a picture.
 
-Asks the server's own rule (pipeinfer/step_budget.py) about a step-time model. Simulates nothing.
+Asks the server's own rule (pipeinfer/step_cost.py) about a step-time model. Simulates nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
-from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
+from pipeinfer.step_cost import PER_SECOND, PrefillBudget, Prompt, StepCost, Targets, prefill_budget
 from simulate import plot, step_model, step_times
 
 MANY = (*range(1, 8), *range(8, 64, 4), 64, 80)  # prompts that wait

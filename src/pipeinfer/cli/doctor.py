@@ -21,7 +21,7 @@ from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets, measured
+from pipeinfer.step_cost import Targets, measured
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Topology
 from pipeinfer.version import __version__

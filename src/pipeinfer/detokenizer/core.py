@@ -13,7 +13,16 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.core import Send
+from pipeinfer.core import (
+    Drain,
+    Leave,
+    RollCall,
+    Send,
+    Tick,
+    Unsent,
+    bracketed_answer,
+    stage_number,
+)
 from pipeinfer.detokenizer.text import (
     DecoderFactory,
     IncrementalDecoder,
@@ -21,7 +30,6 @@ from pipeinfer.detokenizer.text import (
     TokenOffsets,
     TokenTexts,
 )
-from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.logprobs import NO_ID, OWN_WORDS, layout, size
 from pipeinfer.messages import (
     Abort,
@@ -46,7 +54,6 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack_few, unpack, unpack_few
 from pipeinfer.params import SamplingParams
-from pipeinfer.recovery import RollCall, bracketed_answer, stage_number
 
 log = logging.getLogger(__name__)
 

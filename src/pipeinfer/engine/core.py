@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import (
+    LOCAL,
+    Compiled,
+    Drain,
+    GraphDue,
+    Leave,
+    NewEpoch,
+    Send,
+    StepDone,
+    Tick,
+    Unsent,
+)
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.events import Compiled, Drain, GraphDue, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager

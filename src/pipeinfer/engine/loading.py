@@ -39,8 +39,7 @@ from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.weights import Stored
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets, most_tokens, prefill_budget, said
-from pipeinfer.step_cost import TOKENS, StepCost
+from pipeinfer.step_cost import TOKENS, StepCost, Targets, most_tokens, prefill_budget, said
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives

@@ -38,7 +38,7 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets
+from pipeinfer.step_cost import Targets
 from pipeinfer.text.files import (
     added_tokens,
     read_tokenizer_config,

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Core, Send
+from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
 from pipeinfer.engine.core import Compute, StepFailed
-from pipeinfer.events import GraphDue, StepDone
 from pipeinfer.messages import Message, Result
 from pipeinfer.packing import unpack
 from pipeinfer.replay.compare import (

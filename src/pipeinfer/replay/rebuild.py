@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.events import StepDone
+from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result, State
 from pipeinfer.packing import unpack
 from pipeinfer.replay.codes import USAGE, CannotReplay

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pipeinfer.scheduler.engine_state import PageAllowance, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.step_budget import PrefillBudget
-from pipeinfer.step_cost import Prompt
+from pipeinfer.step_cost import PrefillBudget, Prompt
 
 Row = tuple[Request, int]  # and how many tokens of it
 
@@ -108,7 +107,7 @@ class StepComposer:
     def limit_prefill(self, cheapest: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
         many requests run. cheapest: as many as cost least each, however long the decodes then take.
-        See step_budget.py.
+        See step_cost.py.
         """
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)

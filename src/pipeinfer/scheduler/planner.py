@@ -19,7 +19,7 @@ from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
+from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
 
 MOST_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
@@ -270,7 +270,7 @@ DEFAULT_STEP_TOKENS = 2048
 class SchedulerOptions:
     """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
-    budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
+    budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
     `targets`. groups: of the deployment, which tokenizers hear of. shares_prefixes: whether
     requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
     least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which

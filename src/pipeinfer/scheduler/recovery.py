@@ -12,7 +12,7 @@ from math import inf
 
 import msgspec
 
-from pipeinfer.core import Send
+from pipeinfer.core import RecentTable, Send
 from pipeinfer.logprobs import AT_ONCE
 from pipeinfer.messages import (
     Abort,
@@ -26,7 +26,6 @@ from pipeinfer.messages import (
     Tokens,
 )
 from pipeinfer.packing import pack
-from pipeinfer.recent import RecentTable
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
 MOST_REMEMBERED = 10_000  # ids of requests that are over, at most

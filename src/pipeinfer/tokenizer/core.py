@@ -15,8 +15,18 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.core import (
+    ASK_AGAIN,
+    LOCAL,
+    Drain,
+    Leave,
+    RollCall,
+    Send,
+    Tick,
+    Unsent,
+    bracketed_answer,
+    stage_number,
+)
 from pipeinfer.fair_queue import FairQueue
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
@@ -40,7 +50,6 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import unpack
 from pipeinfer.params import Thoughts, ThoughtState
-from pipeinfer.recovery import ASK_AGAIN, RollCall, bracketed_answer, stage_number
 from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
 from pipeinfer.tokenizer.requests import (
     PendingPrompt,
