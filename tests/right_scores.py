@@ -1,13 +1,13 @@
 """Scores held against the log-probs that a model in float64 or float32 gives.
 
-Knows the form of scores (pipeinfer/logprobs.py) and arrays; nothing of who computed either.
+Knows the form of scores (pipeinfer/wire.py) and arrays; nothing of who computed either.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.logprobs import scores
+from pipeinfer.wire import scores
 
 TOLERANCE = 1e-4
 

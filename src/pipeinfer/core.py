@@ -98,7 +98,7 @@ class GraphDue(Message, frozen=True):
 class StepDone(Message, frozen=True):
     """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
     sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.
-    `logprobs`, `prompts`: scores (pipeinfer/logprobs.py) of those ids whose rows ask for them, and
+    `logprobs`, `prompts`: scores (pipeinfer/wire.py) of those ids whose rows ask for them, and
     of each of the chunks whose tokens are scored. `refused`: rows whose grammar allows nothing,
     with the reason. `mask_units`: what masks of rows cost, where that is news."""
 

@@ -1,14 +1,14 @@
-"""Every message between stages; with channels.py, read from top to bottom, it is the protocol.
+"""The protocol: every message between stages, and which of them travels on which channel.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
-of logprobs.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
+of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has what a person asks.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
@@ -28,7 +28,7 @@ PROTOCOL = 13
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-# Numbers of choices, from 0; choices.py says what the request of each is called.
+# Numbers of choices, from 0; params.py says what the request of each is called.
 Choice = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CHOICES)]
 Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MOST_CHOICES)]
 
@@ -621,3 +621,34 @@ class Delivered(Message, frozen=True):
     crashes: int = -1
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
+
+
+# -------------------------------------------------------------------------------------- channels
+
+# Who sends on each channel, and who reads it.
+CHANNEL_USERS = {
+    "requests": "gateway to tokenizer",
+    "work": "tokenizer to scheduler",
+    "plan": "scheduler to all engine ranks of its group",
+    "result": "engine to scheduler",
+    "tokens": "scheduler to detokenizer",
+    "stops": "detokenizer to scheduler",
+    "text": "tokenizer and detokenizer to gateway",
+    "telemetry": "every stage to whoever listens",
+    "group": "who serves, who has ended, who must end: stages and supervisors to one another",
+    "recovery": "a new process and its neighbours; who asks for what a lost group had",
+}
+
+# The messages of each channel; a frame of any other is not read.
+CHANNELS: dict[str, Any] = {
+    "requests": Union[Submit, ResetCache, Abort, Done],
+    "work": Union[Work, HandOver, ResetCache, Abort, Done],
+    "plan": Union[Begin, Prepare, Plan],
+    "result": Union[Hello, Ready, Prepared, Admitted, PromptScores, Result, Digests, Fault],
+    "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
+    "stops": StopHit,
+    "text": Union[Accepted, Refused, CacheReset, Text],
+    "telemetry": Heartbeat,
+    "group": Union[GroupStatus, RankStatus, Ended, Fenced, GroupFault],
+    "recovery": Union[Recover, Recovered, HandOver, Delivered],
+}

@@ -6,7 +6,7 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
@@ -314,3 +314,26 @@ def check_choices(name: str, count: int) -> None:
 def _check_within(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # also where it is NaN
         raise InvalidParameter(name, f"{name} must be from {least:g} to {most:.10g}, not {value}")
+
+
+SEED_MASK = 2**64 - 1
+
+
+def choice_id(request_id: str, number: int) -> str:
+    """The request id of choice `number`, from 0; the first one's is the request's own."""
+    return f"{request_id}/{number}" if number else request_id
+
+
+def choice_ids(request_id: str, numbers: Iterable[int]) -> list[str]:
+    """Those of several."""
+    return [choice_id(request_id, number) for number in numbers]
+
+
+def request_of(choice: str) -> str:
+    """The request of which it is the id of a choice."""
+    return choice.partition("/")[0]
+
+
+def choice_seed(seed: int, number: int) -> int:
+    """The seed of choice `number`, in 64 bits."""
+    return (seed + number) & SEED_MASK

@@ -15,10 +15,10 @@ from pipeinfer.bus.bus import INBOX_HWM, Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Abort, Begin, Heartbeat, Plan, StopHit, TokenRow, Tokens
-from pipeinfer.packing import pack, unpack
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import addresses
 from pipeinfer.topology.topology import Entry, Identity, Topology
+from pipeinfer.wire import pack, unpack
 from port_rows import port_row
 
 HEADER = Header(PROTOCOL, "scheduler-0", 1, 0, 0.0)

@@ -32,11 +32,11 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.wire import pack, unpack
 
 EOS = 353  # "<|end|>"
 

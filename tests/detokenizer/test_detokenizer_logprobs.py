@@ -8,7 +8,6 @@ from test_detokenizer_core import EOS, Bench
 
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory, TokenTexts
-from pipeinfer.logprobs import size, unscored
 from pipeinfer.messages import (
     LogprobTexts,
     PromptTokens,
@@ -17,7 +16,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack, unpack
+from pipeinfer.wire import pack, size, unpack, unscored
 
 MOST = 1
 

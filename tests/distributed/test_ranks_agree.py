@@ -30,12 +30,12 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import MOST_UNCOMPARED, DigestAgreement, RanksDisagree
 from pipeinfer.scheduler.epochs import ASK_AGAIN_SECONDS
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack, unpack
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
 WATCHDOG = 30.0

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import LLM
-from pipeinfer.channels import CHANNELS
 from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.errors import CODES
@@ -26,6 +25,7 @@ from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
 from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS
 from pipeinfer.gateway.unsupported_fields import ALTERNATIVES, IGNORED_FIELDS, REFUSED
+from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
 from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings

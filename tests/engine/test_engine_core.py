@@ -14,7 +14,6 @@ from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
-from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -30,9 +29,9 @@ from pipeinfer.messages import (
     Result,
     Submit,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack, size, unpack
 from sampling_rows import sampling_of
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64

@@ -18,12 +18,12 @@ from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.grammars.store import GrammarStore
-from pipeinfer.logprobs import scores
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import SHARE
 from pipeinfer.settings import Settings
 from pipeinfer.text.loading import grammar_setup
+from pipeinfer.wire import scores
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.sampling import log_probs
 from pipeinfer.kernels import host
-from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
+from pipeinfer.wire import Score, finite, narrowed, scores, size, unscored
 from rank_threads import ThreadCollectives, ThreadGroup
 
 

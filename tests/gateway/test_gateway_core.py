@@ -13,7 +13,6 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Statu
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import MOST_STALE, Backlog
 from pipeinfer.liveness import GIVE_UP_FACTOR
-from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -29,8 +28,9 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
+from pipeinfer.wire import size as logprobs_size
 
 EXPECTED = [ExpectedStage(stage, stage.split("-")[0]) for stage in STAGES]
 PARAMS = SamplingParams()

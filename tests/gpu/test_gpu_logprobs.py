@@ -11,8 +11,8 @@ import torch
 from test_cuda_parity import cores, generate, prompts
 
 from checkpoints import load_reference
-from pipeinfer.logprobs import Score, scores
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import Score, scores
 
 pytestmark = pytest.mark.gpu
 

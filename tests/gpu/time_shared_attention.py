@@ -28,7 +28,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for,
     room_for_runs,
 )
-from pipeinfer.packing import PART
+from pipeinfer.wire import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 # How what rows have in common is read: for so many queries at a time, by the launch of all others

@@ -25,9 +25,9 @@ from pipeinfer.memory import shared_prefixes
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.packing import PART, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import LAST_TOKEN, Step
+from pipeinfer.wire import PART, pack, unpack
 
 SLOTS = 5
 MAX_IN_FLIGHT = 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.shared_prefixes import LEAST, groups_of, shared_prefixes
-from pipeinfer.packing import MOST_RUNS, PART
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PART
 
 PAGE = 16
 LEAST_PAGES = LEAST // PAGE
@@ -147,8 +147,10 @@ def test_no_slots_have_nothing_in_common():
 
 
 def test_of_more_beginnings_than_there_is_room_for_those_that_save_most_are_told():
-    paths = [[n] * (LEAST_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
+    paths = [
+        [n] * (LEAST_PAGES + (n % 40)) for n in range(1, MAX_SHARED_PREFIXES + 9) for _ in range(2)
+    ]
     memory = Memory(paths, list(range(len(paths))))
     groups = told(shared_prefixes(memory.table, memory.slots, PAGE), memory.slots)
     lengths = sorted((len(path) for path in paths[::2]), reverse=True)
-    assert sorted((pages for _, pages in groups), reverse=True) == lengths[:MOST_RUNS]
+    assert sorted((pages for _, pages in groups), reverse=True) == lengths[:MAX_SHARED_PREFIXES]

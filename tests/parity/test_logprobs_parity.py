@@ -13,10 +13,9 @@ import torch
 from cores import Cores
 
 from checkpoints import ALL_ARCHITECTURES, CheckpointCache, load_reference
-from pipeinfer.logprobs import scores
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
+from pipeinfer.wire import pack, scores
 from right_scores import check_prompt_scores, check_scores
 
 LENGTHS = (1, 2, 17, 40, 90)

@@ -16,7 +16,6 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_difference, ignored_fields
 from pipeinfer.replay.recording import load
@@ -27,6 +26,7 @@ from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology
 from pipeinfer.trace.notes import End, Unencoded
 from pipeinfer.trace.reader import Trace
+from pipeinfer.wire import pack
 from waiting import until
 
 PARAMS = SamplingParams()

@@ -9,12 +9,12 @@ from test_prefill_budget import LARGE, SMALL, US, Composed, Watched, costs, line
 
 from pipeinfer.messages import Work
 from pipeinfer.offline.llm import batch_defaults
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
 from pipeinfer.scheduler.engine_state import Slots
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.step_cost import FEWEST, Prompt, StepCost, prefill_budget
+from pipeinfer.wire import pack
 
 waiting = st.lists(
     st.builds(Prompt, st.integers(1, 3000), st.integers(0, 2000)), min_size=1, max_size=9

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 from test_scheduler_core import Pipeline, pipeline
 
-from pipeinfer.logprobs import size
 from pipeinfer.messages import (
     Admitted,
     Digests,
@@ -19,11 +18,11 @@ from pipeinfer.messages import (
     Result,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import EngineState, PageCredits, StepsInFlight
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import pack, size
 
 MANY = 2**31 - 1
 

@@ -8,8 +8,8 @@ from test_scheduler_core import pipeline
 
 from pipeinfer.core import Tick
 from pipeinfer.messages import Fault, Plan
-from pipeinfer.packing import pack
 from pipeinfer.scheduler.engine_state import LATE_SECONDS
+from pipeinfer.wire import pack
 
 
 def running():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeinfer.logprobs import AT_ONCE, size
 from pipeinfer.messages import Abort, Open, PromptTokens, Refused, TokenRow, Tokens, Work
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
@@ -18,6 +16,7 @@ from pipeinfer.scheduler.recovery import (
     refusal,
 )
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import AT_ONCE, pack, size, unpack
 
 GROUP = 3
 

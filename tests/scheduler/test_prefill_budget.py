@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
-from pipeinfer.channels import CHANNELS
-from pipeinfer.messages import Plan, Work
-from pipeinfer.packing import pack, unpack
+from pipeinfer.messages import CHANNELS, Plan, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_cost import (
@@ -29,6 +27,7 @@ from pipeinfer.step_cost import (
     prefill_budget,
 )
 from pipeinfer.trace.snapshot import restore, snapshot
+from pipeinfer.wire import pack, unpack
 
 US = 10**6  # picoseconds of a microsecond
 SIZES = (*range(128, 513, 64), 640, 768, 1024)

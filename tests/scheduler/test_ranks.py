@@ -89,8 +89,8 @@ def test_work_of_a_group_is_what_tokenizers_are_told():
     from test_scheduler_core import pipeline
 
     from pipeinfer.core import Tick
-    from pipeinfer.packing import pack
     from pipeinfer.params import SamplingParams
+    from pipeinfer.wire import pack
 
     p = pipeline(pages=10, page_size=4)
     p.deliver()

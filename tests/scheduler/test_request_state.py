@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.logprobs import size
 from pipeinfer.messages import Delivered, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, request_of
+from pipeinfer.wire import pack, size
 
 
 def request(prompt: int = 10, max_tokens: int | None = 5) -> Request:

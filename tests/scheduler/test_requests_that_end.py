@@ -21,12 +21,12 @@ from pipeinfer.messages import (
     StopHit,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.policies import Mixed
 from pipeinfer.scheduler.request import Request
+from pipeinfer.wire import pack, unpack
 
 
 class Spoiled(Pipeline):

@@ -28,7 +28,6 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import (
@@ -39,6 +38,7 @@ from pipeinfer.scheduler.recovery import (
     REMEMBERED_SECONDS,
     RecoveryRecords,
 )
+from pipeinfer.wire import pack, unpack
 
 TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
 PROMPT = [5, 6, 7]

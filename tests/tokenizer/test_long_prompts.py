@@ -33,7 +33,6 @@ from pipeinfer.messages import (
     Submit,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
@@ -55,6 +54,7 @@ from pipeinfer.tokenizer.workers import (
     EncodingQueues,
     TokenizerDriver,
 )
+from pipeinfer.wire import pack
 
 LONG = "the end of it " * 1000
 SHORT = "the end"

@@ -32,7 +32,6 @@ from pipeinfer.messages import (
     Submit,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
@@ -43,6 +42,7 @@ from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.wire import pack, unpack
 
 Make = Callable[..., Path]
 HELLO = {"role": "user", "content": "Hi 🙂"}

@@ -11,7 +11,6 @@ import pytest
 from pipeinfer import core, messages
 from pipeinfer.core import Send, StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
-from pipeinfer.packing import pack
 from pipeinfer.replay.compare import (
     IGNORED_FIELDS,
     first_difference,
@@ -20,6 +19,7 @@ from pipeinfer.replay.compare import (
 )
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
 from pipeinfer.replay.roles import canonical_changes, rewritten
+from pipeinfer.wire import pack
 
 
 def result(**fields) -> Result:

@@ -16,7 +16,6 @@ import pytest
 from pipeinfer.control import StartRecording
 from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
@@ -30,6 +29,7 @@ from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recorder import FlightRing, Recorder
 from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, _Walker, restore, snapshot
 from pipeinfer.trace.state_copy import MAX_WALKED_VALUES, StateCopier, StateLost
+from pipeinfer.wire import pack
 from waiting import until
 
 OPTIONS = SchedulerOptions("mixed", 2, 64, 512)

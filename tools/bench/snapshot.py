@@ -41,13 +41,13 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.text.files import read_tokenizer_config
 from pipeinfer.text.loading import load_tokenizer
 from pipeinfer.trace.format import unpack_state
 from pipeinfer.trace.state_copy import StateCopier
+from pipeinfer.wire import pack
 
 TOOLS = Path(__file__).resolve().parents[1]
 PROMPT, VOCABULARY = 500, 250

@@ -1,4 +1,4 @@
-"""The page of all messages between stages: from channels.py, messages.py and control.py.
+"""The page of all messages between stages: from messages.py, messages.py and control.py.
 
 Docstrings become prose, fields stand as the source has them.
 """
@@ -16,7 +16,7 @@ import msgspec
 from docs.markdown import bullets, codes, prose
 from docs.markdown import page as page_of
 from pipeinfer import control, messages, params, step_cost
-from pipeinfer.channels import CHANNEL_USERS, CHANNELS
+from pipeinfer.messages import CHANNEL_USERS, CHANNELS
 
 INTRODUCTION = """Stages speak by these messages alone. A message is an array in MessagePack: its \
 name, then its fields in order. `Int32s` and `UInt64s` are raw little-endian bytes. A `Number` is \

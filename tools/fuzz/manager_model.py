@@ -14,8 +14,8 @@ from fuzz.tree_model import Numbers
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 SLOTS, SIZES = 4, (1, 4, 16)
 LENGTHS = (1, 2, 5, 9, 17, 33)

@@ -14,15 +14,15 @@ import msgspec
 
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
-from pipeinfer.choices import choice_ids
 from pipeinfer.core import LOCAL, Tick
 from pipeinfer.gateway.stage import build
 from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
-from pipeinfer.packing import pack, unpack
+from pipeinfer.params import choice_ids
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
+from pipeinfer.wire import pack, unpack
 
 MODEL = "fuzz"
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")

@@ -22,7 +22,6 @@ from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import LOCAL, Compiled, Core, Send, StepDone, Tick
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -38,12 +37,12 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step import Step
+from pipeinfer.wire import pack, size
 
 POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
 PAGE_SIZE, SLOTS, LONGEST = 4, 6, 64

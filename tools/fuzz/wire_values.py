@@ -1,6 +1,6 @@
 """Every message of the protocol as plain values, and raw MessagePack that no encoder would make.
 
-Knows channels.py and its messages, and no stage.
+Knows messages.py and its messages, and no stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import inspect
 from fuzz import examples, values
 from pipeinfer import control
 from pipeinfer.bus import reliable
-from pipeinfer.channels import CHANNELS
+from pipeinfer.messages import CHANNELS
 
 TYPES: dict[str, Any] = {
     **CHANNELS,

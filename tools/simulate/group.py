@@ -25,10 +25,10 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.messages import Result
-from pipeinfer.packing import unpack
 from pipeinfer.replay.codes import CannotReplay
 from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.wire import unpack
 from simulate.step_model import attended
 
 

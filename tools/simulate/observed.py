@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from pipeinfer.messages import Submit, Text, Work
-from pipeinfer.packing import unpack
 from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
+from pipeinfer.wire import unpack
 from simulate import measured
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment

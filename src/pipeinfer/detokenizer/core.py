@@ -30,7 +30,6 @@ from pipeinfer.detokenizer.text import (
     TokenOffsets,
     TokenTexts,
 )
-from pipeinfer.logprobs import NO_ID, OWN_WORDS, layout, size
 from pipeinfer.messages import (
     Abort,
     CacheReset,
@@ -52,8 +51,8 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack_few, unpack, unpack_few
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import NO_ID, OWN_WORDS, layout, pack_few, size, unpack, unpack_few
 
 log = logging.getLogger(__name__)
 

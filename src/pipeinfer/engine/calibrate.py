@@ -18,7 +18,6 @@ from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, una
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.packing import PART
 from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.step import (
     Delta,
@@ -30,6 +29,7 @@ from pipeinfer.step import (
     Step,
 )
 from pipeinfer.step_cost import PER_SECOND, StepCost
+from pipeinfer.wire import PART
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be

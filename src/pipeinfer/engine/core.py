@@ -26,7 +26,6 @@ from pipeinfer.core import (
     Unsent,
 )
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
@@ -45,10 +44,10 @@ from pipeinfer.messages import (
     Result,
     State,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
+from pipeinfer.wire import AT_ONCE, OWN_WORDS, WORD, pack, size, unpack
 
 
 class Compute(Message, frozen=True):

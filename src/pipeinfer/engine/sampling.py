@@ -20,10 +20,10 @@ import torch
 from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors
-from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.models.interface import Model
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
+from pipeinfer.wire import OWN_WORDS, narrowed
 
 NONE = np.empty(0, dtype=np.int64)  # rows
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
@@ -48,6 +47,7 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
+from pipeinfer.params import choice_id, choice_ids
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
 LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise

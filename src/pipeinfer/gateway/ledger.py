@@ -15,15 +15,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from pipeinfer import traceparent
-from pipeinfer.choices import SEED_MASK, choice_id
 from pipeinfer.core import RecentTable
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.token_scores import without_first
 from pipeinfer.json_values import JsonValue
-from pipeinfer.logprobs import size
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SEED_MASK, SamplingParams, choice_id
 from pipeinfer.traceparent import Traceparent
+from pipeinfer.wire import size
 
 TRACEPARENT = "traceparent"
 TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits

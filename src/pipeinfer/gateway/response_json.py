@@ -17,9 +17,8 @@ from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.token_scores import RankedToken, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.logprobs import finite
 from pipeinfer.messages import FinishReason
-from pipeinfer.packing import unpack
+from pipeinfer.wire import finite, unpack
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"

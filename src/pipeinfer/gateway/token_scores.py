@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.logprobs import OWN_WORDS, WORD, scores
 from pipeinfer.messages import LogprobTexts
-from pipeinfer.packing import unpack_few
+from pipeinfer.wire import OWN_WORDS, WORD, scores, unpack_few
 
 ID_BYTES = OFFSET_BYTES = 4
 

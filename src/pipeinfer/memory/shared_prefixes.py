@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeinfer.memory.page_table import PageTable
-from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import SharedPrefixes
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PART
 
 LEAST = 256  # tokens: a shorter beginning is as fast read by each row for itself
 LEVELS = 8  # of beginnings within beginnings
@@ -84,7 +84,7 @@ def shared_prefixes(table: PageTable, slots: np.ndarray, page_size: int) -> Shar
     groups = groups_of(table.columns(slots[long], 0, width), least)
     groups.sort(key=lambda one: -one.saved)
     leaders, ranks = np.zeros((2, len(slots)), dtype=np.int32)
-    for group in groups[:MOST_RUNS]:
+    for group in groups[:MAX_SHARED_PREFIXES]:
         rows = long[group.rows]
         leaders[rows] = int(rows[0]) * PART + group.pages
         ranks[rows] = np.arange(len(rows)) * PART + len(rows)

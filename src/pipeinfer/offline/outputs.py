@@ -16,9 +16,8 @@ from typing import Any
 from pipeinfer.gateway import events
 from pipeinfer.gateway.events import Call, Failed, Started
 from pipeinfer.gateway.token_scores import num_alternatives
-from pipeinfer.logprobs import NO_ID, layout
 from pipeinfer.messages import FinishReason, LogprobTexts
-from pipeinfer.packing import unpack, unpack_few
+from pipeinfer.wire import NO_ID, layout, unpack, unpack_few
 
 
 class RequestError(ValueError):

@@ -13,7 +13,6 @@ from math import inf
 import msgspec
 
 from pipeinfer.core import RecentTable, Send
-from pipeinfer.logprobs import AT_ONCE
 from pipeinfer.messages import (
     Abort,
     Delivered,
@@ -25,8 +24,8 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
+from pipeinfer.wire import AT_ONCE, pack
 
 MOST_REMEMBERED = 10_000  # ids of requests that are over, at most
 REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered

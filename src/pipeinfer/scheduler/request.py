@@ -11,8 +11,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeinfer.logprobs import size, unscored
 from pipeinfer.messages import Delivered, FinishReason, Hello, Work
+from pipeinfer.wire import size, unscored
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids

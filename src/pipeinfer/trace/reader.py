@@ -1,7 +1,7 @@
 """Reads a trace file: its header at once, its records one after the other, and their messages.
 
 A file that a killed process left is read up to its last whole block. Bus messages are those of
-channels.py; local events of a stage are named here, and imported when a trace of that stage is
+messages.py; local events of a stage are named here, and imported when a trace of that stage is
 read.
 """
 
@@ -16,9 +16,8 @@ import msgspec
 
 from pipeinfer import core
 from pipeinfer.bus.frames import DECODE_ERRORS
-from pipeinfer.channels import CHANNELS
 from pipeinfer.core import LOCAL
-from pipeinfer.messages import PROTOCOL, Heartbeat, Message
+from pipeinfer.messages import CHANNELS, PROTOCOL, Heartbeat, Message
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import OtherProtocol, Record, TraceHeader, UnreadableTrace
 from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded

@@ -1,19 +1,52 @@
-"""Log-probs as the bytes that messages carry: a score of one size for each token of a request.
+"""Token ids and their log-probs as the bytes that messages carry, and back.
 
-How many alternatives a score has, its request says; whoever cuts scores needs to know nothing
-else. Knows no message and no text.
+Ids are little-endian int32. Packing goes by an array or, for a handful, without: for one id, the
+usual case, an array costs more than its use.
+
+A score is the log-prob of one token of a request with those of the likeliest alternatives. All
+scores of a request have one size; how many alternatives they have, the request says:
 
     | log-prob float32 | rank int32 | ids int32 [most] | their log-probs float32 [most] |
+
+Knows no message and no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
+
+# Two numbers in a word of Step.shared_prefixes: what the upper one is multiplied with.
+PART = 1 << 16
+# Prefixes that decodes of a step share: kernels have room for so many.
+MAX_SHARED_PREFIXES = 32
+
+
+def pack(ids: Sequence[int] | np.ndarray) -> bytes:
+    """Integers as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack(raw: bytes) -> np.ndarray:
+    """int32 view [n] of what `pack` made; read-only."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+def pack_few(ids: Iterable[int]) -> bytes:
+    """As `pack`."""
+    return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])
+
+
+def unpack_few(raw: bytes) -> list[int]:
+    """As `unpack`, but Python's integers; more than one take the way through an array."""
+    if len(raw) == 4:
+        return [int.from_bytes(raw, "little", signed=True)]
+    return unpack(raw).tolist()
+
 
 NO_ID = -1  # in place of an id: the vocabulary has no more
 AT_ONCE = 256  # of a prompt, that a message has: nobody is to be held up by one for long
