@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.wire import scores
+from pipeinfer.wire import unpack_scores
 
 TOLERANCE = 1e-4
 
@@ -17,7 +17,7 @@ def check_scores(raw: bytes, most: int, expected: np.ndarray, tokens: list[int])
 
     expected: float64 [n, vocab], log-probs at each of their positions.
     """
-    found = list(scores(raw, most))
+    found = list(unpack_scores(raw, most))
     assert len(found) == len(tokens) == len(expected)
     own, ranks = np.array([(s.logprob, s.rank) for s in found]).reshape(-1, 2).T
     ids = np.array([s.ids for s in found], dtype=np.int64).reshape(len(found), most)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Two numbers in a word of Step.shared_prefixes: what the upper one is multiplied with.
-PART = 1 << 16
+PREFIX_UPPER = 1 << 16
 # Prefixes that decodes of a step share: kernels have room for so many.
 MAX_SHARED_PREFIXES = 32
 
@@ -49,11 +49,11 @@ def unpack_few(raw: bytes) -> list[int]:
 
 
 NO_ID = -1  # in place of an id: the vocabulary has no more
-AT_ONCE = 256  # of a prompt, that a message has: nobody is to be held up by one for long
+SCORES_PER_MESSAGE = 256  # of a prompt, that a message has: nobody is to be held up by one for long
 WORD = 4  # bytes
-OWN_WORDS = 2  # of the token itself
+SCORE_WORDS = 2  # of the token itself
 # vLLM's; JSON has no infinite numbers.
-LEAST = -9999.0
+LEAST_LOGPROB = -9999.0
 
 
 class Score(NamedTuple):
@@ -66,44 +66,44 @@ class Score(NamedTuple):
     logprobs: list[float]
 
 
-def size(most: int | None) -> int:
+def score_bytes(most: int | None) -> int:
     """Bytes of a score with `most` alternatives; 0 where no log-probs are asked for (None)."""
-    return 0 if most is None else WORD * (OWN_WORDS + 2 * most)
+    return 0 if most is None else WORD * (SCORE_WORDS + 2 * most)
 
 
-def unscored(most: int) -> bytes:
+def no_score(most: int) -> bytes:
     """The score of a token that nothing comes before."""
-    return bytes(size(most))
+    return bytes(score_bytes(most))
 
 
-def narrowed(table: np.ndarray, most: int) -> np.ndarray:
+def narrow_scores(table: np.ndarray, most: int) -> np.ndarray:
     """int32 [n, words] with `most` alternatives, out of `table` with as many or more."""
-    wide = (table.shape[1] - OWN_WORDS) // 2
+    wide = (table.shape[1] - SCORE_WORDS) // 2
     if wide == most:
         return table
-    values = OWN_WORDS + wide
-    parts = table[:, : OWN_WORDS + most], table[:, values : values + most]
+    values = SCORE_WORDS + wide
+    parts = table[:, : SCORE_WORDS + most], table[:, values : values + most]
     return np.concatenate(parts, axis=1)
 
 
 @cache
-def layout(most: int) -> Struct:
+def score_layout(most: int) -> Struct:
     """Of one score: log-prob, rank, `most` ids and their log-probs. To read few scores it takes a
     tenth of what an array does."""
     return Struct(f"<fi{most}i{most}f")
 
 
-def scores(raw: bytes, most: int) -> Iterator[Score]:
+def unpack_scores(raw: bytes, most: int) -> Iterator[Score]:
     """What `raw` says, token after token. Alternatives that do not exist are left out."""
-    end = OWN_WORDS + most
-    for words in layout(most).iter_unpack(raw):
-        ids, theirs = list(words[OWN_WORDS:end]), list(words[end:])
+    end = SCORE_WORDS + most
+    for words in score_layout(most).iter_unpack(raw):
+        ids, theirs = list(words[SCORE_WORDS:end]), list(words[end:])
         if not words[1] or NO_ID in ids:
             there = ids.index(NO_ID) if words[1] else 0
             ids, theirs = ids[:there], theirs[:there]
         yield Score(words[0], words[1], ids, theirs)
 
 
-def finite(logprob: float) -> float:
+def json_logprob(logprob: float) -> float:
     """The same as a number that JSON can say."""
-    return logprob if logprob > LEAST else LEAST
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

@@ -95,7 +95,7 @@ def test_questions_that_are_none_end_neither_rank(short_path):
         for question in ([b"\x91" * 900], [b"\xff"], [b"\x92\x01\x02", b"another part"], [b""]):
             with context.socket(zmq.REQ) as asker:
                 asker.linger, asker.rcvtimeo = 0, 10_000
-                asker.connect(addresses.derive(address, "group"))
+                asker.connect(addresses.socket_address(address, "group"))
                 asker.send_multipart(question)
                 assert b"no question" in asker.recv()
     assert meet(address, 1, 2, timeout=20).get("key") == b"value"

@@ -12,7 +12,7 @@ from grammars.vocabulary import KNOWN, SETUP
 from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.wire import scores as scores_in
+from pipeinfer.wire import unpack_scores as scores_in
 
 LENGTHS = (3, 40, 9, 17, 12)
 WANTED = 5

@@ -30,7 +30,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import SamplingParams
 from pipeinfer.wire import pack
-from pipeinfer.wire import size as logprobs_size
+from pipeinfer.wire import score_bytes as logprobs_size
 
 EXPECTED = [ExpectedStage(stage, stage.split("-")[0]) for stage in STAGES]
 PARAMS = SamplingParams()

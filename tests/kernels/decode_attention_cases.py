@@ -33,7 +33,7 @@ from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step import AttentionShape
-from pipeinfer.wire import MAX_SHARED_PREFIXES, PART
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
 WHOLE = DecodeTiles(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
 SPLITS = DecodeTiles(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))
@@ -279,8 +279,8 @@ class SharedCase(Case):
             for rank, row in enumerate(rows):
                 at = int(self.indptr[row])
                 self.indices[at : at + pages] = self.indices[begin : begin + pages].clone()
-                lines[row] = rows[0] * PART + pages
-                seats[row] = rank * PART + len(rows)
+                lines[row] = rows[0] * PREFIX_UPPER + pages
+                seats[row] = rank * PREFIX_UPPER + len(rows)
         most = most_pieces(len(lengths), cut, self.seats)
         heads = self.q.shape[1], *self.k.shape[2:]
         self.runs = Runs(lines.to(DEVICE), seats.to(DEVICE), *room_for_runs(len(lengths), DEVICE))

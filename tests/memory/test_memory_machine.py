@@ -27,7 +27,7 @@ from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import LAST_TOKEN, Step
-from pipeinfer.wire import PART, pack, unpack
+from pipeinfer.wire import PREFIX_UPPER, pack, unpack
 
 SLOTS = 5
 MAX_IN_FLIGHT = 3
@@ -251,10 +251,10 @@ class MemoryMachine(RuleBasedStateMachine):
                 strict=True,
             )
         ):
-            leader, run = divmod(line, PART)
+            leader, run = divmod(line, PREFIX_UPPER)
             if not run:
                 continue
-            ranks.setdefault((line, seat % PART), []).append(seat // PART)
+            ranks.setdefault((line, seat % PREFIX_UPPER), []).append(seat // PREFIX_UPPER)
             assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
             assert run * self.page_size <= step.starts[row]
             assert step.shared_prefixes.leaders[leader] == line

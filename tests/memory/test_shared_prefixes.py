@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.shared_prefixes import LEAST, groups_of, shared_prefixes
-from pipeinfer.wire import MAX_SHARED_PREFIXES, PART
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
 PAGE = 16
 LEAST_PAGES = LEAST // PAGE
@@ -103,7 +103,7 @@ def told(found, slots):
     groups = {}
     for row, (line, seat) in enumerate(zip(lines.tolist(), seats.tolist(), strict=True)):
         if line:
-            groups.setdefault(line, []).append((seat // PART, row, seat % PART))
+            groups.setdefault(line, []).append((seat // PREFIX_UPPER, row, seat % PREFIX_UPPER))
         else:
             assert not seat
     result = []
@@ -112,8 +112,8 @@ def told(found, slots):
         assert [rank for rank, _, _ in members] == list(range(len(members)))
         assert {many for _, _, many in members} == {len(members)} and len(members) > 1
         rows = [row for _, row, _ in members]
-        assert line // PART in rows
-        result.append((rows, line % PART))
+        assert line // PREFIX_UPPER in rows
+        result.append((rows, line % PREFIX_UPPER))
     return sorted(result)
 
 
@@ -124,7 +124,9 @@ def test_decodes_are_told_what_their_prompts_begin_with_in_common():
     found = shared_prefixes(memory.table, memory.slots, PAGE)
     assert told(found, memory.slots) == [([0, 2, 4], LEAST_PAGES), ([1, 5], 30)]
     lines = found.leaders
-    assert lines.dtype == np.int32 and lines[0] // PART == 0 and lines[1] // PART == 1
+    assert (
+        lines.dtype == np.int32 and lines[0] // PREFIX_UPPER == 0 and lines[1] // PREFIX_UPPER == 1
+    )
 
 
 @pytest.mark.parametrize(

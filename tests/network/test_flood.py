@@ -61,7 +61,7 @@ class Victim:
         found = []
         for entry in self.topology.entries:
             for name in ("inbox", "telemetry", *["plan"] * (entry.name == "scheduler")):
-                found.append(int(addresses.derive(entry.address, name).rsplit(":", 1)[1]))
+                found.append(int(addresses.socket_address(entry.address, name).rsplit(":", 1)[1]))
         return found
 
     def answers(self) -> None:

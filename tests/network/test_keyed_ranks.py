@@ -56,7 +56,7 @@ def test_garbage_does_not_end_the_meeting(short_path):
     store.set("key", "value")
     with zmq.Context() as context, context.socket(zmq.REQ) as raw:
         raw.linger = 0
-        raw.connect(addresses.derive(address, "group"))
+        raw.connect(addresses.socket_address(address, "group"))
         raw.send(b"\xc1garbage")
         assert raw.poll(20_000)
         assert b"no question" in raw.recv()

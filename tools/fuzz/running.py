@@ -42,7 +42,7 @@ from pipeinfer.runtime.stage import CORE_CHANNELS
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step import Step
-from pipeinfer.wire import pack, size
+from pipeinfer.wire import pack, score_bytes
 
 POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
 PAGE_SIZE, SLOTS, LONGEST = 4, 6, 64
@@ -384,8 +384,8 @@ def ended(step: Step, bad: bool) -> StepDone:
     asked, scores = step.logprobs, b""
     if asked is not None:
         each = zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
-        scores = b"".join([bytes(size(most)) * int(counts[row]) for row, most in each])
-    prompts = tuple(bytes(len(chunk.ids) * size(chunk.most)) for chunk in step.prompts)
+        scores = b"".join([bytes(score_bytes(most)) * int(counts[row]) for row, most in each])
+    prompts = tuple(bytes(len(chunk.ids) * score_bytes(chunk.most)) for chunk in step.prompts)
     return StepDone(
         epoch=step.epoch,
         number=step.number,

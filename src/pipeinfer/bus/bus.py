@@ -85,7 +85,7 @@ class Bus:
         """Opens the inbox and the publishers. AddressTaken if somebody has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
-        transport, rest = addresses.split(self._address)
+        transport, rest = addresses.split_address(self._address)
         if transport == "ipc":
             Path(rest).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sockets.load_keys()

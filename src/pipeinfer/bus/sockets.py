@@ -91,7 +91,7 @@ class SocketFactory:
             if self._authenticator is not None:
                 self._authenticator.watch(socket, "")
         bound = 0
-        for place in addresses.places(address, name, self._topology.bind(self._stage)):
+        for place in addresses.bind_addresses(address, name, self._topology.bind(self._stage)):
             try:
                 socket.bind(place)
                 bound += 1
@@ -114,7 +114,7 @@ class SocketFactory:
             self._keyring.secure_client(socket, stage)
             if self._authenticator is not None:
                 self._authenticator.watch(socket, stage)
-        socket.connect(addresses.derive(address, name))
+        socket.connect(addresses.socket_address(address, name))
 
     def secure(self, socket: zmq.Socket[bytes], address: str) -> None:
         """Gives `socket` its keys, before its owner connects it to the stage `address`."""

@@ -216,7 +216,7 @@ def join(
     backend = "nccl" if device == "cuda" else "gloo"
     if backend == "nccl":
         without_multicast(os.environ)
-    if backend == "gloo" and addresses.is_loopback(addresses.host(address)):
+    if backend == "gloo" and addresses.is_loopback(addresses.listen_host(address)):
         # Else gloo asks for the address of this host's name, which need not lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     formed = threading.Event()

@@ -58,8 +58,8 @@ def meet(
     until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when rank 0
     expects another number of ranks.
     """
-    host = addresses.host(address)
-    endpoint = addresses.derive(address, "group")
+    host = addresses.listen_host(address)
+    endpoint = addresses.socket_address(address, "group")
 
     def secure(socket: zmq.Socket[bytes]) -> None:
         if wires is not None:

@@ -22,7 +22,7 @@ from pipeinfer.json_values import JsonValue
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
 from pipeinfer.params import SEED_MASK, SamplingParams, choice_id
 from pipeinfer.traceparent import Traceparent
-from pipeinfer.wire import size
+from pipeinfer.wire import score_bytes
 
 TRACEPARENT = "traceparent"
 TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
@@ -73,7 +73,9 @@ def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
     outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
-    scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
+    scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * score_bytes(
+        params.logprobs
+    )
     return prompt_tokens + scores // BYTES_PER_TOKEN
 
 

@@ -23,7 +23,7 @@ from pipeinfer import wire
 WORDS = tl.constexpr(6)  # of a piece
 SPLIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
 MERGE_WORDS = tl.constexpr(5)
-PART = tl.constexpr(wire.PART)
+PART = tl.constexpr(wire.PREFIX_UPPER)
 MOST_RUNS = tl.constexpr(wire.MAX_SHARED_PREFIXES)
 
 

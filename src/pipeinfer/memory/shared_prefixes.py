@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.step import SharedPrefixes
-from pipeinfer.wire import MAX_SHARED_PREFIXES, PART
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
 LEAST = 256  # tokens: a shorter beginning is as fast read by each row for itself
 LEVELS = 8  # of beginnings within beginnings
@@ -80,14 +80,14 @@ def shared_prefixes(table: PageTable, slots: np.ndarray, page_size: int) -> Shar
     if not len(several):
         return None
     long = long[np.isin(ends, several)]
-    width = min(int(table.shared[slots[long]].max()), PART - 1)
+    width = min(int(table.shared[slots[long]].max()), PREFIX_UPPER - 1)
     groups = groups_of(table.columns(slots[long], 0, width), least)
     groups.sort(key=lambda one: -one.saved)
     leaders, ranks = np.zeros((2, len(slots)), dtype=np.int32)
     for group in groups[:MAX_SHARED_PREFIXES]:
         rows = long[group.rows]
-        leaders[rows] = int(rows[0]) * PART + group.pages
-        ranks[rows] = np.arange(len(rows)) * PART + len(rows)
+        leaders[rows] = int(rows[0]) * PREFIX_UPPER + group.pages
+        ranks[rows] = np.arange(len(rows)) * PREFIX_UPPER + len(rows)
     return SharedPrefixes(leaders, ranks)
 
 

@@ -252,7 +252,7 @@ def stage_settings(
 ) -> Settings:
     """Settings of one stage: flags over environment over the topology's [settings]."""
     named = {**topology.defaults(), **config.from_environment(environ), **flags}
-    return topologies.fitting(config.build(named), topology)
+    return topologies.check_settings(config.build(named), topology)
 
 
 def parser(stage: str | None) -> CommandLine:

@@ -137,7 +137,7 @@ def _topology(settings: Settings, prefix: str) -> Topology:
     topology = _given(settings.topology)
     if topology is None:
         return topologies.local(settings, prefix)
-    topologies.fitting(settings, topology)
+    topologies.check_settings(settings, topology)
     return topology
 
 

@@ -13,25 +13,25 @@ from socket import SOCK_STREAM, getaddrinfo
 from pipeinfer.settings import ConfigurationError
 
 TRANSPORTS = ("inproc", "ipc", "tcp")
-OFFSETS = {"inbox": 0, "telemetry": 1, "plan": 2, "group": 3}
-LAST_PORT = 65535 - max(OFFSETS.values())
+PORT_OFFSETS = {"inbox": 0, "telemetry": 1, "plan": 2, "group": 3}
+LAST_PORT = 65535 - max(PORT_OFFSETS.values())
 
 
-def derive(address: str, socket: str) -> str:
+def socket_address(address: str, socket: str) -> str:
     """The address of `socket` ("inbox", "telemetry", "plan", "group") of the stage at `address`."""
-    transport, rest = split(address)
+    transport, rest = split_address(address)
     if transport != "tcp":
         return f"{address}.{socket}"
     host, port = _host_port(address, rest)
-    return f"tcp://{host}:{port + OFFSETS[socket]}"
+    return f"tcp://{host}:{port + PORT_OFFSETS[socket]}"
 
 
-def check(address: str, keyed: bool = False) -> None:
+def check_address(address: str, keyed: bool = False) -> None:
     """Raises ConfigurationError for an address that pipeinfer cannot or must not use.
 
     keyed: there are CURVE keys, so tcp may leave this host.
     """
-    transport, rest = split(address)
+    transport, rest = split_address(address)
     if transport == "tcp":
         host, port = _host_port(address, rest)
         if not 0 < port <= LAST_PORT:
@@ -52,7 +52,7 @@ def check(address: str, keyed: bool = False) -> None:
         )
 
 
-def split(address: str) -> tuple[str, str]:
+def split_address(address: str) -> tuple[str, str]:
     """("tcp", "host:port") of "tcp://host:port"."""
     transport, separator, rest = address.partition("://")
     if not separator or transport not in TRANSPORTS or not rest:
@@ -67,20 +67,20 @@ def is_tcp(address: str) -> bool:
     return address.startswith("tcp://")
 
 
-def host(address: str) -> str:
+def listen_host(address: str) -> str:
     """Where a stage at `address` listens for TCP beside the bus: loopback unless it is tcp."""
-    transport, rest = split(address)
+    transport, rest = split_address(address)
     return _host_port(address, rest)[0].strip("[]") if transport == "tcp" else "127.0.0.1"
 
 
-def places(address: str, socket: str, bind: str = "") -> list[str]:
+def bind_addresses(address: str, socket: str, bind: str = "") -> list[str]:
     """Where to bind `socket` of the stage at `address`: for a host name, all that it means.
 
     bind: a host to listen on instead, "*" for all; peers reach it under `address` (containers,
     NAT). Raises ConfigurationError for a name that means nothing.
     """
-    derived = derive(address, socket)
-    transport, rest = split(derived)
+    derived = socket_address(address, socket)
+    transport, rest = split_address(derived)
     if transport != "tcp":
         return [derived]
     host, port = _host_port(derived, rest)

@@ -175,14 +175,14 @@ def local(settings: Settings, prefix: str) -> Topology:
         identities += [Identity("engine", group, rank) for rank in ranks]
     identities.append(Identity("detokenizer"))
     entries = (Entry(i.name, prefix + i.id, i.group, i.rank, i.index) for i in identities)
-    return checked(Topology(tuple(entries)))
+    return check_topology(Topology(tuple(entries)))
 
 
 def load(path: str | Path) -> Topology:
     """Reads and checks a topology file; ConfigurationError names the file and what is wrong."""
     found = read(path)
     try:
-        return checked(found)
+        return check_topology(found)
     except ConfigurationError as error:
         raise ConfigurationError(f"topology {path}: {error}") from None
 
@@ -203,15 +203,15 @@ def read(path: str | Path) -> Topology:
         raise ConfigurationError(f"topology {path}: {error}") from None
 
 
-def checked(topology: Topology) -> Topology:
+def check_topology(topology: Topology) -> Topology:
     """The topology itself, or ConfigurationError for what could not work."""
     seen: dict[str, str] = {}
     for entry in topology.entries:
         if entry.name not in NAMES:
             raise ConfigurationError(f"stage: name: {none_of(entry.name, NAMES)}")
-        addresses.check(entry.address, topology.keyed)
-        for name in addresses.OFFSETS:
-            endpoint = addresses.derive(entry.address, name)
+        addresses.check_address(entry.address, topology.keyed)
+        for name in addresses.PORT_OFFSETS:
+            endpoint = addresses.socket_address(entry.address, name)
             if endpoint in seen:
                 raise ConfigurationError(
                     f"{entry.identity.id} and {seen[endpoint]} both take {endpoint}"
@@ -232,7 +232,7 @@ def _check_hosts(topology: Topology) -> None:
         return
     for entry in topology.entries:
         if not addresses.is_tcp(entry.address) or addresses.is_loopback(
-            addresses.host(entry.address)
+            addresses.listen_host(entry.address)
         ):
             raise ConfigurationError(
                 f"{entry.identity.id} at {entry.address}: other hosts cannot reach it there"
@@ -257,7 +257,7 @@ def _check_groups(topology: Topology) -> None:
             )
 
 
-def fitting(settings: Settings, topology: Topology) -> Settings:
+def check_settings(settings: Settings, topology: Topology) -> Settings:
     """The settings themselves; ConfigurationError if they ask for other engines than there are."""
     if settings.tp != topology.ranks():
         raise ConfigurationError(
@@ -294,7 +294,7 @@ def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
         found, entries=entries, keys=keys or found.keys, secret=secret or found.secret
     )
     try:
-        return checked(changed)
+        return check_topology(changed)
     except ConfigurationError as error:
         source = STAGES_VARIABLE if stages or not path else f"topology {path}"
         raise ConfigurationError(f"{source}: {error}") from None
