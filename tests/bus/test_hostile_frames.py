@@ -20,7 +20,7 @@ from pipeinfer.bus.reader import Reader
 from pipeinfer.core import Send
 from pipeinfer.messages import CHANNELS, PROTOCOL, Abort, Submit
 from pipeinfer.params import SamplingParams
-from pipeinfer.topology.topology import Entry, Identity, Topology
+from pipeinfer.topology import Entry, Identity, Topology
 from waiting import until
 
 HEADER = Header(PROTOCOL, "tokenizer-0", 1, 0, 0.0)

@@ -35,7 +35,7 @@ from pipeinfer.messages import (
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.wire import pack, unpack
 
 EOS = 353  # "<|end|>"

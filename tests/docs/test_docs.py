@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import LLM
+from pipeinfer import topology as topologies
 from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.errors import CODES
@@ -31,8 +32,7 @@ from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings
 from pipeinfer.settings_help import GROUPS, MODEL
 from pipeinfer.statistics_help import EACH, STATISTICS
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import VARIABLES, Entry
+from pipeinfer.topology import VARIABLES, Entry
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]

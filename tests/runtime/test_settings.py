@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.runtime.entry import stage_settings
 from pipeinfer.runtime.local import prepare
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 
 def test_flags_beat_environment_beats_file():

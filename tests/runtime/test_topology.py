@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeinfer import topology as topologies
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 FIVE = "".join(
     f'[[stage]]\nname = "{name}"\naddress = "ipc:///tmp/x/{name}"\n'

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send, Unsent
@@ -22,8 +23,7 @@ from pipeinfer.replay.recording import load
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.trace.notes import End, Unencoded
 from pipeinfer.trace.reader import Trace
 from pipeinfer.wire import pack

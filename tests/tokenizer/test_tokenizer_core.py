@@ -41,7 +41,7 @@ from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import build, make_core
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.wire import pack, unpack
 
 Make = Callable[..., Path]

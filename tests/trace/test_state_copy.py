@@ -20,7 +20,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, local
+from pipeinfer.topology import Identity, local
 from pipeinfer.trace import format as form
 from pipeinfer.trace import state_copy
 from pipeinfer.trace.format import ModelIdentity, TraceHeader

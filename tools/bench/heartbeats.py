@@ -27,13 +27,13 @@ import psutil
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.liveness import HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 
 PATIENCE = 120  # seconds until all are heard
 MEASURED = ("gateway-0", "tokenizer-0", "scheduler-0")

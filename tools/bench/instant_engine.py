@@ -19,6 +19,7 @@ import numpy as np
 import uvloop
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.core import StepDone
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
@@ -29,8 +30,7 @@ from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.step import Sampled
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from pipeinfer.version import __version__
 
 PAGE_SIZE, PAGES, MAX_MODEL_LEN = 16, 16_384, 16_384

@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import instant_engine, processes
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.bench import local_server, streaming
 from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.latency import Timeline, percentiles
@@ -27,8 +28,7 @@ from pipeinfer.bench.prompts import Drawn
 from pipeinfer.bench.span import Span
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import NAMES, Topology
+from pipeinfer.topology import NAMES, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")
 SPECIAL = 16  # ids at the end of the vocabulary that are not drawn: they may have no text

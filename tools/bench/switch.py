@@ -16,7 +16,7 @@ from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_servers
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 PATIENCE = 60.0  # seconds in which every stage must have answered
 

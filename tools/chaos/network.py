@@ -22,8 +22,8 @@ import msgspec
 from chaos.serving import Stage
 from chaos.streams import TOOL
 from pipeinfer import settings as config
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.addresses import PORT_OFFSETS
+from pipeinfer import topology as topologies
+from pipeinfer.topology import PORT_OFFSETS
 
 FIRST, ROW = 7000, 10  # the port of the first stage, and how far it is to that of the next
 

@@ -12,14 +12,14 @@ import logging
 from random import Random
 
 from fuzz import mutation, radix, running, wire_values
+from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import Core, Tick
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
 RUNNING = len(STAGES)  # in place of a stage's number: a program

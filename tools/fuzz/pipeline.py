@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import LOCAL, Tick
@@ -20,8 +21,7 @@ from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Su
 from pipeinfer.params import choice_ids
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from pipeinfer.wire import pack, unpack
 
 MODEL = "fuzz"

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.cli.serve import ESSENTIAL, add_model
 from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets, measured
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:

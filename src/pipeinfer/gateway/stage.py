@@ -45,7 +45,7 @@ from pipeinfer.text.files import (
     template_sources,
     tokenizer_info,
 )
-from pipeinfer.topology.addresses import is_loopback
+from pipeinfer.topology import is_loopback
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)

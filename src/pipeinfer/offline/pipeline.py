@@ -29,7 +29,7 @@ from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 
 
 class OutputSink(Protocol):

@@ -19,7 +19,7 @@ from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
-from pipeinfer.topology.topology import NAMES, Entry, Topology
+from pipeinfer.topology import NAMES, Entry, Topology
 from pipeinfer.wire import unpack
 
 REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight

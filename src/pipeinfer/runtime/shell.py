@@ -37,7 +37,7 @@ from pipeinfer.runtime.stage import (
     rank_status,
 )
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.trace.hook import RecorderHook
 
 log = logging.getLogger(__name__)
