@@ -22,7 +22,7 @@ from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import SHARE
 from pipeinfer.settings import Settings
-from pipeinfer.text.loading import grammar_setup
+from pipeinfer.text import grammar_setup
 from pipeinfer.wire import unpack_scores
 
 FOLDER = Path(pipeinfer.demo.__file__).parent

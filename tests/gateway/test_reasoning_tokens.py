@@ -19,7 +19,7 @@ from pipeinfer.gateway.tool_parsers.base import ParserFactory
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit, TextRow
 from pipeinfer.params import SamplingParams, ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, ThoughtTags
+from pipeinfer.text import REASONING_PARSERS, ThoughtTags
 from pipeinfer.wire import pack, unpack
 from template_families import HERE
 

@@ -16,7 +16,7 @@ from vocabularies import byte_level
 from pipeinfer.messages import Accepted, Delivered, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.settings import Settings
-from pipeinfer.text.thoughts import ThoughtTags
+from pipeinfer.text import ThoughtTags
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core

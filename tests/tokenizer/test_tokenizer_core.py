@@ -35,7 +35,7 @@ from pipeinfer.messages import (
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.text.thoughts import HARMONY_TOKENS
+from pipeinfer.text import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder

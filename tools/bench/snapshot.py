@@ -43,8 +43,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.text.files import read_tokenizer_config
-from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text import load_tokenizer, read_tokenizer_config
 from pipeinfer.trace.format import unpack_state
 from pipeinfer.trace.state_copy import StateCopier
 from pipeinfer.wire import pack

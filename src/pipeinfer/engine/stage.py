@@ -190,7 +190,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
     if rank > 0:
         return ReceivedMasks()
     from pipeinfer.grammars.store import GrammarStore
-    from pipeinfer.text.loading import grammar_setup
+    from pipeinfer.text import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)
     store = GrammarStore(setup, settings.grammar_cache_mib << 20)

@@ -39,7 +39,7 @@ from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import Targets
-from pipeinfer.text.files import (
+from pipeinfer.text import (
     added_tokens,
     read_tokenizer_config,
     template_sources,

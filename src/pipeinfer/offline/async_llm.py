@@ -40,8 +40,7 @@ from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
 from pipeinfer.runtime.local import prepare
 from pipeinfer.runtime.terminal import waiting_summary
 from pipeinfer.settings import Settings
-from pipeinfer.text.files import read_tokenizer_config, template_sources
-from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

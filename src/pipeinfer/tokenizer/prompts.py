@@ -19,14 +19,17 @@ from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.text.files import read_tokenizer_config, template_sources
-from pipeinfer.text.loading import load_tokenizer, read_end_ids, vocabulary_setup
-from pipeinfer.text.thoughts import (
+from pipeinfer.text import (
     REASONING_PARSERS,
     SPACE,
     ThoughtTags,
+    load_tokenizer,
+    read_end_ids,
+    read_tokenizer_config,
+    template_sources,
     thought_state,
     thought_tags,
+    vocabulary_setup,
 )
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
 from pipeinfer.tokenizer.control_tokens import (
