@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from docs.statistics import EACH, START, STATISTICS
 from pipeinfer import LLM
 from pipeinfer import topology as topologies
 from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
+from pipeinfer.engine.start import PHASES
 from pipeinfer.gateway.errors import CODES
 from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.health import Health
@@ -29,9 +31,7 @@ from pipeinfer.gateway.unsupported_fields import ALTERNATIVES, IGNORED_FIELDS, R
 from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
 from pipeinfer.scheduler.policies import POLICIES
-from pipeinfer.settings import PREFIX, Settings
-from pipeinfer.settings_help import GROUPS, MODEL
-from pipeinfer.statistics_help import EACH, STATISTICS
+from pipeinfer.settings import PREFIX, Settings, settings_help
 from pipeinfer.topology import VARIABLES, Entry
 from servers import STAGES, environment
 
@@ -157,11 +157,7 @@ def test_environment_variables_that_are_named_exist(page):
 
 
 def test_every_setting_is_explained_with_its_default():
-    told = {
-        "model": MODEL,
-        **{name: said for group in GROUPS.values() for name, said in group.items()},
-    }
-    assert set(told) == set(Settings.__struct_fields__)
+    told = settings_help()
     sections = text("docs/reference/settings.md").split("\n### ")[1:]
     shown = {name: rest for name, _, rest in (section.partition("\n") for section in sections)}
     assert set(shown) == {name.replace("_", "-") for name in told}
@@ -201,6 +197,10 @@ def test_every_statistic_of_a_running_pipeline_is_documented_and_none_besides():
     assert of_each <= set.union(*heard.values())
     told = {stage: set(names) for stage, names in STATISTICS.items() if stage != EACH}
     assert told == {stage: names - of_each for stage, names in heard.items()}
+
+
+def test_every_phase_of_an_engines_start_is_explained():
+    assert tuple(START) == PHASES
 
 
 def test_every_channel_and_message_is_documented():
