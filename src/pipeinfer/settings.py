@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta
 
-from pipeinfer import other_names, other_servers
+from pipeinfer import other_servers
 from pipeinfer.close_names import did_you_mean, no_number, none_of
 from pipeinfer.command_line import CommandLine
 
@@ -360,7 +360,7 @@ def build(values: Mapping[str, object]) -> Settings:
     known = set(Settings.__struct_fields__)
     for name in values:
         if name not in known:
-            why = other_servers.refused().get(other_names.flag(name))
+            why = other_servers.refused().get(other_servers.flag(name))
             raise ConfigurationError(why or unknown(name))
     try:
         return msgspec.convert(dict(values), Settings, strict=False)
@@ -370,7 +370,7 @@ def build(values: Mapping[str, object]) -> Settings:
 
 def unknown(name: str) -> str:
     """What is said of a name that is no setting, with the one that it resembles most."""
-    names = [*Settings.__struct_fields__, *other_names.ALIASES, *other_names.SWITCHES]
+    names = [*Settings.__struct_fields__, *other_servers.ALIASES, *other_servers.SWITCHES]
     return f"unknown setting {name!r}{did_you_mean(name, names)}"
 
 
@@ -385,7 +385,7 @@ def _named(text: str, values: Mapping[str, object]) -> str:
     kind = re.fullmatch(r"Expected `(int|float)(?: \| null)?`, got `\w+`", text)
     reason = none_of(values[name], choices) if choices else text
     reason = no_number(values[name], kind[1]) if kind else reason
-    return f"{other_names.flag(name)}: {reason}"
+    return f"{other_servers.flag(name)}: {reason}"
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -457,7 +457,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         for name, setting in told:
             if name == "model":
                 continue
-            flag = other_names.flag(name)
+            flag = other_servers.flag(name)
             if setting.kind is bool:
                 added.add_argument(
                     flag, action="store_true", default=argparse.SUPPRESS, help=setting.line
@@ -477,13 +477,13 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
     for name in other_servers.refused():
         # The value is optional: whether they take one does not matter.
         parser.add_argument(name, action=_Refused, nargs="?", dest=nothing, help=nothing)
-    for name, setting in other_names.ALIASES.items():
+    for name, setting in other_servers.ALIASES.items():
         if setting != "model":
-            flag = other_names.flag(name)
+            flag = other_servers.flag(name)
             parser.add_argument(flag, dest=setting, default=nothing, help=nothing)
-    for name, (setting, value) in other_names.constants().items():
+    for name, (setting, value) in other_servers.constants().items():
         parser.add_argument(
-            other_names.flag(name), dest=setting, action="store_const", const=value,
+            other_servers.flag(name), dest=setting, action="store_const", const=value,
             default=nothing, help=nothing,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from docs.markdown import bullets, codes, sentence
 from docs.markdown import page as page_of
-from pipeinfer import other_names
+from pipeinfer import other_servers
 from pipeinfer.settings import PREFIX, SettingHelp, Settings, settings_help
 
 INTRODUCTION = """Each setting is
@@ -117,7 +117,7 @@ def _facts(name: str, told: SettingHelp) -> Iterator[str]:
         yield "Argument: `MODEL`"
     else:
         value = "" if told.kind is bool else f" {told.value or 'VALUE'}"
-        yield f"Flag: `{other_names.flag(name)}{value}`"
+        yield f"Flag: `{other_servers.flag(name)}{value}`"
     if told.choices:
         yield f"Values: {codes(told.choices)}"
     default = getattr(Settings(), name)

@@ -73,7 +73,7 @@ class AsyncLLM:
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the fields of
     Settings, which are the flags of `pipeinfer serve` with underscores, also under the names of
-    other servers (other_names.py). Keywords of theirs that ask for nothing are left out;
+    other servers (other_servers.py). Keywords of theirs that ask for nothing are left out;
     ConfigurationError names all that are wrong. Chats may bring a template. Use it as
     `async with AsyncLLM(...) as llm`, or call start() and close().
     """
