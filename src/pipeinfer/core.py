@@ -61,7 +61,7 @@ class Drain(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Another process takes this stage over at once: begin nothing new, hand on what is in hand.
+    """Another process takes this stage over at once: begin nothing new, hand on what has begun.
 
     Requests are not finished; the successor learns them from its neighbours. A core that left is
     idle as soon as nothing of it is under way.
@@ -96,11 +96,18 @@ class GraphDue(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
-    sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.
-    `logprobs`, `prompts`: scores (pipeinfer/wire.py) of those ids whose rows ask for them, and
-    of each of the chunks whose tokens are scored. `refused`: rows whose grammar allows nothing,
-    with the reason. `mask_units`: what masks of rows cost, where that is news."""
+    """The device finished step `number`. R: rows that sampled, in the step's order.
+
+    Attributes:
+    - counts: int32 bytes [R], tokens that each row gave
+    - token_ids: int32 bytes, row after row
+    - seconds: that the step took
+    - bad: int32 bytes, those of the R rows whose logits were not finite
+    - logprobs: scores (wire.py) of those ids whose rows ask for them
+    - prompts: scores of each of the chunks whose tokens are scored
+    - refused: by row, why its grammar allows nothing
+    - mask_units: by row, what its mask costs, where that is news
+    """
 
     epoch: int
     number: int
@@ -114,16 +121,18 @@ class StepDone(Message, frozen=True):
     mask_units: dict[int, int] = {}
 
 
+# ------------------------------------------------------------------------------------ recovery
+
 DIGITS = re.compile("[0-9]{1,9}")
 ASK_AGAIN = 1.0  # seconds after which a peer that has not answered is asked again
 
 
 class RollCall:
-    """Asks every one of `peers` until it bracket `stage`, a process with `incarnation`, all it
-    knows.
+    """Asks each of `peers` until it has told `stage`, a process with `incarnation`, all it knows.
 
-    What was queued for a process that died may be lost, but never something after what arrived: an
-    answer whose opening came is whole, one without is asked for again.
+    An answer stands between two messages, the brackets (Recovered). What was queued for a process
+    that died may be lost, but never something after what arrived: an answer whose opening bracket
+    came is whole; an answer without is asked for again.
     """
 
     def __init__(self, stage: str, incarnation: int, peers: Iterable[str]) -> None:
@@ -139,7 +148,7 @@ class RollCall:
         return [Send("recovery", peer, self._question) for peer in self._missing]
 
     def on_recovered(self, bracket: Recovered) -> bool:
-        """Takes a bracket of an answer; True if nobody is missing any more because of it."""
+        """Takes a bracket of an answer; True if it completes the last answer."""
         if bracket.stage not in self._missing or bracket.incarnation != self._question.incarnation:
             return False
         if bracket.opening:
@@ -151,31 +160,32 @@ class RollCall:
         return not self._missing
 
     def has_begun(self, peer: str) -> bool:
-        """Whether the answer of `peer` has come, or begun to; also true of who is not asked.
+        """Whether the answer of `peer` has come, or begun to; also true of a stage that is not
+        asked.
 
-        What it says before may be the rest of what the process before this one was bracket, or come
-        from a process that is dead. What of it still holds is in the answer.
+        What `peer` sent before its answer may have been meant for the process before this one, or
+        come from a process that is dead. What of that still holds is in the answer.
         """
         return self._missing.get(peer, True)
 
     @property
     def stage(self) -> str:
-        """Who asks."""
+        """Id of the stage that asks."""
         return self._question.stage
 
     @property
     def missing(self) -> list[str]:
-        """Who has not bracket everything yet."""
+        """Peers whose answers are not complete."""
         return list(self._missing)
 
     @property
     def complete(self) -> bool:
-        """True when everybody has."""
+        """Whether all answers are."""
         return not self._missing
 
 
 def bracketed_answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
-    """What `stage` sends to the asker: all that is `known`, between two brackets."""
+    """What `stage` sends to the stage that `asked`: all that is `known`, between two brackets."""
     opening = Recovered(stage, asked.incarnation, opening=True)
     end = Recovered(stage, asked.incarnation)
     return [
@@ -194,12 +204,19 @@ def stage_number(stage: str, name: str) -> int | None:
     return int(digits) if kind == name and DIGITS.fullmatch(digits) else None
 
 
+# -------------------------------------------------------------------------------- recent entries
+
 Value = TypeVar("Value")
-SLICES = 8
+SLICES = 8  # of a table's time and size; the oldest goes as a whole
 
 
 class _Span(Generic[Value]):
-    """What was put between two times, in seconds."""
+    """Entries of one slice of time.
+
+    Attributes:
+    - begun, last: seconds, when the first and the last entry came
+    - values: by name
+    """
 
     __slots__ = ("begun", "last", "values")
 
@@ -209,12 +226,12 @@ class _Span(Generic[Value]):
 
 
 class RecentTable(Generic[Value]):
-    """What was put in the last `seconds`, oldest first; of more than `max_size` the latest, at
-    least seven eighths of so many.
+    """Entries by name of the last `seconds`, oldest first, and never more than `max_size`: then at
+    least the latest seven eighths of so many.
 
-    It lies in spans of time, which go as a whole. A single table from which the oldest goes for
-    each that comes has holes at its beginning, over which one looks for the oldest, and which make
-    it large.
+    Entries lie in slices of time, which are dropped whole. A single dict from which the oldest
+    entry goes for each that comes gets holes at its beginning: it grows, and finding the oldest
+    becomes slow.
     """
 
     __slots__ = ("_max_size", "_seconds", "_spans")
@@ -225,7 +242,7 @@ class RecentTable(Generic[Value]):
         self._spans: list[_Span[Value]] = []
 
     def put(self, name: str, value: Value, now: float) -> None:
-        """In place of what the name had."""
+        """Replaces what was put under `name`; `now` in seconds."""
         for span in self._spans:
             span.values.pop(name, None)
         span = self._span(now)
@@ -233,7 +250,7 @@ class RecentTable(Generic[Value]):
         span.last = now
 
     def get(self, name: str) -> Value | None:
-        """What was put last."""
+        """What was put last under `name`."""
         for span in self._spans:
             if name in span.values:
                 return span.values[name]
@@ -251,7 +268,7 @@ class RecentTable(Generic[Value]):
         return sum(len(span.values) for span in self._spans)
 
     def _span(self, now: float) -> _Span[Value]:
-        """The one of now; those that are too old go."""
+        """The slice of `now`; drops those that are too old."""
         spans = self._spans
         while spans and now - spans[0].last >= self._seconds:
             del spans[0]

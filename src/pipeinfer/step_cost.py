@@ -32,8 +32,13 @@ def steps_up_to(most: int) -> tuple[int, ...]:
 
 
 class Prompt(NamedTuple):
-    """A prompt that waits, or a part of one: `tokens` of it to compute, `before` them as many as
-    were computed, and its `age` in seconds."""
+    """A prompt that waits, or a part of one.
+
+    Attributes:
+    - tokens: to compute
+    - before: tokens before them that were computed
+    - age: seconds since it came
+    """
 
     tokens: int
     before: int = 0
@@ -43,10 +48,12 @@ class Prompt(NamedTuple):
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """Picoseconds. Steps and prompts are at their beginning: with hardly any context.
 
-    decodes: (rows, time) of steps of decodes alone. mixed: (tokens, time, more) of steps of so many
-    tokens, up to the most of any step, of which a few are decodes and the rest is of a prompt;
-    `more` for each token of that prompt that was computed before. Both ascend in their first
-    number, and neither is empty. kv_token: for each token of context that a decode reads.
+    Attributes:
+    - decodes: (rows, time) of steps of decodes alone, ascending in rows, not empty
+    - mixed: (tokens, time, more) of steps of so many tokens, up to the most of any step, of which a
+      few are decodes and the rest is of a prompt; `more` for each token of that prompt that was
+      computed before. Ascending in tokens, not empty
+    - kv_token: for each token of context that a decode reads
     """
 
     decodes: tuple[tuple[int, int], ...]
@@ -157,8 +164,12 @@ MOST_SPARED = 1024  # tokens of such a step: with more, the time for each hardly
 
 @dataclass(frozen=True)
 class Targets:
-    """Seconds. itl: the longest step that streams should feel; 0: no bound. ttft: how long a prompt
-    should wait at most; 0: as long as it takes."""
+    """What steps beside streams aim at.
+
+    Attributes:
+    - itl: seconds of the longest step that streams should feel; 0: no bound
+    - ttft: seconds that a prompt should wait at most; 0: as long as it takes
+    """
 
     itl: float = 0.0
     ttft: float = 0.0
@@ -174,8 +185,13 @@ NO_TARGETS = Targets()
 
 @dataclass(frozen=True)
 class PrefillBudget:
-    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known;
-    small: of that the sizes that are spared for prompts whatever waits.
+    """How many tokens of prompts the steps of one epoch hold.
+
+    Attributes:
+    - tokens: of a step with its decodes, where no `cost` is known
+    - cost: of steps, as measured
+    - small: of `cost` the sizes that are spared for prompts whatever waits
+    - targets: of streams and prompts
     """
 
     tokens: int

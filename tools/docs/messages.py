@@ -55,7 +55,7 @@ def _channels() -> Iterator[str]:
 def _struct(kind: type[msgspec.Struct]) -> Iterator[str]:
     yield f"### {kind.__name__}"
     fields = list(msgspec.structs.fields(kind))
-    yield prose(inspect.getdoc(kind) or "", [one.name for one in fields])
+    yield prose(inspect.getdoc(kind) or "")
     if fields:
         lines = (f"{one.name}: {_annotation(kind, one.name)}{_default(one)}" for one in fields)
         yield "```python\n" + "\n".join(lines) + "\n```"

@@ -43,7 +43,10 @@ from pipeinfer.settings import Settings
 from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase  # some seconds, which only get_tokenizer pays
+
+
+log = logging.getLogger(__name__)
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
@@ -60,12 +63,6 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
     )
     made.chat_template = template_sources(folder, config, "").get("default")
     return made
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
 
 
 class AsyncLLM:
