@@ -22,7 +22,7 @@ class Spare(PrefillBudget):
         for name, value in (("spare", spare), ("least", cheapest), ("asked", [])):
             object.__setattr__(self, name, value)
 
-    def tokens_beside(self, *asked):
+    def prompt_tokens(self, *asked):
         self.asked.append(asked)
         return self.spare
 

@@ -5,7 +5,7 @@ Knows the step model, and the sizes that engines measure.
 
 from __future__ import annotations
 
-from pipeinfer.step_cost import PER_SECOND, StepCost, steps_up_to
+from pipeinfer.step_cost import PER_SECOND, StepCost, measured_sizes
 from simulate.step_model import StepModel
 
 ROWS = 1, 8, 16, 32, 64, 96, 128, 192, 256  # of decodes alone
@@ -24,7 +24,7 @@ def step_cost(model: StepModel, most: int) -> StepCost:
 
     mixed = tuple(
         (tokens, amid(tokens, 0), (amid(tokens, DEPTH) - amid(tokens, 0)) // DEPTH)
-        for tokens in steps_up_to(most)
+        for tokens in measured_sizes(most)
     )
     decodes = tuple((rows, round(model.seconds(rows, rows) * PER_SECOND)) for rows in ROWS)
     return StepCost(decodes, mixed, round(model.context * PER_SECOND))

@@ -22,7 +22,7 @@ from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_cost import Targets, measured
+from pipeinfer.step_cost import Targets, describe_rate
 from pipeinfer.topology import Topology
 from pipeinfer.version import __version__
 
@@ -198,7 +198,7 @@ def _targets(topology: Topology) -> Iterator[Finding]:
     for row in rows:
         if _measured(row):
             tokens, rate = row.stats["target_step_tokens"], row.stats["target_prompt_rate"]
-            yield "note", "targets", f"{row.stage}: {measured(tokens, rate)}"
+            yield "note", "targets", f"{row.stage}: {describe_rate(tokens, rate)}"
 
 
 def _measured(row: StageStatus) -> bool:

@@ -125,10 +125,10 @@ class StepComposer:
         if cheapest or budget.looks_ahead:
             waiting += self._queue.prompts(self._now)
         if not cheapest:
-            return budget.tokens_beside(decodes, context, waiting)
+            return budget.prompt_tokens(decodes, context, waiting)
         all_fit = len(self._queue) + self._queue.waiting_for_prefix <= self._slots.free
         left = self._slots.remaining_steps(self.rows) if all_fit else 0
-        return budget.cheapest(decodes, context, waiting, left)
+        return budget.cheapest_prompt_tokens(decodes, context, waiting, left)
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""

@@ -55,7 +55,7 @@ class Planner:
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
         self._prefill_budget = prefill_budget(asked, self._max_tokens, shape.step_cost, targets)
-        self.prefill_allowed = self._prefill_budget.allows()
+        self.prefill_allowed = self._prefill_budget.within_itl_target()
         slots = min(shape.max_slots, self._options.max_running, self._max_tokens)
         self._slots.begin(slots, PageCredits(shape.page_size, shape.pages))
         self._number = 0
