@@ -26,7 +26,7 @@ MEASURED_TOKENS = (
 
 
 def measured_sizes(most: int) -> tuple[int, ...]:
-    """Those of TOKENS up to `most`, and `most` itself if it is not larger than all."""
+    """MEASURED_TOKENS up to `most`, and `most` itself if it is not larger than all."""
     sizes = {tokens for tokens in MEASURED_TOKENS if tokens <= most}
     return tuple(sorted(sizes | {most} if most < MEASURED_TOKENS[-1] else sizes))
 
@@ -71,12 +71,13 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         return f"decodes {decodes}, {context} per 1,000 tokens of context; with prompts {mixed}"
 
     def limited_to(self, tokens: int) -> StepCost:
-        """Of these, the sizes of at most `tokens` tokens, or the smallest if all have more."""
+        """The same with the sizes of at most `tokens` tokens, or the smallest if all have more."""
         few = tuple(size for size in self.mixed if size[0] <= tokens)
         return msgspec.structs.replace(self, mixed=few or self.mixed[:1])
 
     def decode_time(self, rows: int) -> int:
-        """Of that many decodes: as measured with the most rows that are not more, if any are."""
+        """Picoseconds of a step of `rows` decodes alone: as measured with the most rows that are
+        not more, if any are."""
         time = self.decodes[0][1]
         for measured, its in self.decodes:
             if measured > rows:
@@ -217,9 +218,12 @@ class PrefillBudget:
         return self.cost is not None and self.targets.ttft > 0
 
     def prompt_tokens(self, rows: int, context: int, waiting: Sequence[Prompt] = ()) -> int:
-        """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
-        all of them. `waiting`: all prompts, in the order in which they will be computed; the first
-        is enough if nothing is looked ahead.
+        """Tokens of prompts, at least 1, of a step with `rows` decodes.
+
+        Arguments:
+        - context: tokens of context of all decodes together
+        - waiting: all prompts, in the order in which they will be computed; the first is enough
+          unless the budget `looks_ahead`
         """
         if self.cost is None or self.small is None:
             return max(self.tokens - rows, self.tokens // PROMPT_DIVISOR, 1)
@@ -232,13 +236,18 @@ class PrefillBudget:
     def cheapest_prompt_tokens(
         self, rows: int, context: int, waiting: Sequence[Prompt], left: int
     ) -> int:
-        """Tokens of prompts that cost least each, at least FEWEST if there are as many; `waiting`:
-        all prompts that wait. left: steps that the longest of the decodes will still take, 0
-        if more prompts wait than have room. Where nothing was measured, as `tokens_beside`.
+        """The number of tokens of prompts that cost least each, at least MIN_PROMPT_TOKENS if there
+        are as many. Where nothing was measured, as `prompt_tokens`.
 
         A token costs what the step takes longer than its decodes are worth. If all prompts will be
         computed beside decodes that run anyway, that is what these take alone. Else steps should
-        be full: then each is worth what it takes among the most that there may be.
+        be full: then each decode is worth its share of the largest step of decodes.
+
+        Arguments:
+        - context: tokens of context of all decodes together
+        - waiting: all prompts that wait
+        - left: steps that the longest of the decodes will still take; 0 if more prompts wait than
+          have room
         """
         if self.cost is None:
             return self.prompt_tokens(rows, context, waiting)
@@ -289,7 +298,7 @@ class PrefillBudget:
 
 
 def describe_targets(targets: Targets, tokens: float, rate: float) -> str:
-    """For a person; tokens, rate: see PrefillBudget.allows()."""
+    """For the log. tokens, rate: of PrefillBudget.within_itl_target()."""
     if not targets.ttft:
         return "no --ttft-target: steps beside streams are short, however many prompts wait"
     itl = f"{1e3 * targets.itl:g} ms" if targets.itl else "no bound"
@@ -342,5 +351,6 @@ def _cheapest(sizes: Sequence[tuple[int, int]], every: int, worth: int) -> int:
 
 
 def max_graph_tokens(asked: int, budget: int) -> int:
-    """Of a step that decodes, where its device is measured: what graphs are to be captured for."""
+    """Most tokens of a step that decodes, where its device is measured: what graphs are captured
+    for. `asked`: --mixed-step-tokens; `budget`: the most tokens of any step."""
     return min(asked or budget, budget)

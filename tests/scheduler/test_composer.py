@@ -26,7 +26,7 @@ class Spare(PrefillBudget):
         self.asked.append(asked)
         return self.spare
 
-    def cheapest(self, *asked):
+    def cheapest_prompt_tokens(self, *asked):
         self.asked.append(asked)
         return self.least
 
