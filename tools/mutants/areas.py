@@ -52,8 +52,8 @@ class Area:
 
 
 RECOVERY = (
-    "core.py", "core.py",
-    "scheduler/epochs.py", "scheduler/core.py", "tokenizer/requests.py", "gateway/ledger.py",
+    "core.py",
+    "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
     "runtime/incarnations.py", "tokenizer/routing.py",
 )  # fmt: skip
 
@@ -103,8 +103,7 @@ AREAS = {
             "tests/scheduler/test_ranks.py",
             "tests/tokenizer/test_group_monitor.py",
             "tests/scheduler/test_probation.py",
-            "tests/runtime/test_roll_call.py",
-            "tests/test_recent.py",
+            "tests/test_core.py",
             "tests/gateway/test_gateway_ledger.py",
             "tests/gateway/test_ledger_backlog.py",
             "tests/tokenizer/test_routed_requests.py",
