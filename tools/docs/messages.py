@@ -1,4 +1,4 @@
-"""The page of all messages between stages: from messages.py, messages.py and control.py.
+"""The page of all messages between stages: from messages.py and control.py.
 
 Docstrings become prose, fields stand as the source has them.
 """
