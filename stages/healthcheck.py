@@ -17,7 +17,7 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.election import elected_instance
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import NAMES, Identity, Topology, deployed_topology
+from pipeinfer.topology import NAMES, Identity, Topology, deployed_topology
 
 PATIENCE = 4.0  # seconds; heartbeats come twice a second
 WELL = ("ready", "draining")

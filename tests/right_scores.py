@@ -1,13 +1,13 @@
 """Scores held against the log-probs that a model in float64 or float32 gives.
 
-Knows the form of scores (pipeinfer/logprobs.py) and arrays; nothing of who computed either.
+Knows the form of scores (pipeinfer/wire.py) and arrays; nothing of who computed either.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.logprobs import scores
+from pipeinfer.wire import unpack_scores
 
 TOLERANCE = 1e-4
 
@@ -17,7 +17,7 @@ def check_scores(raw: bytes, most: int, expected: np.ndarray, tokens: list[int])
 
     expected: float64 [n, vocab], log-probs at each of their positions.
     """
-    found = list(scores(raw, most))
+    found = list(unpack_scores(raw, most))
     assert len(found) == len(tokens) == len(expected)
     own, ranks = np.array([(s.logprob, s.rank) for s in found]).reshape(-1, 2).T
     ids = np.array([s.ids for s in found], dtype=np.int64).reshape(len(found), most)

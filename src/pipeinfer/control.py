@@ -17,11 +17,14 @@ CHANNEL = "control"
 
 
 class StartRecording(Message, frozen=True):
-    """Record from now on into a new file in the folder `out`, as the stage's host sees it.
+    """Record from now on into a new file.
 
-    recording: the asker's name for it. seconds, messages, max_bytes: it ends by itself after that
-    much, 0 is without limit. fresh_epoch: an engine ends its epoch first, so that the trace has a
-    whole one. redact: a key as hexadecimal text, "" to record as it is.
+    Attributes:
+    - recording: the asker's name for it
+    - out: the folder, as the stage's host sees it
+    - seconds, messages, max_bytes: it ends by itself after that much; 0: without limit
+    - fresh_epoch: an engine ends its epoch first, so that the trace has a whole one
+    - redact: a key as hexadecimal text; empty: record as it is
     """
 
     recording: str
@@ -40,7 +43,13 @@ class StopRecording(Message, frozen=True):
 
 
 class RecordingState(Message, frozen=True):
-    """A stage's answer. `path`: of its file. `reason`: why it is done, or what failed."""
+    """A stage's answer.
+
+    Attributes:
+    - path: of its file
+    - records, bytes: in it so far
+    - reason: why it is done, or what failed
+    """
 
     recording: str
     stage: str
@@ -52,10 +61,13 @@ class RecordingState(Message, frozen=True):
 
 
 class Swap(Message, frozen=True):
-    """To the supervisor: put another process in the place of stage id `stage`.
+    """To the supervisor: put another process in the place of a stage.
 
-    swap: the asker's name for it. command: what to start, before the stage's own arguments; empty
-    is what ran before. folder: where to start it.
+    Attributes:
+    - swap: the asker's name for it
+    - stage: id of the stage
+    - command: what to start, before the stage's own arguments; empty: what ran before
+    - folder: where to start it
     """
 
     swap: str
@@ -65,10 +77,12 @@ class Swap(Message, frozen=True):
 
 
 class SwapState(Message, frozen=True):
-    """The supervisor's answer, at every change. `reason`: what failed, and what runs now.
+    """The supervisor's answer, at every change.
 
-    old, new: process ids, one for each rank. seconds: from asking the old process to leave until
-    the new one was ready.
+    Attributes:
+    - reason: what failed, and what runs now
+    - old, new: process ids, one for each rank
+    - seconds: from asking the old process to leave until the new one was ready
     """
 
     swap: str
@@ -81,16 +95,24 @@ class SwapState(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Say what you see, as Observed, for so many seconds from now. Asked again while it is wanted;
-    a process that was started meanwhile knows nothing of it until then. `past`: also, once, what a
-    scheduler's steps of the last minute were, see Observed."""
+    """Answer with Observed, from now on. Asked again while it is wanted; a process that was started
+    meanwhile knows nothing of it until then.
+
+    Attributes:
+    - seconds: how long
+    - past: also, once, what a scheduler's steps of the last minute were, see Observed
+    """
 
     seconds: float
     past: bool = False
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened to a request in a stage. `at`: Unix seconds by the stage's clock."""
+    """Something that happened to a request in a stage.
+
+    Attributes:
+    - at: Unix seconds by the stage's clock
+    """
 
     at: float
     name: str
@@ -98,9 +120,14 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Passage(msgspec.Struct, frozen=True, array_like=True):
-    """A request's way through one stage, from `began` to `ended` (Unix seconds; 0: it is there
-    still). `outcome`: empty where nothing is to be said. `trace`: the W3C traceparent that it came
-    in with, or empty. `span`: the one that a gateway passes on, where it has a span of its own."""
+    """The span of a request in one stage.
+
+    Attributes:
+    - began, ended: Unix seconds; `ended` 0: the request is there still
+    - outcome: how it ended, where there is something to say; else empty
+    - trace: the W3C traceparent that it came in with, or empty
+    - span: the traceparent that a gateway passes on, where it has a span of its own
+    """
 
     stage: str
     request_id: str
@@ -113,11 +140,17 @@ class Passage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepMade(msgspec.Struct, frozen=True, array_like=True):
-    """A step of a scheduler whose result has come. `at`: Unix seconds of its plan. `seconds`: from
-    the result before it, or from its plan where none was in flight. `target`: `--itl-target`.
+    """A step of a scheduler whose result has come; or several.
 
-    `count`: of so many steps of one half second from `at` on, decodes and prompt_tokens are sums,
-    seconds and target the largest."""
+    Attributes:
+    - at: Unix seconds of its plan
+    - seconds: from the result before it, or from its plan where none was in flight
+    - decodes: rows that decode
+    - prompt_tokens: tokens of prompts
+    - target: seconds, `--itl-target`
+    - count: steps of one half second from `at` on: then `decodes` and `prompt_tokens` are sums,
+      `seconds` and `target` the largest
+    """
 
     at: float
     seconds: float
@@ -128,7 +161,13 @@ class StepMade(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Observed(Message, frozen=True):
-    """What `stage` saw since it said so last. `past`: sums of steps before those, of a minute."""
+    """What `stage` saw since its last Observed.
+
+    Attributes:
+    - passages: spans that have begun, changed or ended
+    - steps: whose results have come
+    - past: sums of steps before those, of a minute
+    """
 
     stage: str
     incarnation: int
@@ -139,7 +178,12 @@ class Observed(Message, frozen=True):
 
 class ShowPrefixes(Message, frozen=True):
     """To an engine: which of its cached prefixes save the most, and which are the longest?
-    `question`: the asker's name for it. `ids`: so many of each are told."""
+
+    Attributes:
+    - question: the asker's name for it
+    - most: prefixes of each kind
+    - ids: first tokens of each that are told
+    """
 
     question: str
     most: int = 16
@@ -147,9 +191,14 @@ class ShowPrefixes(Message, frozen=True):
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
-    """A path of the prefix tree, from its root. `tokens`: its length; `ends`: cached sequences that
-    begin with it; `held`: requests that use it now; `first`: its first ids (int32 bytes), none of a
-    salted one."""
+    """A path of the prefix tree, from its root.
+
+    Attributes:
+    - tokens: its length
+    - ends: cached sequences that begin with it
+    - held: requests that use it now
+    - first: its first ids, int32 bytes; empty for a salted one
+    """
 
     tokens: int
     ends: int

@@ -1,14 +1,14 @@
-"""Every message between stages; with channels.py, read from top to bottom, it is the protocol.
+"""The protocol: every message between stages, and which of them travels on which channel.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
-of logprobs.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
+of wire.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has what a person asks.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
@@ -28,7 +28,7 @@ PROTOCOL = 13
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-# Numbers of choices, from 0; choices.py says what the request of each is called.
+# Numbers of choices, from 0; params.py says what the request of each is called.
 Choice = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CHOICES)]
 Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MOST_CHOICES)]
 
@@ -50,17 +50,30 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Submit(Message, frozen=True):
-    """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
-    `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
-    W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
-    `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text, of a
-    chat always with special tokens. `only_encode`: that is all that is wanted, and no group hears
-    of it; with max_tokens 0 the prompt may be longer than the context. `choices`: which of it are
-    wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
-    `client`: who asks, as FairQueue takes it, in hashes (gateway/auth.py). `otherwise`:
-    what the output must be where the grammar of `params` is refused; None: that is an error then.
-    `token_offsets`: rows of its text say where the text of each token begins. `return_token_strs`:
-    Accepted brings the prompt's tokens as the vocabulary writes them.
+    """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
+
+    Attributes:
+    - seed: final; that of the first choice
+    - text: prompt as text
+    - prompt_ids: prompt as ids, int32 bytes
+    - chat: messages, which the chat template makes a prompt of
+    - template_arguments: further variables of the chat template
+    - add_special_tokens: whether the tokenizer adds BOS and the like
+    - priority: lower ones are served earlier
+    - timeout: seconds until it is aborted; 0: never
+    - cache_salt: separates prefix caches
+    - trace: W3C traceparent, or empty
+    - group: data-parallel group in which it runs already, if it was tokenized before; else -1
+    - return_prompt_ids: Accepted brings the prompt's ids
+    - return_prompt_text: Accepted brings the prompt's text, of a chat always with special tokens
+    - only_encode: nothing but Accepted is wanted, and no group hears of it; with max_tokens 0 the
+      prompt may be longer than the context
+    - choices: numbers of those that are wanted; each is a request of its own from the tokenizer on
+    - client: who asks, as FairQueue takes it, in hashes (gateway/auth.py)
+    - otherwise: what the output must be where the grammar of `params` is refused; None: such a
+      request is an error
+    - token_offsets: rows of its text say where the text of each token begins
+    - return_token_strs: Accepted brings the prompt's tokens as the vocabulary writes them
     """
 
     request_id: str
@@ -89,10 +102,12 @@ class Submit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Forget the request everywhere; travels on its path, so that it cannot overtake it.
+    """Forget the request everywhere. Travels on the request's path, so that it cannot overtake it.
 
-    group: the data-parallel group whose scheduler alone forgets the request, because nobody gave
-    the scheduler its Work; -1: everywhere."""
+    Attributes:
+    - group: data-parallel group whose scheduler alone forgets the request, because nobody gave that
+      scheduler its Work; -1: everywhere
+    """
 
     request_id: str
     attempt: int
@@ -108,7 +123,12 @@ class Done(Message, frozen=True):
 
 class ResetCache(Message, frozen=True):
     """All groups are to forget cached prefixes that no request uses: gateway -> tokenizer -> every
-    scheduler, behind all work that was sent before. Each answers CacheReset under this `name`."""
+    scheduler, behind all work that was sent before.
+
+    Attributes:
+    - name: each group answers CacheReset under it
+    - gateway, detokenizer: indices of those through which the answers come
+    """
 
     name: str
     gateway: int = 0
@@ -119,12 +139,25 @@ class ResetCache(Message, frozen=True):
 
 
 class Work(Message, frozen=True):
-    """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos).
-    `leader`: of requests that belong together, the first one's id, there as well; they have one
-    prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
-    must not have, as `params.bad_words` are spelled. `client`: as in Submit. `slow_grammar`: the
-    grammar takes long to compile. `thoughts`: where its grammar or its budget of thoughts needs to
-    know of them. `token_offsets`: as in Submit."""
+    """A tokenized request.
+
+    Attributes:
+    - gateway, detokenizer: indices of its own
+    - prompt_ids: int32 bytes
+    - seed: of this choice
+    - eos_ids: ids that end it by themselves; empty under ignore_eos
+    - priority: lower ones are served earlier
+    - timeout: seconds until it is aborted; 0: never
+    - cache_salt: separates prefix caches
+    - trace: W3C traceparent, or empty
+    - leader: request id of the first one of a parallel-sampling group, in its own Work as well.
+      They have one prompt, which one of them computes first. Empty for others
+    - banned: sequences of ids that its output must not have, as `params.bad_words` are spelled
+    - client: who asks, as in Submit
+    - slow_grammar: its grammar takes long to compile
+    - thoughts: where its grammar or its budget of thoughts needs to know of them
+    - token_offsets: as in Submit
+    """
 
     request_id: str
     attempt: int
@@ -148,11 +181,16 @@ class Work(Message, frozen=True):
 
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
-    and answers with Delivered. On the path of the Work, so that it cannot overtake it. If the
-    group is lost, the gateway answers `stage` (a tokenizer) with Delivered of the next attempt,
-    which has the ids that its client has: from then on nothing of an earlier attempt reaches the
-    client. A detokenizer asks the gateway the same, with "" as `stage`, if the tokens of the groups
-    that run a request differ; the request's own tokenizer is told then."""
+    and answers with Delivered. On the path of the Work, so that it cannot overtake it.
+
+    If the group is lost, the gateway answers `stage` with Delivered of the next attempt, which has
+    the ids that its client has: from then on nothing of an earlier attempt reaches the client. A
+    detokenizer asks the gateway the same if the tokens of the groups that run a request differ; the
+    request's own tokenizer is told then.
+
+    Attributes:
+    - stage: id of the tokenizer that asks; empty from a detokenizer
+    """
 
     request_id: str
     attempt: int
@@ -163,8 +201,12 @@ class HandOver(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch).
-    Only the listed incarnations take part, others say Hello; plan numbers start at 0 again."""
+    """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch). Plan
+    numbers start at 0 again.
+
+    Attributes:
+    - incarnations: of the processes that take part; others say Hello
+    """
 
     epoch: int
     incarnations: tuple[int, ...]
@@ -172,9 +214,13 @@ class Begin(Message, frozen=True):
 
 class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
-    If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
-    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes).
-    `forget`: its logits were bad; what the cache has of it goes, as far as it is nobody else's."""
+
+    Attributes:
+    - keep: what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
+      surplus token never
+    - output_ids: confirmed ids sampled since the admission, int32 bytes
+    - forget: its logits were bad; what the cache has of it goes, as far as nobody else uses it
+    """
 
     slot: Number
     keep: bool
@@ -184,12 +230,18 @@ class Release(Message, frozen=True):
 
 class Admit(Message, frozen=True):
     """Puts a request into a free slot: match its tokens in the prefix cache, lock what is found.
-    `token_ids`: all known tokens (int32 bytes); ids at and past `prompt_len` count as output.
-    `max_total`: the request never grows past that many tokens (prompt and output); rows that would
-    are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs.
-    `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
-    right before it is computed; -1: of none, or they are known. `banned`, `trace`, `thoughts`: as
-    Work's."""
+
+    Attributes:
+    - token_ids: all known tokens, int32 bytes; ids at and past `prompt_len` count as output
+    - prompt_len: tokens of the prompt
+    - max_total: most tokens of prompt and output; rows that would exceed it are computed as empty
+    - seed: of its noise
+    - suppress: ids not sampled before `params.min_tokens` outputs
+    - cache_salt: separates prefix caches
+    - score_from: log-probs of the prompt's tokens from this position on are wanted, so what comes
+      right before it is computed; -1: of none, or they are known
+    - banned, trace, thoughts: as in Work
+    """
 
     slot: Number
     request_id: str
@@ -207,17 +259,26 @@ class Admit(Message, frozen=True):
 
 
 class Extend(Message, frozen=True):
-    """What the request in `slot` was told goes on with `ids` (int32 bytes): confirmed outputs. Some
-    may be sampled already; the others were forced by its grammar, and need no step each."""
+    """The engine's known tokens of the request in `slot` grow by confirmed outputs. Some may be
+    sampled already; the others were forced by its grammar, and need no step each.
+
+    Attributes:
+    - ids: int32 bytes
+    """
 
     slot: Number
     ids: Int32s
 
 
 class Prepare(Message, frozen=True):
-    """Requests wait for the grammar `spec`, the first of them `request_id`: compile it, and answer
-    Prepared. Sent until all ranks have answered. `slow`: that takes long, and others do not wait
-    for it; of these one is asked for at a time."""
+    """Requests wait for a grammar: compile it, and answer Prepared. Sent until all ranks have
+    answered.
+
+    Attributes:
+    - request_id: the first that waits
+    - spec: the grammar
+    - slow: it takes long, and others do not wait for it; one such grammar is asked for at a time
+    """
 
     request_id: str
     spec: StructuredOutputs
@@ -225,12 +286,17 @@ class Prepare(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: releases, admits, extends, then rows `advance(slot, up to count tokens)`. With
-    `reset` cached prefixes that no request uses are forgotten between releases and admits; before
-    that whole pages of what is computed of the prompts in slots `shares` (int32 bytes) are put into
-    the prefix cache, for what is admitted.
-    `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
-    not yet computed, at most `count`; then it decodes from the id that the step before left."""
+    """One step: releases, admits, extends, then rows `advance(slot, up to count tokens)`. A row
+    computes known tokens not yet computed, at most `count`; where none are left, it decodes one
+    from the id that the step before left. R: rows.
+
+    Attributes:
+    - number: of the plan in its epoch, from 0
+    - slots, counts: int32 bytes [R]; no slot stands twice
+    - reset: cached prefixes that no request uses are forgotten between releases and admits
+    - shares: slots (int32 bytes). Whole pages of what is computed of their prompts enter the prefix
+      cache before `reset` and the admits, which may use them
+    """
 
     epoch: int
     number: Count
@@ -248,8 +314,23 @@ class Plan(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch, until `Begin` lists it. Ranks must agree on
-    `model` to `step_tokens`, the device's own token budget (0: none), and on `kv_dtype`: "fp8_e4m3"
-    or "auto", the model's. `step_cost`: as measured."""
+    `model` to `step_tokens` and on `kv_dtype`.
+
+    Attributes:
+    - protocol: PROTOCOL of the process
+    - version: of pipeinfer
+    - tp: ranks of its group
+    - model: name that it is served by
+    - page_size: tokens of a page
+    - pages: of its KV pool
+    - max_slots: requests at a time
+    - max_model_len: tokens of prompt and output
+    - attention: backend
+    - graph_sizes: rows of its decode graphs
+    - step_tokens: the device's own token budget; 0: none
+    - step_cost: as measured
+    - kv_dtype: "fp8_e4m3", or "auto", which is the model's
+    """
 
     protocol: int
     version: str
@@ -269,7 +350,11 @@ class Hello(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """It is empty and hears plans: those of `epoch` may come. `steps`: of its device so far."""
+    """The rank is empty and hears plans: those of `epoch` may come.
+
+    Attributes:
+    - steps: that its device has made so far
+    """
 
     epoch: int
     rank: Number
@@ -287,9 +372,15 @@ class Prepared(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """Plan `number` was applied; said long before its tokens exist. `slots`, `cached`: int32 bytes,
-    so many tokens of each came from the cache. `free`, `evictable`: pages after the plan;
-    `evicted`: pages that the prefix cache has lost in this epoch."""
+    """Plan `number` was applied. Sent long before its tokens exist.
+
+    Attributes:
+    - slots, cached: int32 bytes, one for each admit: so many tokens of it came from the prefix
+      cache
+    - free: pages that are free after the plan
+    - evictable: pages that are cached and not in use
+    - evicted: pages that the prefix cache has lost in this epoch
+    """
 
     epoch: int
     number: Count
@@ -301,17 +392,24 @@ class Admitted(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """What step `number` did, one row for each row of its plan, in the plan's order.
-    `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
-    many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
-    `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
-    sample; behind the sampled one come those that its grammar forces, which later steps may sample
-    again). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
-    `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
-    `logprobs`: scores of the ids whose requests ask for them, in the ids' order. `refused`: slots
-    whose grammar allows nothing, with the reason: such a row has produced nothing either.
-    `mask_units`: slots of which it was found out what a mask costs, in units of work
-    (grammars/compiling.py): those where that is much, or no longer is."""
+    """What step `number` did: a row for each row of its plan, in the plan's order. R: rows.
+
+    Attributes:
+    - slots, starts, counts: int32 bytes [R]. `starts`: first computed position. `counts`: tokens
+      computed; 0: deferred, if listed in `deferred`, else nothing was left to do
+    - produced: int32 bytes [R], ids of `token_ids` that belong to each row; 0 where it did not
+      sample
+    - token_ids: int32 bytes, row after row. Behind a row's sampled id come those that its grammar
+      forces, which later steps may sample again
+    - deferred: int32 bytes, slots without pages for this step
+    - free, evictable, evicted: as in Admitted
+    - digest: running hash of the rank's decisions
+    - bad: int32 bytes, slots whose logits were not finite: such a row has produced nothing
+    - logprobs: scores of the ids whose requests ask for them, in the ids' order
+    - refused: by slot, why its grammar allows nothing: such a row has produced nothing either
+    - mask_units: by slot, what a mask costs in units of work (grammars/compiling.py), where that is
+      much, or no longer is
+    """
 
     epoch: int
     number: Count
@@ -332,8 +430,12 @@ class Result(Message, frozen=True):
 
 
 class PromptScores(Message, frozen=True):
-    """Step `number` computed what comes before prompt tokens whose log-probs are wanted: scores of
-    those from position `first` on of the request in `slot`. Comes before its Result."""
+    """Log-probs of prompt tokens that step `number` found. Comes before its Result.
+
+    Attributes:
+    - first: position in the prompt of the first scored token
+    - logprobs: a score for each token
+    """
 
     epoch: int
     number: Count
@@ -343,7 +445,12 @@ class PromptScores(Message, frozen=True):
 
 
 class Digests(Message, frozen=True):
-    """A rank above 0 decided so: `values`, uint64 bytes, are the digests of plans `first` on."""
+    """What a rank above 0 decided.
+
+    Attributes:
+    - first: number of the first plan
+    - values: uint64 bytes, the digest after each plan from `first` on
+    """
 
     epoch: int
     rank: Number
@@ -352,8 +459,11 @@ class Digests(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The rank leaves the epoch: a gap in the plans, a failed step. `orderly`: no request of it is
-    to blame, as it was told to, or plans were lost on their way."""
+    """The rank leaves the epoch: a gap in the plans, a failed step.
+
+    Attributes:
+    - orderly: no request of it is to blame: the rank was told to, or plans were lost on their way
+    """
 
     epoch: int
     rank: int
@@ -365,8 +475,13 @@ class Fault(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """A request of `group` that will produce tokens; `context_ids`: the prompt's last ids.
-    `token_offsets`: as in Submit."""
+    """A request of `group` that will produce tokens.
+
+    Attributes:
+    - context_ids: the prompt's last ids, int32 bytes
+    - trace: W3C traceparent, or empty
+    - token_offsets: as in Submit
+    """
 
     request_id: str
     attempt: int
@@ -379,9 +494,18 @@ class Open(Message, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
-    """New output ids of one request, gapless; `offset`: of the first. `finish`: None if it goes on.
-    With "stop" by a token, `stop_token` is the last of `ids`, has no text, is not in the result.
-    `logprobs`: a score for each of `ids`, if the request asks for them."""
+    """New output ids of one request, without a gap to those before.
+
+    Attributes:
+    - offset: position of the first id in the output
+    - ids: int32 bytes
+    - finish: why it ended; None if it goes on
+    - stop_token: with "stop" by a token, the last of `ids`, which has no text and is not in the
+      result
+    - error: with "error", for the client
+    - cached_tokens: of the prompt, from the prefix cache
+    - logprobs: a score for each of `ids`, if the request asks for them
+    """
 
     request_id: str
     offset: Number
@@ -394,9 +518,15 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptTokens(Message, frozen=True):
-    """`ids` of a request's prompt from position `first` on, gapless, with a score for each; the
-    prompt's first token has an empty one. All of them come before the first row. `group`: whose
-    scheduler says so; -1: it is not told."""
+    """Ids of a request's prompt with their log-probs, without a gap to those before. All of them
+    come before the first row.
+
+    Attributes:
+    - first: position of the first id in the prompt
+    - ids: int32 bytes
+    - logprobs: a score for each id; the prompt's first token has an empty one
+    - group: whose scheduler sends it; -1: unknown
+    """
 
     request_id: str
     attempt: int
@@ -407,14 +537,23 @@ class PromptTokens(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """Everything that one result of `group` brought, for one detokenizer; -1: it is not told."""
+    """Everything that one result of `group` brought, for one detokenizer.
+
+    Attributes:
+    - group: whose scheduler sends it; -1: unknown
+    """
 
     rows: tuple[TokenRow, ...]
     group: int = -1
 
 
 class Refused(Message, frozen=True):
-    """The request cannot be served; said by tokenizer or scheduler, shown to the client."""
+    """The request cannot be served. From a tokenizer or scheduler, for the client.
+
+    Attributes:
+    - status: of the HTTP response
+    - message, param, code: of its error
+    """
 
     request_id: str
     attempt: int
@@ -427,7 +566,8 @@ class Refused(Message, frozen=True):
 
 class CacheReset(Message, frozen=True):
     """scheduler -> detokenizer -> gateway: what `group` admits from now on finds nothing that was
-    cached and unused when ResetCache came."""
+    cached and unused when ResetCache came.
+    """
 
     name: str
     gateway: int
@@ -435,7 +575,12 @@ class CacheReset(Message, frozen=True):
 
 
 class StopHit(Message, frozen=True):
-    """detokenizer -> scheduler: a stop string ended the request after `length` output tokens."""
+    """detokenizer -> scheduler: a stop string ended the request, or its output could not be
+    decoded.
+
+    Attributes:
+    - length: output tokens until then
+    """
 
     request_id: str
     attempt: int
@@ -446,11 +591,17 @@ class StopHit(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
-    be encoded); its ids, its text and its tokens as the vocabulary writes them if asked for.
-    `choices`: which of the request's are meant. `thoughts`: where the prompt of a chat leaves
-    them. `refusal`: why the grammar of its parameters is not served, where the output is held to
-    Submit.otherwise; else empty."""
+    """tokenizer -> gateway: the request was tokenized.
+
+    Attributes:
+    - group: where it went; -1: nowhere, it was only to be encoded
+    - prompt_tokens: length of the prompt
+    - prompt_ids, prompt_text, token_strs: as Submit asked for them; else empty
+    - choices: numbers of the request's choices that are meant
+    - thoughts: where the prompt of a chat leaves them
+    - refusal: why the grammar of its parameters is not served, where the output is held to
+      Submit.otherwise; else empty
+    """
 
     request_id: str
     attempt: int
@@ -465,9 +616,14 @@ class Accepted(Message, frozen=True):
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probs of some tokens, to be shown. `scores`: one for each. `texts`: the bytes of each
-    token, followed by those of its alternatives. `offsets`: int32 bytes, letters of text before
-    each token. `ids`: of prompt tokens; of output tokens the row has them."""
+    """Log-probs of some tokens, to be shown.
+
+    Attributes:
+    - scores: one for each token
+    - texts: the bytes of each token, followed by those of its alternatives
+    - offsets: int32 bytes, letters of text before each token
+    - ids: int32 bytes of prompt tokens; empty for output tokens, whose row has them
+    """
 
     scores: bytes
     texts: tuple[bytes, ...]
@@ -476,12 +632,20 @@ class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
-    """New text of one request, after `byte_offset` bytes (UTF-8) and `token_offset` output tokens.
-    `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
-    set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
-    `stop_reason` is the stop string or stop token id, None for the model's own EOS.
-    `logprobs`: of `ids`; `prompt`: of prompt tokens from `prompt_offset` on; `offsets`: letters of
-    the whole text before each of `ids`, int32 bytes; if asked for."""
+    """New text of one request.
+
+    Attributes:
+    - byte_offset: bytes of text (UTF-8) before it
+    - token_offset: output tokens before it
+    - ids: int32 bytes; without a stop token and what lies past a stop string's cut
+    - finish: set on the last row
+    - stop_reason: the stop string or stop token id; None for the model's own EOS
+    - output_tokens: accepted outputs, on the last row; a stop token counts, as in vLLM
+    - cached_tokens: of the prompt, from the prefix cache
+    - logprobs: of `ids`, if asked for
+    - prompt: log-probs of prompt tokens from `prompt_offset` on, if asked for
+    - offsets: int32 bytes, letters of the whole text before each of `ids`, if asked for
+    """
 
     request_id: str
     attempt: int
@@ -512,7 +676,12 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second and at every change of state; all may differ in a replay."""
+    """Twice a second, less often in a large deployment (liveness.py), and at every change of state.
+    All fields may differ in a replay.
+
+    Attributes:
+    - stats: statistics by name; docs/reference/statistics.md explains them
+    """
 
     stage: str
     name: str
@@ -533,9 +702,16 @@ Standing = Literal["serves", "waits", "deserted"]
 
 class GroupStatus(Message, frozen=True):
     """scheduler -> tokenizers, again and again (liveness.py), and soon after a change of
-    `standing`: whether it takes requests. Deserted: its engines are gone, and it can hand its
-    requests over. `requests`: live ones, `tokens`: left to compute of them; `capacity`: tokens that
-    the pool holds, `evicted`: of its prefix cache in this epoch."""
+    `standing`.
+
+    Attributes:
+    - standing: whether it takes requests. "deserted": its engines are gone, and it can hand its
+      requests over
+    - requests: live ones
+    - tokens: that are left to compute of them
+    - capacity: tokens that the KV pool holds
+    - evicted: tokens that the prefix cache has lost in this epoch
+    """
 
     group: int
     incarnation: int
@@ -557,9 +733,13 @@ class RankStatus(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """Whoever starts `stage` says so until its successor is heard: the process `incarnation` has
-    ended. `at`: of processes that the same one started, those with a greater number began later,
-    and have never met it."""
+    """The process `incarnation` of `stage` has ended. Whoever starts `stage` repeats it until the
+    successor is heard.
+
+    Attributes:
+    - at: of processes that the same one started, those with a greater number began later, and have
+      never met it
+    """
 
     stage: str
     incarnation: int
@@ -569,7 +749,12 @@ class Ended(Message, frozen=True):
 
 class Fenced(Message, frozen=True):
     """any stage -> `stage`, again as long as it speaks: what process `incarnation` says is not
-    heard, because process `newest` was, `since` seconds ago for the first time."""
+    heard.
+
+    Attributes:
+    - newest: incarnation of the process that has taken its place
+    - since: seconds since that one was heard for the first time
+    """
 
     stage: str
     incarnation: int
@@ -579,7 +764,8 @@ class Fenced(Message, frozen=True):
 
 class GroupFault(Message, frozen=True):
     """scheduler -> whoever starts the engine ranks of `group`, until they are gone: these processes
-    must end, and all ranks be started again."""
+    must end, and all ranks be started again.
+    """
 
     group: int
     reason: str
@@ -590,16 +776,24 @@ class GroupFault(Message, frozen=True):
 
 
 class Recover(Message, frozen=True):
-    """`stage`, a new process, asks for all that it should know, until it was answered. Tokenizers
-    ask gateways (for Submits), schedulers tokenizers (Works) and detokenizers (Delivered), and
-    detokenizers schedulers (Open, Tokens). From a gateway: the requests of older ones are lost."""
+    """`stage`, a new process, asks for all that it should know, until it was answered.
+
+    Tokenizers ask gateways (for Submits), schedulers tokenizers (Works) and detokenizers
+    (Delivered), and detokenizers schedulers (Open, Tokens). From a gateway: the requests of older
+    ones are lost.
+    """
 
     stage: str
     incarnation: int
 
 
 class Recovered(Message, frozen=True):
-    """Around an answer of `stage`: `opening`, or that was all; `incarnation` is the asker's."""
+    """Stands before and behind an answer of `stage`.
+
+    Attributes:
+    - incarnation: the asker's
+    - opening: the answer begins; else it has ended
+    """
 
     stage: str
     incarnation: int
@@ -607,10 +801,16 @@ class Recovered(Message, frozen=True):
 
 
 class Delivered(Message, frozen=True):
-    """Output ids (int32 bytes) that a client may have seen; `ended`: no more of them is wanted.
-    `finish`, `error`: as the scheduler's last row said; None if the detokenizer ended it.
-    `crashes`: of engines that ran it alone, if it is suspected of one; else -1. `logprobs`: a
-    score for each id, `prompt_logprobs`: for each prompt token so far, if they are asked for."""
+    """Output ids that a client may have seen.
+
+    Attributes:
+    - ids: int32 bytes
+    - ended: no more of them is wanted
+    - finish, error: as in the scheduler's last row; None if the detokenizer ended it
+    - crashes: of engines that ran it alone, if it is suspected of one; else -1
+    - logprobs: a score for each id, if asked for
+    - prompt_logprobs: a score for each prompt token so far, if asked for
+    """
 
     request_id: str
     attempt: int
@@ -621,3 +821,34 @@ class Delivered(Message, frozen=True):
     crashes: int = -1
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
+
+
+# -------------------------------------------------------------------------------------- channels
+
+# Who sends on each channel, and who reads it.
+CHANNEL_USERS = {
+    "requests": "gateway to tokenizer",
+    "work": "tokenizer to scheduler",
+    "plan": "scheduler to all engine ranks of its group",
+    "result": "engine to scheduler",
+    "tokens": "scheduler to detokenizer",
+    "stops": "detokenizer to scheduler",
+    "text": "tokenizer and detokenizer to gateway",
+    "telemetry": "every stage to whoever listens",
+    "group": "who serves, who has ended, who must end: stages and supervisors to one another",
+    "recovery": "a new process and its neighbours; who asks for what a lost group had",
+}
+
+# The messages of each channel; a frame of any other is not read.
+CHANNELS: dict[str, Any] = {
+    "requests": Union[Submit, ResetCache, Abort, Done],
+    "work": Union[Work, HandOver, ResetCache, Abort, Done],
+    "plan": Union[Begin, Prepare, Plan],
+    "result": Union[Hello, Ready, Prepared, Admitted, PromptScores, Result, Digests, Fault],
+    "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
+    "stops": StopHit,
+    "text": Union[Accepted, Refused, CacheReset, Text],
+    "telemetry": Heartbeat,
+    "group": Union[GroupStatus, RankStatus, Ended, Fenced, GroupFault],
+    "recovery": Union[Recover, Recovered, HandOver, Delivered],
+}

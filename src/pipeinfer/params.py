@@ -1,4 +1,5 @@
-"""What a client may ask of sampling, and nothing about how it is done.
+"""What a client may ask of sampling, and nothing about how it is done; and what the choices of one
+request are called.
 
 Shared vocabulary of the gateway, the offline classes, the scheduler and the engine. Knows no
 HTTP, no tokenizer and no torch; names and defaults are those of vLLM's SamplingParams.
@@ -6,7 +7,7 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
@@ -47,9 +48,15 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=MOST_INT)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the whole output must be; exactly one is given. json: a JSON schema, as text. regex: a
-    regular expression. choice: one of these texts. grammar: in llguidance's Lark, or GBNF.
-    after: what comes up to this text is free; it is not output yet."""
+    """What the whole output must be; exactly one of the first four is given.
+
+    Attributes:
+    - json: a JSON schema, as text
+    - regex: a regular expression
+    - choice: one of these texts
+    - grammar: in llguidance's Lark, or GBNF
+    - after: what comes up to this text is free, and no output yet
+    """
 
     json: str | None = None
     regex: str | None = None
@@ -59,9 +66,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
 
 
 class Thoughts(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer's form waits for, and what a budget of thoughts counts: thoughts between the
-    texts `opening` and `closing`. state: where the prompt leaves them. No `opening`: they can only
-    be open already."""
+    """The thoughts of an answer, for whose end its grammar waits, or whose tokens a budget counts.
+
+    Attributes:
+    - opening, closing: texts around them. No `opening`: they can only be open already
+    - state: where the prompt leaves them
+    """
 
     opening: str
     closing: str
@@ -71,30 +81,37 @@ class Thoughts(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How to choose tokens and when to stop.
 
-    temperature: 0 is greedy, at most 100. top_k: 0 or -1 turns it off. top_p, min_p: in [0, 1].
-    seed: None lets the server choose one. max_tokens: None means as many as fit.
-    stop: strings that end the text, not part of it unless include_stop_str_in_output.
-    stop_token_ids: ids that end it beside the model's own; ignore_eos ignores only the model's own.
-    min_tokens: no stop token of either kind is sampled before that many output tokens.
-    repetition_penalty: in [0.01, 100]; what prompt and output hold is divided by it where its logit
-    is positive, else multiplied; above 1 makes it rarer. presence_penalty, frequency_penalty: in
-    [-2, 2], taken off the logits of what the output holds, once, or as often as it does.
-    logit_bias: what is added to the logits of these ids before all else, each in [-100, 100]. Ids
-    may be texts of digits, as in JSON.
-    logprobs: of each output token the log-prob, and those of so many likeliest ones (0 to 20); None
-    asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
-    same of the prompt's tokens, all but the first.
-    n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
-    thinking_token_budget: so many tokens of thoughts, between <think> and </think> or the model's
-    own tags; then they are ended.
-    structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
-    bad_words.
-    allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all.
-    bad_words: texts that the output must not have: the last token of each spelling, with a space
-    before it and without, is not sampled where the others are the output's last ones.
-    truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave room
-    for max_tokens, or for one; None keeps all. truncation_side: with "right" its first tokens are
-    kept instead.
+    Attributes:
+    - temperature: 0 is greedy, at most 100
+    - top_k: 0 or -1 turns it off
+    - top_p, min_p: in [0, 1]
+    - seed: None lets the server choose one
+    - max_tokens: None means as many as fit
+    - min_tokens: no stop token of either kind is sampled before that many output tokens
+    - ignore_eos: the model's own end does not end the output; `stop_token_ids` still do
+    - stop: strings that end the text, not part of it unless include_stop_str_in_output
+    - stop_token_ids: ids that end it beside the model's own
+    - skip_special_tokens: special tokens have no text
+    - repetition_penalty: in [0.01, 100]. What prompt and output hold is divided by it where its
+      logit is positive, else multiplied; above 1 makes it rarer
+    - presence_penalty, frequency_penalty: in [-2, 2], taken off the logits of what the output
+      holds, once, or as often as it does
+    - logit_bias: what is added to the logits of these ids before all else, each in [-100, 100]. Ids
+      may be texts of digits, as in JSON
+    - logprobs: alternatives (0 to 20) of each output token's log-prob; None asks for no log-probs.
+      Of the model's own logits, before all that is listed above
+    - prompt_logprobs: the same of the prompt's tokens, all but the first
+    - structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
+      bad_words
+    - n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64)
+    - allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all
+    - bad_words: texts that the output must not have: the last token of each spelling, with a space
+      before it and without, is not sampled where the others are the output's last ones
+    - truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave
+      room for max_tokens, or for one; None keeps all
+    - thinking_token_budget: most tokens of thoughts, between <think> and </think> or the model's
+      own tags; then they are ended
+    - truncation_side: with "right" the prompt's first tokens are kept instead
     """
 
     temperature: float = 1.0
@@ -314,3 +331,28 @@ def check_choices(name: str, count: int) -> None:
 def _check_within(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # also where it is NaN
         raise InvalidParameter(name, f"{name} must be from {least:g} to {most:.10g}, not {value}")
+
+
+# ------------------------------------------------------------- choices of one request
+
+SEED_MASK = 2**64 - 1
+
+
+def choice_id(request_id: str, number: int) -> str:
+    """The request id of choice `number`, from 0; the first one's is the request's own."""
+    return f"{request_id}/{number}" if number else request_id
+
+
+def choice_ids(request_id: str, numbers: Iterable[int]) -> list[str]:
+    """Request ids of the choices `numbers`."""
+    return [choice_id(request_id, number) for number in numbers]
+
+
+def request_of(choice: str) -> str:
+    """The request id to which the id of a `choice` belongs."""
+    return choice.partition("/")[0]
+
+
+def choice_seed(seed: int, number: int) -> int:
+    """The seed of choice `number`, in 64 bits."""
+    return (seed + number) & SEED_MASK

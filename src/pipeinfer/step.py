@@ -174,7 +174,7 @@ class Sampled:
     counts: int32 [S], how many tokens each row gave. ids: int32 [the sum of counts], row after row.
     bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none.
     refused: rows whose grammar allowed nothing, each with the reason; they gave none either.
-    logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
+    logprobs: scores (pipeinfer/wire.py) of the ids of rows that ask for them, row after row.
     prompts: those of each of the step's `prompts`.
     mask_units: what a mask of a row costs, in units (grammars/compiling.py), where it was found out
     anew and is much, or was.
@@ -222,7 +222,7 @@ class Sampled:
 class SharedPrefixes:
     """Prefixes that decodes of a step have in common, int32 [decodes] each.
 
-    leaders: leader * PART + pages, PART as in packing.py: the row's first `pages` pages are those
+    leaders: leader * PART + pages, PART as in wire.py: the row's first `pages` pages are those
     of row `leader`, which may be itself; 0 where it has none in common. ranks: rank * PART + rows:
     its number among the rows with that leader, from 0, and how many these are, at least two.
     """

@@ -15,10 +15,9 @@ from pipeinfer.bus.bus import INBOX_HWM, Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Abort, Begin, Heartbeat, Plan, StopHit, TokenRow, Tokens
-from pipeinfer.packing import pack, unpack
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Entry, Identity, Topology
+from pipeinfer.topology import Entry, Identity, Topology, check_address, socket_address
+from pipeinfer.wire import pack, unpack
 from port_rows import port_row
 
 HEADER = Header(PROTOCOL, "scheduler-0", 1, 0, 0.0)
@@ -101,7 +100,7 @@ async def test_bad_frames_are_counted_and_dropped_and_kill_nothing(place, caplog
         peer = Peer("scheduler", place, context)
         peer.start()
         raw = context.socket(zmq.PUSH)
-        raw.connect(addresses.derive(place.address("scheduler-0"), "inbox"))
+        raw.connect(socket_address(place.address("scheduler-0"), "inbox"))
         good = frames.encode("work", HEADER, Abort("r", 1))
         old = Header(PROTOCOL + 1, "tokenizer-0", 1, 0, 0.0)
         for parts in (
@@ -182,14 +181,14 @@ def _hit() -> StopHit:
 )
 def test_addresses_that_cannot_work_are_refused(address, why):
     with pytest.raises(ConfigurationError, match=why):
-        addresses.check(address)
+        check_address(address)
 
 
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://localhost:1"]
 )
 def test_loopback_needs_no_keys(address):
-    addresses.check(address)
+    check_address(address)
 
 
 async def test_what_a_stage_has_no_time_to_read_waits_with_its_sender(place):
@@ -200,7 +199,7 @@ async def test_what_a_stage_has_no_time_to_read_waits_with_its_sender(place):
         peer = Peer("scheduler", place, context)
         peer.bus.bind()
         raw.sndhwm, raw.linger = 1, 0
-        raw.connect(addresses.derive(place.address("scheduler-0"), "inbox"))
+        raw.connect(socket_address(place.address("scheduler-0"), "inbox"))
         parts = [*frames.encode("work", HEADER, Abort("r", 1))[:2], b"\xc1" * 50_000]
         sent = 0
         while sent < 10 * INBOX_HWM and raw.poll(500, zmq.POLLOUT):

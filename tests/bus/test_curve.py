@@ -17,7 +17,7 @@ from pipeinfer.bus.curve import LOG_PERIOD, MAX_REASONS, RefusalLog
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import Entry, Identity, Topology
+from pipeinfer.topology import Entry, Identity, Topology
 from port_rows import port_row
 
 BEAT = Heartbeat("tokenizer-0", "tokenizer", 0, 0, 0, 1, 1, "ready")

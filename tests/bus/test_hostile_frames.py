@@ -17,11 +17,10 @@ from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.curve import ZAP, CurveAuthenticator
 from pipeinfer.bus.frames import BadFrame, Header, Unencodable
 from pipeinfer.bus.reader import Reader
-from pipeinfer.channels import CHANNELS
 from pipeinfer.core import Send
-from pipeinfer.messages import PROTOCOL, Abort, Submit
+from pipeinfer.messages import CHANNELS, PROTOCOL, Abort, Submit
 from pipeinfer.params import SamplingParams
-from pipeinfer.topology.topology import Entry, Identity, Topology
+from pipeinfer.topology import Entry, Identity, Topology
 from waiting import until
 
 HEADER = Header(PROTOCOL, "tokenizer-0", 1, 0, 0.0)

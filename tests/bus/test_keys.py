@@ -10,7 +10,7 @@ import zmq
 from pipeinfer.bus import curve
 from pipeinfer.bus.curve import keyring
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology import Entry, Topology
 
 
 def test_a_secret_key_is_its_owners_alone_and_never_overwritten(tmp_path):

@@ -12,8 +12,8 @@ from pipeinfer import messages
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import BadFrame, Header
 from pipeinfer.bus.reader import Reader
-from pipeinfer.channels import CHANNELS
 from pipeinfer.messages import (
+    CHANNELS,
     PROTOCOL,
     Abort,
     Accepted,

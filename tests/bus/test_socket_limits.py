@@ -10,7 +10,7 @@ PROGRAM = """
 import resource, sys, zmq
 from pipeinfer.bus.sockets import raise_socket_limits
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology
+from pipeinfer import topology
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 place = topology.local(Settings(dp=150, tp=8), "ipc:///tmp/nowhere/")

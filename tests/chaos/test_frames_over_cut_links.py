@@ -10,7 +10,7 @@ from chaos.links import Link
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send
 from pipeinfer.messages import Abort, Message
-from pipeinfer.topology.topology import Entry, Identity, Topology
+from pipeinfer.topology import Entry, Identity, Topology
 from port_rows import port_row
 
 LISTEN, GOAL = "127.0.0.2", "127.0.0.3"

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from terminal import CTRL_C, Terminal
 
+from pipeinfer import topology as topologies
 from pipeinfer.cli.running import servers_of
 from pipeinfer.demo import demo_path
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServerInfo, mark_running, publish_served_model
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
 from servers import Server, environment
 
 COUNT, COUNTED = "Count from 3 to 9.", "3 4 5 6 7 8 9\n"

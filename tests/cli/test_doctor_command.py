@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from checkpoints import make_checkpoint
+from pipeinfer import topology as topologies
 from pipeinfer.cli import doctor
 from pipeinfer.cli.main import main
 from pipeinfer.messages import Heartbeat
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
 from servers import environment
 
 

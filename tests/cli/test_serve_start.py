@@ -10,8 +10,8 @@ from pathlib import Path
 
 from terminal import CTRL_C, Terminal
 
+from pipeinfer import topology as topologies
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
 from servers import environment
 
 PROGRAM = [sys.executable, "-m", "pipeinfer"]

@@ -14,7 +14,7 @@ from compose import FILE, GPU, HOSTS, ROOT, VARIABLE, Compose, load, variables
 from containers import DOCKERFILE, HEAVY, SECRETS, TOPOLOGY, image_files, stage_of
 
 from pipeinfer.settings import Settings, from_environment
-from pipeinfer.topology.topology import (
+from pipeinfer.topology import (
     BIND_VARIABLE,
     KEYS_VARIABLE,
     SECRET_VARIABLE,

@@ -11,11 +11,10 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pipeinfer.core import Send
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.stage import build
 from pipeinfer.detokenizer.text import DecoderFactory
-from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -33,11 +32,11 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
+from pipeinfer.wire import pack, unpack
 
 EOS = 353  # "<|end|>"
 

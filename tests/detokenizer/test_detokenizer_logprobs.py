@@ -8,7 +8,6 @@ from test_detokenizer_core import EOS, Bench
 
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory, TokenTexts
-from pipeinfer.logprobs import size, unscored
 from pipeinfer.messages import (
     LogprobTexts,
     PromptTokens,
@@ -17,7 +16,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack, unpack
+from pipeinfer.wire import no_score, pack, score_bytes, unpack
 
 MOST = 1
 
@@ -171,7 +170,7 @@ def test_special_tokens_that_are_hidden_have_names_in_log_probs(bench: Bench) ->
 
 
 def prompt(bench: Bench, first: int, ids: list[int], group: int = -1) -> None:
-    raw = b"".join(entry(t) if n + first else unscored(MOST) for n, t in enumerate(ids))
+    raw = b"".join(entry(t) if n + first else no_score(MOST) for n, t in enumerate(ids))
     bench.say(PromptTokens("r", 1, first, pack(ids), raw, group))
 
 
@@ -186,12 +185,14 @@ def test_a_prompts_tokens_come_before_the_output_and_each_once(bench: Bench) -> 
     bench.row(bench.ids("!"))
     shown: list[LogprobTexts] = [row.prompt for row in bench.rows if row.prompt is not None]
     assert b"".join(one.ids for one in shown) == pack(ids)
-    assert b"".join(one.scores for one in shown)[size(MOST) :] == b"".join(map(entry, ids[1:]))
+    assert b"".join(one.scores for one in shown)[score_bytes(MOST) :] == b"".join(
+        map(entry, ids[1:])
+    )
     assert [row.prompt_offset for row in bench.rows if row.prompt is not None] == [0, 1, 5]
     assert b"".join(piece for one in shown for piece in one.texts[::2]).decode() == text
     assert bench.text == "!" and bench.last.prompt is None
     (told,) = bench.delivered()
-    assert told.prompt_logprobs == unscored(MOST) + b"".join(map(entry, ids[1:]))
+    assert told.prompt_logprobs == no_score(MOST) + b"".join(map(entry, ids[1:]))
 
 
 def test_output_of_another_group_never_overtakes_a_prompts_log_probs(bench: Bench) -> None:

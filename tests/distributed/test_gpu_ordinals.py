@@ -6,7 +6,7 @@ import pytest
 
 from pipeinfer.distributed.collectives import without_multicast
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Entry, Topology, local
+from pipeinfer.topology import Entry, Topology, local
 
 
 def test_every_engine_of_a_host_has_a_gpu_of_its_own():

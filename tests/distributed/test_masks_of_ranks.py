@@ -17,7 +17,7 @@ from pipeinfer.engine.masks import GrammarMasks, ReceivedMasks
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
-from pipeinfer.text.loading import grammar_setup
+from pipeinfer.text import grammar_setup
 from rank_threads import ThreadGroup
 
 FOLDER = Path(pipeinfer.demo.__file__).parent

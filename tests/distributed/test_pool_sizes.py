@@ -17,7 +17,7 @@ from pipeinfer.engine import loading, machine
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.messages import Heartbeat
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Topology, local
+from pipeinfer.topology import Topology, local
 from servers import environment
 
 PAGE_BYTES = 2 * 2 * 1 * 16 * 16 * 4  # K and V, layers, a rank's heads, head_dim, tokens, float32

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from hash_device import HashDevice
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, NewEpoch, Tick
 from pipeinfer.engine.core import DIGESTS, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -31,12 +30,12 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import MOST_UNCOMPARED, DigestAgreement, RanksDisagree
 from pipeinfer.scheduler.epochs import ASK_AGAIN_SECONDS
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack, unpack
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
 WATCHDOG = 30.0

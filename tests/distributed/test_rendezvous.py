@@ -12,8 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
-from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology import Entry, Topology, socket_address
 from port_rows import port_row
 
 
@@ -95,7 +94,7 @@ def test_questions_that_are_none_end_neither_rank(short_path):
         for question in ([b"\x91" * 900], [b"\xff"], [b"\x92\x01\x02", b"another part"], [b""]):
             with context.socket(zmq.REQ) as asker:
                 asker.linger, asker.rcvtimeo = 0, 10_000
-                asker.connect(addresses.derive(address, "group"))
+                asker.connect(socket_address(address, "group"))
                 asker.send_multipart(question)
                 assert b"no question" in asker.recv()
     assert meet(address, 1, 2, timeout=20).get("key") == b"value"

@@ -16,23 +16,22 @@ from pathlib import Path
 
 import pytest
 
+from docs.statistics import EACH, START, STATISTICS
 from pipeinfer import LLM
-from pipeinfer.channels import CHANNELS
+from pipeinfer import topology as topologies
 from pipeinfer.cli import questions
 from pipeinfer.cli.main import COMMANDS
+from pipeinfer.engine.start import PHASES
 from pipeinfer.gateway.errors import CODES
-from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics, RollingLatencies
-from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS
+from pipeinfer.gateway.openapi import ENDPOINTS, ERRORS, document
 from pipeinfer.gateway.unsupported_fields import ALTERNATIVES, IGNORED_FIELDS, REFUSED
+from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
 from pipeinfer.scheduler.policies import POLICIES
-from pipeinfer.settings import PREFIX, Settings
-from pipeinfer.settings_help import GROUPS, MODEL
-from pipeinfer.statistics_help import EACH, STATISTICS
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import VARIABLES, Entry
+from pipeinfer.settings import PREFIX, Settings, settings_help
+from pipeinfer.topology import VARIABLES, Entry
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]
@@ -157,11 +156,7 @@ def test_environment_variables_that_are_named_exist(page):
 
 
 def test_every_setting_is_explained_with_its_default():
-    told = {
-        "model": MODEL,
-        **{name: said for group in GROUPS.values() for name, said in group.items()},
-    }
-    assert set(told) == set(Settings.__struct_fields__)
+    told = settings_help()
     sections = text("docs/reference/settings.md").split("\n### ")[1:]
     shown = {name: rest for name, _, rest in (section.partition("\n") for section in sections)}
     assert set(shown) == {name.replace("_", "-") for name in told}
@@ -203,6 +198,10 @@ def test_every_statistic_of_a_running_pipeline_is_documented_and_none_besides():
     assert told == {stage: names - of_each for stage, names in heard.items()}
 
 
+def test_every_phase_of_an_engines_start_is_explained():
+    assert tuple(START) == PHASES
+
+
 def test_every_channel_and_message_is_documented():
     page = text("docs/architecture.md")
     assert set(CHANNELS) <= set(first_cells(page))
@@ -223,19 +222,19 @@ def test_every_channel_and_message_is_documented():
 
 def test_every_field_of_a_body_is_explained_and_every_other_refused_or_ignored():
     bodies = {one.body for one in ENDPOINTS if one.body is not None}
-    assert set(BY_BODY) == bodies
+    schemas = document()["components"]["schemas"]
     page = text("docs/reference/requests.md")
     taken, _, rest = page.partition("\n## Refused\n")
     assert rest
-    for body, told in BY_BODY.items():
-        assert set(told) == set(body.__struct_fields__)
-        for name in told:
+    for body in bodies:
+        for name in body.__struct_fields__:
+            assert schemas[body.__name__]["properties"][name].get("description"), name
             assert f"`{name}`" in taken, name
         for name in body.unsupported_fields:
             assert f"`{name}`" in page, name
     for name in (*REFUSED, *IGNORED_FIELDS):
         assert f"`{name}`" in rest, name
-    fields = {name for told in BY_BODY.values() for name in told}
+    fields = {name for body in bodies for name in body.__struct_fields__}
     assert set(ALTERNATIVES) <= set(REFUSED)
     assert {name for names in ALTERNATIVES.values() for name in names} <= fields
 

@@ -1,4 +1,4 @@
-"""other_servers.py says of each flag, path and metric of others what is true here."""
+"""What is said of flags, paths and metrics of other servers is true here."""
 
 from __future__ import annotations
 
@@ -8,48 +8,53 @@ import re
 import pytest
 
 from docs import other_servers as pages
-from pipeinfer import other_names
+from pipeinfer import other_servers
 from pipeinfer import settings as config
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.openapi import ENDPOINTS
-from pipeinfer.other_servers import FLAGS, Flag
+from pipeinfer.other_servers import REFUSED, RefusedFlag
 
 PATHS = {one.path for one in ENDPOINTS}
-OURS = {other_names.flag(name) for name in config.Settings.__struct_fields__}
-ALIASES = {other_names.flag(name) for name in (*other_names.ALIASES, *other_names.constants())}
+OURS = {other_servers.flag(name) for name in config.Settings.__struct_fields__}
+KNOWN = (*other_servers.ALIASES, *other_servers.constants())
+ALIASES = {other_servers.flag(name) for name in KNOWN}
+SERVERS = list(pages.UNDERSTOOD)
 
 
-def flags_of(server: str) -> list[Flag]:
-    return [flag for flags in FLAGS[server].values() for flag in flags]
+def understood(server: str) -> list[pages.Row]:
+    return [row for rows in pages.UNDERSTOOD[server].values() for row in rows]
 
 
-@pytest.mark.parametrize("server", FLAGS)
+def refused(server: str) -> dict[str, RefusedFlag]:
+    flags = [flag for of_topic in REFUSED.values() for flag in of_topic]
+    return {name: flag for flag in flags for name in flag.names[server]}
+
+
+@pytest.mark.parametrize("server", SERVERS)
 def test_a_flag_of_another_server_is_here_what_is_said_of_it(server):
-    found = flags_of(server)
-    assert sum(len(flag.theirs) for flag in found) > 60
-    for flag in found:
-        assert set(flag.ours) <= OURS | {"MODEL"}, flag
-        assert bool(flag.ours) == (flag.kind not in ("always", "none")), flag
-        assert flag.said or flag.understood, flag
-        for name in flag.theirs:
-            known = {"same": OURS, "alias": ALIASES | {"--model"}}.get(flag.kind, set())
-            assert (name in OURS | ALIASES) == flag.understood, name
-            assert not flag.understood or name in known, name
+    for row in understood(server):
+        assert set(row.ours) <= OURS | {"MODEL"}, row
+        known = OURS if row.theirs == row.ours else ALIASES | {"--model"}
+        assert set(row.theirs) <= known, row
+    for name, flag in refused(server).items():
+        assert set(flag.ours) <= OURS, flag
+        assert bool(flag.ours) == (flag.kind == "instead") and flag.said, flag
+        assert name not in OURS | ALIASES, name
+    assert len(understood(server)) + len(refused(server)) > 60
 
 
-@pytest.mark.parametrize("server", FLAGS)
+@pytest.mark.parametrize("server", SERVERS)
 def test_a_flag_that_is_refused_says_what_to_do_instead(server, capsys):
     parser = argparse.ArgumentParser(usage="", allow_abbrev=False)
     config.add_flags(parser)
-    for flag in flags_of(server):
-        for name in () if flag.understood else flag.theirs:
-            for words in ([name], [name, "4"], [f"{name}=4"]):
-                with pytest.raises(SystemExit, match="2"):
-                    parser.parse_args(words)
-                said = capsys.readouterr().err
-                assert f"error: {name} is a flag of" in said and server in said
-                assert all(ours in said for ours in flag.ours)
+    for name, flag in refused(server).items():
+        for words in ([name], [name, "4"], [f"{name}=4"]):
+            with pytest.raises(SystemExit, match="2"):
+                parser.parse_args(words)
+            said = capsys.readouterr().err
+            assert f"error: {name} is a flag of" in said and server in said
+            assert all(ours in said for ours in flag.ours)
 
 
 def test_a_keyword_of_another_server_says_what_to_do_instead():
@@ -59,15 +64,18 @@ def test_a_keyword_of_another_server_says_what_to_do_instead():
         config.build({"swap_spice": 4})
 
 
-def test_no_flag_stands_twice_on_a_list():
-    for server in FLAGS:
-        names = [name for flag in flags_of(server) for name in flag.theirs]
-        assert len(set(names)) == len(names)
+@pytest.mark.parametrize("server", SERVERS)
+def test_no_flag_stands_twice_on_a_list(server):
+    flags = [flag for of_topic in REFUSED.values() for flag in of_topic]
+    names = [name for flag in flags for name in flag.names[server]]
+    names += [name for row in understood(server) for name in row.theirs]
+    assert len(set(names)) == len(names)
 
 
 def test_every_name_that_is_understood_is_said():
-    said = {name for server in FLAGS for flag in flags_of(server) for name in flag.theirs}
-    assert said >= ALIASES
+    assert {
+        name for server in SERVERS for row in understood(server) for name in row.theirs
+    } >= ALIASES
 
 
 def test_a_variable_of_another_server_has_its_counterpart():

@@ -35,9 +35,12 @@ def test_a_page_that_differs_is_named_and_then_written(tmp_path, monkeypatch, ca
 
 def test_a_docstring_becomes_prose_and_a_list():
     said = prose(
-        "What it is, in <one>\nline. one: a, `b<c`. two, three:\nboth.", ["one", "two", "three"]
+        "What it is, in <one>\nline.\n\nMore.\n\n"
+        "Attributes:\n- one: a, `b<c`\n- two, three:\n  both: so"
     )
-    assert said == ("What it is, in &lt;one> line.\n\n- `one`: a, `b<c`.\n- `two`, `three`: both.")
+    assert said == (
+        "What it is, in &lt;one> line.\n\nMore.\n\n- `one`: a, `b<c`\n- `two`, `three`: both: so"
+    )
 
 
 def test_sentences_and_kinds():

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.settings import Settings
-from pipeinfer.step_budget import Targets, prefill_budget
-from pipeinfer.step_cost import PER_SECOND, Prompt
+from pipeinfer.step_cost import PER_SECOND, Prompt, Targets, prefill_budget
 from simulate import step_model
 
 PAGE = (Path(__file__).parents[2] / "docs/step-budget.md").read_text()
@@ -35,14 +34,14 @@ def test_the_table_says_what_steps_take_and_bring():
     table = rows("| n | step(n)")
     assert len(table) > 5
     measured = {tokens: time for tokens, time, _ in COST.mixed}
-    expected = dict(COST.steps(ROWS, CONTEXT, [Prompt(LENGTH)] * 48))
+    expected = dict(COST.mixed_steps(ROWS, CONTEXT, [Prompt(LENGTH)] * 48))
     worth = 0.75 * min(time / tokens for tokens, time in measured.items() if tokens <= 1024)
     for [[n], [alone], [takes], [rate], gain] in table:
         assert alone == pytest.approx(measured[n] / MS, abs=0.001)
         assert takes == pytest.approx(expected[n] / MS, abs=0.01)
         assert rate == pytest.approx(PER_SECOND * (n - ROWS) / expected[n], abs=500)
         if gain:
-            said = (worth * (n - ROWS) - (measured[n] - COST.alone(ROWS))) / MS
+            said = (worth * (n - ROWS) - (measured[n] - COST.decode_time(ROWS))) / MS
             assert gain == [pytest.approx(said, abs=0.001)]
 
 
@@ -53,6 +52,6 @@ def test_steps_get_the_prompt_tokens_that_the_example_says():
     assert [int(row[0][0]) for row in table] == [1, 30, 48]
     for [[prompts], _pace, _enough, given, [takes]] in table:
         waiting = [Prompt(LENGTH)] * int(prompts)
-        assert budget.tokens_beside(ROWS, CONTEXT, waiting) == given[-1]
-        time = dict(COST.steps(ROWS, CONTEXT, waiting))[given[-1] + ROWS]
+        assert budget.prompt_tokens(ROWS, CONTEXT, waiting) == given[-1]
+        time = dict(COST.mixed_steps(ROWS, CONTEXT, waiting))[given[-1] + ROWS]
         assert takes == pytest.approx(time / MS, abs=0.05)

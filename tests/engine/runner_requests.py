@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from grammars.vocabulary import KNOWN, SETUP
 from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.store import GrammarStore
-from pipeinfer.logprobs import scores as scores_in
 from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.wire import unpack_scores as scores_in
 
 LENGTHS = (3, 40, 9, 17, 12)
 WANTED = 5

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.calibrate import SLOWER, interpolated, padded, priced, slow, without_outliers
 from pipeinfer.engine.loading import all_find
-from pipeinfer.step_budget import Targets, prefill_budget
-from pipeinfer.step_cost import TOKENS, Prompt, StepCost
+from pipeinfer.step_cost import MEASURED_TOKENS, Prompt, StepCost, Targets, prefill_budget
 
 MS, US = 10**9, 10**6
 # Of Qwen3-14B on an H200: tokens, and what a step of them took; then for 1,000 tokens before.
@@ -30,7 +29,7 @@ def test_steps_of_a_size_are_made_although_its_depth_was_measured_too_long():
     def tokens(mixed) -> int:
         cost = StepCost(((1, 7 * MS), (64, 9 * MS)), tuple(mixed))
         budget = prefill_budget(0, 8192, cost, Targets(0.025, 0.5))
-        return 8 + budget.tokens_beside(8, 8000, [Prompt(8000, 2000, 1.0)] * 8)
+        return 8 + budget.prompt_tokens(8, 8000, [Prompt(8000, 2000, 1.0)] * 8)
 
     assert tokens(MEASURED) == 448
     assert tokens(without_outliers(MEASURED)) == 512
@@ -73,7 +72,7 @@ def test_no_step_takes_much_longer_than_a_larger_one_and_the_largest_stays(times
 def test_ranks_leave_out_only_what_all_of_them_find_slow():
     finds = [{320, 448}, {320, 640}, {320, 448, 640}]
 
-    asked = iter(TOKENS)
+    asked = iter(MEASURED_TOKENS)
 
     def smallest(value: int) -> int:
         """As the first rank hears it."""
@@ -117,7 +116,7 @@ def test_what_is_not_measured_is_near_to_what_a_gpu_took():
     st.integers(0, 10**6),
     st.integers(0, 10**3),
     st.sampled_from([1000, 2048, 4096, 10_000]),
-    st.lists(st.sampled_from(TOKENS), min_size=2, unique=True),
+    st.lists(st.sampled_from(MEASURED_TOKENS), min_size=2, unique=True),
     st.data(),
 )
 def test_steps_between_those_that_were_measured_lie_on_a_curve(

@@ -10,12 +10,10 @@ import pytest
 from edits_by_slot import Edited
 
 from hash_device import HashDevice, continuation
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import LOCAL, Drain, Leave, Send, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.step_builder import FIELDS
-from pipeinfer.events import Drain, Leave, StepDone, Tick
-from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -31,9 +29,9 @@ from pipeinfer.messages import (
     Result,
     Submit,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack, score_bytes, unpack
 from sampling_rows import sampling_of
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64
@@ -364,7 +362,7 @@ def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
     assert step.slots.tolist() == [2, 5, 7]
     assert step.logprobs is not None
     assert step.logprobs.rows.tolist() == [1, 2] and step.logprobs.most.tolist() == [2, 0]
-    of_five, of_seven = b"5" * size(2), b"7" * size(0)
+    of_five, of_seven = b"5" * score_bytes(2), b"7" * score_bytes(0)
     sampled = replace(Sampled.one_each([20, 50, 70]), logprobs=of_five + of_seven)
     [result] = engine.handle(step_done(step, sampled))
     assert fields(result)["token_ids"] == [50, 20, 70]
@@ -378,9 +376,9 @@ def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
 def test_scores_of_a_bad_row_are_not_there():
     engine = Engine()
     engine.plan({0: 9, 1: 9}, [admit(0, [1], logprobs=1), admit(1, [2], logprobs=1)])
-    sampled = replace(Sampled.of(np.array([[0, 0], [1, 5]])), logprobs=b"x" * size(1))
+    sampled = replace(Sampled.of(np.array([[0, 0], [1, 5]])), logprobs=b"x" * score_bytes(1))
     [result] = engine.handle(step_done(engine.queue.pop(), sampled))
-    assert unpack(result.bad).tolist() == [0] and result.logprobs == b"x" * size(1)
+    assert unpack(result.bad).tolist() == [0] and result.logprobs == b"x" * score_bytes(1)
 
 
 def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result():
@@ -396,7 +394,7 @@ def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result
     ]
     assert first[0].ids.tolist() == ids[4:6] and second[0].ids.tolist() == ids[6:]
     for chunk, samples in ((first[0], 0), (second[0], 1)):
-        raw = b"s" * size(1) * len(chunk.ids)
+        raw = b"s" * score_bytes(1) * len(chunk.ids)
         sampled = replace(Sampled.one_each([1] * samples), prompts=(raw,))
         scores, result = engine.handle(step_done(engine.queue.pop(0), sampled))
         assert isinstance(result, Result)
@@ -405,13 +403,15 @@ def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result
     assert engine.queue.pop().prompts == ()
 
 
-@pytest.mark.parametrize("logprobs", [b"", b"x" * 7, b"x" * size(2)])
+@pytest.mark.parametrize("logprobs", [b"", b"x" * 7, b"x" * score_bytes(2)])
 def test_scores_of_another_size_are_a_fault(logprobs):
     engine = Engine()
     engine.plan({0: 9}, [admit(0, [1], logprobs=1)])
     sampled = replace(Sampled.one_each([4]), logprobs=logprobs)
     [fault] = engine.handle(step_done(engine.queue.pop(), sampled))
-    assert f"{len(logprobs)} bytes of log-probs, where {size(1)} were expected" in fault.reason
+    assert (
+        f"{len(logprobs)} bytes of log-probs, where {score_bytes(1)} were expected" in fault.reason
+    )
 
 
 def test_ids_that_are_held_back_are_told_while_they_are():
@@ -422,7 +422,9 @@ def test_ids_that_are_held_back_are_told_while_they_are():
     for number in range(3):
         step = engine.queue.pop()
         told.append(step.logprobs is not None and step.logprobs.suppressed)
-        engine.handle(step_done(step, replace(Sampled.one_each([4]), logprobs=b"x" * size(0))))
+        engine.handle(
+            step_done(step, replace(Sampled.one_each([4]), logprobs=b"x" * score_bytes(0)))
+        )
         if number < 2:
             engine.plan({0: 1})
     assert told == [True, True, False]

@@ -15,9 +15,9 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack
 
 PAGES, SIZE, SLOTS, LIMIT = 15, 4, 4, 40
 

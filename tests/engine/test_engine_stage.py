@@ -9,7 +9,7 @@ import torch
 from pipeinfer.engine import stage
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, local
+from pipeinfer.topology import Identity, local
 
 
 def test_a_start_tells_its_phases_and_how_many_bytes_are_read():

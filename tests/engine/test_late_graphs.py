@@ -9,11 +9,11 @@ import threading
 import pytest
 from single_steps import HostRunner, empty_step
 
+from pipeinfer.core import GraphDue
 from pipeinfer.engine import executor
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.phases import Phases
-from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.step import Sampled

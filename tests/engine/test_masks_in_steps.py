@@ -18,12 +18,12 @@ from pipeinfer.engine.masks import GrammarMasks
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.grammars.store import GrammarStore
-from pipeinfer.logprobs import scores
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.scheduler.queue import SHARE
 from pipeinfer.settings import Settings
-from pipeinfer.text.loading import grammar_setup
+from pipeinfer.text import grammar_setup
+from pipeinfer.wire import unpack_scores
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)
@@ -232,7 +232,7 @@ def test_log_probs_are_those_of_the_model_before_the_mask(loaded, masks):
     made = cores(loaded, masks)
     made.submit("choice", PROMPT, params("choice", 0.0, logprobs=2), eos_ids=SETUP.end_ids)
     made.run()
-    for n, entry in enumerate(scores(made.logprobs["choice"], 2)):
+    for n, entry in enumerate(unpack_scores(made.logprobs["choice"], 2)):
         row = made.logits["choice", len(PROMPT) + n].astype(np.float64)
         expected = row - (np.log(np.exp(row - row.max()).sum()) + row.max())
         assert abs(entry.logprob - expected[made.outputs["choice"][n]]) < 1e-4

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import servers
+from pipeinfer import topology as topologies
 from pipeinfer.engine.preload import SPINS, spin_briefly
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
 
 SHOW = """
 import os

@@ -11,9 +11,9 @@ from msgspec import structs
 
 from pipeinfer.engine.step_builder import MOST_EDITS, RequestTable, edits_of, filled
 from pipeinfer.messages import Admit
-from pipeinfer.packing import pack
 from pipeinfer.params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
 from pipeinfer.step import Delta
+from pipeinfer.wire import pack
 
 SLOTS, VOCABULARY = 5, 12
 

@@ -14,8 +14,8 @@ from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.messages import Admit, Plan, Release
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 SLOTS, LIMIT = 40, 64
 WITHIN = "fields", "edits"  # of a delta: looked into

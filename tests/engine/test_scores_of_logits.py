@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.sampling import log_probs
 from pipeinfer.kernels import host
-from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
+from pipeinfer.wire import Score, json_logprob, narrow_scores, no_score, score_bytes, unpack_scores
 from rank_threads import ThreadCollectives, ThreadGroup
 
 
@@ -71,15 +71,15 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
     with patch.object(ON_HOST, "BLOCK", block):
         told = group.run(one)
     assert len(set(told)) == 1, "all ranks say the same"
-    found = list(scores(told[0], most))
-    assert len(told[0]) == len(rows) * size(most)
+    found = list(unpack_scores(told[0], most))
+    assert len(told[0]) == len(rows) * score_bytes(most)
     for row, token, entry in zip(logits, ids, found, strict=True):
         check(entry, by_definition(row, token, min(most, 9)))
 
 
 def test_of_equal_logits_the_lowest_ids_come_first():
     logits = torch.zeros(1, 5000)
-    (entry,) = scores(host.scores(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
+    (entry,) = unpack_scores(host.scores(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
     assert (entry.ids, entry.rank) == ([0, 1, 2], 5000)
 
 
@@ -88,7 +88,7 @@ def test_sums_are_float32_whatever_the_logits_are(dtype):
     torch.manual_seed(0)
     logits = (torch.randn(2, 3000) * 4).to(dtype)
     raw = host.scores(logits, torch.tensor([5, 77]), 4).numpy().tobytes()
-    for n, entry in enumerate(scores(raw, 4)):
+    for n, entry in enumerate(unpack_scores(raw, 4)):
         check(entry, by_definition(logits[n].float().numpy(), (5, 77)[n], 4))
 
 
@@ -96,17 +96,17 @@ def test_an_entry_with_fewer_alternatives_is_the_beginning_of_one_with_more():
     torch.manual_seed(1)
     table = host.scores(torch.randn(3, 100), torch.tensor([1, 2, 3]), 7).numpy()
     for most in (0, 2, 7):
-        cut = list(scores(narrowed(table, most).tobytes(), most))
-        for entry, whole in zip(cut, scores(table.tobytes(), 7), strict=True):
+        cut = list(unpack_scores(narrow_scores(table, most).tobytes(), most))
+        for entry, whole in zip(cut, unpack_scores(table.tobytes(), 7), strict=True):
             assert entry[:2] == whole[:2]
             assert (entry.ids, entry.logprobs) == (whole.ids[:most], whole.logprobs[:most])
 
 
 def test_a_token_that_nothing_comes_before_has_no_log_prob():
-    (entry,) = scores(unscored(3), 3)
+    (entry,) = unpack_scores(no_score(3), 3)
     assert (entry.rank, entry.ids, entry.logprobs) == (0, [], [])
 
 
 def test_json_gets_a_number_where_a_token_is_impossible():
-    assert finite(float("-inf")) == finite(float("nan")) == -9999.0
-    assert finite(-3.5) == -3.5
+    assert json_logprob(float("-inf")) == json_logprob(float("nan")) == -9999.0
+    assert json_logprob(-3.5) == -3.5

@@ -12,8 +12,8 @@ from pipeinfer.engine.step_buffers import Packer, layout
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 PAGE, LIMIT, PREFIX = 16, 600, 320
 COMMON = list(range(PREFIX))

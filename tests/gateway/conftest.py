@@ -9,13 +9,13 @@ import pytest
 import uvloop
 from gateway_pipeline import Gateway, Pipeline, StartGateway
 
+from pipeinfer import topology as topologies
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.http_server import HttpDriver
 from pipeinfer.gateway.stage import build
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

@@ -13,7 +13,6 @@ import msgspec
 import openai
 
 from pipeinfer.bus import frames
-from pipeinfer.choices import choice_ids
 from pipeinfer.core import LOCAL
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.http_server import HttpDriver
@@ -31,8 +30,8 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.packing import pack, unpack
-from pipeinfer.params import ThoughtState
+from pipeinfer.params import ThoughtState, choice_ids
+from pipeinfer.wire import pack, unpack
 
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
 

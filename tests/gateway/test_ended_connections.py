@@ -18,7 +18,7 @@ import servers
 from certificates import make
 from pipeinfer.gateway.connections import Connection
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 from waiting import until
 
 MOST = 5 * 2**20  # bytes

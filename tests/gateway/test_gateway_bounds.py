@@ -15,10 +15,10 @@ import httpx
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-from pipeinfer.events import Drain
+from pipeinfer.core import Drain
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
 from pipeinfer.runtime.entry import GC_THRESHOLDS
+from pipeinfer.wire import pack
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 HELLO = [{"role": "user", "content": "hello"}]

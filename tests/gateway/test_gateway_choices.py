@@ -22,8 +22,8 @@ from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_cha
 from pipeinfer.gateway.response_encoders import BestOf
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.messages import LogprobTexts
-from pipeinfer.packing import pack
 from pipeinfer.params import MOST_CHOICES, SamplingParams
+from pipeinfer.wire import pack
 
 HELLO = [{"role": "user", "content": "a"}]
 TERMS = RequestDefaults(SamplingParams(max_tokens=None), 200)

@@ -7,14 +7,12 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.gateway.ledger import MOST_STALE, Backlog
 from pipeinfer.liveness import GIVE_UP_FACTOR
-from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -30,8 +28,9 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
+from pipeinfer.wire import score_bytes as logprobs_size
 
 EXPECTED = [ExpectedStage(stage, stage.split("-")[0]) for stage in STAGES]
 PARAMS = SamplingParams()

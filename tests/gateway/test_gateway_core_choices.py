@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 from test_gateway_core import Harness, row
 
-from pipeinfer.events import Unsent
+from pipeinfer.core import Unsent
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.messages import Abort, Accepted, Submit, Text
 from pipeinfer.params import SamplingParams

@@ -12,10 +12,10 @@ import openai
 import pytest
 from gateway_pipeline import STAGES, Gateway, StartGateway, heartbeat
 
-from pipeinfer.events import Drain
+from pipeinfer.core import Drain
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.wire import pack
 
 PROMPT = "one two three vier fünf 🦀"
 ANSWER = "one two three vier fünf 🦀 "

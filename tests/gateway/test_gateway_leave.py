@@ -8,7 +8,7 @@ import httpx
 from gateway_pipeline import Gateway
 
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 
 BODY = {"prompt": "one two"}
 

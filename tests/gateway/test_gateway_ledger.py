@@ -16,8 +16,8 @@ from pipeinfer.gateway.ledger import (
     resubmissions,
 )
 from pipeinfer.messages import Abort, Done, Submit, TextRow
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 
 def record(timeout: float = 0.0) -> RequestRecord:

@@ -26,10 +26,10 @@ from pipeinfer.gateway.schema import Body, ChatRequest, CompletionRequest, Token
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, REFUSED
 from pipeinfer.messages import Submit
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import AddedId
+from pipeinfer.text import AddedId
+from pipeinfer.wire import pack
 
 DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]

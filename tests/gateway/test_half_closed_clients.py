@@ -11,7 +11,7 @@ from gateway_pipeline import Gateway
 from raw_http import RawClient, answers, post
 
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 from waiting import until
 
 AT_ONCE = 0.8  # seconds: less than the next probe would take

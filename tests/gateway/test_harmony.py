@@ -30,8 +30,7 @@ from pipeinfer.gateway.tool_parsers.harmony import (
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers, choose_parsers
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.text.files import AddedId
-from pipeinfer.text.thoughts import CALL, END, RETURN
+from pipeinfer.text import CALL, END, RETURN, AddedId
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.control_tokens import ChatRenderer
 from template_families import HERE

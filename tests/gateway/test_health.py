@@ -13,7 +13,7 @@ from msgspec import structs
 from pipeinfer.gateway.health import MOST_NAMED, PER_GROUP, ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Heartbeat, State
-from pipeinfer.step_budget import Targets
+from pipeinfer.step_cost import Targets
 
 
 def expected(groups: int, ranks: int) -> list[ExpectedStage]:

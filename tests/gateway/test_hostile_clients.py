@@ -21,7 +21,7 @@ from raw_http import RawClient, answers, post
 from pipeinfer.gateway import bodies, connections
 from pipeinfer.gateway.streams import EventStream
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 from waiting import until
 
 GOOD = json.dumps({"prompt": "a b"}).encode()

@@ -15,8 +15,8 @@ from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient
 
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.wire import pack
 from waiting import until
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.ledger import Backlog, call_tokens
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 PARAMS = SamplingParams()
 FREE = st.recursive(

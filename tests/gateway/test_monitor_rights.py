@@ -15,7 +15,7 @@ from gateway_pipeline import Gateway, StartGateway
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes
 from pipeinfer.gateway.monitor import PipelineMonitor
 from pipeinfer.messages import Message
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 
 SOON = 60.0
 OPEN = Prefix(64, 3, 0, pack([7, 8]))

@@ -23,7 +23,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 from pipeinfer.gateway.tool_parsers.partial_json import CustomToolParser
 from pipeinfer.gateway.tool_parsers.registry import ANY_MODEL, TOOL_PARSERS, OutputParsers
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.files import AddedId
+from pipeinfer.text import AddedId
 
 FAMILIES = {**{name: TOOL_PARSERS[name] for name in FORMS}, "any": ANY_MODEL}
 WRITTEN = {**FORMS, "any": ANY}

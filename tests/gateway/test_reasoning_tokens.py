@@ -18,9 +18,9 @@ from pipeinfer.gateway.ledger import RequestRecord, offsets
 from pipeinfer.gateway.tool_parsers.base import ParserFactory
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.messages import Submit, TextRow
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams, ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, ThoughtTags
+from pipeinfer.text import REASONING_PARSERS, ThoughtTags
+from pipeinfer.wire import pack, unpack
 from template_families import HERE
 
 TEMPLATE = "{{ tools }}<tool_call>{% if name and arguments %}{% endif %}</tool_call><think>"

@@ -13,8 +13,8 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Message
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 PROMPTS = 10 * CALLS_AT_ONCE
 

@@ -26,7 +26,7 @@ from pipeinfer.gateway.tool_parsers.registry import (
     OutputParsers,
 )
 from pipeinfer.params import ThoughtState
-from pipeinfer.text.thoughts import REASONING_PARSERS, ThoughtTags
+from pipeinfer.text import REASONING_PARSERS, ThoughtTags
 
 # One name of each pair of tags.
 PARSERS = sorted({tags: name for name, tags in REASONING_PARSERS.items()}.values())

@@ -10,7 +10,7 @@ import pytest
 from gateway_pipeline import StartGateway
 
 from pipeinfer.demo import demo_path
-from pipeinfer.text.files import read_tokenizer_config, template_sources, tokenizer_info
+from pipeinfer.text import read_tokenizer_config, template_sources, tokenizer_info
 
 
 def told(config: Any, templates: Any = None, context_length: int = 100) -> Any:

@@ -32,7 +32,7 @@ from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
-from pipeinfer.text.files import AddedId
+from pipeinfer.text import AddedId
 
 TOKENIZER = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
 SIZE = TOKENIZER.get_vocab_size()

@@ -22,7 +22,7 @@ from pipeinfer.gateway.tool_parsers.registry import (
 )
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import AddedId
+from pipeinfer.text import AddedId
 
 SCHEMAS = {
     "get_weather": {

@@ -9,7 +9,7 @@ from gateway_pipeline import Gateway
 from raw_http import RawClient, post
 
 from pipeinfer.messages import TextRow
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 from waiting import until
 
 

@@ -24,8 +24,7 @@ from pipeinfer.gguf.header import DEEPEST, MOST_ENTRIES, read_header
 from pipeinfer.gguf.weights import model_tensors
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import read_tokenizer_config
-from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text import load_tokenizer, read_tokenizer_config
 
 MUTATIONS = int(os.environ.get("GGUF_MUTATIONS", "500"))
 MORE_BYTES = 300 << 20  # that reading hostile files may take beyond what the process has

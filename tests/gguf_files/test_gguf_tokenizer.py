@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 from gguf_models import gemma, metadata_of, smollm2
 from pipeinfer.gguf.tokenizer import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
-from pipeinfer.text.files import read_tokenizer_config
-from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens
 from pipeinfer.tokenizer.chat_templates import load_templates
 from pipeinfer.tokenizer.token_bounds import token_length_bound
 

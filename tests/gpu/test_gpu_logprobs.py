@@ -11,8 +11,8 @@ import torch
 from test_cuda_parity import cores, generate, prompts
 
 from checkpoints import load_reference
-from pipeinfer.logprobs import Score, scores
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import Score, unpack_scores
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def test_scores_of_outputs_are_those_of_the_logits_behind_graphs(
     assert made.loaded.runner._graphs.decodes
     for index, prompt in enumerate(prompts()):
         name = f"r{index}"
-        found = list(scores(made.logprobs[name], MOST))
+        found = list(unpack_scores(made.logprobs[name], MOST))
         assert len(found) == WANTED
         for n, entry in enumerate(found):
             logits = made.logits[name, len(prompt) + n]
@@ -66,7 +66,7 @@ def test_scores_of_prompts_are_near_those_of_float32(gpu_checkpoints):
         with torch.inference_mode():
             batch = torch.tensor([prompt], device="cuda")
             expected = reference(batch).logits[0].double().log_softmax(-1).cpu().numpy()
-        first, *others = scores(made.prompt_logprobs[f"r{index}"], 2)
+        first, *others = unpack_scores(made.prompt_logprobs[f"r{index}"], 2)
         assert first.rank == 0
         assert len(others) == len(prompt) - 1
         for n, entry in enumerate(others, start=1):

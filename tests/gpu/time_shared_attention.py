@@ -28,7 +28,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for,
     room_for_runs,
 )
-from pipeinfer.packing import PART
+from pipeinfer.wire import PREFIX_UPPER
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 # How what rows have in common is read: for so many queries at a time, by the launch of all others
@@ -74,8 +74,8 @@ class Bench:
             need = -(-length // PAGE) - len(first)
             table.append(first + [free.pop() for _ in range(need)])
             rank, many = (row // groups, -(-(count - row % groups) // groups)) if groups else (0, 0)
-            lines.append((row % groups) * PART + len(first) if groups else 0)
-            seats.append(rank * PART + many)
+            lines.append((row % groups) * PREFIX_UPPER + len(first) if groups else 0)
+            seats.append(rank * PREFIX_UPPER + many)
         return lengths, table, lines, seats
 
     def time(self, load, cut, shares, check):

@@ -19,7 +19,7 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.grammars.compiling import Grammar, Vocabulary, mask_cost
 from pipeinfer.grammars.masks import GrammarSource, fill_masks
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.loading import grammar_setup
+from pipeinfer.text import grammar_setup
 
 TEXT = {"type": "string"}
 SCHEMA = {

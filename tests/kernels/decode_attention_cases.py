@@ -32,8 +32,8 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
-from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import AttentionShape
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
 WHOLE = DecodeTiles(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
 SPLITS = DecodeTiles(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))
@@ -279,8 +279,8 @@ class SharedCase(Case):
             for rank, row in enumerate(rows):
                 at = int(self.indptr[row])
                 self.indices[at : at + pages] = self.indices[begin : begin + pages].clone()
-                lines[row] = rows[0] * PART + pages
-                seats[row] = rank * PART + len(rows)
+                lines[row] = rows[0] * PREFIX_UPPER + pages
+                seats[row] = rank * PREFIX_UPPER + len(rows)
         most = most_pieces(len(lengths), cut, self.seats)
         heads = self.q.shape[1], *self.k.shape[2:]
         self.runs = Runs(lines.to(DEVICE), seats.to(DEVICE), *room_for_runs(len(lengths), DEVICE))
@@ -347,7 +347,10 @@ def test_every_key_of_a_row_lies_in_its_own_pieces_or_in_those_of_its_run(length
 
 
 def test_as_many_runs_as_may_be_find_room():
-    lengths, groups = [40] * 2 * MOST_RUNS, [([2 * n, 2 * n + 1], 32) for n in range(MOST_RUNS)]
+    lengths, groups = (
+        [40] * 2 * MAX_SHARED_PREFIXES,
+        [([2 * n, 2 * n + 1], 32) for n in range(MAX_SHARED_PREFIXES)],
+    )
     case = SharedCase(lengths, groups, TILED)
     assert relative_error(case.run_shared(), case.expected()) < 3e-6
 

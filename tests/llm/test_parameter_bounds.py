@@ -15,7 +15,7 @@ from pipeinfer.engine.step_builder import RequestTable
 from pipeinfer.llm import RequestError
 from pipeinfer.messages import Admit
 from pipeinfer.offline.calls import checked
-from pipeinfer.packing import pack
+from pipeinfer.wire import pack
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
           "frequency_penalty")  # fmt: skip

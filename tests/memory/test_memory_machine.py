@@ -25,9 +25,9 @@ from pipeinfer.memory import shared_prefixes
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.packing import PART, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.step import LAST_TOKEN, Step
+from pipeinfer.wire import PREFIX_UPPER, pack, unpack
 
 SLOTS = 5
 MAX_IN_FLIGHT = 3
@@ -248,10 +248,10 @@ class MemoryMachine(RuleBasedStateMachine):
         for row, (packed, rank) in enumerate(
             zip(shared.leaders.tolist(), shared.ranks.tolist(), strict=True)
         ):
-            leader, length = divmod(packed, PART)
+            leader, length = divmod(packed, PREFIX_UPPER)
             if not length:
                 continue
-            groups.setdefault((packed, rank % PART), []).append(rank // PART)
+            groups.setdefault((packed, rank % PREFIX_UPPER), []).append(rank // PREFIX_UPPER)
             assert pages[row, :length].all()
             assert (pages[row, :length] == pages[leader, :length]).all()
             assert length * self.page_size <= step.starts[row]

@@ -14,10 +14,10 @@ from pipeinfer.memory.manager import MemoryManager, RunningDigest
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.memory.rows import Rows
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import Step
+from pipeinfer.wire import pack
 
 SIZE = 4
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.memory.pages import PageTable
 from pipeinfer.memory.shared_prefixes import MIN_SHARED_TOKENS, find_groups, find_shared_prefixes
-from pipeinfer.packing import MOST_RUNS, PART
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
 PAGE = 16
 MIN_PAGES = MIN_SHARED_TOKENS // PAGE
@@ -103,7 +103,7 @@ def told(found, slots):
     groups = {}
     for row, (leader, rank) in enumerate(zip(leaders.tolist(), ranks.tolist(), strict=True)):
         if leader:
-            groups.setdefault(leader, []).append((rank // PART, row, rank % PART))
+            groups.setdefault(leader, []).append((rank // PREFIX_UPPER, row, rank % PREFIX_UPPER))
         else:
             assert not rank
     result = []
@@ -112,8 +112,8 @@ def told(found, slots):
         assert [rank for rank, _, _ in members] == list(range(len(members)))
         assert {size for _, _, size in members} == {len(members)} and len(members) > 1
         rows = [row for _, row, _ in members]
-        assert leader // PART in rows
-        result.append((rows, leader % PART))
+        assert leader // PREFIX_UPPER in rows
+        result.append((rows, leader % PREFIX_UPPER))
     return sorted(result)
 
 
@@ -124,7 +124,9 @@ def test_decodes_are_told_what_their_prompts_begin_with_in_common():
     found = find_shared_prefixes(memory.table, memory.slots, PAGE)
     assert told(found, memory.slots) == [([0, 2, 4], MIN_PAGES), ([1, 5], 30)]
     lines = found.leaders
-    assert lines.dtype == np.int32 and lines[0] // PART == 0 and lines[1] // PART == 1
+    assert (
+        lines.dtype == np.int32 and lines[0] // PREFIX_UPPER == 0 and lines[1] // PREFIX_UPPER == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,8 +149,10 @@ def test_no_slots_have_nothing_in_common():
 
 
 def test_of_more_beginnings_than_there_is_room_for_those_that_save_most_are_told():
-    paths = [[n] * (MIN_PAGES + (n % 40)) for n in range(1, MOST_RUNS + 9) for _ in range(2)]
+    paths = [
+        [n] * (MIN_PAGES + (n % 40)) for n in range(1, MAX_SHARED_PREFIXES + 9) for _ in range(2)
+    ]
     memory = Memory(paths, list(range(len(paths))))
     groups = told(find_shared_prefixes(memory.table, memory.slots, PAGE), memory.slots)
     lengths = sorted((len(path) for path in paths[::2]), reverse=True)
-    assert sorted((pages for _, pages in groups), reverse=True) == lengths[:MOST_RUNS]
+    assert sorted((pages for _, pages in groups), reverse=True) == lengths[:MAX_SHARED_PREFIXES]

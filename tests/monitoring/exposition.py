@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from docs.statistics import STATISTICS
 from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Heartbeat
-from pipeinfer.statistics_help import STATISTICS
 
 
 def started(vllm: bool) -> str:

@@ -14,13 +14,12 @@ import psutil
 import pytest
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus import curve, frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.messages import PROTOCOL, Abort
 from pipeinfer.settings import Settings
-from pipeinfer.topology import addresses
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology, socket_address
 from port_rows import port_row
 from servers import Server
 
@@ -61,7 +60,7 @@ class Victim:
         found = []
         for entry in self.topology.entries:
             for name in ("inbox", "telemetry", *["plan"] * (entry.name == "scheduler")):
-                found.append(int(addresses.derive(entry.address, name).rsplit(":", 1)[1]))
+                found.append(int(socket_address(entry.address, name).rsplit(":", 1)[1]))
         return found
 
     def answers(self) -> None:

@@ -8,8 +8,7 @@ import zmq
 from pipeinfer.bus import curve
 from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
-from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology import Entry, Topology, socket_address
 from port_rows import port_row
 
 
@@ -56,7 +55,7 @@ def test_garbage_does_not_end_the_meeting(short_path):
     store.set("key", "value")
     with zmq.Context() as context, context.socket(zmq.REQ) as raw:
         raw.linger = 0
-        raw.connect(addresses.derive(address, "group"))
+        raw.connect(socket_address(address, "group"))
         raw.send(b"\xc1garbage")
         assert raw.poll(20_000)
         assert b"no question" in raw.recv()

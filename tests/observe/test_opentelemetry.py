@@ -20,7 +20,7 @@ from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.observe import opentelemetry
 from pipeinfer.observe.opentelemetry import SHUTDOWN_TIMEOUT, OpenTelemetryExporter
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from servers import environment
 
 TRACE, CLIENT, OWN = "1" * 32, "a" * 16, "b" * 16

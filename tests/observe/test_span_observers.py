@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeinfer.control import Passage, StepMade
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import StepDone
+from pipeinfer.core import LOCAL, Send, StepDone
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
 from pipeinfer.messages import (
     Abort,
@@ -35,10 +34,10 @@ from pipeinfer.messages import (
 from pipeinfer.observe.spans import Exchange, SpanStore
 from pipeinfer.observe.stages import OBSERVERS, span_observer
 from pipeinfer.observe.steps import LastMinute
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import BUILDERS
 from pipeinfer.tokenizer.core import Encode
+from pipeinfer.wire import pack
 
 PARAMS = SamplingParams(max_tokens=8)
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"

@@ -13,18 +13,18 @@ import msgspec
 import numpy as np
 
 from kept_logits import kept
+from pipeinfer.core import Compiled, Tick
 from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.executor import step_done
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.events import Compiled, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.policies import Mixed
 from pipeinfer.settings import Settings
+from pipeinfer.wire import pack, unpack
 
 
 class Nuisance:

@@ -13,10 +13,9 @@ import torch
 from cores import Cores
 
 from checkpoints import ALL_ARCHITECTURES, CheckpointCache, load_reference
-from pipeinfer.logprobs import scores
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
+from pipeinfer.wire import pack, unpack_scores
 from right_scores import check_prompt_scores, check_scores
 
 LENGTHS = (1, 2, 17, 40, 90)
@@ -100,7 +99,7 @@ def test_what_changes_logits_does_not_change_log_probs(known, architecture):
         assert len(outputs) > 0
         check_scores(cores.logprobs[name], 3, expected[len(prompt) - 1 : -1], outputs)
         check_prompt_scores(cores.prompt_logprobs[name], 2, expected[: len(prompt)], prompt)
-    firsts = [[*scores(cores.logprobs[f"0-{n}"], 3)][:6] for n in range(len(LENGTHS))]
+    firsts = [[*unpack_scores(cores.logprobs[f"0-{n}"], 3)][:6] for n in range(len(LENGTHS))]
     held = [score for some in firsts for score in some if score.ids[0] < 200]
     assert held, "nothing that must not be sampled yet was the likeliest"
 
@@ -142,5 +141,5 @@ def test_a_scored_prompt_that_was_taken_back_is_not_scored_twice(known):
     cores.run()
     first, second = (admit.score_from for admit in admitted)
     assert first == 1 and second > 40
-    assert len(list(scores(cores.prompt_logprobs["r"], 1))) == len(its.prompts[-1])
+    assert len(list(unpack_scores(cores.prompt_logprobs["r"], 1))) == len(its.prompts[-1])
     assert pack(cores.outputs["r"])

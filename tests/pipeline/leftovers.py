@@ -15,7 +15,7 @@ from servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from chaos import leftovers as every_stage
+from chaos.serving import leftovers as every_stage
 
 PATIENCE = 120.0  # seconds
 

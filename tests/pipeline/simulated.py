@@ -19,12 +19,10 @@ from simulated_grammars import expected_outputs as outputs_by_grammar
 from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
-from pipeinfer.choices import choice_id
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import LOCAL, Leave, Send, Tick
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
-from pipeinfer.events import Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
 from pipeinfer.gateway.health import ExpectedStage
@@ -40,8 +38,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack, unpack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, choice_id
 from pipeinfer.runtime.incarnations import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
@@ -49,6 +46,7 @@ from pipeinfer.tokenizer.core import EncodeNext, TokenizerCore, Tried, Try
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.requests import grammar_digest
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.wire import pack, unpack
 from scheduler.model_engine import expected_outputs
 
 EOS = (3, 11)

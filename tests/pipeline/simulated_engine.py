@@ -13,10 +13,9 @@ import numpy as np
 from simulated_grammars import WORDS, Matcher, choice, compiled
 
 from page_mirror import PageMirror
-from pipeinfer.core import Send
+from pipeinfer.core import Compiled, Send, StepDone
 from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import Compiled, StepDone
 from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message

@@ -35,7 +35,7 @@ from pipeinfer.messages import (  # noqa: E402
     Tokens,
     Work,
 )
-from pipeinfer.packing import unpack  # noqa: E402
+from pipeinfer.wire import unpack  # noqa: E402
 
 # What every story may come to; none may be missing among many of them.
 EVENTS = (

@@ -25,7 +25,7 @@ from pipeinfer.messages import Heartbeat
 from pipeinfer.replay.recording import load_merged
 from pipeinfer.replay.stats import request_times
 from pipeinfer.runtime.find import running_servers, running_topology
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 from servers import Server
 
 KEY, OTHER = "secret", "other"

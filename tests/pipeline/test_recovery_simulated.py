@@ -16,7 +16,7 @@ from simulated_engine import POISON
 from simulated_grammars import spec_of
 
 from pipeinfer.liveness import FORGET_FACTOR
-from pipeinfer.packing import unpack
+from pipeinfer.wire import unpack
 
 MANY_SEEDS = st.integers(0, 2**32 - 1)
 STOPS = st.lists(st.sampled_from(["a", "th", "é", "你", "q.", "\ufffd"]), max_size=2)

@@ -11,7 +11,7 @@ import pytest
 from simulated import HOST_LOSS, Simulation
 from simulated_engine import POISON
 
-from pipeinfer.packing import unpack
+from pipeinfer.wire import unpack
 
 
 def begun(random: Random, moody: bool = False) -> Simulation:

@@ -18,10 +18,10 @@ import pytest
 import zmq
 
 from collector import Collector
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import ControlClient
 from pipeinfer.control import Observed, Passage, StepMade, Watch
 from pipeinfer.runtime.find import TOPOLOGY
-from pipeinfer.topology import topology as topologies
 from servers import STAGES, Server, environment
 
 ROOT = Path(__file__).parents[2]

@@ -12,13 +12,13 @@ import pytest
 from replay_tool import ROOT, tool
 
 import servers
-from pipeinfer.events import StepDone
+from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Plan, Result
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.recording import TraceEntry, TraceExchange, load
 from pipeinfer.replay.run import ReplayTally
+from pipeinfer.wire import pack
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
 

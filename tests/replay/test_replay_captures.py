@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, GraphDue
 from pipeinfer.engine import executor
 from pipeinfer.engine.core import Capture, EngineCore
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.executor import BackgroundCapture, DeviceDriver, Executor
 from pipeinfer.engine.phases import Phases
-from pipeinfer.events import GraphDue
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.replay.compare import ignored_fields

@@ -9,8 +9,8 @@ from replay_tool import processes, tool
 
 import servers
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
 
 FLAGS = {"kv_pages": 60, "page_size": 16, "threads": 1, "dtype": "float32", "device": "cpu"}
 REQUESTS = [

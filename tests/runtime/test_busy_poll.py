@@ -9,6 +9,7 @@ import os
 import pytest
 
 from pipeinfer import AsyncLLM, SamplingParams
+from pipeinfer import topology as topologies
 from pipeinfer.runtime import busy_poll, entry
 from pipeinfer.runtime.busy_poll import (
     BUSY_POLL_SECONDS,
@@ -18,8 +19,7 @@ from pipeinfer.runtime.busy_poll import (
 )
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 PROCESSES = 5  # of a pipeline with one engine
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus import curve
 from pipeinfer.runtime.election import elect_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Entry, deployed_topology
+from pipeinfer.topology import Entry, deployed_topology
 from servers import environment
 
 FIVE = (
@@ -82,7 +82,7 @@ def test_other_hosts_need_keys():
 CLAIMS = """
 import sys
 from pathlib import Path
-from pipeinfer.topology import topology as topologies
+from pipeinfer import topology as topologies
 from pipeinfer.runtime.election import elect_instance
 from pipeinfer.settings import ConfigurationError
 try:

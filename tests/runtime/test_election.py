@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer import topology as topologies
 from pipeinfer.runtime.election import elect_instance, elected_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
 
 ROOT = Path(__file__).parents[2]
 PLACE = topologies.local(Settings(), "ipc:///nowhere/")

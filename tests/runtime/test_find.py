@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer import topology as topologies
 from pipeinfer.cli.main import main
 from pipeinfer.cli.swap import chosen_stage
 from pipeinfer.runtime.find import (
@@ -24,8 +25,7 @@ from pipeinfer.runtime.find import (
     url_from_here,
 )
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology import Entry, Topology
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import sys
 import pytest
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.runtime.entry import FAILED, end_on_group_fault
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from servers import environment
 
 

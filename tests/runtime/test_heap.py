@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import servers
+from pipeinfer import topology as topologies
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import NAMES
+from pipeinfer.topology import NAMES
 
 # Starts a stage up to its loop. Then a piece of 20 MiB is made and given back: what glibc takes as
 # a sign that pieces up to its size belong among the small ones. A piece of 1 MiB shows.

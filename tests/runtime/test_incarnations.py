@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from listening_core import ListeningCore
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus, Listener
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import Send
@@ -24,8 +25,7 @@ from pipeinfer.runtime.incarnations import (
 from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from waiting import until
 
 

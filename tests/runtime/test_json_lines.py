@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.events import Unsent
+from pipeinfer.core import Unsent
 from pipeinfer.messages import Open
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.logs import JsonLines, request_fields

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from listening_core import ListeningCore
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send
 from pipeinfer.messages import Recover
@@ -22,8 +23,7 @@ from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from servers import alive, environment
 from waiting import until
 
@@ -34,7 +34,7 @@ STAGES = Path(__file__).parents[2] / "stages"
 PARENT = """
 import asyncio, os, signal, sys
 from pipeinfer.runtime.child import Child, Command
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 async def main():
     child = Child(Identity(sys.argv[1]), Command(tuple(sys.argv[2:])))

@@ -9,6 +9,7 @@ import zmq
 from test_shell import EchoCore
 
 from pipeinfer import control
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Listener
 from pipeinfer.control import Observed, Watch
 from pipeinfer.core import Send
@@ -18,8 +19,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from waiting import until
 
 PARAMS = SamplingParams(max_tokens=4)

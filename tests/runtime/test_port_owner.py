@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import pipeinfer.runtime.listening as owners
+from pipeinfer import topology as topologies
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServerInfo, mark_running, publish_served_model
 from pipeinfer.runtime.listening import port_owner
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
 from servers import environment
 
 LISTENER = """

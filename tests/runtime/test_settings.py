@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.runtime.entry import stage_settings
 from pipeinfer.runtime.local import prepare
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 
 def test_flags_beat_environment_beats_file():
@@ -33,12 +33,12 @@ def test_environment_of_a_child_carries_every_setting():
 
 def test_every_setting_is_a_flag():
     flags = []
-    for name, (kind, choices) in config.flag_types().items():
+    for name, setting in config.settings_help().items():
         if name == "model":
             continue
         flags.append("--" + name.replace("_", "-"))
-        if kind is not bool:
-            flags.append(choices[0] if choices else "1")
+        if setting.kind is not bool:
+            flags.append(setting.choices[0] if setting.choices else "1")
     given = config.parse_flags(["some/model", *flags])
     assert set(given) == set(Settings.__struct_fields__)
     config.build(given)

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Listener
-from pipeinfer.core import Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from waiting import until
 
 

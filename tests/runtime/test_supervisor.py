@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.runtime.child import (
     FAILED,
     MAX_REASON_CHARS,
@@ -24,8 +25,7 @@ from pipeinfer.runtime.child import (
 )
 from pipeinfer.runtime.supervisor import MAX_DEATHS, Supervisor
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from waiting import until
 
 # A stage as far as a supervisor sees it. It has no sockets: all its heartbeats are lost.

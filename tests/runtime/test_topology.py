@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeinfer import topology as topologies
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 FIVE = "".join(
     f'[[stage]]\nname = "{name}"\naddress = "ipc:///tmp/x/{name}"\n'
@@ -95,8 +95,8 @@ def test_every_group_has_a_scheduler_and_every_rank_is_a_process():
 
 def test_another_number_of_ranks_than_the_topology_has_is_refused():
     topology = topologies.local(Settings(tp=2), "ipc:///tmp/x/")
-    assert topologies.fitting(Settings(tp=2), topology).tp == 2
+    assert topologies.check_settings(Settings(tp=2), topology).tp == 2
     with pytest.raises(ConfigurationError, match="--tp 4: the topology has 2 engines"):
-        topologies.fitting(Settings(tp=4), topology)
+        topologies.check_settings(Settings(tp=4), topology)
     with pytest.raises(ConfigurationError, match="--dp 3: the topology has 1 groups"):
-        topologies.fitting(Settings(tp=2, dp=3), topology)
+        topologies.check_settings(Settings(tp=2, dp=3), topology)

@@ -8,26 +8,25 @@ from typing import Any
 import pytest
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus
-from pipeinfer.core import Send
+from pipeinfer.core import Send, Unsent
 from pipeinfer.demo import demo_path
-from pipeinfer.events import Unsent
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed
 from pipeinfer.gateway.health import expected_stages
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import first_difference, ignored_fields
 from pipeinfer.replay.recording import load
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.trace.notes import End, Unencoded
 from pipeinfer.trace.reader import Trace
+from pipeinfer.wire import pack
 from waiting import until
 
 PARAMS = SamplingParams()

@@ -28,9 +28,9 @@ from pipeinfer.messages import (
     Release,
     Result,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step_cost import StepCost
+from pipeinfer.wire import pack, unpack
 
 VOCABULARY = 50
 COSTLY = StructuredOutputs(regex="b")  # the grammar whose masks cost UNITS, each

@@ -9,13 +9,12 @@ from test_prefill_budget import LARGE, SMALL, US, Composed, Watched, costs, line
 
 from pipeinfer.messages import Work
 from pipeinfer.offline.llm import batch_defaults
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
 from pipeinfer.scheduler.engine_state import Slots
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.step_budget import FEWEST, prefill_budget
-from pipeinfer.step_cost import Prompt, StepCost
+from pipeinfer.step_cost import MIN_PROMPT_TOKENS, Prompt, StepCost, prefill_budget
+from pipeinfer.wire import pack
 
 waiting = st.lists(
     st.builds(Prompt, st.integers(1, 3000), st.integers(0, 2000)), min_size=1, max_size=9
@@ -29,7 +28,7 @@ def prices(cost: StepCost, rows: int, prompts: list[Prompt], worth: float) -> di
     found: dict[int, float] = {}
     for tokens, time, more in cost.mixed:
         held = min(tokens - rows, len(before))
-        if held < min(FEWEST, len(before)):
+        if held < min(MIN_PROMPT_TOKENS, len(before)):
             continue
         # Measured with all tokens of one prompt.
         pairs = sum(before[:held]) - tokens * tokens / 2
@@ -50,11 +49,11 @@ def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context,
     def cheapest(found: int, worth: float) -> bool:
         known = prices(cost, rows, prompts, worth)
         if not known:
-            return found == FEWEST
+            return found == MIN_PROMPT_TOKENS
         close = len(prompts) * most_more + 1e-9 * max(map(abs, known.values()))
         return found in known and known[found] <= min(known.values()) + close
 
-    found = prefill_budget(0, 8192, cost).cheapest(rows, context, prompts, left)
+    found = prefill_budget(0, 8192, cost).cheapest_prompt_tokens(rows, context, prompts, left)
     beside = cheapest(found, alone) and every <= found * left
     assert beside or cheapest(found, min(alone, rows * full / most))
 
@@ -71,22 +70,26 @@ def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context,
     ],
 )  # fmt: skip
 def test_prompts_of_a_large_model_go_where_weights_are_read_anyway(rows, left, prompts):
-    found = prefill_budget(0, 8192, LARGE).cheapest(rows, rows * 700, [Prompt(500)] * 40, left)
+    found = prefill_budget(0, 8192, LARGE).cheapest_prompt_tokens(
+        rows, rows * 700, [Prompt(500)] * 40, left
+    )
     assert found == prompts
 
 
 def test_what_does_not_fit_into_the_steps_that_are_left_is_computed_in_full_ones():
     budget = prefill_budget(0, 8192, LARGE)
     prompts = [Prompt(500)] * 40
-    assert budget.cheapest(128, 0, prompts, left=157) == 128  # 20,096 tokens beside them
-    assert budget.cheapest(128, 0, prompts, left=156) == 768 - 128
+    assert (
+        budget.cheapest_prompt_tokens(128, 0, prompts, left=157) == 128
+    )  # 20,096 tokens beside them
+    assert budget.cheapest_prompt_tokens(128, 0, prompts, left=156) == 768 - 128
 
 
 def test_where_nothing_was_measured_it_is_as_many_as_ever():
     for asked, cost in ((0, None), (300, SMALL)):
         budget = prefill_budget(asked, 2048, cost)
-        one = budget.tokens_beside(7, 700, [Prompt(1000)])
-        assert budget.cheapest(7, 700, [Prompt(1000)], 100) == one
+        one = budget.prompt_tokens(7, 700, [Prompt(1000)])
+        assert budget.cheapest_prompt_tokens(7, 700, [Prompt(1000)], 100) == one
 
 
 def batch(policy: str, slots: int, requests: int, prompt: int, outputs: int) -> list[Composed]:

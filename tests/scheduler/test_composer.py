@@ -9,8 +9,7 @@ from pipeinfer.scheduler.composer import MOST_JUMPS, StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.step_budget import PrefillBudget
-from pipeinfer.step_cost import Prompt
+from pipeinfer.step_cost import PrefillBudget, Prompt
 
 BUDGET = 64
 
@@ -23,11 +22,11 @@ class Spare(PrefillBudget):
         for name, value in (("spare", spare), ("least", cheapest), ("asked", [])):
             object.__setattr__(self, name, value)
 
-    def tokens_beside(self, *asked):
+    def prompt_tokens(self, *asked):
         self.asked.append(asked)
         return self.spare
 
-    def cheapest(self, *asked):
+    def cheapest_prompt_tokens(self, *asked):
         self.asked.append(asked)
         return self.least
 

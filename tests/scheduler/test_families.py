@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_scheduler_core import pipeline
 
-from pipeinfer.choices import choice_ids
 from pipeinfer.messages import Abort, Plan, Work
-from pipeinfer.packing import pack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, choice_ids
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import pack
 
 PROMPT = 5
 WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 from test_scheduler_core import Pipeline, pipeline
 
-from pipeinfer.logprobs import size
 from pipeinfer.messages import (
     Admitted,
     Digests,
@@ -19,11 +18,11 @@ from pipeinfer.messages import (
     Result,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import EngineState, PageCredits, StepsInFlight
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import pack, score_bytes
 
 MANY = 2**31 - 1
 
@@ -192,7 +191,7 @@ def said(number: int, start: int, count: int, ids: list[int], scores: bytes = b"
 def test_ids_that_come_again_are_skipped_with_their_scores():
     """The step in flight samples what the one before it has forced already."""
     flights, request = flown(logprobs=0)
-    scores = [bytes([n]) * size(0) for n in range(5)]
+    scores = [bytes([n]) * score_bytes(0) for n in range(5)]
     [(_, tokens, told, _)] = flights.process_result(said(0, 0, 5, [10, 11], scores[0] + scores[1]))
     assert (tokens, told) == ([10, 11], scores[0] + scores[1])
     request.append(tokens, told)

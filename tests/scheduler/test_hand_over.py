@@ -9,7 +9,7 @@ from test_scheduler_recovery import DETOKENIZER, TOKENIZER, Bench, outputs, reco
 
 from pipeinfer.core import Send
 from pipeinfer.messages import Abort, Delivered, Done, Ended, HandOver, Open, Plan
-from pipeinfer.packing import pack, unpack
+from pipeinfer.wire import pack, unpack
 
 ENDED = Ended("engine-0-0", 1, 10, "its process ended (SIGKILL)")
 

@@ -6,10 +6,10 @@ import pytest
 from model_engine import Panic
 from test_scheduler_core import pipeline
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import Fault, Plan
-from pipeinfer.packing import pack
 from pipeinfer.scheduler.engine_state import LATE_SECONDS
+from pipeinfer.wire import pack
 
 
 def running():

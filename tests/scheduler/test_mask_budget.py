@@ -7,8 +7,8 @@ from model_engine import COSTLY, UNITS
 from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.messages import Plan
-from pipeinfer.packing import unpack
 from pipeinfer.scheduler.queue import ALONE, SHARE
+from pipeinfer.wire import unpack
 
 GRAMMAR = COSTLY.regex
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
-from pipeinfer.step_budget import PrefillBudget
+from pipeinfer.step_cost import PrefillBudget
+from pipeinfer.wire import pack, unpack
 
 PAGES, SIZE = 100, 4
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeinfer.logprobs import AT_ONCE, size
 from pipeinfer.messages import Abort, Open, PromptTokens, Refused, TokenRow, Tokens, Work
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
@@ -18,6 +16,7 @@ from pipeinfer.scheduler.recovery import (
     refusal,
 )
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import SCORES_PER_MESSAGE, pack, score_bytes, unpack
 
 GROUP = 3
 
@@ -81,23 +80,23 @@ def test_of_a_request_that_was_refused_the_refusal_is_all():
 
 
 def test_what_has_scores_comes_in_rows_of_a_bounded_size_each_with_its_own():
-    many = 2 * AT_ONCE + 3
+    many = 2 * SCORES_PER_MESSAGE + 3
     made = with_outputs(many, logprobs=0)
     rows = list(all_rows(made, last_row(made, "length")))
-    assert [len(row.ids) // 4 for row in rows] == [AT_ONCE, AT_ONCE, 3]
-    assert [row.offset for row in rows] == [0, AT_ONCE, 2 * AT_ONCE]
+    assert [len(row.ids) // 4 for row in rows] == [SCORES_PER_MESSAGE, SCORES_PER_MESSAGE, 3]
+    assert [row.offset for row in rows] == [0, SCORES_PER_MESSAGE, 2 * SCORES_PER_MESSAGE]
     assert [row.finish for row in rows] == [None, None, "length"]
     assert b"".join(row.ids for row in rows) == pack(made.outputs)
     assert b"".join(row.logprobs for row in rows) == made.logprobs
 
 
 def test_scores_of_a_prompt_come_from_where_they_are_wanted_on():
-    many, width = 2 * AT_ONCE, size(1)
+    many, width = 2 * SCORES_PER_MESSAGE, score_bytes(1)
     made = request(tokens=many, prompt_logprobs=1)
     made.prompt_logprobs = bytearray(b"".join(n.to_bytes(width, "little") for n in range(many)))
     told = [send.message for send in Outbox(GROUP).prompt_logprobs(made, 5)]
     assert all(isinstance(one, PromptTokens) for one in told)
-    assert [one.first for one in told] == [5, 5 + AT_ONCE]
+    assert [one.first for one in told] == [5, 5 + SCORES_PER_MESSAGE]
     assert b"".join(one.ids for one in told) == pack(range(5, many))
     assert b"".join(one.logprobs for one in told) == made.prompt_logprobs[5 * width :]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Result, Work
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.engine_state import LATE_SECONDS, EngineState
 from pipeinfer.scheduler.planner import Planner, SchedulerOptions
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.wire import pack, unpack
 
 EPOCH, SIZE, PAGES, SLOTS = 5, 4, 20, 3
 SHAPE = Hello(PROTOCOL, "", 0, 1, 1, "m", SIZE, PAGES, SLOTS, 64, "torch")

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
-from pipeinfer.channels import CHANNELS
-from pipeinfer.messages import Plan, Work
-from pipeinfer.packing import pack, unpack
+from pipeinfer.messages import CHANNELS, Plan, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.step_budget import (
-    FEWEST,
-    ROOM,
+from pipeinfer.step_cost import (
+    MIN_PROMPT_ROWS,
+    MIN_PROMPT_TOKENS,
     SHORT_ROWS,
-    SHORT_SLOWER,
+    SHORT_SLOWDOWN_PERCENT,
     SHORT_TOKENS,
-    SLOWER,
-    most_tokens,
+    SLOWDOWN_PERCENT,
+    Prompt,
+    StepCost,
+    max_graph_tokens,
     prefill_budget,
 )
-from pipeinfer.step_cost import Prompt, StepCost
 from pipeinfer.trace.snapshot import restore, snapshot
+from pipeinfer.wire import pack, unpack
 
 US = 10**6  # picoseconds of a microsecond
 SIZES = (*range(128, 513, 64), 640, 768, 1024)
@@ -138,28 +138,28 @@ def test_without_decodes_prompts_take_the_whole_budget():
 
 
 def test_the_budget_of_mixed_steps_follows_that_of_all_steps():
-    assert prefill_budget(0, 8192).tokens == most_tokens(512, 8192) == 512
+    assert prefill_budget(0, 8192).tokens == max_graph_tokens(512, 8192) == 512
     assert prefill_budget(0, 1024).tokens == 128
-    assert prefill_budget(0, 100).tokens == most_tokens(0, 100) == 100
+    assert prefill_budget(0, 100).tokens == max_graph_tokens(0, 100) == 100
     assert prefill_budget(300, 8192).tokens == 300
-    assert prefill_budget(300, 100).tokens == most_tokens(300, 100) == 100
+    assert prefill_budget(300, 100).tokens == max_graph_tokens(300, 100) == 100
 
 
 @given(costs, *decodes, depths)
 def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, context, depth):
-    prompts = prefill_budget(0, 8192, cost).tokens_beside(rows, context, [Prompt(1, depth)])
-    assert ROOM <= prompts <= max(SIZES[-1] - rows, FEWEST)
+    prompts = prefill_budget(0, 8192, cost).prompt_tokens(rows, context, [Prompt(1, depth)])
+    assert MIN_PROMPT_ROWS <= prompts <= max(SIZES[-1] - rows, MIN_PROMPT_TOKENS)
     times = {tokens: time + more * depth for tokens, time, more in cost.mixed}
     alone = {rows: max(time for size, time in cost.decodes if size <= rows)
              for rows in (rows, SHORT_ROWS)}  # fmt: skip
     found, read = rows + prompts, context * cost.kv_token
-    own = found in times and times[found] + read <= (alone[rows] + read) * SLOWER / 100
+    own = found in times and times[found] + read <= (alone[rows] + read) * SLOWDOWN_PERCENT / 100
     begun = {tokens: time for tokens, time, _ in cost.mixed}
-    short = found in times and begun[found] <= alone[SHORT_ROWS] * SHORT_SLOWER / 100
+    short = found in times and begun[found] <= alone[SHORT_ROWS] * SHORT_SLOWDOWN_PERCENT / 100
     short = short and found <= SHORT_TOKENS
-    least = next((time for size, time, _ in cost.mixed if size >= rows + FEWEST), 0)
-    like_the_fewest = found in begun and begun[found] <= least * SLOWER / 100
-    assert own or short or prompts <= FEWEST or like_the_fewest
+    least = next((time for size, time, _ in cost.mixed if size >= rows + MIN_PROMPT_TOKENS), 0)
+    like_the_fewest = found in begun and begun[found] <= least * SLOWDOWN_PERCENT / 100
+    assert own or short or prompts <= MIN_PROMPT_TOKENS or like_the_fewest
 
 
 @given(costs, *decodes, depths, st.integers(0, 10**5))
@@ -167,9 +167,9 @@ def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
     cost, rows, context, depth, more
 ):
     budget = prefill_budget(0, 8192, cost)
-    found = budget.tokens_beside(rows, context, [Prompt(1, depth)])
-    assert budget.tokens_beside(rows, context + more, [Prompt(1, depth)]) >= found
-    assert budget.tokens_beside(rows, context, [Prompt(1, depth + more)]) <= found
+    found = budget.prompt_tokens(rows, context, [Prompt(1, depth)])
+    assert budget.prompt_tokens(rows, context + more, [Prompt(1, depth)]) >= found
+    assert budget.prompt_tokens(rows, context, [Prompt(1, depth + more)]) <= found
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
 )
 def test_what_prompts_get_beside_the_decodes_of_a_small_model(rows, context, depth, prompts):
     assert (
-        prefill_budget(0, 8192, SMALL).tokens_beside(rows, context, [Prompt(1, depth)]) == prompts
+        prefill_budget(0, 8192, SMALL).prompt_tokens(rows, context, [Prompt(1, depth)]) == prompts
     )
 
 
@@ -206,17 +206,17 @@ LARGE = StepCost(
     [(8, 248), (64, 192), (150, 106), (200, 56), (224, 32), (225, 448 - 225), (256, 512 - 256)],
 )
 def test_steps_end_where_the_device_takes_far_longer_for_a_few_tokens_more(rows, prompts):
-    assert prefill_budget(0, 8192, LARGE).tokens_beside(rows, rows * 700) == prompts
+    assert prefill_budget(0, 8192, LARGE).prompt_tokens(rows, rows * 700) == prompts
 
 
 def test_steps_that_take_long_to_launch_hold_as_many_tokens_as_take_no_longer():
     """Without graphs of prompts: 20 ms for whatever a step holds, where decodes take 1."""
     cost = StepCost(((1, 900 * US), (64, 1000 * US)), tuple((n, 20_000 * US, 0) for n in SIZES))
-    assert prefill_budget(0, 8192, cost).tokens_beside(64, 64 * 400) == SIZES[-1] - 64
+    assert prefill_budget(0, 8192, cost).prompt_tokens(64, 64 * 400) == SIZES[-1] - 64
 
 
 def test_what_a_user_asks_for_comes_before_what_was_measured():
-    assert prefill_budget(300, 8192, SMALL).tokens_beside(64, 10**6) == 300 - 64
+    assert prefill_budget(300, 8192, SMALL).prompt_tokens(64, 10**6) == 300 - 64
 
 
 @settings(max_examples=20, deadline=None)
@@ -231,7 +231,7 @@ def test_each_step_is_cut_by_what_its_own_rows_read(running, before, kv_token, m
     whole = [plan for plan in plans if plan.prompts]
     assert whole
     for plan in whole[:-1]:  # the last has what is left
-        wanted = prefill_budget(0, 2048, cost).tokens_beside(
+        wanted = prefill_budget(0, 2048, cost).prompt_tokens(
             plan.decodes, plan.context, [Prompt(1, plan.depth)]
         )
         assert plan.prompts == wanted, plan
@@ -253,5 +253,5 @@ def test_a_scheduler_hears_what_was_measured_and_keeps_it_in_a_snapshot():
         now = core.core.handle(following, core.now)
         assert fresh.handle(following, core.now) == now
     [plan] = [send.message for send in now if isinstance(send.message, Plan)]
-    wanted = prefill_budget(0, 2048, SMALL).tokens_beside(1, 300, [Prompt(1500)])
+    wanted = prefill_budget(0, 2048, SMALL).prompt_tokens(1, 300, [Prompt(1500)])
     assert max(unpack(plan.counts)) == wanted < 1500

@@ -11,11 +11,11 @@ from test_families import WAYS, started
 from test_scheduler_core import pipeline
 
 from pipeinfer.messages import Abort, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import SharedPrefixes
 from pipeinfer.scheduler.request import request_of
+from pipeinfer.wire import pack
 
 
 @settings(max_examples=60, deadline=None)

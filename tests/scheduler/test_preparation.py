@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from test_scheduler_core import Client, Pipeline, pipeline
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.queue import GrammarQueue
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import pack
 
 REGEX = StructuredOutputs(regex="a")
 

@@ -88,9 +88,9 @@ def test_tokenizers_are_told_at_a_change_and_twice_a_second():
 def test_work_of_a_group_is_what_tokenizers_are_told():
     from test_scheduler_core import pipeline
 
-    from pipeinfer.events import Tick
-    from pipeinfer.packing import pack
+    from pipeinfer.core import Tick
     from pipeinfer.params import SamplingParams
+    from pipeinfer.wire import pack
 
     p = pipeline(pages=10, page_size=4)
     p.deliver()

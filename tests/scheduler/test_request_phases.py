@@ -7,12 +7,11 @@ from itertools import product
 import pytest
 from test_scheduler_core import Client, pipeline
 
-from pipeinfer.choices import choice_id
 from pipeinfer.messages import Delivered, Done, Fault, Work
-from pipeinfer.packing import pack
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import SamplingParams, StructuredOutputs, choice_id
 from pipeinfer.scheduler import queue
 from pipeinfer.scheduler.request import NEXT, Request, request_of
+from pipeinfer.wire import pack
 
 ALLOWED = {(phase, after) for phase, following in NEXT.items() for after in following}
 

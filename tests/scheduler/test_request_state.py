@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.logprobs import size
 from pipeinfer.messages import Delivered, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, request_of
+from pipeinfer.wire import pack, score_bytes
 
 
 def request(prompt: int = 10, max_tokens: int | None = 5) -> Request:
@@ -150,7 +149,7 @@ def scored_request(prompt: int = 4) -> Request:
 
 
 def test_what_is_cut_off_takes_its_scores_with_it():
-    one, width = scored_request(), size(0)
+    one, width = scored_request(), score_bytes(0)
     one.append([5, 6, 7], b"".join(bytes([n]) * width for n in (5, 6, 7)))
     one.truncate(2)
     assert list(one.outputs) == [5, 6]
@@ -159,7 +158,7 @@ def test_what_is_cut_off_takes_its_scores_with_it():
 
 def test_of_what_was_delivered_and_what_is_known_the_longer_scores_of_the_prompt_stay():
     """A detokenizer may have got less of them than another scheduler has told already."""
-    one, width = scored_request(), size(0)
+    one, width = scored_request(), score_bytes(0)
     assert one.num_scored == 1, "the first token has none, which is known"
     whole = bytes(width) + bytes([9]) * 2 * width
     for told in (whole, whole[: 2 * width], b""):
@@ -168,7 +167,7 @@ def test_of_what_was_delivered_and_what_is_known_the_longer_scores_of_the_prompt
 
 
 def test_scores_of_what_a_gateway_alone_knows_are_zeros_that_the_next_ones_stand_behind():
-    one, width = scored_request(), size(0)
+    one, width = scored_request(), score_bytes(0)
     one.resume(Delivered("r", 1, pack([7, 8])))
     assert one.score_from == -1, "all of the prompt's came before the first token"
     one.append([9], bytes([9]) * width)
@@ -177,7 +176,7 @@ def test_scores_of_what_a_gateway_alone_knows_are_zeros_that_the_next_ones_stand
 
 
 def test_scores_of_a_prompt_that_overlap_what_is_known_count_once():
-    one, width = scored_request(), size(0)
+    one, width = scored_request(), score_bytes(0)
     assert one.add_prompt_logprobs(1, bytes([1]) * 2 * width) == 2
     assert one.add_prompt_logprobs(2, bytes([2]) * 2 * width) == 1
     assert one.prompt_logprobs == bytes(width) + bytes([1]) * 2 * width + bytes([2]) * width

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from test_scheduler_core import STOPS, Client, Pipeline, pipeline
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import (
     Abort,
     Delivered,
@@ -21,12 +21,12 @@ from pipeinfer.messages import (
     StopHit,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.policies import Mixed
 from pipeinfer.scheduler.request import Request
+from pipeinfer.wire import pack, unpack
 
 
 class Spoiled(Pipeline):

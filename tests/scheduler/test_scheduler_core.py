@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model_engine import ModelEngine, expected_outputs
 from msgspec import structs
 
-from pipeinfer.choices import choice_ids
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import (
     Abort,
     Begin,
@@ -25,9 +24,9 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack, unpack
-from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.params import SamplingParams, StructuredOutputs, choice_ids
 from pipeinfer.scheduler.core import FINISH_KINDS, SchedulerCore, SchedulerOptions
+from pipeinfer.wire import pack, unpack
 
 STOPS = (3, 11)
 

@@ -8,8 +8,7 @@ import pytest
 from model_engine import ModelEngine, expected_outputs
 from msgspec.structs import replace
 
-from pipeinfer.core import Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Begin,
@@ -29,7 +28,6 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import (
@@ -40,6 +38,7 @@ from pipeinfer.scheduler.recovery import (
     REMEMBERED_SECONDS,
     RecoveryRecords,
 )
+from pipeinfer.wire import pack, unpack
 
 TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
 PROMPT = [5, 6, 7]

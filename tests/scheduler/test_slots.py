@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.messages import Admitted, Release, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import pack
 
 SIZE, PAGES = 4, 20
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_prefill_budget import US, Watched, linear
 
 from pipeinfer.scheduler.core import SchedulerOptions
-from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
-from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
+from pipeinfer.step_cost import PER_SECOND, PrefillBudget, Prompt, StepCost, Targets, prefill_budget
 
 SIZES = (*range(128, 513, 64), 640, 768, 1024, 1536, 2048, 4096, 6144, 8192)
 
@@ -40,7 +39,7 @@ targets = st.builds(Targets, st.sampled_from((0.0, 0.005, 0.025, 0.2)), st.float
 
 def spared(cost: StepCost, rows: int, context: int, waiting: list[Prompt]) -> int:
     """What prompts get however few they are."""
-    return prefill_budget(0, 8192, cost).tokens_beside(rows, context, waiting)
+    return prefill_budget(0, 8192, cost).prompt_tokens(rows, context, waiting)
 
 
 def taken(cost: StepCost, tokens: int, rows: int, context: int, waiting: list[Prompt]) -> float:
@@ -56,7 +55,7 @@ def taken(cost: StepCost, tokens: int, rows: int, context: int, waiting: list[Pr
 def test_a_step_is_the_shortest_in_which_all_are_in_time_or_the_longest_within_the_target(
     cost, rows, context, waiting, asked
 ):
-    found = prefill_budget(0, 8192, cost, asked).tokens_beside(rows, context, waiting)
+    found = prefill_budget(0, 8192, cost, asked).prompt_tokens(rows, context, waiting)
     least = spared(cost, rows, context, waiting)
     assert found >= least
     all_of_them = sum(prompt.tokens for prompt in waiting)
@@ -87,7 +86,7 @@ def test_one_prompt_that_comes_is_no_reason_for_longer_steps(tokens):
     waiting = [Prompt(tokens)]
     usual = spared(GPU, 64, 64 * 500, waiting)
     assert (
-        prefill_budget(0, 8192, GPU, Targets(0.025, 0.5)).tokens_beside(64, 64 * 500, waiting)
+        prefill_budget(0, 8192, GPU, Targets(0.025, 0.5)).prompt_tokens(64, 64 * 500, waiting)
         == usual
     )
 
@@ -95,7 +94,7 @@ def test_one_prompt_that_comes_is_no_reason_for_longer_steps(tokens):
 def test_a_server_full_of_long_prompts_computes_them_nearly_at_the_full_rate():
     budget = prefill_budget(0, 8192, GPU, Targets(0.025, 0.5))
     waiting = [Prompt(8000) for _ in range(64)]
-    found = budget.tokens_beside(8, 8 * 8000, waiting)
+    found = budget.prompt_tokens(8, 8 * 8000, waiting)
     seconds = taken(GPU, found + 8, 8, 8 * 8000, waiting)
     assert 0.015 < seconds <= 0.025
     alone = taken(GPU, 8192, 0, 0, waiting)
@@ -105,14 +104,14 @@ def test_a_server_full_of_long_prompts_computes_them_nearly_at_the_full_rate():
 
 def test_without_a_target_of_streams_steps_may_be_as_long_as_they_can():
     budget = prefill_budget(0, 8192, GPU, Targets(0.0, 0.5))
-    assert budget.tokens_beside(8, 8 * 8000, [Prompt(8000) for _ in range(64)]) == 8192 - 8
+    assert budget.prompt_tokens(8, 8 * 8000, [Prompt(8000) for _ in range(64)]) == 8192 - 8
 
 
 def test_without_a_target_of_prompts_nothing_is_looked_ahead():
     budget = prefill_budget(0, 8192, GPU, Targets(0.025, 0.0))
     waiting = [Prompt(8000, 0, 99.0) for _ in range(64)]
     assert not budget.looks_ahead
-    assert budget.tokens_beside(8, 8 * 8000, waiting) == spared(GPU, 8, 8 * 8000, waiting)
+    assert budget.prompt_tokens(8, 8 * 8000, waiting) == spared(GPU, 8, 8 * 8000, waiting)
     assert not PrefillBudget(128, None, None, Targets(0.025, 0.5)).looks_ahead, "nothing is known"
 
 
@@ -122,18 +121,18 @@ def test_what_waits_behind_makes_no_step_shorter_where_any_length_will_do(
 ):
     budget = prefill_budget(0, 8192, cost, Targets(0.0, 0.5))
     late = [prompt._replace(age=1.0) for prompt in waiting]
-    found = budget.tokens_beside(rows, context, late)
-    assert budget.tokens_beside(rows, context, [*late, Prompt(behind)]) >= found
+    found = budget.prompt_tokens(rows, context, late)
+    assert budget.prompt_tokens(rows, context, [*late, Prompt(behind)]) >= found
 
 
 def test_what_the_targets_allow_is_what_a_server_full_of_prompts_does():
     targets = Targets(0.025, 0.5)
-    tokens, rate = prefill_budget(0, 8192, GPU, targets).allows()
+    tokens, rate = prefill_budget(0, 8192, GPU, targets).within_itl_target()
     waiting = [Prompt(8192)]
     assert taken(GPU, tokens, 64, 64_000, waiting) <= 0.025
     assert rate == pytest.approx((tokens - 64) / taken(GPU, tokens, 64, 64_000, waiting), rel=1e-3)
-    assert prefill_budget(0, 8192, GPU, Targets(0.001, 0.5)).allows() == (0, 0.0)
-    assert prefill_budget(0, 8192).allows() == (0, 0.0)
+    assert prefill_budget(0, 8192, GPU, Targets(0.001, 0.5)).within_itl_target() == (0, 0.0)
+    assert prefill_budget(0, 8192).within_itl_target() == (0, 0.0)
 
 
 def hurried(age: float, asked: Targets, prompts: int = 12, tokens: int = 1000) -> list[int]:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pipeinfer.messages import Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.queue import LOOKED_AT, WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
+from pipeinfer.wire import pack
 
 
 class Waiting(RuleBasedStateMachine):

@@ -12,7 +12,7 @@ from tokenizer_folders import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import read_tokenizer_config
+from pipeinfer.text import read_tokenizer_config
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
 from pipeinfer.tokenizer.control_tokens import ChatRenderer
 

@@ -15,7 +15,7 @@ from pipeinfer.demo import demo_path
 from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
-from pipeinfer.text.loading import grammar_setup
+from pipeinfer.text import grammar_setup
 from pipeinfer.tokenizer import requests
 from pipeinfer.tokenizer.core import (
     ENCODE_AT_ONCE_BYTES,

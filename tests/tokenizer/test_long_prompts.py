@@ -21,8 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tokenizer_folders import CHATML, MODEL, write_json
 from vocabularies import byte_level
 
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -34,7 +33,6 @@ from pipeinfer.messages import (
     Submit,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
@@ -56,6 +54,7 @@ from pipeinfer.tokenizer.workers import (
     EncodingQueues,
     TokenizerDriver,
 )
+from pipeinfer.wire import pack
 
 LONG = "the end of it " * 1000
 SHORT = "the end"

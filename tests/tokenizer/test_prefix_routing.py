@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Core
+from pipeinfer.core import LOCAL, Core, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step import Sampled
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.wire import pack
 
 PREFIXES, EACH, PREFIX = 64, 64, 1500
 TAIL, OUTPUTS = 40, 16  # tokens of each request's own prompt, and of its answer

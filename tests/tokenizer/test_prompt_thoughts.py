@@ -14,14 +14,14 @@ from tokenizers import AddedToken, Tokenizer
 from vocabularies import byte_level
 
 from pipeinfer.messages import Accepted, Delivered, Submit, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
 from pipeinfer.settings import Settings
-from pipeinfer.text.thoughts import ThoughtTags
+from pipeinfer.text import ThoughtTags
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.stage import make_core
 from pipeinfer.tokenizer.worker_main import encode_submit
+from pipeinfer.wire import pack
 from thinking_models import TAILS, TURNS
 
 THINK, SEED = ThoughtTags("<think>", "</think>"), ThoughtTags("<seed:think>", "</seed:think>")

@@ -19,7 +19,7 @@ from pipeinfer.gateway.requests import RequestDefaults, parse_chat
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers
 from pipeinfer.params import SamplingParams
-from pipeinfer.text.thoughts import THINK
+from pipeinfer.text import THINK
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed
 from pipeinfer.tokenizer.control_tokens import ChatRenderer, RenderedPrompt
 from template_families import FAMILIES, source

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipeinfer.messages import Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer.requests import RoutedRequest, RoutedRequests
+from pipeinfer.wire import pack
 
 GROUPS = (0, 1, 2)
 

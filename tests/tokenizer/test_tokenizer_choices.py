@@ -9,17 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.choices import SEED_MASK, choice_ids
-from pipeinfer.core import LOCAL
-from pipeinfer.events import Drain
+from pipeinfer.core import LOCAL, Drain
 from pipeinfer.messages import Abort, Accepted, Done, Recover, Refused, Submit, Work
-from pipeinfer.packing import pack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SEED_MASK, SamplingParams, choice_ids
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.requests import PendingPrompt, PendingPrompts, first_choice
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.wire import pack
 
 
 def make(groups: int = 1, routing: str = "round-robin") -> TokenizerCore:

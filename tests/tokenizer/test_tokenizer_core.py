@@ -15,8 +15,7 @@ from tokenizer_folders import CHATML, make_tokenizer, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pipeinfer.core import Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import Drain, Leave, Send, Tick
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
@@ -33,17 +32,17 @@ from pipeinfer.messages import (
     Submit,
     Work,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.text.thoughts import HARMONY_TOKENS
+from pipeinfer.text import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
 from pipeinfer.tokenizer.stage import build, make_core
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
+from pipeinfer.wire import pack, unpack
 
 Make = Callable[..., Path]
 HELLO = {"role": "user", "content": "Hi 🙂"}

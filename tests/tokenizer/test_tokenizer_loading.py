@@ -12,8 +12,7 @@ from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import added_tokens, read_tokenizer_config
-from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text import added_tokens, load_tokenizer, read_tokenizer_config, special_tokens
 
 TEXT = "Hello <|im_start|> wörld 🙂 <new token> <other></s> [named] end"
 ADDED = {

@@ -19,8 +19,7 @@ from tokenizers import (
 )
 
 import pipeinfer.demo
-from pipeinfer.text.files import read_tokenizer_config
-from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text import load_tokenizer, read_tokenizer_config
 
 LIKE_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -8,11 +8,9 @@ import re
 import msgspec
 import pytest
 
-from pipeinfer import events, messages
-from pipeinfer.core import Send
-from pipeinfer.events import StepDone
+from pipeinfer import core, messages
+from pipeinfer.core import Send, StepDone
 from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
-from pipeinfer.packing import pack
 from pipeinfer.replay.compare import (
     IGNORED_FIELDS,
     first_difference,
@@ -21,6 +19,7 @@ from pipeinfer.replay.compare import (
 )
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
 from pipeinfer.replay.roles import canonical_changes, rewritten
+from pipeinfer.wire import pack
 
 
 def result(**fields) -> Result:
@@ -80,7 +79,7 @@ def test_what_may_differ_does_not_count():
 def test_table_of_what_may_differ_is_what_the_protocol_says():
     """Each field that is marked in the protocol stands in the table, under its message."""
     marked: dict[str, set[str]] = {}
-    for module in (messages, events):
+    for module in (messages, core):
         for name, kind in inspect.getmembers(module, inspect.isclass):
             if kind.__module__ != module.__name__:
                 continue
@@ -91,7 +90,7 @@ def test_table_of_what_may_differ_is_what_the_protocol_says():
                 marked[name] = set(found)
     assert marked  # the remark has not been renamed
     assert all(fields <= ignored_fields(name) for name, fields in marked.items())
-    kinds = {**vars(messages), **vars(events)}
+    kinds = {**vars(messages), **vars(core)}
     for name, fields in IGNORED_FIELDS.items():
         assert fields <= set(kinds[name].__struct_fields__)
 

@@ -14,12 +14,11 @@ from simulated_clusters import tallied
 import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work
-from pipeinfer.packing import unpack
 from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.trace.format import TraceHeader
+from pipeinfer.wire import unpack
 from simulate import delays, fitting, step_model
 from simulate.cluster import Deployment
 from simulate.fitting import MeasuredStep

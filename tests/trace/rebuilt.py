@@ -12,7 +12,7 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Hello, Message
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import NAMES, Entry, Identity, Topology
+from pipeinfer.topology import NAMES, Entry, Identity, Topology
 from pipeinfer.trace.reader import Trace
 
 Event = tuple[float, Message]

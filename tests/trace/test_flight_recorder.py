@@ -13,7 +13,7 @@ from rebuilt import events, fresh, outputs
 from pipeinfer.messages import Begin, Plan
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import NAMES, Entry, Identity, Topology
+from pipeinfer.topology import NAMES, Entry, Identity, Topology
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
 from pipeinfer.trace.notes import Crash

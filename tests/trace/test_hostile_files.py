@@ -13,9 +13,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Submit, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.trace import format as form
@@ -23,6 +22,7 @@ from pipeinfer.trace.format import TraceHeader
 from pipeinfer.trace.reader import OtherProtocol, Trace, UnreadableTrace
 from pipeinfer.trace.redact import TokenPermutation, redact_state
 from pipeinfer.trace.snapshot import RestoreError, restore, snapshot
+from pipeinfer.wire import pack
 
 HEADER = TraceHeader(protocol=PROTOCOL, version="test", stage="tokenizer-0", name="tokenizer")
 SUBMIT = Submit("r", 1, 0, SamplingParams(), 0, text="here")

@@ -15,7 +15,7 @@ import pytest
 from rebuilt import events, fresh, outputs
 
 from pipeinfer.messages import Begin, Done, Fault, Hello, Plan, Result, Submit, Work
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.snapshot import restore

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from pipeinfer.bus.frames import Header
-from pipeinfer.events import StepDone, Tick
+from pipeinfer.core import StepDone, Tick
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, local
+from pipeinfer.topology import Identity, local
 from pipeinfer.trace import hook as taps
 
 

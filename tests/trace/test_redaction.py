@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rebuilt import events, fresh, outputs
 
-from pipeinfer import events as local
-from pipeinfer.channels import CHANNELS
+from pipeinfer import core as local
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
-from pipeinfer.messages import Message, PromptScores, Result, Submit, Work
-from pipeinfer.packing import pack, unpack
+from pipeinfer.messages import CHANNELS, Message, PromptScores, Result, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import notes
@@ -26,6 +24,7 @@ from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recording import Quota, Recording
 from pipeinfer.trace.redact import REDACTED_FIELDS, UNCHANGED_MESSAGES, TokenPermutation, redactor
 from pipeinfer.trace.snapshot import restore, snapshot
+from pipeinfer.wire import pack, unpack
 from servers import STAGES
 
 KEY = "5a" * 32

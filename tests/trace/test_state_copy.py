@@ -14,14 +14,13 @@ import msgspec
 import pytest
 
 from pipeinfer.control import StartRecording
-from pipeinfer.events import Tick
+from pipeinfer.core import Tick
 from pipeinfer.messages import PROTOCOL, Abort, Work
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import REMEMBERED_SECONDS
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, local
+from pipeinfer.topology import Identity, local
 from pipeinfer.trace import format as form
 from pipeinfer.trace import state_copy
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
@@ -30,6 +29,7 @@ from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recorder import FlightRing, Recorder
 from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, _Walker, restore, snapshot
 from pipeinfer.trace.state_copy import MAX_WALKED_VALUES, StateCopier, StateLost
+from pipeinfer.wire import pack
 from waiting import until
 
 OPTIONS = SchedulerOptions("mixed", 2, 64, 512)

@@ -19,9 +19,10 @@ import numpy as np
 import uvloop
 import zmq
 
+from pipeinfer import topology as topologies
+from pipeinfer.core import StepDone
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.runtime.entry import run_shell, stage_settings
@@ -29,8 +30,7 @@ from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.step import Sampled
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from pipeinfer.version import __version__
 
 PAGE_SIZE, PAGES, MAX_MODEL_LEN = 16, 16_384, 16_384

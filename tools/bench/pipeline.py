@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import instant_engine, processes
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.bench import local_server
 from pipeinfer.bench.client import Endpoint, stream_all
 from pipeinfer.bench.dataset import RandomDataset
@@ -27,8 +28,7 @@ from pipeinfer.bench.metrics import RequestTiming, percentiles
 from pipeinfer.bench.options import TokenRange
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import NAMES, Topology
+from pipeinfer.topology import NAMES, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")
 SPECIAL = 16  # ids at the end of the vocabulary that are not drawn: they may have no text

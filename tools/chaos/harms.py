@@ -29,8 +29,8 @@ import psutil
 from chaos.serving import Serving, Stage
 from chaos.streams import TOOL, Broken
 from pipeinfer import settings as config
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.addresses import OFFSETS
+from pipeinfer import topology as topologies
+from pipeinfer.topology import PORT_OFFSETS
 
 FIRST, ROW = 7000, 10  # the port of the first stage, and how far it is to that of the next
 
@@ -54,7 +54,7 @@ class Network:
         Path(self.file).write_text(replace(local, entries=tuple(entries)).to_toml())
 
     def __enter__(self) -> Network:
-        ports = [port + offset for port in self._ports.values() for offset in OFFSETS.values()]
+        ports = [port + offset for port in self._ports.values() for offset in PORT_OFFSETS.values()]
         words = ["links", "--listen", self._listen, "--goal", self._goal, "--ports"]
         self._process = subprocess.Popen(
             [sys.executable, TOOL, *words, *map(str, ports)],
@@ -71,7 +71,7 @@ class Network:
         self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
     ) -> None:
         """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets; see links.py."""
-        ports = [self._ports[stage] + OFFSETS[name] for stage in stages for name in sockets]
+        ports = [self._ports[stage] + PORT_OFFSETS[name] for stage in stages for name in sockets]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([verb, ports, *numbers]) + "\n")
         self._process.stdin.flush()

@@ -13,7 +13,7 @@ from docs.markdown import bullets, prose
 from docs.markdown import page as page_of
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.runtime import entry
-from pipeinfer.settings_help import GROUPS
+from pipeinfer.settings import settings_help
 
 INTRODUCTION = """`pipeinfer COMMAND --help` says the same. Exit codes: 0 where a command ended in \
 order, 2 for wrong usage or configuration, 1 for everything else. `python -m pipeinfer` is the \
@@ -21,6 +21,7 @@ same as `pipeinfer`."""
 TOOLS_SAID = """These run from a checkout: `python tools/NAME COMMAND`. What stands here is what \
 each knows beside `--help`."""
 TAKES_SETTINGS = "All [settings](settings.md) are flags, too."
+SETTING_GROUPS = {setting.group for setting in settings_help().values()}
 TOOLS = ("bench", "simulate", "chaos", "soak", "fuzz", "same_tokens", "docs")
 
 
@@ -53,11 +54,11 @@ def _parser(parser: argparse.ArgumentParser, head: str = "###") -> Iterator[str]
     yield bullets(
         line
         for group in groups
-        if group.title not in GROUPS
+        if group.title not in SETTING_GROUPS
         for action in group._group_actions
         for line in _action(action, parser)
     )
-    if any(group.title in GROUPS for group in groups):
+    if any(group.title in SETTING_GROUPS for group in groups):
         yield TAKES_SETTINGS
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

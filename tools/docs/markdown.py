@@ -42,17 +42,18 @@ def sentence(text: str) -> str:
     return shown if shown.endswith((".", ":")) else f"{shown}."
 
 
-def prose(docstring: str, names: Sequence[str] = ()) -> str:
-    """A docstring as Markdown: its paragraphs, and a list of what it says of `names`."""
-    text = re.sub(r"(?<!\n)\n(?!\n)", " ", "\n".join(map(str.strip, docstring.strip().split("\n"))))
-    either = "|".join(map(re.escape, names)) or "(?!)"
-    begin = rf"(?:(?<=^)|(?<=\. )|(?<=; )|(?<=\n))((?:{either})(?:, (?:{either}))*): "
-    first, *rest = re.split(begin, text)
-    listed = bullets(
-        f"{codes(named.split(', '))}: {said.strip()}"
-        for named, said in zip(rest[::2], rest[1::2], strict=True)
-    )
-    return "\n\n".join(_plain(part) for part in (first.strip(), listed) if part)
+def prose(docstring: str) -> str:
+    """A docstring as Markdown: its paragraphs, and what it lists of attributes."""
+    text = "\n".join(map(str.strip, docstring.strip().split("\n")))
+    said, _, listed = text.partition("Attributes:\n- ")
+    items = (item.partition(": ")[::2] for item in _lines(listed).split("\n- ") if item)
+    attributes = bullets(f"{codes(names.split(', '))}: {about}" for names, about in items)
+    return "\n\n".join(_plain(part) for part in (_lines(said).strip(), attributes) if part)
+
+
+def _lines(text: str) -> str:
+    """Lines that go on from each other, joined; an item of a list begins one of its own."""
+    return re.sub(r"(?<!\n)\n(?!\n|- )", " ", text)
 
 
 def _plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The page of all messages between stages: from channels.py, messages.py and control.py.
+"""The page of all messages between stages: from messages.py and control.py.
 
 Docstrings become prose, fields stand as the source has them.
 """
@@ -16,7 +16,7 @@ import msgspec
 from docs.markdown import bullets, codes, prose
 from docs.markdown import page as page_of
 from pipeinfer import control, messages, params, step_cost
-from pipeinfer.channels import CHANNEL_USERS, CHANNELS
+from pipeinfer.messages import CHANNEL_USERS, CHANNELS
 
 INTRODUCTION = """Stages speak by these messages alone. A message is an array in MessagePack: its \
 name, then its fields in order. `Int32s` and `UInt64s` are raw little-endian bytes. A `Number` is \
@@ -55,7 +55,7 @@ def _channels() -> Iterator[str]:
 def _struct(kind: type[msgspec.Struct]) -> Iterator[str]:
     yield f"### {kind.__name__}"
     fields = list(msgspec.structs.fields(kind))
-    yield prose(inspect.getdoc(kind) or "", [one.name for one in fields])
+    yield prose(inspect.getdoc(kind) or "")
     if fields:
         lines = (f"{one.name}: {_annotation(kind, one.name)}{_default(one)}" for one in fields)
         yield "```python\n" + "\n".join(lines) + "\n```"

@@ -11,11 +11,11 @@ from prometheus_client import Metric
 
 from docs.markdown import bullets
 from docs.markdown import page as page_of
+from docs.statistics import STATISTICS
 from pipeinfer.gateway.health import ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.messages import Heartbeat
-from pipeinfer.statistics_help import STATISTICS
 
 INTRODUCTION = """`GET /metrics` of the gateway shows these in Prometheus' text format, or as \
 OpenMetrics to who accepts that. What is said of stages, groups, pages and queues comes from the \

@@ -1,6 +1,7 @@
 """The page of what vLLM and SGLang have, and what there is here.
 
-Tables, because readers look a name up. The flags are those of pipeinfer/other_servers.py.
+Tables, because readers look a name up. Flags that are refused are those of
+pipeinfer/other_servers.py; what differs in those that are understood stands here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from docs.markdown import codes, table
 from docs.markdown import page as page_of
-from pipeinfer.other_servers import BACKENDS, FLAGS, NO_ADAPTERS, TEXTS_ONLY, Flag
+from pipeinfer.other_servers import BACKENDS, NO_ADAPTERS, REFUSED, TEXTS_ONLY
 
 INTRODUCTION = """What a command line, a client and a dashboard of vLLM 0.26 and SGLang 0.5 find \
 here. [From vLLM](../start/from-vllm.md) and [from SGLang](../start/from-sglang.md) say how to \
@@ -34,6 +35,125 @@ class Row(NamedTuple):
 def _row(theirs: str, ours: str, said: str = "") -> Row:
     return Row(tuple(theirs.split()), tuple(ours.split()), said)
 
+
+def _same(names: str, said: str = "") -> Row:
+    return _row(names, names, said)
+
+
+# {server: {topic: flags with the same meaning here}}; under another name where `ours` differ.
+# fmt: off
+UNDERSTOOD: dict[str, dict[str, tuple[Row, ...]]] = {
+    "vLLM": {
+        "model": (
+            _row("--model", "MODEL", "`pipeinfer serve` takes it with and without the flag."),
+            _same("--served-model-name", "One name, not several."),
+            _same("--revision"),
+            _same("--dtype", "By the full names: `float16`, not `half`."),
+            _same("--seed"),
+            _same("--max-model-len",
+                "As a number, not `32k`. Beyond what the checkpoint says is refused."),
+            _same("--load-format",
+                "For `auto` and `dummy`. GGUF files are recognised by their name. No other "
+                "format is read."),
+            _same("--model-impl",
+                "For `auto` and `transformers`. vLLM's `vllm` is called `pipeinfer`."),
+            _same("--quantization",
+                "For `fp8`, `awq`, `gptq`, `compressed-tensors` and `mxfp4`. Others are "
+                "refused. GGUF files are decoded as they are loaded."),
+        ),
+        "memory": (
+            _row("--gpu-memory-utilization", "--memory-fraction",
+                "A share of the memory that is free, not of all."),
+            _row("--block-size", "--page-size"),
+            _row("--num-gpu-blocks-override", "--kv-pages"),
+            _row("--enable-prefix-caching", "--cache", "`radix`, which is the default."),
+            _row("--no-enable-prefix-caching", "--cache", "`naive`."),
+            _same("--kv-cache-dtype",
+                "For `auto`, `bfloat16`, `fp8` and `fp8_e4m3`. Scales are the checkpoint's, "
+                "else 1."),
+        ),
+        "scheduling": (
+            _row("--max-num-seqs", "--max-running"),
+            _row("--max-num-batched-tokens", "--max-step-tokens"),
+        ),
+        "devices": (
+            _row("--tensor-parallel-size", "--tp", "vLLM's short `-tp` is not understood."),
+            _row("--data-parallel-size", "--dp", "vLLM's short `-dp` is not understood."),
+            _same("--enable-expert-parallel"),
+            _row("--enforce-eager", "--no-cuda-graph"),
+        ),
+        "chats": (
+            _same("--chat-template", "A file."),
+            _same("--trust-request-chat-template"),
+            _row("--tool-call-parser", "--tool-parser",
+                "`auto` by default, which chooses by the template. Parsers have vLLM's names: "
+                "[which](../api.md#tools)."),
+            _same("--reasoning-parser",
+                "For `qwen3`, `deepseek_r1` and `openai_gptoss`. `auto` by default."),
+        ),
+        "HTTP and logs": (
+            _same("--host", "127.0.0.1 by default. Say `--host 0.0.0.0` for all addresses."),
+            _same("--port", "8000 by default, as there."),
+            _same("--api-key", "One key. Several stand in `--api-key-file`, with limits of each."),
+            _row("--ssl-certfile", "--tls-cert"),
+            _row("--ssl-keyfile", "--tls-key"),
+            _same("--allowed-origins",
+                "With commas between, no JSON. None by default, where vLLM has all."),
+        ),
+    },
+    "SGLang": {
+        "model": (
+            _row("--model-path", "MODEL",
+                "`pipeinfer serve` takes it with and without the flag."),
+            _same("--served-model-name"),
+            _same("--revision"),
+            _same("--dtype"),
+            _row("--context-length", "--max-model-len"),
+            _row("--random-seed", "--seed"),
+            _same("--load-format", "For `auto` and `dummy`."),
+            _same("--model-impl",
+                "For `auto` and `transformers`. SGLang's `sglang` is called `pipeinfer`."),
+            _same("--quantization",
+                "For `fp8`, `awq`, `gptq`, `compressed-tensors` and `mxfp4`. Others are refused."),
+        ),
+        "memory": (
+            _same("--kv-cache-dtype", "For `auto`, `bfloat16` and `fp8_e4m3`."),
+            _row("--mem-fraction-static", "--memory-fraction", "Weights do not count here."),
+            _same("--page-size", "By default what the attention backend prefers, not 1."),
+            _row("--disable-radix-cache", "--cache", "`naive`."),
+        ),
+        "scheduling": (
+            _row("--max-running-requests", "--max-running"),
+        ),
+        "devices": (
+            _row("--tp-size", "--tp"),
+            _row("--dp-size", "--dp"),
+            _same("--tp --dp"),
+            _same("--device", "For `cuda` and `cpu`."),
+            _same("--grammar-backend", "For `llguidance` and `none`."),
+            _row("--disable-cuda-graph", "--no-cuda-graph"),
+            _row("--cuda-graph-max-bs", "--cuda-graph-max-batch"),
+        ),
+        "chats": (
+            _same("--chat-template", "A file. There are no built-in names."),
+            _row("--tool-call-parser", "--tool-parser",
+                "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`, its `deepseekv3` "
+                "and `deepseekv31` have a `_` before the `v`, its `deepseekv32` is "
+                "`deepseek_v32`, its `gpt-oss` is `openai`. vLLM's `llama4_pythonic` is "
+                "`pythonic`."),
+            _same("--reasoning-parser",
+                "For `qwen3`. SGLang's `deepseek-r1` is `deepseek_r1`, its `gpt-oss` "
+                "`openai_gptoss`."),
+        ),
+        "HTTP and logs": (
+            _same("--host", "127.0.0.1 by default."),
+            _same("--port", "8000 by default, not 30000."),
+            _same("--api-key", "One key. Several stand in `--api-key-file`, with limits of each."),
+            _same("--log-level", "For `debug`, `info`, `warning`, `error`."),
+        ),
+    },
+}
+# fmt: on
 
 VARIABLES = (
     _row("VLLM_API_KEY", "PIPEINFER_API_KEY", "`PIPEINFER_API_KEY_FILE` keeps it out of the "
@@ -167,16 +287,26 @@ def page() -> str:
 
 
 def _flags() -> Iterator[str]:
-    for server, sections in FLAGS.items():
+    for server, understood in UNDERSTOOD.items():
         yield f"## Flags of {server}"
-        for section, flags in sections.items():
-            yield f"### {server}: {section}"
-            yield table((server, "here", "kind", "notes"), map(_flag, flags))
+        for topic, refused in REFUSED.items():
+            yield f"### {server}: {topic}"
+            rows = [
+                _flag(row.theirs, row.ours, "same" if row.theirs == row.ours else "alias", row.said)
+                for row in understood.get(topic, ())
+            ]
+            rows += [
+                _flag(flag.names[server], flag.ours, flag.kind, flag.said)
+                for flag in refused
+                if flag.names[server]
+            ]
+            yield table((server, "here", "kind", "notes"), rows)
 
 
-def _flag(flag: Flag) -> tuple[str, str, str, str]:
-    ours = "`MODEL`" if flag.ours == ("MODEL",) else codes(flag.ours)
-    return codes(flag.theirs), ours, flag.kind, flag.said
+def _flag(
+    theirs: tuple[str, ...], ours: tuple[str, ...], kind: str, said: str
+) -> tuple[str, str, str, str]:
+    return codes(theirs), "`MODEL`" if ours == ("MODEL",) else codes(ours), kind, said
 
 
 def _rest() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The page of the fields of requests: from the bodies, field_help.py and unsupported_fields.py.
+"""The page of the fields of requests: from the bodies and unsupported_fields.py.
 
 Chats and completions share most fields, which stand there once.
 """
@@ -13,7 +13,6 @@ import msgspec
 from docs.markdown import bullets, codes, kind
 from docs.markdown import page as page_of
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.responses_api import ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -100,9 +99,8 @@ def _neutral(refused: Refusals) -> Iterator[str]:
 
 def _fields(body: type[Body], names: Iterable[str]) -> str:
     schemas = _properties(body)
-    told = BY_BODY[body]
     return bullets(
-        f"`{name}` ({kind(schemas[name])}): {told[name].description()}" for name in names
+        f"`{name}` ({kind(schemas[name])}): {schemas[name]['description']}" for name in names
     )
 
 

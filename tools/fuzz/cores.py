@@ -19,12 +19,11 @@ import numpy as np
 from fuzz import inputs, radix
 from fuzz.engines import Wrong
 from fuzz.radix import Numbers
+from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
-from pipeinfer.core import LOCAL, Core, Send
+from pipeinfer.core import LOCAL, Compiled, Core, Send, StepDone, Tick
 from pipeinfer.engine.core import Compile, Compute, EngineCore
-from pipeinfer.events import Compiled, StepDone, Tick
-from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -40,15 +39,14 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.runtime.stage import CORE_CHANNELS, NOT_FOR_CORE, StageContext, builder
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.settings import Settings
 from pipeinfer.step import Step
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
+from pipeinfer.wire import pack, score_bytes
 
 POLICIES = ("mixed", "throughput", "prefill-first", "decode-first")
 PAGE_SIZE, SLOTS, LONGEST = 4, 6, 64
@@ -390,8 +388,8 @@ def ended(step: Step, bad: bool) -> StepDone:
     asked, scores = step.logprobs, b""
     if asked is not None:
         each = zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
-        scores = b"".join([bytes(size(most)) * int(counts[row]) for row, most in each])
-    prompts = tuple(bytes(len(chunk.ids) * size(chunk.most)) for chunk in step.prompts)
+        scores = b"".join([bytes(score_bytes(most)) * int(counts[row]) for row, most in each])
+    prompts = tuple(bytes(len(chunk.ids) * score_bytes(chunk.most)) for chunk in step.prompts)
     return StepDone(
         epoch=step.epoch,
         number=step.number,

@@ -25,20 +25,19 @@ from msgspec import inspect
 from chaos import wire
 from fuzz import inputs
 from fuzz.engines import Wrong
+from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
-from pipeinfer.choices import choice_ids
-from pipeinfer.core import LOCAL
-from pipeinfer.events import Tick
+from pipeinfer.core import LOCAL, Tick
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.gateway.stage import build
 from pipeinfer.gateway.unsupported_fields import REFUSED
 from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
-from pipeinfer.packing import pack, unpack
+from pipeinfer.params import choice_ids
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
+from pipeinfer.wire import pack, unpack
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 KINDS = {CHAT: ChatRequest, COMPLETION: CompletionRequest}

@@ -17,7 +17,7 @@ from msgspec import inspect
 
 from pipeinfer import control
 from pipeinfer.bus import reliable
-from pipeinfer.channels import CHANNELS
+from pipeinfer.messages import CHANNELS
 
 LONGEST = 1 << 16  # bytes of an input
 LONGEST_PART = (1 << 24) - 1

@@ -182,8 +182,8 @@ def _lost_page() -> None:
 def _ragged_result() -> None:
     """cores: rows of a result are taken for those of its plan."""
     from pipeinfer.bus import frames
-    from pipeinfer.packing import unpack
     from pipeinfer.scheduler import engine_state
+    from pipeinfer.wire import unpack
 
     def checked(_flight: Any, result: Any) -> list[int]:
         return (unpack(result.starts) + unpack(result.counts)).tolist()

@@ -17,8 +17,8 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.pages import ProtocolError
 from pipeinfer.memory.prefix_cache import RadixCache
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack
 
 SLOTS = 4
 SIZES = (1, 4, 16)

@@ -52,7 +52,7 @@ class Area:
 
 
 RECOVERY = (
-    "recent.py", "recovery.py",
+    "core.py",
     "scheduler/epochs.py", "scheduler/recovery.py", "tokenizer/requests.py", "gateway/ledger.py",
     "runtime/incarnations.py", "tokenizer/routing.py",
 )  # fmt: skip
@@ -101,8 +101,7 @@ AREAS = {
             "tests/scheduler/test_ranks.py",
             "tests/tokenizer/test_group_monitor.py",
             "tests/scheduler/test_probation.py",
-            "tests/runtime/test_roll_call.py",
-            "tests/test_recent.py",
+            "tests/test_core.py",
             "tests/gateway/test_gateway_ledger.py",
             "tests/gateway/test_ledger_backlog.py",
             "tests/tokenizer/test_routed_requests.py",

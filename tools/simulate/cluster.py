@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, StepDone, Tick
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.executor import step_done
-from pipeinfer.events import StepDone, Tick
 from pipeinfer.liveness import HEARTBEAT_SECONDS
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -32,14 +31,13 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
-from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step import Sampled, Step
-from pipeinfer.step_budget import Targets
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import StepCost, Targets
 from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.wire import pack
 from simulate.metrics import Tally
 from simulate.noise import Draws
 from simulate.step_model import StepModel, attended

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from pipeinfer.messages import Result, Submit, Text, Work
-from pipeinfer.packing import unpack
 from pipeinfer.replay.codes import CannotReplay
 from pipeinfer.replay.recording import LoadedTrace, TraceEntry, load
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
+from pipeinfer.wire import unpack
 from simulate.cluster import Deployment
 from simulate.noise import Noise, Scatter
 from simulate.step_model import StepModel, attended

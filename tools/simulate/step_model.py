@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.step_cost import PER_SECOND, StepCost, steps_up_to
+from pipeinfer.step_cost import PER_SECOND, StepCost, measured_sizes
 from simulate.noise import Noise
 
 ROWS = 1, 8, 16, 32, 64, 96, 128, 192, 256  # of decodes alone
@@ -27,7 +27,7 @@ def step_cost(model: StepModel, most: int) -> StepCost:
 
     mixed = tuple(
         (tokens, amid(tokens, 0), (amid(tokens, DEPTH) - amid(tokens, 0)) // DEPTH)
-        for tokens in steps_up_to(most)
+        for tokens in measured_sizes(most)
     )
     decodes = tuple((rows, round(model.seconds(rows, rows) * PER_SECOND)) for rows in ROWS)
     return StepCost(decodes, mixed, round(model.context * PER_SECOND))

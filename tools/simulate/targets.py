@@ -1,6 +1,6 @@
 """`targets`: how long a step beside streams may take, the more prompts wait; a table and a picture.
 
-Asks the server's own rule (pipeinfer/step_budget.py) about a step-time model. Simulates nothing.
+Asks the server's own rule (pipeinfer/step_cost.py) about a step-time model. Simulates nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
-from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
+from pipeinfer.step_cost import PER_SECOND, PrefillBudget, Prompt, StepCost, Targets, prefill_budget
 from simulate import plot, step_model
 
 MANY = (*range(1, 8), *range(8, 64, 4), 64, 80)  # prompts that wait
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     budget = prefill_budget(0, options.max_step_tokens, cost, targets)
     rows, context = options.streams, options.streams * options.stream_tokens
     found = [_chosen(budget, cost, rows, context, n, options.prompt_tokens) for n in MANY]
-    tokens, rate = budget.allows(rows, context)
+    tokens, rate = budget.within_itl_target(rows, context)
     print(f"beside {rows} streams, steps of up to {tokens:,} tokens, {rate:,.0f} a second")
     print(f"{'waiting':>12}  {'step':>12}  {'takes':>9}  {'prompt tokens/s':>15}")
     for one in found:
@@ -50,11 +49,11 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
             f"{one['waiting']:>12,}  {one['tokens']:>12,}  {one['ms']:>6.1f} ms  "
             f"{one['rate']:>15,.0f}"
         )
-    decodes = cost.alone(rows) + context * cost.kv_token
+    decodes = cost.decode_time(rows) + context * cost.kv_token
     result = {
         "steps": [
             {"tokens": size, "ms": time / MS}
-            for size, time in cost.steps(rows, context, [Prompt(cost.mixed[-1][0])])
+            for size, time in cost.mixed_steps(rows, context, [Prompt(cost.mixed[-1][0])])
         ],
         "chosen": found,
         "decodes_ms": decodes / MS,
@@ -71,8 +70,8 @@ def _chosen(
 ) -> dict[str, float]:
     """The step while `many` prompts of `each` tokens have just come."""
     waiting = [Prompt(each)] * many
-    tokens = rows + budget.tokens_beside(rows, context, waiting)
-    times = list(cost.steps(rows, context, waiting))
+    tokens = rows + budget.prompt_tokens(rows, context, waiting)
+    times = list(cost.mixed_steps(rows, context, waiting))
     size, time = next((one for one in times if one[0] >= tokens), times[-1])
     prompts = min(size - rows, many * each)
     return {

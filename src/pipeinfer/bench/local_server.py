@@ -21,13 +21,13 @@ class ServerNotReady(RuntimeError):
 
 def flags(settings: Mapping[str, object]) -> list[str]:
     """Settings as words of the command line of `pipeinfer serve`."""
-    kinds = config.flag_types()
+    known = config.settings_help()
     words = [str(settings["model"])] if settings.get("model") else []
     for name, value in settings.items():
         if name == "model":
             continue
         flag = "--" + name.replace("_", "-")
-        words += ([flag] if value else []) if kinds[name][0] is bool else [flag, str(value)]
+        words += ([flag] if value else []) if known[name].kind is bool else [flag, str(value)]
     return words
 
 

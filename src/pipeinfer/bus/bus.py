@@ -28,8 +28,7 @@ from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology, split_address
 
 LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left
 TELEMETRY_HWM = 1_000
@@ -85,7 +84,7 @@ class Bus:
         """Opens the inbox and the publishers. AddressTaken if somebody has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
-        transport, rest = addresses.split(self._address)
+        transport, rest = split_address(self._address)
         if transport == "ipc":
             Path(rest).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sockets.load_keys()

@@ -23,7 +23,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 DEFAULT_KEY = "pipeinfer"  # the pair of a stage whose topology names no other
 KEY_CHARS = 40  # characters of a key

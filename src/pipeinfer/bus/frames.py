@@ -17,8 +17,7 @@ from msgspec import inspect
 
 from pipeinfer import control
 from pipeinfer.bus import reliable
-from pipeinfer.channels import CHANNELS
-from pipeinfer.messages import PROTOCOL, Admitted, Message, Plan, Result
+from pipeinfer.messages import CHANNELS, PROTOCOL, Admitted, Message, Plan, Result
 
 # Arrays with an item for each row.
 ROWS: dict[type, tuple[str, ...]] = {
@@ -87,7 +86,7 @@ ArrayCheck = Callable[[Sequence[object]], str]
 
 def array_checks(kinds: Iterable[object]) -> dict[type, ArrayCheck]:
     """By message, for those that have arrays: what says what is wrong with any of several such, ""
-    if nothing is. `kinds`: of each channel the messages, as channels.py has them."""
+    if nothing is. `kinds`: of each channel the messages, as messages.py has them."""
     found: dict[type, ArrayCheck] = {}
     for info in chain.from_iterable(_parts(inspect.type_info(kind)) for kind in kinds):
         arrays = _arrays(info) if isinstance(info, inspect.StructType) else None

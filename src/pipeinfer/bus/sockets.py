@@ -16,8 +16,7 @@ from zmq.backend import Socket
 
 from pipeinfer.bus.curve import CurveAuthenticator, Keyring, keyring
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology, bind_addresses, is_tcp, socket_address
 
 CONNECT_MS = 3_000  # for a TCP connection; the kernel alone would wait ever longer, up to minutes
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
@@ -86,12 +85,12 @@ class SocketFactory:
         AddressTaken if somebody has it, ConfigurationError if it is not one of this host.
         """
         address = self._topology.address(self._stage)
-        if self._keyring is not None and addresses.is_tcp(address):
+        if self._keyring is not None and is_tcp(address):
             self._keyring.secure_server(socket)
             if self._authenticator is not None:
                 self._authenticator.watch(socket, "")
         bound = 0
-        for place in addresses.places(address, name, self._topology.bind(self._stage)):
+        for place in bind_addresses(address, name, self._topology.bind(self._stage)):
             try:
                 socket.bind(place)
                 bound += 1
@@ -110,15 +109,15 @@ class SocketFactory:
     def connect(self, socket: zmq.Socket[bytes], stage: str, name: str) -> None:
         """Connects `socket` to the `name` of stage id `stage`, which need not be there yet."""
         address = self._topology.address(stage)
-        if self._keyring is not None and addresses.is_tcp(address):
+        if self._keyring is not None and is_tcp(address):
             self._keyring.secure_client(socket, stage)
             if self._authenticator is not None:
                 self._authenticator.watch(socket, stage)
-        socket.connect(addresses.derive(address, name))
+        socket.connect(socket_address(address, name))
 
     def secure(self, socket: zmq.Socket[bytes], address: str) -> None:
         """Gives `socket` its keys, before its owner connects it to the stage `address`."""
-        if self._keyring is None or not addresses.is_tcp(address):
+        if self._keyring is None or not is_tcp(address):
             return
         stage = next(e.identity.id for e in self._topology.entries if e.address == address)
         self._keyring.secure_client(socket, stage)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.cli.serve import ESSENTIAL, add_model
 from pipeinfer.command_line import CommandLine
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets, measured
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.step_cost import Targets, describe_rate
+from pipeinfer.topology import Topology
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _targets(topology: Topology) -> Iterator[Finding]:
     for row in rows:
         if _measured(row):
             tokens, rate = row.stats["target_step_tokens"], row.stats["target_prompt_rate"]
-            yield "note", "targets", f"{row.stage}: {measured(tokens, rate)}"
+            yield "note", "targets", f"{row.stage}: {describe_rate(tokens, rate)}"
 
 
 def _measured(row: StageStatus) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from pipeinfer import settings as config
 from pipeinfer.command_line import CommandLine
-from pipeinfer.other_names import flag
+from pipeinfer.other_servers import flag
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
 # A text to be completed, or the messages of a chat, whose answer is next.

@@ -21,7 +21,7 @@ from pipeinfer.command_line import CommandLine
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 ANSWER_TIMEOUT = 10.0  # seconds in which a stage must be heard and must answer
 HEARTBEAT_TIMEOUT = 5.0  # seconds without a heartbeat after which a stage counts as lost

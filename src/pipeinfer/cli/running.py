@@ -9,7 +9,7 @@ import argparse
 import os
 
 from pipeinfer.runtime.find import RunningServer, ServerInfo, running_servers, running_topology
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 
 def add_server_flags(command_line: argparse.ArgumentParser) -> None:

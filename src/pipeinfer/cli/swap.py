@@ -18,7 +18,7 @@ from pipeinfer.cli.running import add_server_flags, chosen_topology
 from pipeinfer.command_line import CommandLine
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import SUPERVISOR, Topology
+from pipeinfer.topology import SUPERVISOR, Topology
 
 ANSWER_TIMEOUT = 5.0  # seconds; a supervisor sends a heartbeat twice a second
 

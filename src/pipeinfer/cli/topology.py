@@ -1,6 +1,6 @@
 """`pipeinfer topology check [FILE]`: says whether a topology can work, and draws it.
 
-Knows how to print; what must hold is said in topology/topology.py and bus/curve.py. Connects to
+Knows how to print; what must hold is said in topology.py and bus/curve.py. Connects to
 nobody.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
 from pipeinfer.command_line import CommandLine
-from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Entry, Topology, deployed_topology
+from pipeinfer.topology import Entry, Topology, deployed_topology, is_tcp
 
 ANYWHERE = "this host"  # of stages without `host`
 
@@ -69,7 +68,7 @@ def _details(entry: Entry, topology: Topology) -> str:
         words.append(f"listens on {entry.bind}")
     if entry.device:
         words.append(f"device {entry.device}")
-    if addresses.is_tcp(entry.address):
+    if is_tcp(entry.address):
         words.append(f"key {entry.key or 'pipeinfer'}" if topology.keyed else "loopback, no key")
     return "  ".join(words)
 

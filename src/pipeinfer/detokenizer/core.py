@@ -13,7 +13,16 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.core import Send
+from pipeinfer.core import (
+    Drain,
+    Leave,
+    RollCall,
+    Send,
+    Tick,
+    Unsent,
+    bracketed_answer,
+    stage_number,
+)
 from pipeinfer.detokenizer.text import (
     DecoderFactory,
     IncrementalDecoder,
@@ -21,8 +30,6 @@ from pipeinfer.detokenizer.text import (
     TokenOffsets,
     TokenTexts,
 )
-from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.logprobs import NO_ID, OWN_WORDS, layout, size
 from pipeinfer.messages import (
     Abort,
     CacheReset,
@@ -44,9 +51,16 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack_few, unpack, unpack_few
 from pipeinfer.params import SamplingParams
-from pipeinfer.recovery import RollCall, bracketed_answer, stage_number
+from pipeinfer.wire import (
+    NO_ID,
+    SCORE_WORDS,
+    pack_few,
+    score_bytes,
+    score_layout,
+    unpack,
+    unpack_few,
+)
 
 log = logging.getLogger(__name__)
 
@@ -599,7 +613,7 @@ class SequenceLogprobs:
 
     def __init__(self, most: int | None, texts: TokenTexts) -> None:
         self.num_alternatives = most
-        self.score_size = size(most)
+        self.score_size = score_bytes(most)
         self.raw = bytearray()
         self.text_len = 0
         self._texts = texts
@@ -617,14 +631,14 @@ class SequenceLogprobs:
         offsets, self._offsets = self._offsets, []
         if self.num_alternatives is None or not ids:
             return None
-        tokens, named, end = unpack_few(ids), list[int](), OWN_WORDS + self.num_alternatives
+        tokens, named, end = unpack_few(ids), list[int](), SCORE_WORDS + self.num_alternatives
         raw = raw[: len(tokens) * self.score_size]
         for token, words in zip(
-            tokens, layout(self.num_alternatives).iter_unpack(raw), strict=True
+            tokens, score_layout(self.num_alternatives).iter_unpack(raw), strict=True
         ):
             named.append(token)
             # A token that nothing comes before has no rank, and no alternatives.
-            named += words[OWN_WORDS:end] if words[1] else [NO_ID] * self.num_alternatives
+            named += words[SCORE_WORDS:end] if words[1] else [NO_ID] * self.num_alternatives
         texts = tuple(map(self._texts.__getitem__, named))
         shown = pack_few(offsets[: len(tokens)])
         return LogprobTexts(scores=raw, texts=texts, offsets=shown, ids=ids if name_ids else b"")

@@ -9,8 +9,7 @@ from pipeinfer.checkpoint.source import find_model
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.text.files import read_tokenizer_config
-from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text import load_tokenizer, read_tokenizer_config
 
 
 def build(context: StageContext) -> Stage:

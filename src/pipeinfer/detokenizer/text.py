@@ -18,8 +18,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
 
-from pipeinfer.logprobs import NO_ID
-from pipeinfer.packing import pack_few
+from pipeinfer.wire import NO_ID, pack_few
 
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so after more pending ids than this the bytes are invalid and

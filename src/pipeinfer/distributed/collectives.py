@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.custom_all_reduce import TRIED, CustomAllReduce
 from pipeinfer.distributed.rendezvous import meet
-from pipeinfer.topology import addresses
+from pipeinfer.topology import is_loopback, listen_host
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.fused_all_reduce import AllReduceNorm
@@ -216,7 +216,7 @@ def join(
     backend = "nccl" if device == "cuda" else "gloo"
     if backend == "nccl":
         without_multicast(os.environ)
-    if backend == "gloo" and addresses.is_loopback(addresses.host(address)):
+    if backend == "gloo" and is_loopback(listen_host(address)):
         # Else gloo asks for the address of this host's name, which need not lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     formed = threading.Event()

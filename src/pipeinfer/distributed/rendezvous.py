@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus.frames import DECODE_ERRORS
 from pipeinfer.bus.sockets import SocketFactory
-from pipeinfer.topology import addresses
+from pipeinfer.topology import listen_host, socket_address
 
 ASK_AGAIN = 0.5  # seconds
 QUESTION_BYTES = 1_024  # two numbers; whoever sends more is disconnected
@@ -51,15 +51,15 @@ def meet(
     wires: SocketFactory | None = None,
     formed: threading.Event | None = None,
 ) -> Store:
-    """The store that all `size` ranks share. `address`: that of rank 0, see topology/addresses.py.
+    """The store that all `size` ranks share. `address`: that of rank 0, see topology.py.
 
     wires: of this process, for its keys, and for where it listens if that is not its address.
     formed: to be set when the group stands; until then, or the timeout, rank 0 answers. Blocks
     until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when rank 0
     expects another number of ranks.
     """
-    host = addresses.host(address)
-    endpoint = addresses.derive(address, "group")
+    host = listen_host(address)
+    endpoint = socket_address(address, "group")
 
     def secure(socket: zmq.Socket[bytes]) -> None:
         if wires is not None:

@@ -18,7 +18,6 @@ from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, una
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.tables import GraphShape
-from pipeinfer.packing import PART
 from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.step import (
     Delta,
@@ -30,6 +29,7 @@ from pipeinfer.step import (
     Step,
 )
 from pipeinfer.step_cost import PER_SECOND, StepCost
+from pipeinfer.wire import PREFIX_UPPER
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
@@ -302,7 +302,7 @@ def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
     starts = np.where(counts > 1, 0, page_size).astype(np.int32)
     ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
     step = dummy_step(counts, page_size, starts)
-    return replace(step, shared_prefixes=SharedPrefixes(one_page, ranks * PART + rows))
+    return replace(step, shared_prefixes=SharedPrefixes(one_page, ranks * PREFIX_UPPER + rows))
 
 
 def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:

@@ -13,10 +13,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import (
+    LOCAL,
+    Compiled,
+    Drain,
+    GraphDue,
+    Leave,
+    NewEpoch,
+    Send,
+    StepDone,
+    Tick,
+    Unsent,
+)
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
-from pipeinfer.events import Compiled, Drain, GraphDue, Leave, NewEpoch, StepDone, Tick, Unsent
-from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.pages import IntegrityError, ProtocolError
 from pipeinfer.memory.rows import Rows
@@ -35,10 +44,10 @@ from pipeinfer.messages import (
     Result,
     State,
 )
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
+from pipeinfer.wire import SCORE_WORDS, SCORES_PER_MESSAGE, WORD, pack, score_bytes, unpack
 
 
 class Compute(Message, frozen=True):
@@ -480,7 +489,7 @@ def _in_order(asked: LogprobRows, sampled: np.ndarray, counts: np.ndarray, raw: 
     parts: list[tuple[int, bytes]] = []
     at = 0
     for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):
-        end = at + int(counts[row]) * size(most)
+        end = at + int(counts[row]) * score_bytes(most)
         parts.append((int(sampled[row]), raw[at:end]))
         at = end
     return b"".join([part for _, part in sorted(parts)])
@@ -490,8 +499,8 @@ def _scores_trouble(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
     asked, expected = plan.logprobs, 0
     if asked is not None:
-        expected = WORD * int((counts[asked.rows] * (OWN_WORDS + 2 * asked.most)).sum())
-    parts = [len(chunk.ids) * size(chunk.most) for chunk in plan.prompts]
+        expected = WORD * int((counts[asked.rows] * (SCORE_WORDS + 2 * asked.most)).sum())
+    parts = [len(chunk.ids) * score_bytes(chunk.most) for chunk in plan.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
@@ -500,12 +509,12 @@ def _scores_trouble(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
 def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptScores]:
     """What the step says of prompts, in messages of a bounded size."""
     for chunk, raw in zip(chunks, done.prompts, strict=True):
-        for begin in range(0, len(chunk.ids), AT_ONCE):
-            width = size(chunk.most)
+        for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
+            width = score_bytes(chunk.most)
             yield PromptScores(
                 epoch=done.epoch,
                 number=done.number,
                 slot=chunk.slot,
                 first=chunk.first + begin,
-                logprobs=raw[begin * width : (begin + AT_ONCE) * width],
+                logprobs=raw[begin * width : (begin + SCORES_PER_MESSAGE) * width],
             )

@@ -20,15 +20,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from pipeinfer.core import Compiled, GraphDue, StepDone
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.device import Failed, StepEvent
 from pipeinfer.engine.phases import Phases
-from pipeinfer.events import Compiled, GraphDue, StepDone
 from pipeinfer.messages import Message
-from pipeinfer.packing import pack
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.step import Sampled, Step
+from pipeinfer.wire import pack
 
 if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
     from pipeinfer.engine.masks import Masks

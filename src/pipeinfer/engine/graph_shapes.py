@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.step import Step
-from pipeinfer.step_cost import steps_up_to
+from pipeinfer.step_cost import measured_sizes
 
 FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
 STEP = 8
@@ -73,7 +73,7 @@ def mixed_ladder(
     doubled = (DECODES << power for power in range(most_decodes.bit_length()))
     classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
     largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
-    every = steps_up_to(most_tokens)
+    every = measured_sizes(most_tokens)
     alone = [(tokens, 0, min(_prompts(tokens, FEW), most_rows)) for tokens in every]
     beside: list[tuple[int, int, int]] = []
     for tokens in every:
@@ -142,7 +142,7 @@ def _worth(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
 def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:
     """To be measured where no prompts are captured: of one prompt beside a few decodes."""
     decodes = min(DECODES, most_rows - 1)
-    shapes = (GraphShape(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
+    shapes = (GraphShape(tokens, decodes, 1) for tokens in measured_sizes(most_tokens))
     return tuple(shape for shape in shapes if decodes > 0 and shape.rows < shape.tokens)
 
 

@@ -43,8 +43,14 @@ from pipeinfer.models.loading import (
 )
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets, most_tokens, prefill_budget, said
-from pipeinfer.step_cost import TOKENS, StepCost
+from pipeinfer.step_cost import (
+    MEASURED_TOKENS,
+    StepCost,
+    Targets,
+    describe_targets,
+    max_graph_tokens,
+    prefill_budget,
+)
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
@@ -514,7 +520,7 @@ def _key_centers(
 
 def all_find(least: Callable[[int], int], slow: Container[int]) -> frozenset[int]:
     """Of numbers of tokens, those that every rank has in `slow`; least: of what all ranks say."""
-    return frozenset(tokens for tokens in TOKENS if least(tokens in slow))
+    return frozenset(tokens for tokens in MEASURED_TOKENS if least(tokens in slow))
 
 
 def _agreed(collectives: TorchCollectives, pages: int) -> int:
@@ -535,14 +541,19 @@ def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
     details.info("what steps take, in ms: %s", cost)
     if not settings.mixed_step_tokens:
         targets = Targets(settings.itl_target, settings.ttft_target)
-        details.info("%s", said(targets, *prefill_budget(0, tokens, cost, targets).allows()))
+        details.info(
+            "%s",
+            describe_targets(
+                targets, *prefill_budget(0, tokens, cost, targets).within_itl_target()
+            ),
+        )
 
 
 def _capture(
     runner: Runner, settings: Settings, largest: LargestStep, model: LanguageModel, start: Start
 ) -> None:
     sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
-    budget = most_tokens(settings.mixed_step_tokens, largest.tokens)
+    budget = max_graph_tokens(settings.mixed_step_tokens, largest.tokens)
     mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
     # Ranks sum within steps, so each step must take the same graph on all of them. That a model
     # cannot be captured is known when its first graph is.

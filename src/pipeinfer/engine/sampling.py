@@ -20,10 +20,10 @@ import torch
 from pipeinfer.engine.step_buffers import Download
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors
-from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
+from pipeinfer.wire import SCORE_WORDS, narrow_scores
 
 NONE = np.empty(0, dtype=np.int64)  # rows
 
@@ -358,14 +358,15 @@ def _chosen(table: torch.Tensor, at: torch.Tensor | None, many: int) -> torch.Te
 def _bytes(table: np.ndarray, most: np.ndarray) -> bytes:
     """Of scores int32 [N, words], each with the alternatives that its row asked for, `most` [N]."""
     if len(set(most.tolist())) <= 1:
-        return narrowed(table, int(most.max(initial=0))).tobytes()
+        return narrow_scores(table, int(most.max(initial=0))).tobytes()
     return b"".join(
-        narrowed(table[row : row + 1], wanted).tobytes() for row, wanted in enumerate(most.tolist())
+        narrow_scores(table[row : row + 1], wanted).tobytes()
+        for row, wanted in enumerate(most.tolist())
     )
 
 
 def _width(most: int) -> int:
-    return OWN_WORDS + 2 * most
+    return SCORE_WORDS + 2 * most
 
 
 def _there(array: np.ndarray, where: torch.device) -> torch.Tensor:

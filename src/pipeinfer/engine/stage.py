@@ -16,10 +16,10 @@ from pipeinfer.control import Prefix
 from pipeinfer.engine.preload import preload_torch
 from pipeinfer.engine.start import GIB, Start, process_age
 from pipeinfer.messages import PROTOCOL, Hello, State
-from pipeinfer.packing import pack
 from pipeinfer.runtime.logs import DETAILS
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
+from pipeinfer.wire import pack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -195,7 +195,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
     if rank > 0:
         return ReceivedMasks()
     from pipeinfer.grammars.store import GrammarStore
-    from pipeinfer.text.loading import grammar_setup
+    from pipeinfer.text import grammar_setup
 
     setup = partial(grammar_setup, folder, settings.model_impl)
     store = GrammarStore(setup, settings.grammar_cache_mib << 20)

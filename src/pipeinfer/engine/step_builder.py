@@ -22,7 +22,6 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.memory.rows import Rows
 from pipeinfer.memory.shared_prefixes import find_shared_prefixes
 from pipeinfer.messages import Admit
-from pipeinfer.packing import unpack
 from pipeinfer.params import (
     LONGEST_BAD,
     MOST_BAD_WORDS,
@@ -45,6 +44,7 @@ from pipeinfer.step import (
     ScoredChunk,
     Step,
 )
+from pipeinfer.wire import unpack
 
 
 class StepBuilder:

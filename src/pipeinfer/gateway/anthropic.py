@@ -24,22 +24,31 @@ from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
     INT32,
     MAX_MESSAGES,
-    MAX_TIMEOUT,
     MAX_TOOLS,
     SAMPLING_ONLY_FIELDS,
     Body,
+    CacheSalt,
     ChatMessage,
     ChatRequest,
+    ChatTemplateKwargs,
     Choice,
     Chosen,
+    ExtraKey,
     Function,
     Int32,
     JsonSchema,
     Part,
+    Priority,
     ResponseFormat,
-    Salt,
+    Seed,
+    Stream,
+    Temperature,
+    Timeout,
     Tool,
     ToolChoice,
+    TopK,
+    TopP,
+    about,
 )
 from pipeinfer.gateway.unsupported_fields import IGNORED_FIELDS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -156,31 +165,53 @@ class CountRequest(Body, frozen=True, kw_only=True):
 
     unsupported_fields: ClassVar[Refusals] = MESSAGES
     ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
-    messages: list[Turn]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: MessagesToolChoice | None = None
-    thinking: ThinkingOptions | None = None
-    output_config: OutputConfig | None = None
-    chat_template_kwargs: JsonObject | None = None
+    # fmt: off
+    messages: Annotated[list[Turn], about(
+        "Turns of `user`, `assistant` and `system`: a text, or blocks `text`, `document` (of plain "
+        "text) and `tool_result` (of the user), `thinking` and `tool_use` (of the assistant). "
+        "`redacted_thinking`, `signature`, `is_error` and `cache_control` are taken and say "
+        "nothing. A last turn of the assistant goes on from the end of its text: such an answer "
+        "has no calls, and no form. Required.")]
+    system: Annotated[str | list[TextBlock] | None, about(
+        "A text or blocks of text, before all messages. Default: none.")] = None
+    tools: Annotated[Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)] | None, about(
+        "A list of `{\"name\", \"description\", \"input_schema\"}`. Tools of Anthropic's servers "
+        "are refused. Default: none.")] = None
+    tool_choice: Annotated[MessagesToolChoice | None, about(
+        '`{"type": "auto"}`, `none`, `any` or `tool` with a `name`. '
+        "`disable_parallel_tool_use`: only the first call is told. Default: `auto`.")] = None
+    thinking: Annotated[ThinkingOptions | None, about(
+        "`{\"type\": \"enabled\"}`, `adaptive` or `disabled` is the template's `enable_thinking`. "
+        "`budget_tokens` bounds thoughts. `display`: `summarized` shows all thoughts, with "
+        "`omitted` their blocks are empty. Default: the template's.")] = None
+    output_config: Annotated[OutputConfig | None, about(
+        "`effort` is handed to the chat template as `reasoning_effort`, to that of gpt-oss the "
+        'nearest one that it knows. `format`, `{"type": "json_schema", "schema"}`, is the '
+        "form of the answer. Default: none.")] = None
+    chat_template_kwargs: ChatTemplateKwargs = None
+    # fmt: on
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """The body of /v1/messages."""
 
     ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
-    max_tokens: Int32
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    stream: bool | None = None
-    metadata: JsonObject | None = None
-    seed: int | None = None
-    priority: Int32 | None = None
-    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
-    cache_salt: Salt | None = None
-    extra_key: Salt | None = None
+    # fmt: off
+    max_tokens: Annotated[Int32, about("The most output tokens, thoughts included. Required.")]
+    stop_sequences: Annotated[list[str] | None, about(
+        "A text, or up to 16 of at most 1,024 letters each, that ends the answer. It is not part "
+        "of the answer. Default: none.")] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    stream: Stream = None
+    metadata: Annotated[JsonObject | None, about("Is taken, and changes nothing.")] = None
+    seed: Seed = None
+    priority: Priority = None
+    timeout: Timeout = None
+    cache_salt: CacheSalt = None
+    extra_key: ExtraKey = None
+    # fmt: on
 
 
 def to_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> ChatRequest:

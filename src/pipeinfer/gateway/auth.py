@@ -29,7 +29,7 @@ from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.sessions import ResponseSink
 from pipeinfer.runtime.logs import ACCESS
-from pipeinfer.topology.addresses import is_loopback
+from pipeinfer.topology import is_loopback
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
 PROTECTED_PATHS = (

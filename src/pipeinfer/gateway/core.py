@@ -1,6 +1,6 @@
 """The gateway without HTTP: the root ledger of all requests, and the pipeline's health.
 
-Sans-IO. The HTTP driver and the offline classes drive it with the same local events (events.py).
+Sans-IO. The HTTP driver and the offline classes drive it with the same local events (core.py).
 Knows no sockets, no clock, and nothing about the meaning of tokens.
 """
 
@@ -12,9 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.choices import choice_id, choice_ids
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
 from pipeinfer.gateway.ledger import (
@@ -49,7 +47,7 @@ from pipeinfer.messages import (
     Text,
     TextRow,
 )
-from pipeinfer.recovery import bracketed_answer
+from pipeinfer.params import choice_id, choice_ids
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
 LATE_ROW_SECONDS = 2.0  # seconds for which rows of an ended request are no surprise

@@ -82,12 +82,18 @@ def _fields(kinds: list[type[msgspec.Struct]]) -> KnownFields:
     for kind in kinds:
         for field in msgspec.structs.fields(kind):
             known.add(field.encode_name)
-            structs = list(_structs(inspect.type_info(field.type)))
+            structs = list(_structs(_type_of(field)))
             if structs:
                 within.setdefault(field.encode_name, []).extend(structs)
     return KnownFields(
         frozenset(known), {name: _fields(structs) for name, structs in within.items()}
     )
+
+
+def _type_of(field: msgspec.structs.FieldInfo) -> inspect.Type:
+    """The type of a field, without its description."""
+    kind = inspect.type_info(field.type)
+    return kind.type if isinstance(kind, inspect.Metadata) else kind
 
 
 def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
@@ -121,10 +127,7 @@ def with_integral_floats_as_ints(
 @cache
 def _integer_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[inspect.Type, ...]]:
     """Of the fields in which there is a whole number, at any depth."""
-    fields = {
-        f.encode_name: _alternatives(inspect.type_info(f.type))
-        for f in msgspec.structs.fields(kind)
-    }
+    fields = {f.encode_name: _alternatives(_type_of(f)) for f in msgspec.structs.fields(kind)}
     return {name: types for name, types in fields.items() if any(map(_has_integer, types))}
 
 

@@ -22,7 +22,7 @@ class Call(Message, frozen=True):
     Submit.
 
     request_id: unique over all gateways and their restarts. With several choices (`params.n`) each
-        is answered under its own id (choices.py), the first under this one.
+        is answered under its own id (params.py), the first under this one.
     params: normalized; without a seed the core draws one.
     timeout: seconds from now, 0: never.
     return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its

@@ -13,7 +13,7 @@ from math import inf
 
 from pipeinfer.gateway.events import Status, StatusChanged
 from pipeinfer.messages import Heartbeat
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 PER_GROUP = ("scheduler", "engine")
 STARTED_STATISTIC = {

@@ -15,15 +15,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from pipeinfer import traceparent
-from pipeinfer.choices import SEED_MASK, choice_id
+from pipeinfer.core import RecentTable
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.token_scores import without_first
 from pipeinfer.json_values import JsonValue
-from pipeinfer.logprobs import size
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
-from pipeinfer.params import SamplingParams
-from pipeinfer.recent import RecentTable
+from pipeinfer.params import SEED_MASK, SamplingParams, choice_id
 from pipeinfer.traceparent import Traceparent
+from pipeinfer.wire import score_bytes
 
 TRACEPARENT = "traceparent"
 TRACE_DIGITS, SPAN_DIGITS = 32, 16  # hexadecimal digits
@@ -74,7 +73,9 @@ def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
     outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
-    scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
+    scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * score_bytes(
+        params.logprobs
+    )
     return prompt_tokens + scores // BYTES_PER_TOKEN
 
 

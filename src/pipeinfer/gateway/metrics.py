@@ -25,7 +25,7 @@ from pipeinfer.gateway.counters import CounterFamily, MetricCounter, SecondsHist
 from pipeinfer.gateway.health import Health, kv_usage
 from pipeinfer.gateway.vllm_metrics import VllmMetrics
 from pipeinfer.histogram import OF_REQUESTS, read
-from pipeinfer.step_budget import NO_TARGETS, Targets
+from pipeinfer.step_cost import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.choices import request_of
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
+from pipeinfer.core import RecentTable
 from pipeinfer.gateway.health import Health, StageStatus
 from pipeinfer.gateway.metrics import QUANTILES
 from pipeinfer.messages import Message
 from pipeinfer.observe.spans import MINUTE, StageDurations
-from pipeinfer.recent import RecentTable
+from pipeinfer.params import request_of
 
 
 class SpanEvent(msgspec.Struct, frozen=True):

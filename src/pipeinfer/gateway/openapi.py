@@ -15,7 +15,6 @@ import msgspec
 
 from pipeinfer.gateway import monitor, response_types
 from pipeinfer.gateway.anthropic import CountRequest, MessagesRequest
-from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.responses_api import InputTokensRequest, ResponsesRequest
 from pipeinfer.gateway.schema import (
     Body,
@@ -376,10 +375,6 @@ def document() -> JsonObject:
         assert isinstance(operations, dict)
         operations[endpoint.method] = endpoint.operation()
     _, components = msgspec.json.schema_components(list(_types(ENDPOINTS)), ref_template=REF)
-    for kind, fields in BY_BODY.items():
-        properties = components[kind.__name__]["properties"]
-        for name, field in fields.items():
-            properties[name]["description"] = field.description()
     return {
         "openapi": "3.1.0",
         "info": {"title": "pipeinfer", "version": __version__},

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import ETag, web
 
 from pipeinfer.control import Passage, Prefix
+from pipeinfer.core import RecentTable
 from pipeinfer.gateway import openapi
 from pipeinfer.gateway.auth import Principal
 from pipeinfer.gateway.errors import ApiError
@@ -35,9 +36,8 @@ from pipeinfer.gateway.monitor import (
 from pipeinfer.gateway.schema import DetokenizeRequest
 from pipeinfer.gateway.serving import EncodedPrompt, Service, detokenize_call
 from pipeinfer.gateway.streams import EVENT_STREAM_HEADERS
-from pipeinfer.packing import unpack
-from pipeinfer.recent import RecentTable
 from pipeinfer.version import __version__
+from pipeinfer.wire import unpack
 
 PAGE_FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"

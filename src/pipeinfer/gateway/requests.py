@@ -37,10 +37,10 @@ from pipeinfer.gateway.tools import (
     tool_call_constraint,
 )
 from pipeinfer.json_values import JsonObject
-from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.thoughts import content_text
+from pipeinfer.text import content_text
+from pipeinfer.wire import pack
 
 # Fields that mean the same in SamplingParams; `stop` is a text or a list there as well.
 SAMPLING_FIELDS = (

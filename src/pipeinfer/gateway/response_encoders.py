@@ -29,7 +29,7 @@ from pipeinfer.gateway.response_json import (
 from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.gateway.tool_parsers.base import ChoiceParser, ParsedDelta
 from pipeinfer.messages import FinishReason
-from pipeinfer.packing import unpack
+from pipeinfer.wire import unpack
 
 
 class ResponseEncoder(Protocol):

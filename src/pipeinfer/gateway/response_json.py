@@ -17,9 +17,8 @@ from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.token_scores import RankedToken, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.logprobs import finite
 from pipeinfer.messages import FinishReason
-from pipeinfer.packing import unpack
+from pipeinfer.wire import json_logprob, unpack
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"
@@ -483,8 +482,8 @@ class CompletionLogprobs:
             return None, None
         tops: JsonObject = {}
         for one in (score.own, *score.others[: self._most]):  # of equal texts the likelier's counts
-            tops.setdefault(_name(one.text, "bytes:"), finite(one.logprob))
-        return finite(score.own.logprob), tops
+            tops.setdefault(_name(one.text, "bytes:"), json_logprob(one.logprob))
+        return json_logprob(score.own.logprob), tops
 
 
 class PromptLogprobs:
@@ -504,7 +503,7 @@ class PromptLogprobs:
             self._list.add(
                 {
                     str(one.id): {
-                        "logprob": finite(one.logprob),
+                        "logprob": json_logprob(one.logprob),
                         "rank": one.rank,
                         "decoded_token": one.text.decode(errors="replace"),
                     }
@@ -542,7 +541,7 @@ def chat_token_logprob(score: TokenScore) -> JsonObject:
 def _token(one: RankedToken) -> JsonObject:
     return {
         "token": _name(one.text),
-        "logprob": finite(one.logprob),
+        "logprob": json_logprob(one.logprob),
         "bytes": list(one.text),
     }
 

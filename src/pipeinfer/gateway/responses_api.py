@@ -26,32 +26,52 @@ from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.schema import (
     INT32,
     MAX_MESSAGES,
-    MAX_TIMEOUT,
     MAX_TOOLS,
     SAMPLING_ONLY_FIELDS,
     AllowedTools,
     Body,
+    CacheSalt,
     ChatMessage,
     ChatRequest,
+    ChatTemplateKwargs,
     Choice,
     Chosen,
     CustomTool,
+    ExtraKey,
+    FrequencyPenalty,
     Function,
     GrammarFormat,
+    IgnoreEos,
+    IncludeReasoning,
+    IncludeStopStrInOutput,
     InputFormat,
     Int32,
     JsonSchema,
+    LogitBias,
+    MinP,
     NamedTool,
+    ParallelToolCalls,
     Part,
+    PresencePenalty,
+    Priority,
+    RepetitionPenalty,
     ResponseFormat,
     Role,
-    Salt,
+    Seed,
+    SkipSpecialTokens,
+    Stop,
+    StopTokenIds,
+    Stream,
     StreamOptions,
-    Structured,
-    TokenId,
+    StructuredField,
+    Temperature,
+    Timeout,
     Tool,
     ToolChoice,
     ToolName,
+    TopK,
+    TopP,
+    about,
 )
 from pipeinfer.gateway.tools import check_tool_type
 from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
@@ -175,20 +195,45 @@ class Reasoning(msgspec.Struct, frozen=True):
     generate_summary: str | None = None
 
 
+EchoedText = Annotated[str | None, about("Comes back as it is, and changes nothing.")]
+
+
 class ResponsesPrompt(Body, frozen=True, kw_only=True):
     """What the prompt of a response depends on. `truncation`: "auto" leaves the first turns out of
     one that does not fit."""
 
     unsupported_fields: ClassVar[Refusals] = RESPONSES
-    input: str | list[InputItem]
-    instructions: str | None = None
-    tools: Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: JsonObject | None = None
+    # fmt: off
+    input: Annotated[str | list[InputItem], about(
+        "A text, or a list of items: messages with a text or parts `input_text`, `output_text` and "
+        "`refusal`; `function_call`, `custom_tool_call` and the same with `_output`; `reasoning`. "
+        "The `output` of an answer may be put there as it is. Required.")]
+    instructions: Annotated[str | None, about(
+        "A system message before all others. System messages that follow each other become one. "
+        "Default: none.")] = None
+    tools: Annotated[Annotated[list[ResponsesTool], Meta(max_length=MAX_TOOLS)] | None, about(
+        'Functions: `{"type": "function", "name", "description", "parameters"}`. Custom '
+        'tools: `{"type": "custom", "name", "description", "format"}` with a format '
+        '`{"type": "text"}` or `{"type": "grammar", "syntax", "definition"}`. Built-in '
+        "tools are refused. Default: none.")] = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ResponsesToolChoice | None, about(
+        'As for chats. A tool that must be called is `{"type": "function", "name": '
+        '"..."}`, or the same with `custom`. `{"type": "allowed_tools", "mode", "tools": '
+        '[{"type": "function", "name": "..."}]}`: those alone are called. Default: '
+        "`auto`.")] = None
+    parallel_tool_calls: ParallelToolCalls = None
+    text: Annotated[TextOptions | None, about(
+        "`format` is the form of the answer: `text`, `json_object`, or `json_schema` with `name` "
+        "and `schema`. `verbosity` changes nothing, and comes back. Default: none.")] = None
+    reasoning: Annotated[Reasoning | None, about(
+        "`effort` is handed to the chat template as `reasoning_effort`, with `enable_thinking` "
+        "true. `none` gives the template `enable_thinking` false. Default: none.")] = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, about(
+        "With `auto`, of a conversation that does not fit as few of the first turns are left out "
+        "as it takes. What system and developer say, and the last turn, stay. With `disabled` it "
+        "gets 400. Default: `disabled`.")] = None
+    chat_template_kwargs: ChatTemplateKwargs = None
+    # fmt: on
 
 
 class InputTokensRequest(ResponsesPrompt, frozen=True, kw_only=True):
@@ -205,37 +250,47 @@ class InputTokensRequest(ResponsesPrompt, frozen=True, kw_only=True):
 class ResponsesRequest(ResponsesPrompt, frozen=True, kw_only=True):
     """The body of /v1/responses."""
 
-    max_tool_calls: MaxToolCalls | None = None
-    max_output_tokens: Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    include_reasoning: bool | None = None
-    structured_outputs: Structured | None = None
-    top_logprobs: Int32 | None = None
-    include: list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    store: bool | None = None
-    metadata: JsonObject | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    seed: int | None = None
-    priority: Int32 | None = None
-    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
-    cache_salt: Salt | None = None
-    extra_key: Salt | None = None
+    # fmt: off
+    max_tool_calls: Annotated[MaxToolCalls | None, about(
+        "At least 1. It bounds calls of built-in tools, of which there are none, and comes back as "
+        "it is. Default: none.")] = None
+    max_output_tokens: Annotated[Int32 | None, about(
+        "The most output tokens, thoughts included. Default: as many as fit.")] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    repetition_penalty: RepetitionPenalty = None
+    min_p: MinP = None
+    logit_bias: LogitBias = None
+    stop: Stop = None
+    stop_token_ids: StopTokenIds = None
+    ignore_eos: IgnoreEos = None
+    skip_special_tokens: SkipSpecialTokens = None
+    include_stop_str_in_output: IncludeStopStrInOutput = None
+    include_reasoning: IncludeReasoning = None
+    structured_outputs: StructuredField = None
+    top_logprobs: Annotated[Int32 | None, about(
+        "Alternatives of each token's log-prob, 0 to 20. Default: 0.")] = None
+    include: Annotated[list[str] | None, about(
+        "`message.output_text.logprobs` asks for log-probs. `reasoning.encrypted_content` is "
+        "taken, and there is none. Default: none.")] = None
+    stream: Stream = None
+    stream_options: Annotated[StreamOptions | None, about(
+        "Changes nothing: the last event always has the usage. Default: none.")] = None
+    store: Annotated[bool | None, about("Nothing is stored, and the answer says false.")] = None
+    metadata: Annotated[JsonObject | None, about(
+        "Comes back as it is, and changes nothing.")] = None
+    user: EchoedText = None
+    safety_identifier: EchoedText = None
+    prompt_cache_key: EchoedText = None
+    seed: Seed = None
+    priority: Priority = None
+    timeout: Timeout = None
+    cache_salt: CacheSalt = None
+    extra_key: ExtraKey = None
+    # fmt: on
 
 
 ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)

@@ -48,6 +48,89 @@ PROMPT_FIELDS = frozenset(
 )  # fmt: skip
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+def about(text: str) -> Meta:
+    """What the reference and /openapi.json say of a field: Markdown, without links."""
+    return Meta(description=text)
+
+
+# fmt: off
+# Fields of several bodies, with what the reference and /openapi.json say of them.
+Stream = Annotated[bool | None, about(
+    "Whether the answer comes as server-sent events. Default: false.")]
+Temperature = Annotated[float | None, about(
+    "How even the choice among tokens is. 0 is greedy. At most 100. Default: the checkpoint's "
+    "generation_config.json, else 1.0.")]
+TopP = Annotated[float | None, about(
+    "The likeliest tokens are kept whose probabilities add up to this. Default: the checkpoint's, "
+    "else 1.0.")]
+TopK = Annotated[Int32 | None, about(
+    "So many of the likeliest tokens are kept. 0 or -1 keeps all. Default: the checkpoint's, else "
+    "0.")]
+MinP = Annotated[float | None, about(
+    "Tokens are kept that are at least this share as likely as the likeliest. Default: the "
+    "checkpoint's, else 0.0.")]
+RepetitionPenalty = Annotated[float | None, about(
+    "In [0.01, 100]. The logit of what prompt or output hold is divided by it where the logit is "
+    "positive, else multiplied. Default: the checkpoint's, else 1.0.")]
+PresencePenalty = Annotated[float | None, about(
+    "In [-2, 2]. Taken once off the logit of every token that the output holds. Default: 0.0.")]
+FrequencyPenalty = Annotated[float | None, about(
+    "In [-2, 2]. Taken off the logit of a token as often as the output holds it. Default: 0.0.")]
+Seed = Annotated[int | None, about(
+    "Any 64-bit integer. The same seed gives the same noise at each position. Choice `i` has `seed "
+    "+ i`. Default: drawn by the server.")]
+Stop = Annotated[str | list[str] | None, about(
+    "A text, or up to 16 of at most 1,024 letters each, that ends the answer. It is not part of "
+    "the answer. Default: none.")]
+StopTokenIds = Annotated[list[TokenId] | None, about(
+    "Up to 1,024 ids that end the answer, beside the model's own. Default: none.")]
+LogitBias = Annotated[dict[TokenId, float] | None, about(
+    "At most 1,024 token ids, each with a number in [-100, 100] that is added to its logit before "
+    "penalties and temperature. What `min_tokens` holds back stays held back. Default: none.")]
+IgnoreEos = Annotated[bool | None, about(
+    "The model's own end does not end the answer. Default: false.")]
+SkipSpecialTokens = Annotated[bool | None, about("Special tokens have no text. Default: true.")]
+IncludeStopStrInOutput = Annotated[bool | None, about(
+    "The stop string belongs to the answer. Default: false.")]
+Priority = Annotated[Int32 | None, about(
+    "Requests with lower numbers are served earlier. Default: 0.")]
+Timeout = Annotated[Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None, about(
+    "Seconds after which the request ends. More than 0 and at most a day. Default: "
+    "`--request-timeout`.")]
+CacheSalt = Annotated[Salt | None, about(
+    "The request shares cached prefixes only with requests of the same salt. At most 1,024 "
+    "letters. Default: empty.")]
+ExtraKey = Annotated[Salt | None, about(
+    "SGLang's second salt. With both, requests share prefixes only where both are the same. "
+    "Default: empty.")]
+ChatTemplateKwargs = Annotated[JsonObject | None, about(
+    'Further variables of the chat template, for example `{"enable_thinking": false}`. Default: '
+    "none.")]
+AddGenerationPrompt = Annotated[bool | None, about(
+    "Whether the template opens the assistant's turn. Default: true.")]
+ParallelToolCalls = Annotated[bool | None, about(
+    "With false, only the first call is told. Default: true.")]
+IncludeReasoning = Annotated[bool | None, about(
+    "With false, thoughts are left out. Default: true.")]
+EnableThinking = Annotated[bool | None, about(
+    "Given to the chat template under this name. `chat_template_kwargs` goes before it. Default: "
+    "none.")]
+ReasoningEffort = Annotated[Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None, about(
+    "Given to the chat template under this name. `none` also says `enable_thinking: false`. At "
+    "most 64 letters. gpt-oss knows `low`, `medium` and `high`, and refuses others. Default: "
+    "none.")]
+Documents = Annotated[list[JsonObject] | None, about(
+    "Objects that the chat template is given. Some templates show them to the model. Default: "
+    "none.")]
+ChatTemplate = Annotated[str | None, about(
+    "A Jinja template of at most 65,536 letters, in place of the model's. Refused without "
+    "`--trust-request-chat-template`. Default: the model's.")]
+ContinueFinalMessage = Annotated[bool | None, about(
+    "The last message, an assistant's, is left open and goes on. Only with `add_generation_prompt: "
+    "false`. The answer has what is new. Default: false.")]
+# fmt: on
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
@@ -80,55 +163,104 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     unsupported_fields: ClassVar[Refusals] = REFUSED
     ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
     json_limits: ClassVar[JsonLimits] = CHAT_LIMITS
-    model: str | None = None
+    # fmt: off
+    model: Annotated[str | None, about(
+        "The name of the model. Another name than the served one gets 404.")] = None
+    # fmt: on
 
 
 class Generation(Body, frozen=True, kw_only=True):
     """The fields that chats and completions share."""
 
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    max_tokens: Int32 | None = None
-    max_new_tokens: Int32 | None = None
-    min_tokens: Int32 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    logit_bias: dict[TokenId, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: Int32 | None = None
-    truncation_side: Literal["left", "right"] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    priority: Int32 | None = None
-    timeout: Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)] | None = None
-    cache_salt: Salt | None = None
-    extra_key: Salt | None = None
-    prompt_logprobs: Int32 | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    n: Int32 | None = None
-    thinking_token_budget: Int32 | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: Structured | None = None
-    guided_json: JsonObject | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    json_schema: JsonObject | str | None = None
-    grammar: str | None = None
-    format: JsonObject | str | None = None
+    # fmt: off
+    stream: Stream = None
+    stream_options: Annotated[StreamOptions | None, about(
+        "Only with `stream`. `include_usage`: one more event has the usage. "
+        "`continuous_usage_stats`: every event has the usage so far, without what the cache had. "
+        "Default: none.")] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    seed: Seed = None
+    max_tokens: Annotated[Int32 | None, about(
+        "The most output tokens. Default: 16 for completions; as many as fit for chats.")] = None
+    max_new_tokens: Annotated[Int32 | None, about(
+        "The same, as SGLang calls it. `max_tokens` goes before it.")] = None
+    min_tokens: Annotated[Int32 | None, about(
+        "No stop token is sampled, and no stop string counts, before so many output tokens. "
+        "Default: 0.")] = None
+    stop: Stop = None
+    stop_token_ids: StopTokenIds = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: Annotated[list[TokenId] | None, about(
+        "Up to 1,024 ids. No other is sampled, not even an id that ends the answer. Default: all "
+        "ids.")] = None
+    bad_words: Annotated[list[str] | None, about(
+        "Up to 128 texts of at most 64 letters that the answer must not have. Each is tokenized as "
+        "it is and with a space before it. A word that is spelled with other tokens, or that "
+        "begins amid a token, is not found. Default: none.")] = None
+    truncate_prompt_tokens: Annotated[Int32 | None, about(
+        "So many of the prompt's last tokens are kept. -1 keeps as many as leave room for "
+        "`max_tokens`, or for one token. Default: all are kept.")] = None
+    truncation_side: Annotated[Literal["left", "right"] | None, about(
+        "With `right`, `truncate_prompt_tokens` keeps the first tokens instead. Default: "
+        "`left`.")] = None
+    ignore_eos: IgnoreEos = None
+    skip_special_tokens: SkipSpecialTokens = None
+    include_stop_str_in_output: IncludeStopStrInOutput = None
+    priority: Priority = None
+    timeout: Timeout = None
+    cache_salt: CacheSalt = None
+    extra_key: ExtraKey = None
+    prompt_logprobs: Annotated[Int32 | None, about(
+        "Log-probs of the prompt's tokens with so many alternatives, 0 to 20, in vLLM's form. Not "
+        "with `stream`. Default: none.")] = None
+    add_special_tokens: Annotated[bool | None, about(
+        "Lets the tokenizer add BOS and the like. In chats the template has written them. Default: "
+        "true for completions.")] = None
+    return_token_ids: Annotated[bool | None, about(
+        "Choices have the ids of the output as `token_ids`, and answers those of the prompt as "
+        "`prompt_token_ids`. The token that ended the answer is not among them. Default: "
+        "false.")] = None
+    n: Annotated[Int32 | None, about(
+        "Choices of each prompt, at most 128; of a body at most `--max-prompts`. Default: "
+        "1.")] = None
+    thinking_token_budget: Annotated[Int32 | None, about(
+        "The most tokens of thoughts, between `<think>` and `</think>` or the model's own tags. "
+        "Then the model is made to go on with its answer. Not with `allowed_token_ids` or "
+        "`bad_words`, and not where `continue_final_message` goes on amid thoughts. -1 is none. "
+        "Default: without limit.")] = None
+    response_format: Annotated[ResponseFormat | None, about(
+        'The form of the answer: `{"type": "json_object"}`, or `{"type": "json_schema", '
+        '"json_schema": {"schema": {...}}}`. A `schema` may also stand beside either `type`. '
+        "Default: text.")] = None
+    structured_outputs: StructuredField = None
+    guided_json: Annotated[JsonObject | str | None, about(
+        "The form of the answer, as older vLLM says it: a JSON schema. Default: none.")] = None
+    guided_regex: Annotated[str | None, about(
+        "The form of the answer, as older vLLM says it: a regular expression. Default: "
+        "none.")] = None
+    guided_choice: Annotated[list[str] | None, about(
+        "The form of the answer, as older vLLM says it: one of these texts. Default: none.")] = None
+    guided_grammar: Annotated[str | None, about(
+        "The form of the answer, as older vLLM says it: a grammar in Lark or GBNF. Default: "
+        "none.")] = None
+    regex: Annotated[str | None, about(
+        "The form of the answer, as SGLang says it: a regular expression. Default: none.")] = None
+    ebnf: Annotated[str | None, about(
+        "The form of the answer, as SGLang says it: a grammar in GBNF. Default: none.")] = None
+    json_schema: Annotated[JsonObject | str | None, about(
+        "The form of the answer, as SGLang says it: a JSON schema. Default: none.")] = None
+    grammar: Annotated[str | None, about(
+        "The form of the answer, as llama.cpp says it: a grammar in GBNF. Default: none.")] = None
+    format: Annotated[JsonObject | str | None, about(
+        'The form of the answer, as Ollama says it: `"json"`, or a schema. Default: '
+        "none.")] = None
+    # fmt: on
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -278,28 +410,60 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 Choice = Literal["none", "auto", "required"] | ToolChoice
+# fmt: off
+StructuredField = Annotated[Structured | None, about(
+    "The form of the answer, as vLLM says it: an object with one of `json`, `json_object`, "
+    "`regex`, `choice`, `grammar`. Default: none.")]
+ChatTools = Annotated[Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None, about(
+    'Up to 128 tools that the model may call. Functions: `{"type": "function", "function": '
+    '{"name", "description", "parameters"}}`. Custom tools, which take a text: `{"type": '
+    '"custom", "custom": {"name", "description", "format"}}`, with a format `{"type": '
+    '"text"}` or `{"type": "grammar", "grammar": {"syntax", "definition"}}` of the '
+    "syntax `lark` or `regex`. Other types are refused. Default: none.")]
+ChatToolChoice = Annotated[Choice | None, about(
+    "`auto`: the model is free. `none`: the model is not shown any. `required`: it calls at least "
+    'one. `{"type": "function", "function": {"name": "..."}}`, or the same with '
+    '`custom`: it calls that one, once. `{"type": "allowed_tools", "allowed_tools": '
+    '{"mode": "auto" or "required", "tools": [{"type": "function", "function": '
+    '{"name": "..."}}]}}`: it is shown all tools and calls those alone. Default: `auto` with '
+    "`tools`.")]
+Functions = Annotated[Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None, about(
+    "OpenAI's older way of saying `tools`: a list of `name`, `description`, `parameters`. Refused "
+    "beside `tools` and `tool_choice`. Default: none.")]
+FunctionCall = Annotated[Literal["none", "auto"] | Chosen | None, about(
+    'The same for `tool_choice`: `none`, `auto` or `{"name": "..."}`. Default: `auto`.')]
+# fmt: on
 
 
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
-    max_completion_tokens: Int32 | None = None
-    chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None = None
-    documents: list[JsonObject] | None = None
-    chat_template: str | None = None
-    continue_final_message: bool | None = None
-    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
-    function_call: Literal["none", "auto"] | Chosen | None = None
+    # fmt: off
+    messages: Annotated[list[ChatMessage], about(
+        "The conversation. Roles are `system`, `developer` (becomes `system`), `user`, "
+        "`assistant`, `tool` and `function`. Content is a text, or a list of parts of type `text` "
+        "or `refusal`. Thoughts are `reasoning_content`, `reasoning` or `thinking`. Required.")]
+    logprobs: Annotated[bool | None, about(
+        "The log-prob of each output token. Default: false.")] = None
+    top_logprobs: Annotated[Int32 | None, about(
+        "So many of the likeliest tokens at each position, 0 to 20. Only with `logprobs`. Default: "
+        "0.")] = None
+    max_completion_tokens: Annotated[Int32 | None, about(
+        "The most output tokens. Goes before `max_tokens`.")] = None
+    chat_template_kwargs: ChatTemplateKwargs = None
+    add_generation_prompt: AddGenerationPrompt = None
+    tools: ChatTools = None
+    tool_choice: ChatToolChoice = None
+    parallel_tool_calls: ParallelToolCalls = None
+    include_reasoning: IncludeReasoning = None
+    enable_thinking: EnableThinking = None
+    reasoning_effort: ReasoningEffort = None
+    documents: Documents = None
+    chat_template: ChatTemplate = None
+    continue_final_message: ContinueFinalMessage = None
+    functions: Functions = None
+    function_call: FunctionCall = None
+    # fmt: on
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):
@@ -307,10 +471,20 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     how many alternatives; false is as not given."""
 
     json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
-    prompt: str | list[TokenId | str | list[TokenId]]
-    logprobs: Int32 | bool | None = None
-    echo: bool | None = None
-    best_of: Int32 | None = None
+    # fmt: off
+    prompt: Annotated[str | list[TokenId | str | list[TokenId]], about(
+        "A text, a list of token ids, or a list of at most `--max-prompts` of either. Each prompt "
+        "gives `n` choices, one prompt after the other. Required.")]
+    logprobs: Annotated[Int32 | bool | None, about(
+        "The log-prob of each token, with so many alternatives, 0 to 20. False is as not given. "
+        "Default: none.")] = None
+    echo: Annotated[bool | None, about(
+        "The prompt comes before the output, and its log-probs before those of the output. With it "
+        "`max_tokens` may be 0. Default: false.")] = None
+    best_of: Annotated[Int32 | None, about(
+        "So many choices are made, and the `n` best of them shown: those with the highest mean "
+        "log-prob of a token. Above `n` not with `stream`. Default: `n`.")] = None
+    # fmt: on
 
 
 # Fields of chats and completions that say how tokens are chosen and shown, and nothing of a prompt.
@@ -325,21 +499,26 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     only sampled are ignored, so that a chat's body can be counted."""
 
     ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
-    chat_template: str | None = None
-    continue_final_message: bool | None = None
-    documents: list[JsonObject] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None = None
-    functions: Annotated[list[Function], Meta(max_length=MAX_TOOLS)] | None = None
-    function_call: Literal["none", "auto"] | Chosen | None = None
+    # fmt: off
+    prompt: Annotated[str | None, about("A text. Either it or `messages` is given.")] = None
+    messages: Annotated[list[ChatMessage] | None, about(
+        "A chat, rendered by the chat template.")] = None
+    return_token_strs: Annotated[bool | None, about(
+        "`token_strs` has the tokens as the vocabulary writes them. Default: false.")] = None
+    add_special_tokens: Annotated[bool | None, about(
+        "Lets the tokenizer add BOS and the like. Default: true for a `prompt`.")] = None
+    add_generation_prompt: AddGenerationPrompt = None
+    chat_template_kwargs: ChatTemplateKwargs = None
+    tools: ChatTools = None
+    tool_choice: ChatToolChoice = None
+    chat_template: ChatTemplate = None
+    continue_final_message: ContinueFinalMessage = None
+    documents: Documents = None
+    enable_thinking: EnableThinking = None
+    reasoning_effort: ReasoningEffort = None
+    functions: Functions = None
+    function_call: FunctionCall = None
+    # fmt: on
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
@@ -347,5 +526,8 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
 
     ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
     json_limits: ClassVar[JsonLimits] = COMPLETION_LIMITS
-    tokens: list[TokenId]
-    skip_special_tokens: bool | None = None
+    # fmt: off
+    tokens: Annotated[list[TokenId], about("Token ids; as many as the body can hold. Required.")]
+    skip_special_tokens: Annotated[bool | None, about(
+        "Special tokens have no text. Default: false.")] = None
+    # fmt: on

@@ -35,8 +35,8 @@ from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, WriteBatch, api_error
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.json_values import JsonObject
-from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
+from pipeinfer.wire import pack, unpack
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import StageStatus
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import GroupMetrics
 from pipeinfer.messages import CacheReset, Message, ResetCache
+from pipeinfer.params import choice_ids
 
 RESET_TIMEOUT = (
     10.0  # seconds; a group that is started again takes longer, and then has nothing cached

@@ -38,14 +38,14 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import Targets
-from pipeinfer.text.files import (
+from pipeinfer.step_cost import Targets
+from pipeinfer.text import (
     added_tokens,
     read_tokenizer_config,
     template_sources,
     tokenizer_info,
 )
-from pipeinfer.topology.addresses import is_loopback
+from pipeinfer.topology import is_loopback
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.logprobs import OWN_WORDS, WORD, scores
 from pipeinfer.messages import LogprobTexts
-from pipeinfer.packing import unpack_few
+from pipeinfer.wire import SCORE_WORDS, WORD, unpack_few, unpack_scores
 
 ID_BYTES = OFFSET_BYTES = 4
 
@@ -53,7 +52,7 @@ def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
 
 def num_alternatives(texts: LogprobTexts, tokens: int) -> int:
     """How many likely tokens are given for each of `tokens` tokens."""
-    return (len(texts.scores) // (WORD * tokens) - OWN_WORDS) // 2 if tokens else 0
+    return (len(texts.scores) // (WORD * tokens) - SCORE_WORDS) // 2 if tokens else 0
 
 
 def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
@@ -69,7 +68,7 @@ def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
 def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
     ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
     most = num_alternatives(texts, len(ids))
-    found = scores(texts.scores, most)
+    found = unpack_scores(texts.scores, most)
     for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
         at = n * (1 + most)
         own = RankedToken(token, texts.texts[at], score.logprob, score.rank)

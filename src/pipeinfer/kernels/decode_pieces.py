@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer import packing
+from pipeinfer import wire
 
 WORDS = tl.constexpr(6)  # of a piece
 SPLIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
 MERGE_WORDS = tl.constexpr(5)
-PART = tl.constexpr(packing.PART)
-MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
+PART = tl.constexpr(wire.PREFIX_UPPER)
+MOST_RUNS = tl.constexpr(wire.MAX_SHARED_PREFIXES)
 
 
 class Reads(NamedTuple):
@@ -172,7 +172,7 @@ def most_pieces(rows: int, cut: DecodeTiles, seats: int = 0) -> int:
 
 def most_of_runs(rows: int, cut: DecodeTiles, seats: int) -> int:
     """Pieces of runs, which stand before all others."""
-    return cut.parts + packing.MOST_RUNS + rows // seats if seats else 0
+    return cut.parts + wire.MAX_SHARED_PREFIXES + rows // seats if seats else 0
 
 
 def room_for(pieces: int, device: torch.device) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Kernels(Protocol):
         ...
 
     def scores(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 most]: the scores (pipeinfer/logprobs.py) of `ids` int64 [N], each with
+        """int32 [N, 2 + 2 most]: the scores (pipeinfer/wire.py) of `ids` int64 [N], each with
         `most` alternatives, up to 20, from logits [N, vocab]. Sums are float32. Of equal logits the
         lowest id is the likeliest."""
         ...

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from pipeinfer.kernels.lanes import pack, score_of, token_of
 from pipeinfer.kernels.tables import NO_KEY
-from pipeinfer.logprobs import NO_ID
 from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.wire import NO_ID
 
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 BLOCK = 4096  # logits of one program

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeinfer.memory.pages import PageTable
-from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import SharedPrefixes
+from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
 MIN_SHARED_TOKENS = 256  # tokens: a shorter prefix is as fast read by each row for itself
 MAX_NESTING = 8  # levels of prefixes within prefixes that are told apart
@@ -49,14 +49,14 @@ def find_shared_prefixes(
     if not len(repeated):
         return None
     long = long[np.isin(last_pages, repeated)]
-    width = min(int(table.num_shared[slots[long]].max()), PART - 1)
+    width = min(int(table.num_shared[slots[long]].max()), PREFIX_UPPER - 1)
     groups = find_groups(table.columns(slots[long], 0, width), min_pages)
     groups.sort(key=lambda one: -one.num_saved)
     leaders, ranks = np.zeros((2, len(slots)), dtype=np.int32)
-    for group in groups[:MOST_RUNS]:
+    for group in groups[:MAX_SHARED_PREFIXES]:
         rows = long[group.rows]
-        leaders[rows] = int(rows[0]) * PART + group.num_pages
-        ranks[rows] = np.arange(len(rows)) * PART + len(rows)
+        leaders[rows] = int(rows[0]) * PREFIX_UPPER + group.num_pages
+        ranks[rows] = np.arange(len(rows)) * PREFIX_UPPER + len(rows)
     return SharedPrefixes(leaders, ranks)
 
 

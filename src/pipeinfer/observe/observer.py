@@ -20,7 +20,7 @@ from pipeinfer.observe.spans import Exchange, SpanObserver, SpanStore
 from pipeinfer.observe.stages import span_observer
 from pipeinfer.observe.steps import LastMinute
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 log = logging.getLogger(__name__)
 

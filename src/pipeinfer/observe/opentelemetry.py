@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pipeinfer import traceparent
 from pipeinfer.control import Passage
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from pipeinfer.traceparent import Traceparent
 from pipeinfer.version import __version__
 

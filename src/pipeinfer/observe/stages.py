@@ -17,9 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from pipeinfer.choices import choice_id, choice_ids
-from pipeinfer.core import Send
-from pipeinfer.events import StepDone
+from pipeinfer.core import Send, StepDone
+from pipeinfer.core import stage_number as stage_number
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -41,9 +40,8 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.observe.spans import MAX_OPEN_SPANS, Exchange, SpanObserver, SpanStore
-from pipeinfer.packing import unpack
-from pipeinfer.params import SamplingParams
-from pipeinfer.recovery import stage_number as stage_number
+from pipeinfer.params import SamplingParams, choice_id, choice_ids
+from pipeinfer.wire import unpack
 
 
 class _Call(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.control import StepMade
 from pipeinfer.messages import Begin, Plan, Result
 from pipeinfer.observe.spans import Exchange
-from pipeinfer.packing import unpack
+from pipeinfer.wire import unpack
 
 MAX_PLANNED = 64  # plans; far more than are ever in flight
 UNKNOWN = -1

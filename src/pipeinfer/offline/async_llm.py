@@ -40,11 +40,13 @@ from pipeinfer.offline.sampling import AnyParams, SamplingParams, public
 from pipeinfer.runtime.local import prepare
 from pipeinfer.runtime.terminal import waiting_summary
 from pipeinfer.settings import Settings
-from pipeinfer.text.files import read_tokenizer_config, template_sources
-from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text import load_tokenizer, read_tokenizer_config, special_tokens, template_sources
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase  # some seconds, which only get_tokenizer pays
+
+
+log = logging.getLogger(__name__)
 
 
 def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
@@ -63,18 +65,12 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
     return made
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
-
-
 class AsyncLLM:
     """A model, served by the same stages as `pipeinfer serve`, without HTTP.
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the fields of
     Settings, which are the flags of `pipeinfer serve` with underscores, also under the names of
-    other servers (other_names.py). Keywords of theirs that ask for nothing are left out;
+    other servers (other_servers.py). Keywords of theirs that ask for nothing are left out;
     ConfigurationError names all that are wrong. Chats may bring a template. Use it as
     `async with AsyncLLM(...) as llm`, or call start() and close().
     """

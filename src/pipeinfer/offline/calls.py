@@ -19,8 +19,8 @@ from pipeinfer.offline.outputs import OfflineRequest, RequestError
 from pipeinfer.offline.sampling import AnyParams, public, wrong_types
 from pipeinfer.offline.sampling import SamplingParams as OfCallers
 from pipeinfer.other_servers import NO_ADAPTERS, TEXTS_ONLY
-from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.wire import pack
 
 T = TypeVar("T")
 Message: TypeAlias = Mapping[str, JsonValue]

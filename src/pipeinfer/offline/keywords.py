@@ -1,8 +1,8 @@
 """Keywords of LLM(...) in scripts for vLLM and SGLang: which ask for nothing, what to use instead
 of the others, and EngineArgs, the keywords as flags of a caller's script.
 
-Knows names and values, no model. Names that mean a setting stand in other_names.py; what is said of
-the others is other_servers.py's.
+Knows names and values, no model. Names that mean a setting stand in other_servers.py, as does what
+is said of the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
-from pipeinfer import other_names, other_servers
+from pipeinfer import other_servers
 from pipeinfer import settings as config
 from pipeinfer.settings import ConfigurationError, Settings
 
@@ -181,7 +181,7 @@ def settings_of(given: Mapping[str, object]) -> dict[str, object]:
         elif (
             name not in VLLM_KEYWORDS
             and name not in NEUTRAL_VALUES
-            and other_names.flag(name) not in foreign
+            and other_servers.flag(name) not in foreign
         ):
             wrong.append(config.unknown(name))
         elif not (is_neutral(value, NEUTRAL_VALUES.get(name)) or _repeats(name, value, given)):
@@ -189,15 +189,15 @@ def settings_of(given: Mapping[str, object]) -> dict[str, object]:
     if wrong:
         raise ConfigurationError("\n".join(wrong))
     try:
-        return other_names.translated(kept)
-    except other_names.NamedTwice as error:
+        return other_servers.translated(kept)
+    except other_servers.NamedTwice as error:
         raise ConfigurationError(str(error)) from None
 
 
 def is_setting(name: str) -> bool:
     """Whether a keyword means a setting, under whichever name."""
     ours = Settings.__struct_fields__
-    return name in ours or name in other_names.ALIASES or name in other_names.SWITCHES
+    return name in ours or name in other_servers.ALIASES or name in other_servers.SWITCHES
 
 
 def is_neutral(value: object, allowed: Iterable[object] | None = None) -> bool:
@@ -218,7 +218,7 @@ def instead_of(name: str) -> str:
     """What to use in place of a keyword that other servers have."""
     if name in INSTEAD:
         return INSTEAD[name]
-    flag = other_servers.refused_flags().get(other_names.flag(name))
+    flag = other_servers.refused_flags().get(other_servers.flag(name))
     if flag is None:
         return NOT_AVAILABLE
     use = f"Use {' and '.join(flag.ours)}. " if flag.ours else ""
@@ -244,7 +244,7 @@ def _worth(name: str, value: object) -> object:
 def _unfit(name: str, value: object) -> list[str]:
     """What is wrong with the value of a setting."""
     try:
-        config.build(other_names.translated({name: value}))
+        config.build(other_servers.translated({name: value}))
     except ConfigurationError as error:
         return [str(error)]
     return []

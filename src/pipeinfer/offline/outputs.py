@@ -16,9 +16,8 @@ from typing import Any
 from pipeinfer.gateway import events
 from pipeinfer.gateway.events import Call, Failed, Started
 from pipeinfer.gateway.token_scores import num_alternatives
-from pipeinfer.logprobs import NO_ID, layout
 from pipeinfer.messages import FinishReason, LogprobTexts
-from pipeinfer.packing import unpack, unpack_few
+from pipeinfer.wire import NO_ID, score_layout, unpack, unpack_few
 
 
 class RequestError(ValueError):
@@ -169,7 +168,7 @@ def _listed(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
     ids = unpack_few(raw_ids)
     most = num_alternatives(texts, len(ids))
     step, names = 1 + most, texts.texts
-    for n, words in enumerate(layout(most).iter_unpack(texts.scores)):
+    for n, words in enumerate(score_layout(most).iter_unpack(texts.scores)):
         rank, first = words[1], n * step
         if not rank:
             yield {}

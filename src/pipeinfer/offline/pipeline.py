@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import zmq
 
-from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import StageStatus, expected_stages
@@ -21,6 +20,7 @@ from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.gateway.sessions import CacheResets
 from pipeinfer.gateway.stage import TICK
 from pipeinfer.messages import CacheReset, Message, State
+from pipeinfer.params import choice_ids
 from pipeinfer.runtime import busy_poll
 from pipeinfer.runtime.child import MISCONFIGURED
 from pipeinfer.runtime.entry import InProcess
@@ -29,7 +29,7 @@ from pipeinfer.runtime.shell import ProcessOptions, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 
 
 class OutputSink(Protocol):

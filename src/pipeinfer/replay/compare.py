@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeinfer.core import Send
-from pipeinfer.packing import unpack
 from pipeinfer.replay.rebuild import Subjects
 from pipeinfer.replay.recording import LoadedTrace, TraceEntry, TraceExchange
 from pipeinfer.trace.notes import Unencoded
+from pipeinfer.wire import unpack
 
 IGNORED_FIELDS: dict[str, frozenset[str]] = {
     # Today's code; which graphs pay, and what steps take, as measured anew.

@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Core, Send
+from pipeinfer.core import LOCAL, Core, GraphDue, Send, StepDone
 from pipeinfer.engine.core import Compute, StepFailed
-from pipeinfer.events import GraphDue, StepDone
 from pipeinfer.messages import Message, Result
-from pipeinfer.packing import unpack
 from pipeinfer.replay.compare import (
     Difference,
     Skips,
@@ -29,6 +27,7 @@ from pipeinfer.replay.compare import (
 from pipeinfer.replay.rebuild import Subjects
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
 from pipeinfer.runtime.stage import Driver
+from pipeinfer.wire import unpack
 
 
 class ReplayTally:

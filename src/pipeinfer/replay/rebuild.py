@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer import settings as config
-from pipeinfer.events import StepDone
+from pipeinfer.core import StepDone
 from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result, State
-from pipeinfer.packing import unpack
 from pipeinfer.replay.codes import USAGE, CannotReplay
 from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
-from pipeinfer.topology.topology import NAMES, Entry, Topology
+from pipeinfer.topology import NAMES, Entry, Topology
+from pipeinfer.wire import unpack
 
 REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pipeinfer.replay.codes import OTHER_PROTOCOL, UNREADABLE, USAGE, CannotReplay
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import OtherProtocol, Trace, TraceHeader, UnreadableTrace
 

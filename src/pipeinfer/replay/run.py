@@ -29,7 +29,7 @@ from pipeinfer.replay.recording import (
     load_stage,
     warn_of_tail,
 )
-from pipeinfer.topology.topology import NAMES
+from pipeinfer.topology import NAMES
 from pipeinfer.trace.snapshot import restore
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
@@ -25,8 +26,7 @@ from pipeinfer.replay.recording import LoadedTrace, load_stage, warn_of_tail
 from pipeinfer.replay.roles import Diverged, Role, TimedSend, role_of
 from pipeinfer.runtime.stage import heartbeat, rank_status
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import NAMES, Topology
+from pipeinfer.topology import NAMES, Topology
 
 TICK, HEARTBEAT = 0.1, 0.5  # seconds
 APART = 1e-6  # seconds between two of a kind, for timers of one moment have no order

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 
 BUSY_POLL_SECONDS = (
     0.005  # seconds; where steps take longer, a process that slept adds little to them

@@ -29,7 +29,7 @@ import msgspec
 from pipeinfer.messages import Ended, Heartbeat, State
 from pipeinfer.runtime.incarnations import INCARNATION_VARIABLE, IncarnationNumbers
 from pipeinfer.runtime.stage import heartbeat
-from pipeinfer.topology.topology import Identity
+from pipeinfer.topology import Identity
 
 # Exit codes of a stage's process.
 ORDERLY = 0

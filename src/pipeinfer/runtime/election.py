@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 
 INSTANCE_FILE = "pipeinfer-stage"  # in the folder for temporary files: who the process here is
 

@@ -30,6 +30,7 @@ import uvloop
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.frames import Header
@@ -58,8 +59,7 @@ from pipeinfer.runtime.shell import ProcessOptions, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.terminal import StatusLine, open_streams, show_until_ready
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Identity, Topology, deployed_topology
+from pipeinfer.topology import Identity, Topology, deployed_topology
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LARGE = 128 << 10  # bytes; glibc's own first value
@@ -252,7 +252,7 @@ def stage_settings(
 ) -> Settings:
     """Settings of one stage: flags over environment over the topology's [settings]."""
     named = {**topology.defaults(), **config.from_environment(environ), **flags}
-    return topologies.fitting(config.build(named), topology)
+    return topologies.check_settings(config.build(named), topology)
 
 
 def parser(stage: str | None) -> CommandLine:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from pipeinfer import topology as topologies
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Topology
+from pipeinfer.topology import Topology
 
 PREFIX, TOPOLOGY, MARK, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
 

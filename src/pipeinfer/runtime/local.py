@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer import topology as topologies
 from pipeinfer.checkpoint.source import find_model
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.observe import opentelemetry
@@ -25,8 +26,7 @@ from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, mark_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
-from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import STAGES_VARIABLE, Topology, deployed_topology
+from pipeinfer.topology import STAGES_VARIABLE, Topology, deployed_topology
 
 if TYPE_CHECKING:
     from pipeinfer.runtime.entry import InProcess
@@ -137,7 +137,7 @@ def _topology(settings: Settings, prefix: str) -> Topology:
     topology = _given(settings.topology)
     if topology is None:
         return topologies.local(settings, prefix)
-    topologies.fitting(settings, topology)
+    topologies.check_settings(settings, topology)
     return topology
 
 

@@ -20,8 +20,7 @@ from pipeinfer import control
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
-from pipeinfer.core import EVERYONE, LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.core import EVERYONE, LOCAL, Drain, Leave, Send, Tick, Unsent
 from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
 from pipeinfer.messages import Fenced, GroupFault, Message, Recover, State
 from pipeinfer.observe.observer import StageObserver
@@ -38,7 +37,7 @@ from pipeinfer.runtime.stage import (
     rank_status,
 )
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.trace.hook import RecorderHook
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from pipeinfer.messages import (
     State,
 )
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology.topology import SUPERVISOR, Identity, Topology
+from pipeinfer.topology import SUPERVISOR, Identity, Topology
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from pipeinfer.runtime.incarnations import IncarnationNumbers
 from pipeinfer.runtime.listening import InheritedSockets
 from pipeinfer.runtime.stage import LEAVE_TIMEOUT, heartbeat
 from pipeinfer.settings import PREFIX, Settings, to_environment
-from pipeinfer.topology.topology import SECRET_VARIABLE, Identity, Topology
+from pipeinfer.topology import SECRET_VARIABLE, Identity, Topology
 
 log = logging.getLogger(__name__)
 

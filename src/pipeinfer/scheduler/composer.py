@@ -9,8 +9,7 @@ from __future__ import annotations
 from pipeinfer.scheduler.engine_state import PageAllowance, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.step_budget import PrefillBudget
-from pipeinfer.step_cost import Prompt
+from pipeinfer.step_cost import PrefillBudget, Prompt
 
 Row = tuple[Request, int]  # and how many tokens of it
 
@@ -108,7 +107,7 @@ class StepComposer:
     def limit_prefill(self, cheapest: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
         many requests run. cheapest: as many as cost least each, however long the decodes then take.
-        See step_budget.py.
+        See step_cost.py.
         """
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
@@ -126,10 +125,10 @@ class StepComposer:
         if cheapest or budget.looks_ahead:
             waiting += self._queue.prompts(self._now)
         if not cheapest:
-            return budget.tokens_beside(decodes, context, waiting)
+            return budget.prompt_tokens(decodes, context, waiting)
         all_fit = len(self._queue) + self._queue.waiting_for_prefix <= self._slots.free
         left = self._slots.remaining_steps(self.rows) if all_fit else 0
-        return budget.cheapest(decodes, context, waiting, left)
+        return budget.cheapest_prompt_tokens(decodes, context, waiting, left)
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""

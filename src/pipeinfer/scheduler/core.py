@@ -14,8 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 import msgspec
 
-from pipeinfer.core import EVERYONE, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.core import EVERYONE, Drain, Leave, RollCall, Send, Tick, bracketed_answer
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY
 from pipeinfer.histogram import Histogram
 from pipeinfer.liveness import FORGET_FACTOR, SuspendAwareClock
@@ -47,7 +46,6 @@ from pipeinfer.messages import (
     TokenRow,
     Work,
 )
-from pipeinfer.recovery import RollCall, bracketed_answer
 from pipeinfer.scheduler.engine_state import (
     BAD_LOGITS,
     EngineState,

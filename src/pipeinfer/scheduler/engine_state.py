@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptScores, Release, Result
-from pipeinfer.packing import pack, unpack
 from pipeinfer.scheduler.request import Request
+from pipeinfer.wire import pack, unpack
 
 
 class EngineState:

@@ -13,13 +13,13 @@ from math import inf
 
 from pipeinfer.histogram import Histogram
 from pipeinfer.messages import Extend, Hello, Plan, Prepare, Prepared
-from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.composer import StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots, StepsInFlight
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.step_budget import PrefillBudget, Targets, prefill_budget
+from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
+from pipeinfer.wire import pack
 
 MOST_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
@@ -55,7 +55,7 @@ class Planner:
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
         self._prefill_budget = prefill_budget(asked, self._max_tokens, shape.step_cost, targets)
-        self.prefill_allowed = self._prefill_budget.allows()
+        self.prefill_allowed = self._prefill_budget.within_itl_target()
         slots = min(shape.max_slots, self._options.max_running, self._max_tokens)
         self._slots.begin(slots, PageCredits(shape.page_size, shape.pages))
         self._number = 0
@@ -270,7 +270,7 @@ DEFAULT_STEP_TOKENS = 2048
 class SchedulerOptions:
     """What the scheduler needs of the settings. max_step_tokens: of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
-    budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
+    budget of a step that also decodes, where the policy mixes; 0: see step_cost.py, as for
     `targets`. groups: of the deployment, which tokenizers hear of. shares_prefixes: whether
     requests find a prompt, or its beginning, in a prefix cache, so that they wait for it.
     least_shared_tokens: of a beginning that is worth it. host_loss: seconds of silence after which

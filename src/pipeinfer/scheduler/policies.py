@@ -46,7 +46,7 @@ class Mixed:
     ones get the rest.
 
     No running request waits for somebody else's prompt: what that adds to the gap between its
-    tokens is bounded (see step_budget.py). With nobody decoding, prompts get the whole step.
+    tokens is bounded (see step_cost.py). With nobody decoding, prompts get the whole step.
     """
 
     def compose(self, step: StepComposer) -> None:
@@ -60,7 +60,7 @@ class Throughput:
     """The most tokens a second, whoever waits: the default of batches.
 
     As Mixed, but how many tokens of prompts go beside the decodes is a question of their price
-    alone (see step_budget.py): a step may take as long as it likes.
+    alone (see step_cost.py): a step may take as long as it likes.
     """
 
     def compose(self, step: StepComposer) -> None:

@@ -12,8 +12,7 @@ from math import inf
 
 import msgspec
 
-from pipeinfer.core import Send
-from pipeinfer.logprobs import AT_ONCE
+from pipeinfer.core import RecentTable, Send
 from pipeinfer.messages import (
     Abort,
     Delivered,
@@ -25,9 +24,8 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack
-from pipeinfer.recent import RecentTable
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
+from pipeinfer.wire import SCORES_PER_MESSAGE, pack
 
 MOST_REMEMBERED = 10_000  # ids of requests that are over, at most
 REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered
@@ -241,16 +239,19 @@ class Outbox:
         """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
         messages of a bounded size."""
         width, work = request.prompt_score_size, request.work
-        for begin in range(first, request.num_scored, AT_ONCE):
+        for begin in range(first, request.num_scored, SCORES_PER_MESSAGE):
             tokens = slice(
-                begin * TOKEN_BYTES, min(begin + AT_ONCE, request.num_scored) * TOKEN_BYTES
+                begin * TOKEN_BYTES,
+                min(begin + SCORES_PER_MESSAGE, request.num_scored) * TOKEN_BYTES,
             )
             told = PromptTokens(
                 request_id=work.request_id,
                 attempt=work.attempt,
                 first=begin,
                 ids=work.prompt_ids[tokens],
-                logprobs=bytes(request.prompt_logprobs[begin * width : (begin + AT_ONCE) * width]),
+                logprobs=bytes(
+                    request.prompt_logprobs[begin * width : (begin + SCORES_PER_MESSAGE) * width]
+                ),
                 group=self._group,
             )
             yield Send("tokens", detokenizer_of(request), told)
@@ -296,7 +297,10 @@ def next_row(
 def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
     """All that the request has generated, and `last`, if it has ended. With log-probs in rows of a
     bounded size."""
-    many, size = len(request.outputs), AT_ONCE if request.score_size else len(request.outputs)
+    many, size = (
+        len(request.outputs),
+        SCORES_PER_MESSAGE if request.score_size else len(request.outputs),
+    )
     begin = 0
     while many - begin > size:
         ids = request.outputs[begin : begin + size]

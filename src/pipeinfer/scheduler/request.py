@@ -11,8 +11,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeinfer.logprobs import size, unscored
 from pipeinfer.messages import Delivered, FinishReason, Hello, Work
+from pipeinfer.wire import no_score, score_bytes
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids
@@ -299,9 +299,9 @@ def request_of(work: Work, arrival: int, now: float, since: float = 0.0) -> Requ
         arrived_at=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
-        score_size=size(work.params.logprobs),
-        prompt_score_size=size(of_prompt),
-        prompt_logprobs=bytearray() if of_prompt is None else bytearray(unscored(of_prompt)),
+        score_size=score_bytes(work.params.logprobs),
+        prompt_score_size=score_bytes(of_prompt),
+        prompt_logprobs=bytearray() if of_prompt is None else bytearray(no_score(of_prompt)),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.step_budget import Targets
+from pipeinfer.step_cost import Targets
 
 
 def build(context: StageContext) -> Stage:

@@ -28,8 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import template_sources
-from pipeinfer.text.loading import special_tokens
+from pipeinfer.text import special_tokens, template_sources
 
 # Fields of a message that may hold its reasoning; most templates read the first, some the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")

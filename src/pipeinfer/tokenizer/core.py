@@ -14,9 +14,18 @@ from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.choices import choice_id, choice_ids, choice_seed
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.core import (
+    ASK_AGAIN,
+    LOCAL,
+    Drain,
+    Leave,
+    RollCall,
+    Send,
+    Tick,
+    Unsent,
+    bracketed_answer,
+    stage_number,
+)
 from pipeinfer.fair_queue import FairQueue
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
@@ -38,9 +47,7 @@ from pipeinfer.messages import (
     Submit,
     Work,
 )
-from pipeinfer.packing import unpack
-from pipeinfer.params import Thoughts, ThoughtState
-from pipeinfer.recovery import ASK_AGAIN, RollCall, bracketed_answer, stage_number
+from pipeinfer.params import Thoughts, ThoughtState, choice_id, choice_ids, choice_seed
 from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
 from pipeinfer.tokenizer.requests import (
     PendingPrompt,
@@ -53,6 +60,7 @@ from pipeinfer.tokenizer.requests import (
     without_choice,
 )
 from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, Router
+from pipeinfer.wire import unpack
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded on arrival.

@@ -17,17 +17,19 @@ from tokenizers import Tokenizer
 from pipeinfer.checkpoint.config import read_outline
 from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.messages import Submit
-from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams, Thoughts, ThoughtState
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.text.files import read_tokenizer_config, template_sources
-from pipeinfer.text.loading import load_tokenizer, read_end_ids, vocabulary_setup
-from pipeinfer.text.thoughts import (
+from pipeinfer.text import (
     REASONING_PARSERS,
     SPACE,
     ThoughtTags,
+    load_tokenizer,
+    read_end_ids,
+    read_tokenizer_config,
+    template_sources,
     thought_state,
     thought_tags,
+    vocabulary_setup,
 )
 from pipeinfer.tokenizer.chat_templates import ChatTemplates, TemplateFailed, load_templates
 from pipeinfer.tokenizer.control_tokens import (
@@ -40,6 +42,7 @@ from pipeinfer.tokenizer.control_tokens import (
     text_weight,
 )
 from pipeinfer.tokenizer.token_bounds import token_length_bound
+from pipeinfer.wire import unpack
 
 TAIL_IDS = 32  # at the end of a prompt, decoded to see with which text the prompt ends
 # Ids at the end of a prompt in which tags of several tokens are searched for, since a search in all

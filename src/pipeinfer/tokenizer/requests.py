@@ -20,9 +20,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.messages import Submit, Work
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import StructuredOutputs, choice_id, choice_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,10 @@ import msgspec
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
-from pipeinfer.core import LOCAL, Core
-from pipeinfer.events import NewEpoch, Tick
+from pipeinfer.core import LOCAL, Core, NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import Identity, Topology
+from pipeinfer.topology import Identity, Topology
 from pipeinfer.trace.format import Direction, TraceHeader
 from pipeinfer.trace.notes import Crash, Unencoded
 from pipeinfer.trace.recorder import FlightRing, Recorder

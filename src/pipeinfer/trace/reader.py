@@ -1,7 +1,7 @@
 """Reads a trace file: its header at once, its records one after the other, and their messages.
 
 A file that a killed process left is read up to its last whole block. Bus messages are those of
-channels.py; local events of a stage are named here, and imported when a trace of that stage is
+messages.py; local events of a stage are named here, and imported when a trace of that stage is
 read.
 """
 
@@ -14,16 +14,15 @@ from typing import IO, Any, Union
 
 import msgspec
 
-from pipeinfer import events
+from pipeinfer import core
 from pipeinfer.bus.frames import DECODE_ERRORS
-from pipeinfer.channels import CHANNELS
 from pipeinfer.core import LOCAL
-from pipeinfer.messages import PROTOCOL, Heartbeat, Message
+from pipeinfer.messages import CHANNELS, PROTOCOL, Heartbeat, Message
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import OtherProtocol, Record, TraceHeader, UnreadableTrace
 from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 
-COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
+COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
     "tokenizer": (
@@ -32,10 +31,10 @@ LOCAL_IN = {
         "pipeinfer.tokenizer.core:Tried",
     ),
     "engine": (
-        "pipeinfer.events:StepDone",
-        "pipeinfer.events:Compiled",
-        "pipeinfer.events:NewEpoch",
-        "pipeinfer.events:GraphDue",
+        "pipeinfer.core:StepDone",
+        "pipeinfer.core:Compiled",
+        "pipeinfer.core:NewEpoch",
+        "pipeinfer.core:GraphDue",
         "pipeinfer.engine.core:StepFailed",
     ),
 }
@@ -81,7 +80,7 @@ class BodyDecoder:
                 raise UnreadableTrace(f"there is no channel {channel!r}")
             return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
         if direction == "in":
-            common = [getattr(events, name) for name in COMMON]
+            common = [getattr(core, name) for name in COMMON]
             own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
             # A gateway hears itself without a socket.
             return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]

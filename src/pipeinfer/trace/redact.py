@@ -294,8 +294,7 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     ValueError for a key that is none.
     """
     from pipeinfer.checkpoint.config import read_generation, read_outline
-    from pipeinfer.text.files import read_tokenizer_config
-    from pipeinfer.text.loading import load_tokenizer
+    from pipeinfer.text import load_tokenizer, read_tokenizer_config
 
     secret = bytes.fromhex(key)
     if not 16 <= len(secret) <= 64:

@@ -13,8 +13,8 @@ from math import inf
 from typing import Literal, NamedTuple, Protocol
 
 from pipeinfer.json_values import JsonValue
-from pipeinfer.packing import unpack_few
 from pipeinfer.params import ThoughtState
+from pipeinfer.wire import unpack_few
 
 WHITESPACE = " \t\r\n"  # between parts of an output
 

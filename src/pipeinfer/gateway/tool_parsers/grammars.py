@@ -29,7 +29,7 @@ from pipeinfer.grammars.regex import with_plain_digits
 from pipeinfer.grammars.schema_facts import DEFINITIONS
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.files import AddedId
+from pipeinfer.text import AddedId
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "/(?s:.*)/"

@@ -37,7 +37,7 @@ from pipeinfer.gateway.tool_parsers.grammars import (
 from pipeinfer.gateway.tool_parsers.partial_json import CallObjectParser, is_json
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
-from pipeinfer.text.thoughts import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
+from pipeinfer.text import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
 
 MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL)
 ASSISTANT = "assistant"

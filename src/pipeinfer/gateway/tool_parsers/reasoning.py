@@ -16,7 +16,7 @@ from pipeinfer.gateway.tool_parsers.base import (
     ReasoningTokenCounter,
     find_marker,
 )
-from pipeinfer.text.thoughts import ThoughtTags
+from pipeinfer.text import ThoughtTags
 
 
 class ReasoningParser:

@@ -75,12 +75,12 @@ from pipeinfer.gateway.tool_parsers.xml_calls import (
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import ThoughtState
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.files import AddedId
-from pipeinfer.text.thoughts import (
+from pipeinfer.text import (
     CHANNEL,
     MESSAGE,
     REASONING_PARSERS,
     START,
+    AddedId,
     ThoughtTags,
     parser_of,
     thought_state,

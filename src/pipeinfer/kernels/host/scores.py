@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels.tables import NO_KEY
-from pipeinfer.logprobs import NO_ID
+from pipeinfer.wire import NO_ID
 
 HIGHEST_ID = 2**31 - 1
 BLOCK = 128  # ids of which the greatest logit is looked at first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.packing import pack, pack_few, unpack, unpack_few
+from pipeinfer.wire import pack, pack_few, unpack, unpack_few
 
 few = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer import AsyncLLM, other_names
+from pipeinfer import AsyncLLM, other_servers
 from pipeinfer import settings as config
 from pipeinfer.settings import ConfigurationError, Settings
 
 VALUES = {"model": "m", "tls_cert": "c", "tls_key": "k", "memory_fraction": "0.5"}
 
 
-@pytest.mark.parametrize("name", other_names.ALIASES)
+@pytest.mark.parametrize("name", other_servers.ALIASES)
 def test_an_alias_is_its_setting(name):
-    setting = other_names.ALIASES[name]
+    setting = other_servers.ALIASES[name]
     value = VALUES.get(setting, "3")
     assert setting in Settings.__struct_fields__ and name not in Settings.__struct_fields__
     wanted = config.build({setting: value})
     assert wanted != Settings()
-    assert config.build(other_names.translated({name: value})) == wanted
+    assert config.build(other_servers.translated({name: value})) == wanted
     if setting != "model":
-        assert config.build(config.parse_flags([other_names.flag(name), value])) == wanted
+        assert config.build(config.parse_flags([other_servers.flag(name), value])) == wanted
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_flag_of_another_server_sets_what_it_sets_there(flags, setting, value)
     ],
 )
 def test_a_keyword_of_another_server_sets_what_it_sets_there(given, setting, value):
-    assert other_names.translated(given) == {setting: value}
+    assert other_servers.translated(given) == {setting: value}
     assert getattr(config.build(AsyncLLM(**given)._given), setting) == value
 
 

@@ -1,24 +1,27 @@
 """Topology: which stages there are, where each runs, and under which address others reach it.
 
 Read from a file, made for one host, or said by environment variables, as containers get it from an
-orchestrator. Maps a stage's id to its one address (addresses.py). Opens no sockets, reads no key;
-docs/topology.md has the format.
+orchestrator. Maps a stage's id to its one address, from which the addresses of its sockets follow:
+a stage binds up to four sockets, its inbox (PULL), its telemetry, a scheduler its plans (PUB), and
+the first rank of several where they meet (REP). With `tcp` they take four ports in a row; with
+`ipc` and `inproc` four names. Opens no sockets, reads no key; docs/topology.md has the format.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from socket import SOCK_STREAM, getaddrinfo
 from typing import Any
 
 import msgspec
 
 from pipeinfer.close_names import none_of
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import addresses
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 SUPERVISOR = "supervisor-0"  # no stage, but what command lines ask for what stages cannot do
@@ -94,7 +97,7 @@ class Topology:
 
     def over_tcp(self) -> list[str]:
         """Ids of the stages that are reached over tcp."""
-        return [e.identity.id for e in self.entries if addresses.is_tcp(e.address)]
+        return [e.identity.id for e in self.entries if is_tcp(e.address)]
 
     def address(self, stage: str) -> str:
         """The address of stage id `stage`; ConfigurationError if there is no such stage."""
@@ -175,14 +178,14 @@ def local(settings: Settings, prefix: str) -> Topology:
         identities += [Identity("engine", group, rank) for rank in ranks]
     identities.append(Identity("detokenizer"))
     entries = (Entry(i.name, prefix + i.id, i.group, i.rank, i.index) for i in identities)
-    return checked(Topology(tuple(entries)))
+    return check_topology(Topology(tuple(entries)))
 
 
 def load(path: str | Path) -> Topology:
     """Reads and checks a topology file; ConfigurationError names the file and what is wrong."""
     found = read(path)
     try:
-        return checked(found)
+        return check_topology(found)
     except ConfigurationError as error:
         raise ConfigurationError(f"topology {path}: {error}") from None
 
@@ -203,15 +206,15 @@ def read(path: str | Path) -> Topology:
         raise ConfigurationError(f"topology {path}: {error}") from None
 
 
-def checked(topology: Topology) -> Topology:
+def check_topology(topology: Topology) -> Topology:
     """The topology itself, or ConfigurationError for what could not work."""
     seen: dict[str, str] = {}
     for entry in topology.entries:
         if entry.name not in NAMES:
             raise ConfigurationError(f"stage: name: {none_of(entry.name, NAMES)}")
-        addresses.check(entry.address, topology.keyed)
-        for name in addresses.OFFSETS:
-            endpoint = addresses.derive(entry.address, name)
+        check_address(entry.address, topology.keyed)
+        for name in PORT_OFFSETS:
+            endpoint = socket_address(entry.address, name)
             if endpoint in seen:
                 raise ConfigurationError(
                     f"{entry.identity.id} and {seen[endpoint]} both take {endpoint}"
@@ -231,9 +234,7 @@ def _check_hosts(topology: Topology) -> None:
     if len(topology.hosts()) < 2:
         return
     for entry in topology.entries:
-        if not addresses.is_tcp(entry.address) or addresses.is_loopback(
-            addresses.host(entry.address)
-        ):
+        if not is_tcp(entry.address) or is_loopback(listen_host(entry.address)):
             raise ConfigurationError(
                 f"{entry.identity.id} at {entry.address}: other hosts cannot reach it there"
             )
@@ -257,7 +258,7 @@ def _check_groups(topology: Topology) -> None:
             )
 
 
-def fitting(settings: Settings, topology: Topology) -> Settings:
+def check_settings(settings: Settings, topology: Topology) -> Settings:
     """The settings themselves; ConfigurationError if they ask for other engines than there are."""
     if settings.tp != topology.ranks():
         raise ConfigurationError(
@@ -294,7 +295,7 @@ def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
         found, entries=entries, keys=keys or found.keys, secret=secret or found.secret
     )
     try:
-        return checked(changed)
+        return check_topology(changed)
     except ConfigurationError as error:
         source = STAGES_VARIABLE if stages or not path else f"topology {path}"
         raise ConfigurationError(f"{source}: {error}") from None
@@ -328,3 +329,112 @@ def _stage(word: str) -> Entry:
     else:
         entry = Entry(name, address, index=counts[0])
     return msgspec.structs.replace(entry, **fields)
+
+
+# --------------------------------------------------------------- addresses of a stage's sockets
+
+TRANSPORTS = ("inproc", "ipc", "tcp")
+PORT_OFFSETS = {"inbox": 0, "telemetry": 1, "plan": 2, "group": 3}
+LAST_PORT = 65535 - max(PORT_OFFSETS.values())
+
+
+def socket_address(address: str, socket: str) -> str:
+    """The address of `socket` ("inbox", "telemetry", "plan", "group") of the stage at `address`."""
+    transport, rest = split_address(address)
+    if transport != "tcp":
+        return f"{address}.{socket}"
+    host, port = _host_port(address, rest)
+    return f"tcp://{host}:{port + PORT_OFFSETS[socket]}"
+
+
+def check_address(address: str, keyed: bool = False) -> None:
+    """Raises ConfigurationError for an address that pipeinfer cannot or must not use.
+
+    keyed: there are CURVE keys, so tcp may leave this host.
+    """
+    transport, rest = split_address(address)
+    if transport == "tcp":
+        host, port = _host_port(address, rest)
+        if not 0 < port <= LAST_PORT:
+            raise ConfigurationError(f"{address}: the port must be between 1 and {LAST_PORT}")
+        if not keyed and not is_loopback(host):
+            raise ConfigurationError(
+                f"{address}: tcp addresses other than loopback need CURVE keys: make them with "
+                "`pipeinfer keys` and name their folder in the topology, keys = FOLDER"
+            )
+        if host == "*" or _unspecified(host):
+            raise ConfigurationError(
+                f"{address}: others cannot connect to {host}; name this host, and bind = {host!r}"
+            )
+    elif transport == "ipc" and len(rest.encode()) > 90:
+        raise ConfigurationError(
+            f"{address}: a path for ipc has at most 90 bytes; if it is one of temporary files, set "
+            "TMPDIR to a shorter folder"
+        )
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """("tcp", "host:port") of "tcp://host:port"."""
+    transport, separator, rest = address.partition("://")
+    if not separator or transport not in TRANSPORTS or not rest:
+        raise ConfigurationError(
+            f"address {address!r} must begin with one of inproc://, ipc://, tcp://"
+        )
+    return transport, rest
+
+
+def is_tcp(address: str) -> bool:
+    """Whether it can be reached from other hosts, as far as its transport goes."""
+    return address.startswith("tcp://")
+
+
+def listen_host(address: str) -> str:
+    """Where a stage at `address` listens for TCP beside the bus: loopback unless it is tcp."""
+    transport, rest = split_address(address)
+    return _host_port(address, rest)[0].strip("[]") if transport == "tcp" else "127.0.0.1"
+
+
+def bind_addresses(address: str, socket: str, bind: str = "") -> list[str]:
+    """Where to bind `socket` of the stage at `address`: for a host name, all that it means.
+
+    bind: a host to listen on instead, "*" for all; peers reach it under `address` (containers,
+    NAT). Raises ConfigurationError for a name that means nothing.
+    """
+    derived = socket_address(address, socket)
+    transport, rest = split_address(derived)
+    if transport != "tcp":
+        return [derived]
+    host, port = _host_port(derived, rest)
+    host = bind.strip("[]") or host.strip("[]")
+    if host == "*":
+        return [f"tcp://*:{port}"]
+    try:
+        found = getaddrinfo(host, port, type=SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(f"{derived}: host {host!r}: {error.strerror}") from None
+    numbers = dict.fromkeys(str(place[0]) for *_, place in found)
+    return [f"tcp://[{n}]:{port}" if ":" in n else f"tcp://{n}:{port}" for n in numbers]
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and the loopback ranges of IPv4 and IPv6."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def _host_port(address: str, rest: str) -> tuple[str, int]:
+    host, separator, port = rest.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise ConfigurationError(f"address {address!r} must be tcp://HOST:PORT")
+    return host, int(port)

@@ -1,0 +1,109 @@
+"""Token ids and their log-probs as the bytes that messages carry, and back.
+
+Ids are little-endian int32. Packing goes by an array or, for a handful, without: for one id, the
+usual case, an array costs more than its use.
+
+A score is the log-prob of one token of a request with those of the likeliest alternatives. All
+scores of a request have one size; how many alternatives they have, the request says:
+
+    | log-prob float32 | rank int32 | ids int32 [most] | their log-probs float32 [most] |
+
+Knows no message and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+
+# Two numbers in a word of Step.shared_prefixes: what the upper one is multiplied with.
+PREFIX_UPPER = 1 << 16
+# Prefixes that decodes of a step share: kernels have room for so many.
+MAX_SHARED_PREFIXES = 32
+
+
+def pack(ids: Sequence[int] | np.ndarray) -> bytes:
+    """Integers as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack(raw: bytes) -> np.ndarray:
+    """int32 view [n] of what `pack` made; read-only."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+def pack_few(ids: Iterable[int]) -> bytes:
+    """As `pack`."""
+    return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])
+
+
+def unpack_few(raw: bytes) -> list[int]:
+    """As `unpack`, but Python's integers; more than one take the way through an array."""
+    if len(raw) == 4:
+        return [int.from_bytes(raw, "little", signed=True)]
+    return unpack(raw).tolist()
+
+
+NO_ID = -1  # in place of an id: the vocabulary has no more
+SCORES_PER_MESSAGE = 256  # of a prompt, that a message has: nobody is to be held up by one for long
+WORD = 4  # bytes
+SCORE_WORDS = 2  # of the token itself
+# vLLM's; JSON has no infinite numbers.
+LEAST_LOGPROB = -9999.0
+
+
+class Score(NamedTuple):
+    """rank: 1 is the likeliest; of equal ones the lowest id comes first. 0: the token has no
+    log-prob, because nothing comes before it. ids, logprobs: of the likeliest, in that order."""
+
+    logprob: float
+    rank: int
+    ids: list[int]
+    logprobs: list[float]
+
+
+def score_bytes(most: int | None) -> int:
+    """Bytes of a score with `most` alternatives; 0 where no log-probs are asked for (None)."""
+    return 0 if most is None else WORD * (SCORE_WORDS + 2 * most)
+
+
+def no_score(most: int) -> bytes:
+    """The score of a token that nothing comes before."""
+    return bytes(score_bytes(most))
+
+
+def narrow_scores(table: np.ndarray, most: int) -> np.ndarray:
+    """int32 [n, words] with `most` alternatives, out of `table` with as many or more."""
+    wide = (table.shape[1] - SCORE_WORDS) // 2
+    if wide == most:
+        return table
+    values = SCORE_WORDS + wide
+    parts = table[:, : SCORE_WORDS + most], table[:, values : values + most]
+    return np.concatenate(parts, axis=1)
+
+
+@cache
+def score_layout(most: int) -> Struct:
+    """Of one score: log-prob, rank, `most` ids and their log-probs. To read few scores it takes a
+    tenth of what an array does."""
+    return Struct(f"<fi{most}i{most}f")
+
+
+def unpack_scores(raw: bytes, most: int) -> Iterator[Score]:
+    """What `raw` says, token after token. Alternatives that do not exist are left out."""
+    end = SCORE_WORDS + most
+    for words in score_layout(most).iter_unpack(raw):
+        ids, theirs = list(words[SCORE_WORDS:end]), list(words[end:])
+        if not words[1] or NO_ID in ids:
+            there = ids.index(NO_ID) if words[1] else 0
+            ids, theirs = ids[:there], theirs[:there]
+        yield Score(words[0], words[1], ids, theirs)
+
+
+def json_logprob(logprob: float) -> float:
+    """The same as a number that JSON can say."""
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,0 +1,6 @@
+"""Tests of metrics reach tools/docs, which lists all statistics of heartbeats."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
