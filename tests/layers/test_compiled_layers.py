@@ -14,7 +14,7 @@ from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.layers import compiled
 from pipeinfer.layers.fused import fused_ops
-from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
@@ -41,10 +41,10 @@ def test_what_torch_compiles_computes_what_the_layers_do_for_any_number_of_rows(
     norm.weight.normal_()
     for rows in (5, 17):
         x, residual, merged = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(rows, 80)
-        found = ops.norm.add(x, residual, norm.weight, 1e-6)
-        activated = ops.silu_and_multiply(merged)
-        torch.testing.assert_close(found, norm.add(x, residual), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(activated, silu_and_multiply(merged), rtol=1e-5, atol=1e-5)
+        found = ops.norm.add_norm(x, residual, norm.weight, 1e-6)
+        activated = ops.silu_and_mul(merged)
+        torch.testing.assert_close(found, norm.add_norm(x, residual), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(activated, silu_and_mul(merged), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])

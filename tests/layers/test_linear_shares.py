@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.linear import RowLinear, merged_gate_up, merged_qkv
-from pipeinfer.layers.placement import Placement, Shard, Source
+from pipeinfer.layers.linear import RowParallelLinear, merged_gate_up, merged_qkv
+from pipeinfer.layers.placement import Placement, Shard, WeightSource
 
 HIDDEN, HEADS, HEAD_DIM = 24, 8, 4
 
@@ -15,7 +15,7 @@ def placement(rank: int, size: int) -> Placement:
     return Placement(Shard(rank, size), torch.float32, torch.device("cpu"))
 
 
-def filled(sources: list[Source], stored: dict[str, torch.Tensor]) -> None:
+def filled(sources: list[WeightSource], stored: dict[str, torch.Tensor]) -> None:
     for source in sources:
         assert stored[source.name].shape == source.shape
         source.target.copy_(stored[source.name][source.slices])
@@ -53,7 +53,7 @@ def test_gate_and_up_keep_the_same_share(ranks: int) -> None:
     for rank in range(ranks):
         layer = merged_gate_up(HIDDEN, 16, False, placement(rank, ranks))
         filled(list(layer.sources("")), stored)
-        gate, up = layer.matrix.weight.chunk(2)
+        gate, up = layer.weight.weight.chunk(2)
         share = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
         assert torch.equal(gate, stored["gate_proj.weight"][share])
         assert torch.equal(up, stored["up_proj.weight"][share])
@@ -76,9 +76,9 @@ def test_row_parts_add_up_and_the_bias_counts_once() -> None:
 
     for rank in range(4):
         where = Placement(Shard(rank, 4), torch.float32, torch.device("cpu"), Collect())
-        layer = RowLinear("o", 16, HIDDEN, True, where)
+        layer = RowParallelLinear("o", 16, HIDDEN, True, where)
         filled(list(layer.sources("")), stored)
-        assert layer.matrix.weight.shape == (HIDDEN, 4)
+        assert layer.weight.weight.shape == (HIDDEN, 4)
         total = layer(x[:, rank * 4 : rank * 4 + 4])
     expected = x @ stored["o.weight"].T + stored["o.bias"]
     torch.testing.assert_close(total, expected)

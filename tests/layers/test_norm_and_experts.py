@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.embedding import Embedding, LMHead, VocabShard
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.mlp import gelu_and_multiply, silu_and_multiply
-from pipeinfer.layers.moe import SparseMLP
-from pipeinfer.layers.norm import OFFSET, HeadNorm, RMSNorm
+from pipeinfer.layers.mlp import gelu_and_mul, silu_and_mul
+from pipeinfer.layers.moe import SparseMoeBlock
+from pipeinfer.layers.norm import GEMMA_RMS_NORM, HeadNorm, RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.routing import SoftmaxRouter
 
@@ -34,7 +34,7 @@ def test_norm_after_addition_returns_the_sum_too() -> None:
     norm.weight.normal_()
     x, residual = torch.randn(5, 16), torch.randn(5, 16)
     total = x + residual
-    normed, stream = norm.add(x, residual)
+    normed, stream = norm.add_norm(x, residual)
     torch.testing.assert_close(stream, total)
     torch.testing.assert_close(normed, rms(total, norm.weight, 1e-5).float())
     stream.zero_()
@@ -50,13 +50,13 @@ def test_norm_of_small_half_precision_values_does_not_underflow() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offset_norm_takes_one_plus_the_weight_and_rounds_once(dtype: torch.dtype) -> None:
-    norm = RMSNorm("n", 64, 1e-5, Placement(Shard(), dtype, torch.device("cpu")), OFFSET)
+    norm = RMSNorm("n", 64, 1e-5, Placement(Shard(), dtype, torch.device("cpu")), GEMMA_RMS_NORM)
     norm.weight.normal_(0, 1e-3)  # lost if one were added to it in bfloat16
     x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
     total = x + residual
     expected = rms(total.float(), 1 + norm.weight.float(), 1e-5).to(dtype)
     torch.testing.assert_close(norm(total), expected, rtol=1e-6, atol=1e-7)
-    normed, stream = norm.add(x, residual)
+    normed, stream = norm.add_norm(x, residual)
     assert torch.equal(stream, total)
     torch.testing.assert_close(normed, expected, rtol=1e-6, atol=1e-7)
 
@@ -77,14 +77,14 @@ def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
 def test_gated_activation() -> None:
     x = torch.randn(3, 10)
     gate, up = x[:, :5].clone(), x[:, 5:].clone()
-    torch.testing.assert_close(silu_and_multiply(x), gate * gate.sigmoid() * up)
+    torch.testing.assert_close(silu_and_mul(x), gate * gate.sigmoid() * up)
 
 
 def test_gated_activation_by_tanh() -> None:
     x = torch.randn(3, 10)
     gate, up = x[:, :5], x[:, 5:]
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    torch.testing.assert_close(gelu_and_multiply(x), 0.5 * gate * (1 + inner.tanh()) * up)
+    torch.testing.assert_close(gelu_and_mul(x), 0.5 * gate * (1 + inner.tanh()) * up)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -93,31 +93,31 @@ def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
     torch.manual_seed(tokens)
     router = SoftmaxRouter(12, 6, 3, normalize, ALONE)
     experts = GatedExperts(12, 8, 6, ALONE)
-    layer = SparseMLP(router, experts, ALONE)
+    layer = SparseMoeBlock(router, experts, ALONE)
     for source in layer.sources("m."):
         source.target.normal_()
     x = torch.randn(tokens, 12)
     expected = []
     for vector in x:
-        scores = (router.matrix.weight @ vector).softmax(0)
+        scores = (router.weight.weight @ vector).softmax(0)
         weights, chosen = scores.topk(3)
         weights = weights / weights.sum() if normalize else weights
         total = torch.zeros(12)
         for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (experts.gate_up.weight[expert] @ vector).chunk(2)
-            total += weight * (experts.down.weight[expert] @ (gate * gate.sigmoid() * up))
+            gate, up = (experts.gate_up.stacked[expert] @ vector).chunk(2)
+            total += weight * (experts.down.stacked[expert] @ (gate * gate.sigmoid() * up))
         expected.append(total)
     torch.testing.assert_close(layer(x.clone()), torch.stack(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_padded_vocabulary_rows_are_zero_and_never_logits() -> None:
-    ranks = [VocabularyRows("e", 10, 4, placement(rank)) for rank in range(4)]
+    ranks = [VocabShard("e", 10, 4, placement(rank)) for rank in range(4)]
     assert [(rows.start, rows.stop) for rows in ranks] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert torch.all(ranks[3].matrix.weight[1:] == 0)
-    rows = VocabularyRows("e", 10, 4, ALONE)
-    weight = rows.matrix.weight.normal_()
+    assert torch.all(ranks[3].weight.weight[1:] == 0)
+    rows = VocabShard("e", 10, 4, ALONE)
+    weight = rows.weight.weight.normal_()
     hidden = torch.randn(2, 4)
-    torch.testing.assert_close(Head(rows, ALONE)(hidden), hidden @ weight.T)
+    torch.testing.assert_close(LMHead(rows, ALONE)(hidden), hidden @ weight.T)
     assert torch.equal(Embedding(rows, ALONE)(torch.tensor([9, 0])), weight[[9, 0]])
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.matrix import UnquantizedWeight
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError
@@ -187,14 +187,14 @@ def test_plain_weights_are_given_back_one_by_one_while_packing(
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this CPU has no packed form")
     freed: list[bool] = []
-    pack = Matrix.pack
+    pack = UnquantizedWeight.pack
 
-    def watched(matrix: Matrix) -> None:
+    def watched(matrix: UnquantizedWeight) -> None:
         plain = weakref.ref(matrix.weight)
         pack(matrix)
         freed.append(plain() is None)
 
-    monkeypatch.setattr(Matrix, "pack", watched)
+    monkeypatch.setattr(UnquantizedWeight, "pack", watched)
     load_weights(build_model(read_config(copied)), copied)
     assert len(freed) == 2 * 4 + 1
     assert all(freed)

@@ -137,7 +137,7 @@ def choose(
             narrow,
         )
     else:
-        check_shard(config, settings.tp, shard.whole_experts)
+        check_shard(config, settings.tp, shard.expert_parallel)
         layers = config.num_layers
         needs = _Needs(config.head_dim, config.sinks, narrow=narrow)
     gpu = _gpu(dtype, needs, ordinal) if device == "cuda" else None
@@ -304,7 +304,7 @@ def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchColle
     """How ranks add up; raises ConfigurationError if they were told different things."""
     if choices.device == "cuda" and settings.all_reduce == "auto":
         collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)
-    split = int(choices.shard.whole_experts)
+    split = int(choices.shard.expert_parallel)
     if collectives.all_reduce_min(split) != -collectives.all_reduce_min(
         -split
     ):  # their sums would mean nothing

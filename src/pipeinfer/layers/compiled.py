@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipeinfer.layers.elementwise import FusedOps, NormOps
 
-WARM_ROWS = (1, 2, 7, 64, 300)  # one row is compiled by itself, all others together
+WARM_UP_ROWS = (1, 2, 7, 64, 300)  # one row is compiled by itself, all others together
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -29,24 +29,24 @@ def _add_rms_norm(
     return _rms_norm(total, weight, eps), total
 
 
-def _offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = functional.rms_norm(x.to(torch.float32), (x.shape[-1],), None, eps)
     return (wide * (1.0 + weight.to(torch.float32))).to(x.dtype)
 
 
-def _add_offset_rms_norm(
+def _add_gemma_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + x
-    return _offset_rms_norm(total, weight, eps), total
+    return _gemma_rms_norm(total, weight, eps), total
 
 
-def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+def _silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
-def _gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+def _gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
 
@@ -56,9 +56,9 @@ def compiled_ops() -> FusedOps:
     """Compiled when first called: use `warm` before anything is in a hurry."""
     return FusedOps(
         _compiled_norm(_rms_norm, _add_rms_norm),
-        _compiled_norm(_offset_rms_norm, _add_offset_rms_norm),
-        torch.compile(_silu_and_multiply, dynamic=True),
-        torch.compile(_gelu_and_multiply, dynamic=True),
+        _compiled_norm(_gemma_rms_norm, _add_gemma_rms_norm),
+        torch.compile(_silu_and_mul, dynamic=True),
+        torch.compile(_gelu_and_mul, dynamic=True),
     )
 
 
@@ -69,7 +69,7 @@ def _compiled_norm(
 
 
 @torch.inference_mode()
-def warm(
+def warm_up_compiled(
     norm: NormOps,
     multiply: Callable[[torch.Tensor], torch.Tensor],
     hidden: int,
@@ -82,8 +82,8 @@ def warm(
     fails.
     """
     weight = torch.ones(hidden, dtype=dtype, device=device)
-    for rows in WARM_ROWS:
+    for rows in WARM_UP_ROWS:
         x = torch.zeros(rows, hidden, dtype=dtype, device=device)
-        norm.alone(x, weight, 1e-6)
-        norm.add(x, x.clone(), weight, 1e-6)
+        norm.norm(x, weight, 1e-6)
+        norm.add_norm(x, x.clone(), weight, 1e-6)
         multiply(torch.zeros(rows, 2 * intermediate, dtype=dtype, device=device))

@@ -11,15 +11,15 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.matrix import UnquantizedWeight
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.placement import Placement, WeightSource
 
 
-class Values(Protocol):
+class QuantizedTensor(Protocol):
     """What is kept of a matrix [rows, columns], to be filled from a checkpoint."""
 
-    def decoded(self, dtype: torch.dtype, /) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype, /) -> torch.Tensor:
         """The plain matrix, rounded to `dtype` once."""
         ...
 
@@ -29,56 +29,60 @@ class Values(Protocol):
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
-    ) -> Iterator[Source]: ...
+    ) -> Iterator[WeightSource]: ...
 
 
-class Decoded:
+class DequantizedWeight:
     """A Weight (matrix.py): from `pack` on a plain matrix."""
 
-    rounding = None
+    input_quantizer = None
 
-    def __init__(self, values: Values, bias: torch.Tensor | None, placement: Placement) -> None:
+    def __init__(
+        self, quantized: QuantizedTensor, bias: torch.Tensor | None, placement: Placement
+    ) -> None:
         self.bias = bias
-        self._values: Values | None = values
+        self._quantized: QuantizedTensor | None = quantized
         self._dtype = placement.dtype
-        self._matrix: Matrix | None = None
+        self._dequantized: UnquantizedWeight | None = None
 
     @property
-    def matrix(self) -> Matrix:
+    def dequantized(self) -> UnquantizedWeight:
         """The plain one; RuntimeError before `pack`."""
-        if self._matrix is None:
+        if self._dequantized is None:
             raise RuntimeError("this matrix becomes plain when it is packed")
-        return self._matrix
+        return self._dequantized
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.matrix(x)
+        return self.dequantized(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        return self.matrix.gated(x)
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.dequantized.swiglu(x)
 
-    def later(self, x: torch.Tensor) -> PartialSum | None:
-        return self.matrix.later(x)
+    def split_k(self, x: torch.Tensor) -> PartialSum | None:
+        return self.dequantized.split_k(x)
 
     def into(
         self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.matrix.into(out, x, bias)
+        return self.dequantized.into(out, x, bias)
 
     def pack(self) -> None:
-        if self._matrix is None:
-            self._matrix = Matrix(self._filled().decoded(self._dtype), self.bias)
-            self._values = None
-            self._matrix.pack()
+        if self._dequantized is None:
+            self._dequantized = UnquantizedWeight(
+                self._unpacked().dequantized(self._dtype), self.bias
+            )
+            self._quantized = None
+            self._dequantized.pack()
 
     def permute(self, rows: torch.Tensor) -> None:
-        self._filled().permute(rows)
+        self._unpacked().permute(rows)
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
-    ) -> Iterator[Source]:
-        return self._filled().sources(name, rows, shape, slices)
+    ) -> Iterator[WeightSource]:
+        return self._unpacked().sources(name, rows, shape, slices)
 
-    def _filled(self) -> Values:
-        if self._values is None:
+    def _unpacked(self) -> QuantizedTensor:
+        if self._quantized is None:
             raise RuntimeError("this matrix is packed: its weights are final")
-        return self._values
+        return self._quantized

@@ -17,8 +17,8 @@ class NormOps:
     sum), where x and residual were if that is faster.
     """
 
-    alone: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add: Callable[
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_norm: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
     ]
 
@@ -30,6 +30,6 @@ class FusedOps:
     """
 
     norm: NormOps
-    offset_norm: NormOps
-    silu_and_multiply: Callable[[torch.Tensor], torch.Tensor]
-    gelu_and_multiply: Callable[[torch.Tensor], torch.Tensor]
+    gemma_norm: NormOps
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    gelu_and_mul: Callable[[torch.Tensor], torch.Tensor]

@@ -13,17 +13,17 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Int8
-from pipeinfer.layers.int8_products import int8_products
-from pipeinfer.layers.int8_values import Int8Values
-from pipeinfer.layers.kept import Kept
-from pipeinfer.layers.matrix import Matrix, Weight
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.int8_products import int8_gemm
+from pipeinfer.layers.int8_values import Int8Tensor
+from pipeinfer.layers.kept import QuantizedWeight
+from pipeinfer.layers.matrix import UnquantizedWeight, Weight
+from pipeinfer.layers.placement import Placement, WeightSource
 
 # Of rows int64 [T], counted from this rank's first: [T, hidden].
-Vectors = Callable[[torch.Tensor], torch.Tensor]
+Lookup = Callable[[torch.Tensor], torch.Tensor]
 
 
-class VocabularyRows:
+class VocabShard:
     """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
 
     matrix: for products.
@@ -40,52 +40,52 @@ class VocabularyRows:
         size, used, form = (share, hidden_size), self.stop - self.start, Int8()
         how = placement.quantization
         stays = how is not None and how.format == form
-        products = int8_products(form, size, placement) if stays else None
-        self._values = None if products is None else Int8Values.empty(size, form, placement)
+        products = int8_gemm(form, size, placement) if stays else None
+        self._values = None if products is None else Int8Tensor.empty(size, form, placement)
         if products is None or self._values is None:
-            self._plain = Matrix(placement.empty(*size))
+            self._plain = UnquantizedWeight(placement.empty(*size))
             self._plain.weight[used:].zero_()
-            self.matrix: Weight = self._plain
+            self.weight: Weight = self._plain
             return
-        self.matrix = Kept(self._values, None, products, split=False)
+        self.weight = QuantizedWeight(self._values, None, products, split_k=False)
         for part in (self._values.weight, self._values.scale):
             part[used:].zero_()
 
-    def vectors(self) -> Vectors:
+    def lookup(self) -> Lookup:
         """Looks rows up, for whoever asks before the matrix is packed; a plain one stays then."""
         if self._values is not None:
-            return self._values.rows
+            return self._values.lookup
         return partial(functional.embedding, weight=self._plain.weight)
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
         held, shape = slice(0, self.stop - self.start), (self.vocab_size, self._hidden)
         slices = (slice(self.start, self.stop), slice(0, self._hidden))
-        yield from self.matrix.sources(f"{prefix}{self._name}", held, shape, slices)
+        yield from self.weight.sources(f"{prefix}{self._name}", held, shape, slices)
 
 
 class Embedding:
     """Ids int64 [T] to vectors [T, hidden], a new tensor; the sum over ranks."""
 
-    def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
+    def __init__(self, rows: VocabShard, placement: Placement) -> None:
         self.rows = rows
-        self._vectors = rows.vectors()
+        self._lookup = rows.lookup()
         self._placement = placement
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = self.rows
-        if self._placement.alone:
-            return self._vectors(tokens)
+        if self._placement.single_rank:
+            return self._lookup(tokens)
         local = tokens - rows.start
         foreign = (local < 0) | (local >= rows.stop - rows.start)
-        vectors = self._vectors(local.masked_fill(foreign, 0))
+        vectors = self._lookup(local.masked_fill(foreign, 0))
         return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
 
 
 class ScaledEmbedding:
     """As Embedding, times `scale`, which is rounded to the model's dtype first."""
 
-    def __init__(self, rows: VocabularyRows, placement: Placement, scale: float) -> None:
+    def __init__(self, rows: VocabShard, placement: Placement, scale: float) -> None:
         self.rows = rows
         self._plain = Embedding(rows, placement)
         self._scale = float(torch.tensor(scale, dtype=placement.dtype))
@@ -94,19 +94,19 @@ class ScaledEmbedding:
         return self._plain(tokens).mul_(self._scale)
 
 
-class Head:
+class LMHead:
     """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
 
     `local` gives this rank's share only, [S, share], for ids `rows.start` and following.
     """
 
-    def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
+    def __init__(self, rows: VocabShard, placement: Placement) -> None:
         self.rows = rows
         self._placement = placement
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._placement.gather(self.local(hidden))
+        logits = self._placement.gather(self.local_logits(hidden))
         return logits[:, : self.rows.vocab_size]
 
-    def local(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.rows.matrix(hidden)
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rows.weight(hidden)

@@ -11,53 +11,53 @@ from typing import Any, Protocol
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
-from pipeinfer.layers.decoded import Decoded, Values
-from pipeinfer.layers.fp8_products import fp8_products, fp8_stack
-from pipeinfer.layers.fp8_values import Fp8Values
-from pipeinfer.layers.int4_products import int4_products
-from pipeinfer.layers.int4_values import Int4Values
-from pipeinfer.layers.int8_products import int8_products
-from pipeinfer.layers.int8_values import Int8Values
-from pipeinfer.layers.kept import Kept, Products
-from pipeinfer.layers.matrix import Matrix, Weight
+from pipeinfer.layers.decoded import DequantizedWeight, QuantizedTensor
+from pipeinfer.layers.fp8_products import fp8_gemm, stacked_fp8
+from pipeinfer.layers.fp8_values import Fp8Tensor
+from pipeinfer.layers.int4_products import int4_gemm
+from pipeinfer.layers.int4_values import Int4Tensor
+from pipeinfer.layers.int8_products import int8_gemm
+from pipeinfer.layers.int8_values import Int8Tensor
+from pipeinfer.layers.kept import QuantizedGemm, QuantizedWeight
+from pipeinfer.layers.matrix import UnquantizedWeight, Weight
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.skinny import skinny_products
+from pipeinfer.layers.skinny import small_m_gemm
 from pipeinfer.settings import ConfigurationError
 
 
-class Stacked(Values, Protocol):
+class StackedTensor(QuantizedTensor, Protocol):
     """Values of one matrix, or of a stack of them."""
 
-    def __getitem__(self, index: int, /) -> Values:
+    def __getitem__(self, index: int, /) -> QuantizedTensor:
         """One of a stack."""
         ...
 
 
 # By the class of a format: room for values of a size, not yet filled; and for a size the products
 # that a device has with them, None without.
-ROOM: Mapping[type, Callable[[tuple[int, ...], Any, Placement], Stacked]] = {
-    Fp8: Fp8Values.empty,
-    Int4: Int4Values.empty,
-    Int8: Int8Values.empty,
+EMPTY_TENSORS: Mapping[type, Callable[[tuple[int, ...], Any, Placement], StackedTensor]] = {
+    Fp8: Fp8Tensor.empty,
+    Int4: Int4Tensor.empty,
+    Int8: Int8Tensor.empty,
 }
-PRODUCTS: Mapping[type, Callable[[Any, tuple[int, int], Placement], Products[Any] | None]] = {
-    Fp8: fp8_products,
-    Int4: int4_products,
-    Int8: int8_products,
+GEMMS: Mapping[type, Callable[[Any, tuple[int, int], Placement], QuantizedGemm[Any] | None]] = {
+    Fp8: fp8_gemm,
+    Int4: int4_gemm,
+    Int8: int8_gemm,
 }
 # Room for a stack whose kernels take it as it is stored, None without.
-EIGHT_BITS: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Values | None]] = {
-    Fp8: fp8_stack
+EIGHT_BITS: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Tensor | None]] = {
+    Fp8: stacked_fp8
 }
 
 
-def weight(
+def create_weight(
     placement: Placement,
     names: Iterable[str],
     size: tuple[int, int],
     bias: torch.Tensor | None,
-    few: bool = False,
-    split: bool = False,
+    small_m: bool = False,
+    split_k: bool = False,
 ) -> Weight:
     """A matrix of `size`, [out, in], of which modules `names` within placement's are the rows.
 
@@ -65,26 +65,28 @@ def weight(
     """
     form = placement.format(names)
     if form is None or form == Mxfp4():  # which is for experts alone
-        skinny = skinny_products(placement.device, placement.dtype)
-        return Matrix(
-            placement.empty(*size), bias, skinny if few else None, skinny if split else None
+        skinny = small_m_gemm(placement.device, placement.dtype)
+        return UnquantizedWeight(
+            placement.empty(*size), bias, skinny if small_m else None, skinny if split_k else None
         )
-    kept = values(form, size, placement)
-    products = None if placement.decodes else PRODUCTS[type(form)](form, size, placement)
+    kept = empty_quantized(form, size, placement)
+    products = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
     if products is None:
-        return Decoded(kept, bias, placement)
-    return Kept(kept, bias, products, split)
+        return DequantizedWeight(kept, bias, placement)
+    return QuantizedWeight(kept, bias, products, split_k)
 
 
-def values(form: Format, size: tuple[int, ...], placement: Placement) -> Stacked:
+def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -> StackedTensor:
     """Room for a matrix of `size`, or for a stack of them."""
     if form == Mxfp4():
         raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
-    return ROOM[type(form)](size, form, placement)
+    return EMPTY_TENSORS[type(form)](size, form, placement)
 
 
-def eight_bits(form: Format, size: tuple[int, int, int], placement: Placement) -> Fp8Values | None:
+def empty_stacked_fp8(
+    form: Format, size: tuple[int, int, int], placement: Placement
+) -> Fp8Tensor | None:
     """Room for a stack of matrices that stays in FP8; None: in this format, on this device or of
     this size they have to become plain."""
-    room = None if placement.decodes else EIGHT_BITS.get(type(form))
+    room = None if placement.dequantizes else EIGHT_BITS.get(type(form))
     return None if room is None else room(form, size, placement)

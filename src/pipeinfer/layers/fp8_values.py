@@ -13,16 +13,16 @@ import torch
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.kernels.fp8 import round_rows_closely
-from pipeinfer.layers.placement import DUMMY_STD, Placement, Rounding, Source
+from pipeinfer.layers.placement import DUMMY_STD, Placement, QuantizingTarget, WeightSource
 from pipeinfer.settings import ConfigurationError
 
-STORED = ("F8_E4M3",)
-DUMMY_VALUES = 16.0  # standard deviation of those without a checkpoint
-DUMMY_SCALE = DUMMY_STD / DUMMY_VALUES
+FP8_STORED_DTYPES = ("F8_E4M3",)
+FP8_DUMMY_STD = 16.0  # standard deviation of those without a checkpoint
+FP8_DUMMY_SCALE = DUMMY_STD / FP8_DUMMY_STD
 
 
 @dataclass(frozen=True)
-class Fp8Values:
+class Fp8Tensor:
     """Values (decoded.py). weight: e4m3 [rows, columns]; scale: float32 [rows, 1], or of blocks
     [rows / high, columns / wide], rounded up. Either may be a stack of such matrices.
     """
@@ -32,7 +32,7 @@ class Fp8Values:
     form: Fp8
 
     @classmethod
-    def empty(cls, size: tuple[int, ...], form: Fp8, placement: Placement) -> Fp8Values:
+    def empty(cls, size: tuple[int, ...], form: Fp8, placement: Placement) -> Fp8Tensor:
         """Not yet filled; `size` ends with rows and columns."""
         *stack, rows, columns = size
         high, wide = form.block if form.scale_scope == "block" else (1, columns)
@@ -43,11 +43,11 @@ class Fp8Values:
             form,
         )
 
-    def __getitem__(self, index: int) -> Fp8Values:
+    def __getitem__(self, index: int) -> Fp8Tensor:
         """One of a stack."""
-        return Fp8Values(self.weight[index], self.scale[index], self.form)
+        return Fp8Tensor(self.weight[index], self.scale[index], self.form)
 
-    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = self.weight.shape
         scale = self.scale
         if self.form.scale_scope == "block":
@@ -71,14 +71,16 @@ class Fp8Values:
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
-    ) -> Iterator[Source]:
+    ) -> Iterator[WeightSource]:
         """ConfigurationError if `slices` cut through a block."""
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
         if self.form.quantize_at_load:
-            rounding = Rounding(self.weight[rows], self.scale[rows], round_rows_closely)
-            yield Source(weight, shape, slices, rounding)
+            rounding = QuantizingTarget(self.weight[rows], self.scale[rows], round_rows_closely)
+            yield WeightSource(weight, shape, slices, rounding)
             return
-        yield Source(weight, shape, slices, self.weight[rows], STORED, dummy=DUMMY_VALUES)
+        yield WeightSource(
+            weight, shape, slices, self.weight[rows], FP8_STORED_DTYPES, dummy=FP8_DUMMY_STD
+        )
         if self.form.scale_scope == "block":
             high, wide = self.form.block
             total = (-(-shape[0] // high), -(-shape[1] // wide))
@@ -91,7 +93,7 @@ class Fp8Values:
             total, held, target = (shape[0], 1), (slices[0], slice(0, 1)), self.scale[rows]
         else:
             total, held, target = (1,), (slice(0, 1),), self.scale[rows]
-        yield Source(scale, total, held, target, dummy=DUMMY_SCALE)
+        yield WeightSource(scale, total, held, target, dummy=FP8_DUMMY_SCALE)
 
 
 def _blocks(name: str, cut: slice, size: int, side: int) -> slice:

@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.layers.elementwise import FusedOps, NormOps
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fused_ops(device: torch.device, dtype: torch.dtype, compiled: bool = False) -> FusedOps | None:
@@ -20,7 +20,7 @@ def fused_ops(device: torch.device, dtype: torch.dtype, compiled: bool = False) 
 
     `compiled`: where there is none of them, by torch.compile.
     """
-    if device.type == "cuda" and dtype in HALVES:
+    if device.type == "cuda" and dtype in HALF_DTYPES:
         return _libraries()
     if compiled:
         from pipeinfer.layers.compiled import compiled_ops

@@ -15,45 +15,51 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Int4
 from pipeinfer.kernels.int4_layout import EACH, decoded, packed, run_of
-from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source, Target
+from pipeinfer.layers.placement import (
+    DUMMY_STD,
+    ConvertingTarget,
+    CopyTarget,
+    Placement,
+    WeightSource,
+)
 from pipeinfer.settings import ConfigurationError
 
-MIDDLE = 8
+INT4_DUMMY_ZERO = 8
 WORDS, PLAIN = ("I32",), None
-DUMMY_SCALE = DUMMY_STD / 4.6  # the standard deviation of numbers drawn evenly
+INT4_DUMMY_SCALE = DUMMY_STD / 4.6  # the standard deviation of numbers drawn evenly
 # Where AWQ has the columns of an int32, from its lowest bits on.
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-IN_ORDER = tuple(range(EACH))
+AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+NIBBLE_ORDER = tuple(range(EACH))
 
 
 @dataclass(frozen=True)
-class Int4Values:
+class Int4Tensor:
     """Values (decoded.py). numbers: int32 [runs, rows, words], and kept: [groups, rows, 2] of the
     model's dtype, a scale and a zero side by side: what a kernel reads at a time lies together.
     Each may be a stack of matrices.
     """
 
-    numbers: torch.Tensor
-    kept: torch.Tensor
+    qweight: torch.Tensor
+    scales_and_zeros: torch.Tensor
     form: Int4
 
     @property
     def scale(self) -> torch.Tensor:
         """[rows, groups]"""
-        return self.kept[..., 0].transpose(-1, -2)
+        return self.scales_and_zeros[..., 0].transpose(-1, -2)
 
     @property
     def zero(self) -> torch.Tensor:
         """[rows, groups], whole numbers 0 to 16."""
-        return self.kept[..., 1].transpose(-1, -2)
+        return self.scales_and_zeros[..., 1].transpose(-1, -2)
 
     @property
     def words(self) -> torch.Tensor:
         """[rows, runs, words]"""
-        return self.numbers.transpose(-2, -3)
+        return self.qweight.transpose(-2, -3)
 
     @classmethod
-    def empty(cls, size: tuple[int, ...], form: Int4, placement: Placement) -> Int4Values:
+    def empty(cls, size: tuple[int, ...], form: Int4, placement: Placement) -> Int4Tensor:
         """Not yet filled; `size` ends with rows and columns. ConfigurationError if those do not
         fit groups and words."""
         *stack, rows, columns = size
@@ -69,53 +75,55 @@ class Int4Values:
         words = (*stack, columns // run, rows, run // EACH)
         return cls(
             torch.empty(words, dtype=torch.int32, device=device),
-            torch.full(groups, MIDDLE, dtype=placement.dtype, device=device),
+            torch.full(groups, INT4_DUMMY_ZERO, dtype=placement.dtype, device=device),
             form,
         )
 
-    def __getitem__(self, index: int) -> Int4Values:
+    def __getitem__(self, index: int) -> Int4Tensor:
         """One of a stack."""
-        return Int4Values(self.numbers[index], self.kept[index], self.form)
+        return Int4Tensor(self.qweight[index], self.scales_and_zeros[index], self.form)
 
-    def decoded(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         return decoded(self.words, self.scale, self.zero, dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
-        for part in (self.numbers, self.kept):
+        for part in (self.qweight, self.scales_and_zeros):
             part[:, : len(rows)] = part[:, rows]
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
-    ) -> Iterator[Source]:
+    ) -> Iterator[WeightSource]:
         """ConfigurationError if `slices` cut through a group or a word."""
         group = self.form.group or shape[1]
         numbers, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
-        cut = _Cut(name, shape, slices, group)
+        cut = _FileSlices(name, shape, slices, group)
         if self.form.packing == "compressed-tensors":
-            kept = Converted(numbers, lambda words: packed(_along_columns(words, IN_ORDER)))
+            kept = ConvertingTarget(
+                numbers, lambda words: packed(_unpacked_along_columns(words, NIBBLE_ORDER))
+            )
             yield cut.source("weight_packed", kept, rows=1, columns=EACH)
             yield cut.source("weight_scale", scale, rows=1, columns=group)
             if self.form.zeros:
-                kept = Converted(zero, lambda words: _along_rows(words))
+                kept = ConvertingTarget(zero, lambda words: _unpacked_along_rows(words))
                 yield cut.source("weight_zero_point", kept, rows=EACH, columns=group)
             return
         awq = self.form.packing == "awq"
-        places = AWQ_PLACES if awq else IN_ORDER
-        unpack = partial(_along_columns, places=places)
+        places = AWQ_NIBBLE_ORDER if awq else NIBBLE_ORDER
+        unpack = partial(_unpacked_along_columns, places=places)
         if awq:
-            kept = Converted(numbers, lambda words: packed(unpack(words).t()))
-            yield cut.turned("qweight", kept, rows=EACH, columns=1)
+            kept = ConvertingTarget(numbers, lambda words: packed(unpack(words).t()))
+            yield cut.transposed("qweight", kept, rows=EACH, columns=1)
         else:
-            kept = Converted(numbers, lambda words: packed(_along_rows(words).t()))
-            yield cut.turned("qweight", kept, rows=1, columns=EACH)
+            kept = ConvertingTarget(numbers, lambda words: packed(_unpacked_along_rows(words).t()))
+            yield cut.transposed("qweight", kept, rows=1, columns=EACH)
         shift = self.form.zero_shift
-        kept = Converted(zero, lambda words: (unpack(words) + shift).t())
-        yield cut.turned("qzeros", kept, rows=EACH, columns=group)
-        yield cut.turned("scales", scale.t(), rows=1, columns=group)
+        kept = ConvertingTarget(zero, lambda words: (unpack(words) + shift).t())
+        yield cut.transposed("qzeros", kept, rows=EACH, columns=group)
+        yield cut.transposed("scales", scale.t(), rows=1, columns=group)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _FileSlices:
     """This rank's `slices` of matrix `name`, of `shape`, whose groups have `group` columns."""
 
     name: str
@@ -123,17 +131,17 @@ class _Cut:
     slices: tuple[slice, slice]
     group: int
 
-    def source(self, what: str, target: Target, rows: int, columns: int) -> Source:
+    def source(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
         """Of a tensor with an entry for each `rows` x `columns`: words, where those are eight."""
         total = self.shape[0] // rows, self.shape[1] // columns
         held = self._part(self.slices[0], rows), self._part(self.slices[1], columns)
         stored = WORDS if EACH in (rows, columns) else PLAIN
-        return Source(f"{self.name}.{what}", total, held, target, stored, DUMMY_SCALE)
+        return WeightSource(f"{self.name}.{what}", total, held, target, stored, INT4_DUMMY_SCALE)
 
-    def turned(self, what: str, target: Target, rows: int, columns: int) -> Source:
+    def transposed(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
         """As `source`, of a tensor whose first dimension is that of columns."""
         (height, width), (down, across) = self.shape, self.slices
-        turned = _Cut(self.name, (width, height), (across, down), self.group)
+        turned = _FileSlices(self.name, (width, height), (across, down), self.group)
         return turned.source(what, target, columns, rows)
 
     def _part(self, cut: slice, each: int) -> slice:
@@ -144,13 +152,13 @@ class _Cut:
         return slice(cut.start // each, cut.stop // each)
 
 
-def _along_columns(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
+def _unpacked_along_columns(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
     """int32 [n, m] to uint8 [n, 8 m]; places: of each number among the eight of a word."""
     shifts = 4 * torch.tensor(places, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
-def _along_rows(words: torch.Tensor) -> torch.Tensor:
+def _unpacked_along_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] to uint8 [8 n, m]."""
     shifts = 4 * torch.arange(EACH, dtype=torch.int32, device=words.device)
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)

@@ -10,66 +10,76 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from pipeinfer.layers.decoded import Values
+from pipeinfer.layers.decoded import QuantizedTensor
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Source
-from pipeinfer.layers.rounded import RowRounding, Rows
+from pipeinfer.layers.placement import WeightSource
+from pipeinfer.layers.rounded import ActivationQuantizer, Activations
 
-Kind = TypeVar("Kind", bound=Values)
-Form = TypeVar("Form", bound=Values, contravariant=True)
+TensorKind = TypeVar("TensorKind", bound=QuantizedTensor)
+AnyTensorKind = TypeVar("AnyTensorKind", bound=QuantizedTensor, contravariant=True)
 
 
-class Products(Protocol[Form]):
+class QuantizedGemm(Protocol[AnyTensorKind]):
     """Of rows [T, in] and a format's values of a matrix [out, in]."""
 
     @property
-    def rounding(self) -> RowRounding | None:
+    def input_quantizer(self) -> ActivationQuantizer | None:
         """See Weight."""
         ...
 
-    def product(self, x: Rows, values: Form, bias: torch.Tensor | None, /) -> torch.Tensor:
+    def product(
+        self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
+    ) -> torch.Tensor:
         """[T, out], plus `bias` [out]."""
         ...
 
-    def later(self, x: Rows, values: Form, bias: torch.Tensor | None, /) -> PartialSum | None:
+    def split_k(
+        self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
+    ) -> PartialSum | None:
         """The same, whose splits the norm that follows adds up; None: not for so many rows."""
         ...
 
 
-class Kept(Generic[Kind]):
+class QuantizedWeight(Generic[TensorKind]):
     """A Weight (matrix.py). split: whether a norm may add up its products of few rows."""
 
     def __init__(
-        self, values: Kind, bias: torch.Tensor | None, products: Products[Kind], split: bool
+        self,
+        quantized: TensorKind,
+        bias: torch.Tensor | None,
+        gemm: QuantizedGemm[TensorKind],
+        split_k: bool,
     ) -> None:
         self.bias = bias
-        self._values = values
-        self._products = products
-        self._split = split
+        self._quantized = quantized
+        self._gemm = gemm
+        self._may_split_k = split_k
 
-    def __call__(self, x: Rows) -> torch.Tensor:
-        return self._products.product(x, self._values, self.bias)
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self._gemm.product(x, self._quantized, self.bias)
 
     @property
-    def rounding(self) -> RowRounding | None:
-        return self._products.rounding
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        return self._gemm.input_quantizer
 
-    def gated(self, x: Rows) -> torch.Tensor | None:
+    def swiglu(self, x: Activations) -> torch.Tensor | None:
         return None
 
-    def later(self, x: Rows) -> PartialSum | None:
-        return self._products.later(x, self._values, self.bias) if self._split else None
+    def split_k(self, x: Activations) -> PartialSum | None:
+        return self._gemm.split_k(x, self._quantized, self.bias) if self._may_split_k else None
 
-    def into(self, out: torch.Tensor, x: Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return out.copy_(self._products.product(x, self._values, bias))
+    def into(
+        self, out: torch.Tensor, x: Activations, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return out.copy_(self._gemm.product(x, self._quantized, bias))
 
     def pack(self) -> None:
         """They are as they stay."""
 
     def permute(self, rows: torch.Tensor) -> None:
-        self._values.permute(rows)
+        self._quantized.permute(rows)
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
-    ) -> Iterator[Source]:
-        return self._values.sources(name, rows, shape, slices)
+    ) -> Iterator[WeightSource]:
+        return self._quantized.sources(name, rows, shape, slices)

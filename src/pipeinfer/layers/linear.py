@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.layers.formats import weight
+from pipeinfer.layers.formats import create_weight
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rounded import Rows
+from pipeinfer.layers.placement import Placement, WeightSource
+from pipeinfer.layers.rounded import Activations
 
 
 @dataclass(frozen=True)
-class Block:
+class ColumnShard:
     """Checkpoint matrix `name` of `rows` rows, of which this rank holds [start, stop)."""
 
     name: str
@@ -27,45 +27,45 @@ class Block:
     stop: int
 
 
-class ColumnLinear:
+class ColumnParallelLinear:
     """Several matrices with one input as one weight: block by block, each with this rank's rows.
 
     [T, in] to [T, sum of the blocks' rows]; no collective.
     """
 
     def __init__(
-        self, in_features: int, blocks: Sequence[Block], bias: bool, placement: Placement
+        self, in_features: int, blocks: Sequence[ColumnShard], bias: bool, placement: Placement
     ) -> None:
         rows = sum(block.stop - block.start for block in blocks)
         self._blocks = tuple(blocks)
         self._in_features = in_features
-        self.matrix = weight(
+        self.weight = create_weight(
             placement,
             [block.name for block in blocks],
             (rows, in_features),
             placement.empty(rows) if bias else None,
-            few=True,
+            small_m=True,
         )
 
-    def __call__(self, x: Rows) -> torch.Tensor:
-        return self.matrix(x)
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self.weight(x)
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
-        bias, columns = self.matrix.bias, self._in_features
+        bias, columns = self.weight.bias, self._in_features
         row = 0
         for block in self._blocks:
             rows = slice(row, row + block.stop - block.start)
             held = slice(block.start, block.stop)
             name = f"{prefix}{block.name}"
             shape, slices = (block.rows, columns), (held, slice(0, columns))
-            yield from self.matrix.sources(name, rows, shape, slices)
+            yield from self.weight.sources(name, rows, shape, slices)
             if bias is not None:
-                yield Source(f"{name}.bias", (block.rows,), (held,), bias[rows])
+                yield WeightSource(f"{name}.bias", (block.rows,), (held,), bias[rows])
             row = rows.stop
 
 
-class RowLinear:
+class RowParallelLinear:
     """A matrix split by its input: [T, in / ranks] to the sum over ranks [T, out].
 
     The sum, also that of one rank's product, may still be to be made, by the norm that follows.
@@ -80,39 +80,41 @@ class RowLinear:
         self._out_features = out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
-        self.matrix = weight(
+        self.weight = create_weight(
             placement,
             [name],
             (out_features, self._stop - self._start),
             # Over several ranks the bias counts once: it is added to the sum, not to each share.
-            self._bias if placement.alone else None,
-            split=placement.alone and placement.defers_sums,
+            self._bias if placement.single_rank else None,
+            split_k=placement.single_rank and placement.defers_sums,
         )
 
-    def __call__(self, x: Rows) -> torch.Tensor | PartialSum:
-        later = self.matrix.later(x)
+    def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
+        later = self.weight.split_k(x)
         if later is not None:
             return later
-        fusion = self._placement.fusion
+        fusion = self._placement.all_reduce_fusion
         buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
         if fusion is not None and buffer is not None:
             bias = None if self._placement.shard.rank else self._bias
-            return PartialSum(self.matrix.into(buffer, x, bias), fusion)
-        total = self._placement.reduce(self.matrix(x))
-        return total if self._bias is None or self._placement.alone else total.add_(self._bias)
+            return PartialSum(self.weight.into(buffer, x, bias), fusion)
+        total = self._placement.reduce(self.weight(x))
+        return (
+            total if self._bias is None or self._placement.single_rank else total.add_(self._bias)
+        )
 
-    def share(self, x: Rows) -> torch.Tensor:
+    def unreduced(self, x: Activations) -> torch.Tensor:
         """What this rank adds to the sum, for who has more to add; of layers without a bias."""
-        return self.matrix(x)
+        return self.weight(x)
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
         rows, held = self._out_features, slice(self._start, self._stop)
         name, every = f"{prefix}{self._name}", slice(0, rows)
         shape = (rows, self._in_features)
-        yield from self.matrix.sources(name, every, shape, (every, held))
+        yield from self.weight.sources(name, every, shape, (every, held))
         if self._bias is not None:
-            yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
+            yield WeightSource(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
 
 
 def merged_qkv(
@@ -122,7 +124,7 @@ def merged_qkv(
     head_dim: int,
     bias: bool,
     placement: Placement,
-) -> ColumnLinear:
+) -> ColumnParallelLinear:
     """Rows: this rank's query heads, then its key heads, then its value heads."""
     first, last = placement.shard.span(num_heads)
     kv_first, kv_last = placement.shard.kv_span(num_kv_heads)
@@ -132,10 +134,10 @@ def merged_qkv(
         ("v_proj", num_kv_heads, kv_first, kv_last),
     ]
     blocks = [
-        Block(name, total * head_dim, start * head_dim, stop * head_dim)
+        ColumnShard(name, total * head_dim, start * head_dim, stop * head_dim)
         for name, total, start, stop in heads
     ]
-    return ColumnLinear(hidden_size, blocks, bias, placement)
+    return ColumnParallelLinear(hidden_size, blocks, bias, placement)
 
 
 def merged_gate_up(
@@ -144,7 +146,7 @@ def merged_gate_up(
     bias: bool,
     placement: Placement,
     merged: bool = False,
-) -> ColumnLinear:
+) -> ColumnParallelLinear:
     """Rows: this rank's share of the gate, then the same share of the up projection.
 
     merged: on disk, too, they are one.
@@ -153,9 +155,11 @@ def merged_gate_up(
     if merged:
         begins = (0, intermediate_size)
         blocks = [
-            Block("gate_up_proj", 2 * intermediate_size, begin + start, begin + stop)
+            ColumnShard("gate_up_proj", 2 * intermediate_size, begin + start, begin + stop)
             for begin in begins
         ]
-        return ColumnLinear(hidden_size, blocks, bias, placement)
-    blocks = [Block(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")]
-    return ColumnLinear(hidden_size, blocks, bias, placement)
+        return ColumnParallelLinear(hidden_size, blocks, bias, placement)
+    blocks = [
+        ColumnShard(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")
+    ]
+    return ColumnParallelLinear(hidden_size, blocks, bias, placement)

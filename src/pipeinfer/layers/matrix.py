@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Source
-from pipeinfer.layers.rounded import RowRounding, Rows
-from pipeinfer.layers.skinny import SkinnyProducts
+from pipeinfer.layers.placement import WeightSource
+from pipeinfer.layers.rounded import ActivationQuantizer, Activations
+from pipeinfer.layers.skinny import SmallMGemm
 
-PACKED_FOR_ROWS = 64  # a hint for the layout: a decode step; any number of rows may come
+PACKING_HINT_ROWS = 64  # a hint for the layout: a decode step; any number of rows may come
 
 
 class Weight(Protocol):
@@ -27,23 +27,25 @@ class Weight(Protocol):
 
     bias: torch.Tensor | None
 
-    def __call__(self, x: Rows, /) -> torch.Tensor: ...
+    def __call__(self, x: Activations, /) -> torch.Tensor: ...
 
     @property
-    def rounding(self) -> RowRounding | None:
+    def input_quantizer(self) -> ActivationQuantizer | None:
         """How it rounds x; x may come as that made it. None: not."""
         ...
 
-    def gated(self, x: Rows, /) -> torch.Tensor | None:
+    def swiglu(self, x: Activations, /) -> torch.Tensor | None:
         """SwiGLU of the product, gate first, [T, out / 2]; None: not for so many rows, or not in
         this format. The bias counts nothing."""
         ...
 
-    def later(self, x: Rows, /) -> PartialSum | None:
+    def split_k(self, x: Activations, /) -> PartialSum | None:
         """The product, whose splits the norm that follows adds up; None as for `gated`."""
         ...
 
-    def into(self, out: torch.Tensor, x: Rows, bias: torch.Tensor | None = None, /) -> torch.Tensor:
+    def into(
+        self, out: torch.Tensor, x: Activations, bias: torch.Tensor | None = None, /
+    ) -> torch.Tensor:
         """`out` [T, out], which becomes the product, plus `bias` in place of the matrix's own."""
         ...
 
@@ -57,28 +59,28 @@ class Weight(Protocol):
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
-    ) -> Iterator[Source]:
+    ) -> Iterator[WeightSource]:
         """What fills `rows`: `slices` of the checkpoint's matrix `name`, which has `shape`."""
         ...
 
 
-class Matrix:
+class UnquantizedWeight:
     """A Weight in the dtype of what it is multiplied with. few, split: the kernels for products of
     few rows, and for those that a norm adds up, where they are wanted."""
 
-    rounding = None
+    input_quantizer = None
 
     def __init__(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        few: SkinnyProducts | None = None,
-        split: SkinnyProducts | None = None,
+        small_m: SmallMGemm | None = None,
+        split_k: SmallMGemm | None = None,
     ) -> None:
         self.bias = bias
         self._weight: torch.Tensor | None = weight
         self._packed: torch.Tensor | None = None
-        self._few, self._split = few, split
+        self._small_m, self._small_m_split_k = small_m, split_k
 
     @property
     def weight(self) -> torch.Tensor:
@@ -89,16 +91,20 @@ class Matrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
-            return self._plain(x)
+            return self._unpacked_product(x)
         if x.shape[0] == 1:  # one row alone takes another path, with other rounding
-            return self._product(x.expand(2, -1))[:1]
-        return self._product(x)
+            return self._packed_product(x.expand(2, -1))[:1]
+        return self._packed_product(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        return None if self._few is None else self._few.gated(x, self.weight)
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self._small_m is None else self._small_m.swiglu(x, self.weight)
 
-    def later(self, x: torch.Tensor) -> PartialSum | None:
-        return None if self._split is None else self._split.later(x, self.weight, self.bias)
+    def split_k(self, x: torch.Tensor) -> PartialSum | None:
+        return (
+            None
+            if self._small_m_split_k is None
+            else self._small_m_split_k.split_k(x, self.weight, self.bias)
+        )
 
     def into(
         self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -110,21 +116,21 @@ class Matrix:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(bias, x, self.weight.t(), out=out)
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        if self._few is not None:
-            product = self._few.product(x, self.weight, self.bias)
+    def _unpacked_product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._small_m is not None:
+            product = self._small_m.product(x, self.weight, self.bias)
             if product is not None:
                 return product
         return functional.linear(x, self.weight, self.bias)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def pack(self) -> None:
         """Replaces the weight by its packed form, where this CPU has one for its dtype."""
         if self._packed is None and _packable(self.weight):
             weight = self.weight.detach()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_HINT_ROWS)
             self._weight = None
 
     def permute(self, rows: torch.Tensor) -> None:
@@ -132,8 +138,8 @@ class Matrix:
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
-    ) -> Iterator[Source]:
-        yield Source(f"{name}.weight", shape, slices, self.weight[rows])
+    ) -> Iterator[WeightSource]:
+        yield WeightSource(f"{name}.weight", shape, slices, self.weight[rows])
 
 
 def _packable(weight: torch.Tensor) -> bool:

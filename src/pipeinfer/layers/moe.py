@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeinfer.layers.experts import Experts
+from pipeinfer.layers.experts import LocalExperts
 from pipeinfer.layers.mlp import GatedMLP
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rounded import RowRounding, Rows, plain_rows
-from pipeinfer.layers.routing import Router, Sigmoids
-from pipeinfer.layers.skinny import skinny_products
+from pipeinfer.layers.placement import Placement, WeightSource
+from pipeinfer.layers.rounded import ActivationQuantizer, Activations, unquantized
+from pipeinfer.layers.routing import SigmoidLinear, TopKRouter
+from pipeinfer.layers.skinny import small_m_gemm
 
 
 class SharedExpert:
@@ -29,11 +29,11 @@ class SharedExpert:
     def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
         self._name = name
         self._mlp = mlp
-        self._gate = Sigmoids(1, mlp.hidden_size, placement) if gated else None
+        self._gate = SigmoidLinear(1, mlp.hidden_size, placement) if gated else None
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def unreduced(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum over ranks, [T, hidden]."""
-        out = self._mlp.share(x)
+        out = self._mlp.unreduced(x)
         return out if self._gate is None else out.mul_(self._gate(x))
 
     def pack(self) -> None:
@@ -42,21 +42,21 @@ class SharedExpert:
         if self._gate is not None:
             self._gate.pack()
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
         yield from self._mlp.sources(f"{prefix}{self._name}.")
         if self._gate is not None:
             yield from self._gate.sources(f"{prefix}{self._name}_gate.")
 
 
-class SparseMLP:
+class SparseMoeBlock:
     """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses, plus what
     `shared` gives."""
 
     def __init__(
         self,
-        router: Router,
-        experts: Experts,
+        router: TopKRouter,
+        experts: LocalExperts,
         placement: Placement,
         shared: SharedExpert | None = None,
     ) -> None:
@@ -64,31 +64,31 @@ class SparseMLP:
         self._experts = experts
         self._placement = placement
         self._shared = shared
-        defers = placement.alone and placement.defers_sums and shared is None
-        self._summing = skinny_products(placement.device, placement.dtype) if defers else None
+        defers = placement.single_rank and placement.defers_sums and shared is None
+        self._summing = small_m_gemm(placement.device, placement.dtype) if defers else None
 
     @property
-    def rounding(self) -> RowRounding | None:
+    def input_quantizer(self) -> ActivationQuantizer | None:
         """See Weight (matrix.py)."""
-        return self._experts.rounding
+        return self._experts.input_quantizer
 
-    def __call__(self, x: Rows) -> torch.Tensor | PartialSum:
-        plain = plain_rows(x)
+    def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
+        plain = unquantized(x)
         unsummed = None if self._summing is None else self._experts.unsummed
         if self._summing is not None and unsummed is not None:
             return PartialSum(unsummed(x, *self._router(plain)), self._summing)
-        share = self._share(x)
+        share = self._routed(x)
         if self._shared is not None:
-            share += self._shared.share(plain)
-        return self._placement.later(share)
+            share += self._shared.unreduced(plain)
+        return self._placement.reduce_deferred(share)
 
-    def _share(self, x: Rows) -> torch.Tensor:
+    def _routed(self, x: Activations) -> torch.Tensor:
         """What this rank's experts add to the sum, [T, hidden]."""
-        weights, experts = self._router(plain_rows(x))
-        grouped = self._experts.grouped
+        weights, experts = self._router(unquantized(x))
+        grouped = self._experts.fused
         if grouped is not None:
             return grouped(x, weights, experts)
-        held, top_k = self._experts.held, experts.shape[1]
+        held, top_k = self._experts.shard, experts.shape[1]
         pairs = experts.flatten() - held.first  # pair i is token i // top_k
         if held.count < self._router.num_experts:
             pairs[(pairs < 0) | (pairs >= held.count)] = held.count  # another's: behind all others
@@ -108,7 +108,7 @@ class SparseMLP:
         if self._shared is not None:
             self._shared.pack()
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""
         yield from self._router.sources(prefix)
         yield from self._experts.sources(prefix)

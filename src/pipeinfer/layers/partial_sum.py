@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 
-class Summing(Protocol):
+class SumNorm(Protocol):
     """A sum, residual addition and RMSNorm in one."""
 
     def add_norm(
@@ -22,7 +22,7 @@ class Summing(Protocol):
         ...
 
 
-class Fusion(Summing, Protocol):
+class AllReduceFusion(SumNorm, Protocol):
     """With an all-reduce: `partial` is a filled buffer, and all ranks call in the same order.
 
     It takes all messages of a forward pass or none: afterwards, a rank's residual may be right in
@@ -40,10 +40,10 @@ class PartialSum:
     all parts of one, [P, T, size]."""
 
     partial: torch.Tensor
-    summing: Summing
+    kernel: SumNorm
 
     @property
-    def splits(self) -> bool:
+    def is_split_k(self) -> bool:
         """Whether nothing but its parts has to be added up."""
         return self.partial.dim() == 3
 
@@ -51,4 +51,4 @@ class PartialSum:
         self, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of sum and residual [T, size], their sum, where the residual was)."""
-        return self.summing.add_norm(self.partial, residual, weight, eps)
+        return self.kernel.add_norm(self.partial, residual, weight, eps)

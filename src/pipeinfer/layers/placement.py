@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Quantization
-from pipeinfer.layers.partial_sum import Fusion, PartialSum
+from pipeinfer.layers.partial_sum import AllReduceFusion, PartialSum
 
 DUMMY_STD = 0.02
 
@@ -22,12 +22,12 @@ DUMMY_STD = 0.02
 class Shard:
     """Rank `rank` of `size` tensor-parallel ranks.
 
-    whole_experts: of a mixture each rank has some experts, instead of a share of every one.
+    expert_parallel: of a mixture each rank has some experts, instead of a share of every one.
     """
 
     rank: int = 0
     size: int = 1
-    whole_experts: bool = False
+    expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, stop) of `total` things, which must divide evenly."""
@@ -38,7 +38,7 @@ class Shard:
 
     def expert_span(self, num_experts: int) -> tuple[int, int]:
         """This rank's experts, [start, stop): as many as another's, or one more or less."""
-        if not self.whole_experts:
+        if not self.expert_parallel:
             return 0, num_experts
         return self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size
 
@@ -80,17 +80,17 @@ class Placement:
     device: torch.device
     collectives: Collectives | None = None
     compiled: bool = False
-    fusion: Fusion | None = None
+    all_reduce_fusion: AllReduceFusion | None = None
     defers_sums: bool = True
     quantization: Quantization | None = None
     path: str = ""
     moe_backend: str = "triton"
 
-    def summed(self) -> Placement:
+    def without_deferred_sums(self) -> Placement:
         """For layers whose sums must be made before they reach the residual stream."""
-        return replace(self, fusion=None, defers_sums=False)
+        return replace(self, all_reduce_fusion=None, defers_sums=False)
 
-    def within(self, name: str) -> Placement:
+    def submodule(self, name: str) -> Placement:
         """Of module `name` of this one, with its dot."""
         return replace(self, path=f"{self.path}{name}")
 
@@ -101,7 +101,7 @@ class Placement:
         return self.quantization.of(f"{self.path}{name}" for name in names)
 
     @property
-    def decodes(self) -> bool:
+    def dequantizes(self) -> bool:
         """Weights become plain as they are loaded."""
         return self.quantization is None or self.quantization.dequantize_at_load
 
@@ -110,24 +110,28 @@ class Placement:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
-    def alone(self) -> bool:
+    def single_rank(self) -> bool:
         """One rank: nothing to add up or gather."""
         return self.shard.size == 1
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of `partial` over the ranks."""
-        return partial if self.alone else self._collectives().all_reduce(partial)
+        return partial if self.single_rank else self._collectives().all_reduce(partial)
 
-    def later(self, partial: torch.Tensor) -> torch.Tensor | PartialSum:
+    def reduce_deferred(self, partial: torch.Tensor) -> torch.Tensor | PartialSum:
         """Sum of `partial` [T, size] over the ranks, to be made by the norm if that can."""
-        buffer = None if self.fusion is None else self.fusion.buffer(*partial.shape)
-        if self.fusion is None or buffer is None:
+        buffer = (
+            None
+            if self.all_reduce_fusion is None
+            else self.all_reduce_fusion.buffer(*partial.shape)
+        )
+        if self.all_reduce_fusion is None or buffer is None:
             return self.reduce(partial)
-        return PartialSum(buffer.copy_(partial), self.fusion)
+        return PartialSum(buffer.copy_(partial), self.all_reduce_fusion)
 
     def gather(self, partial: torch.Tensor) -> torch.Tensor:
         """`partial` of all ranks side by side in the last dimension."""
-        return partial if self.alone else self._collectives().all_gather(partial)
+        return partial if self.single_rank else self._collectives().all_gather(partial)
 
     def _collectives(self) -> Collectives:
         if self.collectives is None:
@@ -137,7 +141,7 @@ class Placement:
         return self.collectives
 
 
-class Target(Protocol):
+class CopyTarget(Protocol):
     """A tensor, or what takes its values as a tensor does."""
 
     @property
@@ -145,11 +149,11 @@ class Target(Protocol):
 
     def copy_(self, values: torch.Tensor, /) -> object: ...
 
-    def __getitem__(self, rows: slice, /) -> Target: ...
+    def __getitem__(self, rows: slice, /) -> CopyTarget: ...
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertingTarget:
     """A Target that keeps, in `kept`, what `convert` makes of whole sources."""
 
     kept: torch.Tensor
@@ -162,12 +166,12 @@ class Converted:
     def copy_(self, values: torch.Tensor) -> None:
         self.kept.copy_(self.convert(values.to(self.kept.device)))
 
-    def __getitem__(self, rows: slice) -> Target:
+    def __getitem__(self, rows: slice) -> CopyTarget:
         raise TypeError("a converted source is read at once")
 
 
 @dataclass(frozen=True)
-class Rounding:
+class QuantizingTarget:
     """A Target that keeps plain rows [n, columns] as `round` gives them: `weight` [n, columns], in
     fewer bits, and `scale`, one or more of each row."""
 
@@ -184,12 +188,12 @@ class Rounding:
         self.weight.copy_(rounded)
         self.scale.copy_(scale)
 
-    def __getitem__(self, rows: slice) -> Rounding:
-        return Rounding(self.weight[rows], self.scale[rows], self.round)
+    def __getitem__(self, rows: slice) -> QuantizingTarget:
+        return QuantizingTarget(self.weight[rows], self.scale[rows], self.round)
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its `slices`.
 
     `target` is a view into a parameter of this rank, or converts on the way there; slices of fewer
@@ -200,11 +204,11 @@ class Source:
     name: str
     shape: tuple[int, ...]
     slices: tuple[slice, ...]
-    target: Target
-    stored: tuple[str, ...] | None = None
+    target: CopyTarget
+    stored_dtypes: tuple[str, ...] | None = None
     dummy: float = DUMMY_STD
 
 
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+def full_slices(shape: tuple[int, ...]) -> tuple[slice, ...]:
     """The slices that are everything."""
     return tuple(slice(0, size) for size in shape)

@@ -15,7 +15,7 @@ from pipeinfer.kernels.e4m3 import E4M3
 
 
 @dataclass(frozen=True)
-class RoundedRows:
+class QuantizedActivations:
     """e4m3 [T, n], and the float32 scales of its rows, [T, 1], or of parts of them, [T, parts].
 
     plain: the rows as they were, where somebody beside the weight reads them.
@@ -23,7 +23,7 @@ class RoundedRows:
 
     values: torch.Tensor
     scale: torch.Tensor
-    plain: torch.Tensor | None = None
+    unquantized: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -37,22 +37,22 @@ class RoundedRows:
 
 
 # A torch.Tensor [T, n]; or RoundedRows, of a RowRounding that the weight they are for has given.
-Rows = Any
+Activations = Any
 
 
-def plain_rows(x: Rows) -> torch.Tensor:
+def unquantized(x: Activations) -> torch.Tensor:
     """Rows as they were; those that are rounded have to have kept them."""
-    return x.plain if x.dtype == E4M3 else x
+    return x.unquantized if x.dtype == E4M3 else x
 
 
-class RowRounding:
+class ActivationQuantizer:
     """How a weight wants its rows rounded. part: values that share a scale, 0: all of a row; keeps:
     norms and rows, as they were, too. Needs triton."""
 
-    def __init__(self, part: int = 0, keeps: bool = False) -> None:
+    def __init__(self, group_size: int = 0, keep_unquantized: bool = False) -> None:
         from pipeinfer.kernels import norm, rounding
 
-        self._part, self._keeps = part, keeps
+        self._part, self._keeps = group_size, keep_unquantized
         self._norm = norm.rounded_norm
         self._gated = rounding.round_gated
         self._rows = rounding.round_parts
@@ -64,17 +64,17 @@ class RowRounding:
         eps: float,
         residual: torch.Tensor | None,
         offset: float,
-    ) -> RoundedRows:
+    ) -> QuantizedActivations:
         """RMSNorm of x [T, n], or of the sum of x [P, T, n], plus `residual`, which becomes that
         sum; `offset` is added to the weight."""
         plain = weight.new_empty(x.shape[-2:]) if self._keeps else None
         rounded = self._norm(x, weight, eps, residual, offset, self._part, plain)
-        return RoundedRows(*rounded, plain)
+        return QuantizedActivations(*rounded, plain)
 
-    def gated(self, merged: torch.Tensor) -> RoundedRows:
+    def swiglu(self, merged: torch.Tensor) -> QuantizedActivations:
         """SwiGLU of [T, 2 n], gate first."""
-        return RoundedRows(*self._gated(merged, self._part))
+        return QuantizedActivations(*self._gated(merged, self._part))
 
-    def rows(self, x: torch.Tensor) -> RoundedRows:
+    def quantize(self, x: torch.Tensor) -> QuantizedActivations:
         """x [T, n] itself."""
-        return RoundedRows(*self._rows(x, self._part), x if self._keeps else None)
+        return QuantizedActivations(*self._rows(x, self._part), x if self._keeps else None)

@@ -11,12 +11,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pipeinfer.layers.matrix import Matrix
-from pipeinfer.layers.placement import Placement, Source, whole
-from pipeinfer.layers.skinny import skinny_products
+from pipeinfer.layers.matrix import UnquantizedWeight
+from pipeinfer.layers.placement import Placement, WeightSource, full_slices
+from pipeinfer.layers.skinny import small_m_gemm
 
 
-class Router(Protocol):
+class TopKRouter(Protocol):
     """x [T, hidden] to weights of any float dtype and experts int32 or 64, both [T, top_k]."""
 
     num_experts: int
@@ -25,7 +25,7 @@ class Router(Protocol):
 
     def pack(self) -> None: ...
 
-    def sources(self, prefix: str) -> Iterator[Source]: ...
+    def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
 
 class SoftmaxRouter:
@@ -47,53 +47,55 @@ class SoftmaxRouter:
     ) -> None:
         self.num_experts = num_experts
         self._name = name
-        self.matrix = Matrix(
+        self.weight = UnquantizedWeight(
             placement.empty(num_experts, hidden_size),
             placement.empty(num_experts) if bias else None,
         )
         self._top_k = top_k
         self._normalize = normalize
-        self._choose = _choice_on(placement.device)
-        self._narrow = skinny_products(placement.device, placement.dtype)
+        self._top_k_of = _softmax_top_k_on(placement.device)
+        self._small_m = small_m_gemm(placement.device, placement.dtype)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's dtype."""
-        return self._choose(self._scores(x), self._top_k, self._normalize, x.dtype)
+        return self._top_k_of(self._logits(x), self._top_k, self._normalize, x.dtype)
 
-    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """[T, experts], or [P, T, experts], to be summed over P."""
-        if self._narrow is not None:
-            partial = self._narrow.narrow(x, self.matrix.weight, self.matrix.bias)
+        if self._small_m is not None:
+            partial = self._small_m.split_k_parts(x, self.weight.weight, self.weight.bias)
             if partial is not None:
                 return partial
-        return self.matrix(x)
+        return self.weight(x)
 
     def pack(self) -> None:
         """To be called when the weights are final."""
-        self.matrix.pack()
+        self.weight.pack()
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
-        for kind, values in (("weight", self.matrix.weight), ("bias", self.matrix.bias)):
+        for kind, values in (("weight", self.weight.weight), ("bias", self.weight.bias)):
             if values is not None:
                 shape = tuple(values.shape)
-                yield Source(f"{prefix}{self._name}.{kind}", shape, whole(shape), values)
+                yield WeightSource(
+                    f"{prefix}{self._name}.{kind}", shape, full_slices(shape), values
+                )
 
 
-Choice = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+SoftmaxTopK = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _choice_on(device: torch.device) -> Choice:
+def _softmax_top_k_on(device: torch.device) -> SoftmaxTopK:
     """(scores [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
     kernel on a GPU, which also sums scores [P, T, experts]."""
     if device.type != "cuda":
-        return _by_torch
+        return _softmax_top_k
     from pipeinfer.kernels.softmax_choice import softmax_choice
 
     return softmax_choice
 
 
-def _by_torch(
+def _softmax_top_k(
     scores: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weights, experts = scores.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
@@ -102,7 +104,7 @@ def _by_torch(
     return weights.to(dtype), experts
 
 
-class Sigmoids:
+class SigmoidLinear:
     """x [T, hidden] to the sigmoids of `size` products, [T, size]."""
 
     def __init__(self, size: int, hidden_size: int, placement: Placement) -> None:
@@ -110,24 +112,24 @@ class Sigmoids:
         # the rest in another way: what a token gets would depend on how many tokens there are.
         weight = placement.empty(size + 1, hidden_size)
         weight[size:].zero_()
-        self._matrix = Matrix(weight)
+        self._weight = UnquantizedWeight(weight)
         self._size = size
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._matrix(x)[:, : self._size].sigmoid()
+        return self._weight(x)[:, : self._size].sigmoid()
 
     def pack(self) -> None:
         """To be called when the weights are final."""
-        self._matrix.pack()
+        self._weight.pack()
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""
-        weight = self._matrix.weight[: self._size]
+        weight = self._weight.weight[: self._size]
         shape = tuple(weight.shape)
-        yield Source(f"{prefix}weight", shape, whole(shape), weight)
+        yield WeightSource(f"{prefix}weight", shape, full_slices(shape), weight)
 
 
-class GroupedChoice(NamedTuple):
+class GroupedTopK(NamedTuple):
     """`top_k` experts out of the best `top_groups` of `groups` runs of experts.
 
     normalize: their weights add up to `scale`, else each is its score times that.
@@ -147,28 +149,28 @@ class SigmoidRouter:
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, choice: GroupedChoice, placement: Placement
+        self, hidden_size: int, num_experts: int, grouped: GroupedTopK, placement: Placement
     ) -> None:
         self.num_experts = num_experts
-        self._choice = choice
+        self._grouped = grouped
         exact = replace(placement, dtype=torch.float32)
-        self._scores = Sigmoids(num_experts, hidden_size, exact)
+        self._scores = SigmoidLinear(num_experts, hidden_size, exact)
         self._bias = exact.empty(num_experts)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in float32."""
-        choice = self._choice
+        choice = self._grouped
         scores = self._scores(x.to(torch.float32))
-        experts = self._of_best_groups(scores + self._bias).topk(choice.top_k, dim=-1).indices
+        experts = self._in_best_groups(scores + self._bias).topk(choice.top_k, dim=-1).indices
         weights = scores.gather(1, experts)
         if choice.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * choice.scale, experts
 
-    def _of_best_groups(self, biased: torch.Tensor) -> torch.Tensor:
+    def _in_best_groups(self, biased: torch.Tensor) -> torch.Tensor:
         """[T, num_experts], where those of other groups cannot be chosen. A group is as good as its
         two best."""
-        _, groups, top_groups, *_ = self._choice
+        _, groups, top_groups, *_ = self._grouped
         if top_groups == groups:
             return biased
         grouped = biased.unflatten(-1, (groups, -1))
@@ -181,8 +183,10 @@ class SigmoidRouter:
         """To be called when the weights are final."""
         self._scores.pack()
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
         yield from self._scores.sources(f"{prefix}gate.")
         shape = tuple(self._bias.shape)
-        yield Source(f"{prefix}gate.e_score_correction_bias", shape, whole(shape), self._bias)
+        yield WeightSource(
+            f"{prefix}gate.e_score_correction_bias", shape, full_slices(shape), self._bias
+        )

@@ -11,13 +11,13 @@ from functools import lru_cache
 import torch
 
 from pipeinfer.kernels.skinny_tiles import tile as choose
-from pipeinfer.layers.fused import HALVES
+from pipeinfer.layers.fused import HALF_DTYPES
 from pipeinfer.layers.partial_sum import PartialSum
 
-SHARED_BYTES = 200 * 1024  # of a block: the tiles were chosen for GPUs that have as much
+MIN_SHARED_MEMORY_BYTES = 200 * 1024  # of a block: the tiles were chosen for GPUs that have as much
 
 
-class SkinnyProducts:
+class SmallMGemm:
     """Products of x [T, depth] with weights [width, depth]. Knows by measurement which to take.
     Needs triton."""
 
@@ -34,12 +34,12 @@ class SkinnyProducts:
         tile = choose("product", x.shape[0], *weight.shape)
         return None if tile is None else self._products.product(x, weight, tile, bias)
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
         tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
         return None if tile is None else self._products.gated_product(x, weight, tile)
 
-    def later(
+    def split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
         """x @ weight.T + bias, [T, width], whose splits the norm that follows adds up."""
@@ -49,7 +49,7 @@ class SkinnyProducts:
         partial = self._products.split_product(x, weight, tile, bias)
         return PartialSum(partial, self)
 
-    def narrow(
+    def split_k_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """float32 [P, T, width], whose sum over P is x @ weight.T + bias, of a matrix with few
@@ -65,10 +65,10 @@ class SkinnyProducts:
 
 
 @lru_cache(maxsize=8)
-def skinny_products(device: torch.device, dtype: torch.dtype) -> SkinnyProducts | None:
+def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
     """None where the device has less room than the tiles take, or `dtype` no tensor cores."""
-    if device.type != "cuda" or dtype not in HALVES:
+    if device.type != "cuda" or dtype not in HALF_DTYPES:
         return None
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", 0)
-    return SkinnyProducts() if room >= SHARED_BYTES else None
+    return SmallMGemm() if room >= MIN_SHARED_MEMORY_BYTES else None

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pipeinfer.layers.decoded import Decoded
-from pipeinfer.layers.formats import eight_bits, values
-from pipeinfer.layers.matrix import Matrix, Weight
+from pipeinfer.layers.decoded import DequantizedWeight
+from pipeinfer.layers.formats import empty_quantized, empty_stacked_fp8
+from pipeinfer.layers.matrix import UnquantizedWeight, Weight
 from pipeinfer.layers.placement import Placement
 
 
-class Stack:
+class PerExpertWeights:
     """`size`: matrices, out, in. `names`: of the modules within placement's that they are made of;
     ConfigurationError unless all are stored alike. scale: float32, by row or by block, of a weight
     that stays in e4m3; see kernels/moe.py.
@@ -28,33 +28,33 @@ class Stack:
         form = placement.format(names)
         self._on_host = placement.device.type == "cpu"
         self._dtype = placement.dtype
-        self._weight: torch.Tensor | None = None
+        self._stacked: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
-        self.matrices: Sequence[Weight]
+        self.weights: Sequence[Weight]
         if form is None:
-            self._weight = placement.empty(*size)
-            self.matrices = [Matrix(weight) for weight in self._weight]
+            self._stacked = placement.empty(*size)
+            self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
             return
-        few = eight_bits(form, size, placement)
-        kept = values(form, size, placement) if few is None else few
+        few = empty_stacked_fp8(form, size, placement)
+        kept = empty_quantized(form, size, placement) if few is None else few
         if few is not None:
-            self._weight, self.scale = few.weight, few.scale
-        self._values = [kept[index] for index in range(size[0])]
-        self.matrices = [Decoded(one, None, placement) for one in self._values]
+            self._stacked, self.scale = few.weight, few.scale
+        self._quantized = [kept[index] for index in range(size[0])]
+        self.weights = [DequantizedWeight(one, None, placement) for one in self._quantized]
 
     @property
-    def weight(self) -> torch.Tensor:
+    def stacked(self) -> torch.Tensor:
         """[matrices, out, in] on a GPU, from `pack` on, if it had to be decoded."""
-        if self._weight is None:
+        if self._stacked is None:
             raise RuntimeError("these matrices are not one tensor")
-        return self._weight
+        return self._stacked
 
     def pack(self) -> None:
         """To be called when the weights are final. On the host each matrix is packed by itself."""
         if self._on_host:
-            for matrix in self.matrices:
+            for matrix in self.weights:
                 matrix.pack()
-        elif self._weight is None:
-            self._weight = torch.stack([one.decoded(self._dtype) for one in self._values])
-            self.matrices = [Matrix(weight) for weight in self._weight]
-            self._values = []
+        elif self._stacked is None:
+            self._stacked = torch.stack([one.dequantized(self._dtype) for one in self._quantized])
+            self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
+            self._quantized = []

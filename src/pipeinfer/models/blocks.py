@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.attention import Heads, SelfAttention
+from pipeinfer.layers.attention import AttentionHeads, SelfAttention
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.mlp import GATES, GatedMLP
-from pipeinfer.layers.moe import SharedExpert, SparseMLP
-from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
+from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
+from pipeinfer.layers.moe import SharedExpert, SparseMoeBlock
+from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.rope import lanes
-from pipeinfer.layers.routing import Router, SoftmaxRouter
+from pipeinfer.layers.rope import neox_permutation
+from pipeinfer.layers.routing import SoftmaxRouter, TopKRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 
 
 def each_layer(config: ModelConfig, placement: Placement) -> Iterator[tuple[int, Placement]]:
     """Every layer's number, and `placement` within it."""
     for index in range(config.num_layers):
-        yield index, placement.within(f"model.layers.{index}.")
+        yield index, placement.submodule(f"model.layers.{index}.")
 
 
 def decoder_layer(
@@ -37,7 +37,7 @@ def decoder_layer(
 ) -> DecoderLayer:
     """Layer `index` with pre-norms, its parts named on disk as Llama names them."""
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    head_norm = USUAL if qk_norm else None
+    head_norm = RMS_NORM if qk_norm else None
     return DecoderLayer(
         input_norm=RMSNorm("input_layernorm", hidden, eps, placement),
         attention=attention(config, index, placement, qkv_bias, output_bias, head_norm),
@@ -59,17 +59,17 @@ def attention(
     return SelfAttention(
         index,
         hidden_size=config.hidden_size,
-        heads=Heads(
+        heads=AttentionHeads(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             norm,
-            lanes(config.ropes[index], config.head_dim),
+            neox_permutation(config.ropes[index], config.head_dim),
             config.sinks,
         ),
         bias=qkv_bias,
         output_bias=output_bias,
-        placement=placement.within("self_attn."),
+        placement=placement.submodule("self_attn."),
     )
 
 
@@ -77,7 +77,7 @@ def dense_mlp(
     config: ModelConfig, placement: Placement, bias: bool = False, merged: bool = False
 ) -> GatedMLP:
     """The gated block of a dense layer; merged: its gate and up are one on disk."""
-    gate, within = GATES[config.activation], placement.within("mlp.")
+    gate, within = GATED_ACTIVATIONS[config.activation], placement.submodule("mlp.")
     return GatedMLP(config.hidden_size, config.intermediate_size, bias, within, gate, merged)
 
 
@@ -95,20 +95,20 @@ def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
 def sparse_mlp(
     config: ModelConfig,
     placement: Placement,
-    router: Router | None = None,
+    router: TopKRouter | None = None,
     shared: SharedExpert | None = None,
-) -> SparseMLP:
+) -> SparseMoeBlock:
     """The mixture of a sparse layer; without `router` it chooses by probability."""
-    size, within = config.moe_intermediate_size, placement.within("mlp.")
+    size, within = config.moe_intermediate_size, placement.submodule("mlp.")
     experts = GatedExperts(config.hidden_size, size, config.num_experts, within)
-    return SparseMLP(router or softmax_router(config, placement), experts, placement, shared)
+    return SparseMoeBlock(router or softmax_router(config, placement), experts, placement, shared)
 
 
 def shared_expert(
     config: ModelConfig, name: str, gated: bool, placement: Placement
 ) -> SharedExpert:
     """What all tokens of a sparse layer go to, called `name` on disk."""
-    size, gate = config.shared_intermediate_size, GATES[config.activation]
-    within = placement.summed().within(f"mlp.{name}.")
+    size, gate = config.shared_intermediate_size, GATED_ACTIVATIONS[config.activation]
+    within = placement.without_deferred_sums().submodule(f"mlp.{name}.")
     mlp = GatedMLP(config.hidden_size, size, False, within, gate)
     return SharedExpert(name, mlp, gated, placement)

@@ -14,26 +14,27 @@ import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
-from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
-from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
+from pipeinfer.layers.embedding import Embedding, LMHead, VocabShard
+from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.placement import Placement, WeightSource
 from pipeinfer.layers.rope import Rope, Rotation
-from pipeinfer.layers.rounded import RowRounding, Rows
+from pipeinfer.layers.rounded import ActivationQuantizer, Activations
 from pipeinfer.step import AttentionShape
 
 
 class FeedForward(Protocol):
-    """A dense or a sparse MLP: [T, hidden] to [T, hidden]. rounding: see Weight (matrix.py)."""
+    """A dense or a sparse MLP: [T, hidden] to [T, hidden]. input_quantizer: see Weight
+    (layers/weight.py)."""
 
     @property
-    def rounding(self) -> RowRounding | None: ...
+    def input_quantizer(self) -> ActivationQuantizer | None: ...
 
-    def __call__(self, x: Rows) -> torch.Tensor | PartialSum: ...
+    def __call__(self, x: Activations) -> torch.Tensor | PartialSum: ...
 
     def pack(self) -> None: ...
 
-    def sources(self, prefix: str) -> Iterator[Source]: ...
+    def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
 
 class Layer(Protocol):
@@ -54,13 +55,13 @@ class Layer(Protocol):
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]: ...
 
-    def sources(self, prefix: str) -> Iterator[Source]: ...
+    def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
 
 class TokenEmbedding(Protocol):
     """Ids int64 [T] to vectors [T, hidden], a new tensor, out of `rows`."""
 
-    rows: VocabularyRows
+    rows: VocabShard
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor: ...
 
@@ -84,14 +85,14 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
         `rows` alone, int64 [S]."""
-        rounded, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        rounded, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
         x = self.attention(rounded, rotation, attend, rows)
         if rows is not None:
             residual = residual[rows]
-        rounded, residual = self.middle_norm.add(x, residual, self.mlp.rounding)
+        rounded, residual = self.middle_norm.add_norm(x, residual, self.mlp.input_quantizer)
         return self.mlp(rounded), residual
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this layer, with its dot."""
         yield from self.input_norm.sources(prefix)
         yield from self.attention.sources(f"{prefix}self_attn.")
@@ -112,16 +113,16 @@ class CausalLM:
         config: ModelConfig,
         layers: Sequence[Layer],
         placement: Placement,
-        norm_kind: NormKind = USUAL,
-        embed: Callable[[VocabularyRows, Placement], TokenEmbedding] = Embedding,
+        norm_kind: NormKind = RMS_NORM,
+        embed: Callable[[VocabShard, Placement], TokenEmbedding] = Embedding,
     ) -> None:
         self.config = config
         self.layers = layers
         size = (config.vocab_size, config.hidden_size)
-        rows = VocabularyRows("embed_tokens", *size, placement)
+        rows = VocabShard("embed_tokens", *size, placement)
         self.embedding = embed(rows, placement)
         tied = config.tie_word_embeddings
-        self.head = Head(rows if tied else VocabularyRows("lm_head", *size, placement), placement)
+        self.head = LMHead(rows if tied else VocabShard("lm_head", *size, placement), placement)
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement, norm_kind)
         different = list(dict.fromkeys(config.ropes))
         self.ropes = [
@@ -147,10 +148,10 @@ class CausalLM:
         for index, layer in enumerate(self.layers):
             rotation = rotations[self._rope_of_layer[index]]
             x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
-        return self.norm.add(x, residual)[0]
+        return self.norm.add_norm(x, residual)[0]
 
     @property
-    def vocabulary(self) -> VocabularyRows:
+    def vocabulary(self) -> VocabShard:
         """What its logits are about."""
         return self.head.rows
 
@@ -160,7 +161,7 @@ class CausalLM:
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's share of them: [S, hidden] to [S, share], from id `head.rows.start` on."""
-        return self.head.local(hidden)
+        return self.head.local_logits(hidden)
 
     def attention_shapes(self) -> list[AttentionShape]:
         """This rank's heads, layer by layer."""
@@ -184,9 +185,9 @@ class CausalLM:
         for layer in self.layers:
             layer.attention.pack()
             layer.mlp.pack()
-        self.head.rows.matrix.pack()
+        self.head.rows.weight.pack()
 
-    def sources(self) -> Iterator[Source]:
+    def sources(self) -> Iterator[WeightSource]:
         """Every parameter, and the checkpoint tensor that fills it."""
         yield from self.embedding.rows.sources("model.")
         for index, layer in enumerate(self.layers):

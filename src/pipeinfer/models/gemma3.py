@@ -11,7 +11,7 @@ from functools import partial
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.embedding import ScaledEmbedding
-from pipeinfer.layers.norm import OFFSET
+from pipeinfer.layers.norm import GEMMA_RMS_NORM
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.blocks import attention, dense_mlp, each_layer
 from pipeinfer.models.causal_lm import CausalLM
@@ -22,19 +22,19 @@ NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforw
 
 def build(config: ModelConfig, placement: Placement) -> CausalLM:
     """The model with its parameters allocated, not filled."""
-    every = each_layer(config, placement.summed())
+    every = each_layer(config, placement.without_deferred_sums())
     layers = [_layer(config, index, at) for index, at in every]
     embed = partial(ScaledEmbedding, scale=config.hidden_size**0.5)
-    return CausalLM(config, layers, placement, OFFSET, embed)
+    return CausalLM(config, layers, placement, GEMMA_RMS_NORM, embed)
 
 
 def _layer(config: ModelConfig, index: int, placement: Placement) -> SandwichLayer:
     bias = config.attention_bias
     return sandwich_layer(
         config,
-        attention(config, index, placement, bias, bias, OFFSET),
+        attention(config, index, placement, bias, bias, GEMMA_RMS_NORM),
         dense_mlp(config, placement),
         NORMS,
-        OFFSET,
+        GEMMA_RMS_NORM,
         placement,
     )

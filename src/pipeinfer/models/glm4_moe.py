@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.routing import GroupedChoice, SigmoidRouter
+from pipeinfer.layers.routing import GroupedTopK, SigmoidRouter
 from pipeinfer.models.blocks import decoder_layer, dense_mlp, each_layer, shared_expert, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 
@@ -39,7 +39,7 @@ def _mlp(config: ModelConfig, index: int, placement: Placement) -> FeedForward:
 
 
 def _router(config: ModelConfig, placement: Placement) -> SigmoidRouter:
-    choice = GroupedChoice(
+    choice = GroupedTopK(
         config.num_experts_per_tok,
         config.expert_groups,
         config.top_expert_groups,

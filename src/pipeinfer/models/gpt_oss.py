@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.clamped_experts import ClampedExperts
-from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.moe import SparseMoeBlock
 from pipeinfer.layers.placement import Placement
 from pipeinfer.layers.routing import SoftmaxRouter
 from pipeinfer.models.blocks import decoder_layer, each_layer
@@ -31,11 +31,11 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
     return CausalLM(config, layers, placement)
 
 
-def _mlp(config: ModelConfig, placement: Placement) -> SparseMLP:
+def _mlp(config: ModelConfig, placement: Placement) -> SparseMoeBlock:
     hidden, experts = config.hidden_size, config.num_experts
     top_k = config.num_experts_per_tok
     router = SoftmaxRouter(hidden, experts, top_k, True, placement, name="router", bias=True)
     size = config.moe_intermediate_size
-    within = placement.within("mlp.")
+    within = placement.submodule("mlp.")
     clamped = ClampedExperts(hidden, size, experts, config.swiglu, within)
-    return SparseMLP(router, clamped, placement)
+    return SparseMoeBlock(router, clamped, placement)

@@ -13,7 +13,7 @@ from math import isfinite
 import torch
 
 from pipeinfer.kernels.e4m3 import ONES, Scales
-from pipeinfer.layers.placement import Source, whole
+from pipeinfer.layers.placement import WeightSource, full_slices
 from pipeinfer.models.weights import DTYPES, Stored, open_weights
 from pipeinfer.settings import ConfigurationError
 
@@ -56,7 +56,7 @@ def _scale(name: str, entry: Stored, stored: Mapping[str, Stored]) -> float:
             "fp8_e4m3 takes one number for each layer's keys and one for its values"
         )
     with open_weights(entry.file, stored) as opened:
-        opened.fill(Source(name, entry.shape, whole(entry.shape), target))
+        opened.fill(WeightSource(name, entry.shape, full_slices(entry.shape), target))
     scale = float(target)
     if not (isfinite(scale) and scale > 0):
         raise ConfigurationError(f"{name} in {entry.file} is {scale:g}, no positive number")

@@ -14,7 +14,7 @@ import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.checkpoint.rope import RopeConfig
-from pipeinfer.layers.placement import Source, whole
+from pipeinfer.layers.placement import WeightSource, full_slices
 from pipeinfer.layers.rope import inverse_frequencies
 from pipeinfer.models.weights import Opened, Stored, open_weights
 from pipeinfer.settings import ConfigurationError
@@ -112,7 +112,7 @@ def _shape(name: str, stored: Mapping[str, Stored], config: ModelConfig, opened:
 
 def _read(name: str, entry: Stored, opened: Opened, dtype: torch.dtype) -> torch.Tensor:
     target = torch.empty(entry.shape, dtype=dtype)
-    opened.fill(Source(name, entry.shape, whole(entry.shape), target))
+    opened.fill(WeightSource(name, entry.shape, full_slices(entry.shape), target))
     return target
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.placement import Shard, Source
+from pipeinfer.layers.placement import Shard, WeightSource
 from pipeinfer.models.build import ALONE, build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.kv_scales import SCALE
@@ -94,7 +94,7 @@ def load_weights(
 def _fill(
     model: CausalLM, folder: Path, progress: Progress | None, stored: Mapping[str, Stored]
 ) -> None:
-    by_file: dict[Path, list[Source]] = defaultdict(list)
+    by_file: dict[Path, list[WeightSource]] = defaultdict(list)
     left: Counter[str] = Counter()  # sources that a tensor is yet to fill
     for source in model.sources():
         by_file[_stored(source, stored, folder).file].append(source)
@@ -114,7 +114,7 @@ def _fill(
                         progress(done, total)
 
 
-def _stored(source: Source, stored: Mapping[str, Stored], folder: Path) -> Stored:
+def _stored(source: WeightSource, stored: Mapping[str, Stored], folder: Path) -> Stored:
     """Where `source` lies on disk, if it is there and as the model expects it."""
     entry = stored.get(source.name)
     if entry is None:
@@ -124,7 +124,7 @@ def _stored(source: Source, stored: Mapping[str, Stored], folder: Path) -> Store
             f"{source.name} in {entry.file} has shape {list(entry.shape)}, "
             f"the configuration asks for {list(source.shape)}"
         )
-    supported = source.stored or dtypes(entry.file)
+    supported = source.stored_dtypes or dtypes(entry.file)
     if entry.dtype not in supported:
         raise ConfigurationError(
             f"{source.name} in {entry.file} is {entry.dtype}; supported: {', '.join(supported)}"
@@ -148,7 +148,7 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
         generator.manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))  # 32 bits count
         if "scale" in source.name:
             full = torch.full(source.shape, source.dummy, device=device)
-        elif source.stored is not None and source.stored[0] in WHOLE_NUMBERS:
+        elif source.stored_dtypes is not None and source.stored_dtypes[0] in WHOLE_NUMBERS:
             bits = torch.empty(source.shape, dtype=torch.int32, device=device)
             full = bits.random_(generator=generator)
         else:

@@ -15,7 +15,7 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.norm import NormKind, RMSNorm
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.placement import Placement, WeightSource
 from pipeinfer.layers.rope import Rotation
 from pipeinfer.models.causal_lm import FeedForward
 
@@ -44,14 +44,14 @@ class SandwichLayer:
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As DecoderLayer."""
-        rounded, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        rounded, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
         x = self.attention_norm(cast(torch.Tensor, self.attention(rounded, rotation, attend, rows)))
         if rows is not None:
             residual = residual[rows]
-        rounded, residual = self.middle_norm.add(x, residual, self.mlp.rounding)
+        rounded, residual = self.middle_norm.add_norm(x, residual, self.mlp.input_quantizer)
         return self.mlp_norm(cast(torch.Tensor, self.mlp(rounded))), residual
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this layer, with its dot."""
         for norm in (self.input_norm, self.attention_norm, self.middle_norm, self.mlp_norm):
             yield from norm.sources(prefix)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.placement import Source
+from pipeinfer.layers.placement import WeightSource
 from pipeinfer.models.weights import Stored, dtypes, open_weights
 from pipeinfer.settings import ConfigurationError
 
@@ -79,7 +79,7 @@ def _equal(config: ModelConfig, stored: Mapping[str, Stored]) -> bool:
             for opened, name in ((head, HEAD), (embedding, EMBEDDING)):
                 target = torch.empty((end - begin, shape[1]), dtype=dtype)
                 slices = (slice(begin, end), slice(0, shape[1]))
-                opened.fill(Source(name, shape, slices, target))
+                opened.fill(WeightSource(name, shape, slices, target))
                 parts.append(target)
             if not torch.equal(*parts):
                 return False

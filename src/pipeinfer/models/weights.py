@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_model_names
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
-from pipeinfer.layers.placement import Source
+from pipeinfer.layers.placement import WeightSource
 from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
@@ -27,7 +27,7 @@ Stored = StoredTensor | GgufTensor
 class Opened(Protocol):
     """A file that weights are read from."""
 
-    def fill(self, source: Source) -> None:
+    def fill(self, source: WeightSource) -> None:
         """Copies the source's slices into its target, in the target's dtype."""
         ...
 
@@ -69,7 +69,7 @@ class _Plain:
         self._opened = opened
         self._stored = stored
 
-    def fill(self, source: Source) -> None:
+    def fill(self, source: WeightSource) -> None:
         within = self._stored[source.name].slice
         slices = source.slices
         if within.index is not None:
@@ -89,7 +89,7 @@ class _Packed:
         self._file = file
         self._stored = stored
 
-    def fill(self, source: Source) -> None:
+    def fill(self, source: WeightSource) -> None:
         rows = len(source.slices) > 1
         for run, values in self._file.pieces(self._stored[source.name], source.slices):
             piece = torch.from_numpy(values)

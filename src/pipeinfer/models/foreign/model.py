@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import PreTrainedModel
 
-from pipeinfer.layers.attention import Attend, ReadyHeads
+from pipeinfer.layers.attention import Attend, RotatedQKV
 from pipeinfer.models.foreign.hook import Called, hooked
 from pipeinfer.step import AttentionShape
 
@@ -103,7 +103,7 @@ class ForeignModel:
         dim, padded = self._shapes[layer].head_dim, self._dims[layer]
         heads = (called.query, called.key, called.value)
         ready = (_by_token(part[0], padded - dim) for part in heads)
-        out = attend(layer, ReadyHeads(*ready))
+        out = attend(layer, RotatedQKV(*ready))
         return out[None, ..., :dim]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
