@@ -62,7 +62,7 @@ def ways(collectives: Any, rows: int, hidden: int) -> dict[str, Callable[[Any], 
     import torch
     import torch.distributed as dist
 
-    from pipeinfer.layers.fused import fused_ops
+    from pipeinfer.layers.elementwise import fused_ops
 
     device = torch.device("cuda", torch.cuda.current_device())
     fused = fused_ops(device, torch.bfloat16)

@@ -9,16 +9,12 @@ import torch
 
 from draws import seeded
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Mxfp4, Quantization
-from pipeinfer.layers.clamped_experts import ClampedExperts
-from pipeinfer.layers.decoded import DequantizedWeight
-from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.formats import create_weight
-from pipeinfer.layers.kept import QuantizedWeight
+from pipeinfer.layers.experts import ClampedExperts, GatedExperts
+from pipeinfer.layers.linear import create_weight
 from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
 from pipeinfer.layers.norm import RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.rounded import QuantizedActivations
+from pipeinfer.layers.placement import PartialSum, Placement, Shard
+from pipeinfer.layers.weight import DequantizedWeight, QuantizedActivations, QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 WIDTH, DEPTH = 1024, 512

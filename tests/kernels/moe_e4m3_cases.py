@@ -17,14 +17,12 @@ from pipeinfer.kernels.moe_e4m3 import (
 )
 from pipeinfer.kernels.moe_tiles import ROUNDED, MoeTiles, Tiles
 from pipeinfer.kernels.rounding import round_parts
-from pipeinfer.layers import fp8_products
+from pipeinfer.layers import quantized_float
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.moe import SparseMoeBlock
+from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
 from pipeinfer.layers.moe_backends import TritonExperts
 from pipeinfer.layers.norm import RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.routing import SoftmaxRouter
+from pipeinfer.layers.placement import PartialSum, Placement, Shard
 
 # What is between the products may be rounded to the other of two neighbours: on tensor cores, which
 # add up products of FP8 with fewer bits than float32, up to a tenth of all values. A value that is
@@ -129,7 +127,7 @@ def chosen_by(mixture, x):
 @torch.inference_mode()
 def test_a_mixture_takes_rows_as_the_norm_before_it_rounds_them(form, monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(fp8_products, "small_m_gemm_8bit", lambda _: object())
+        monkeypatch.setattr(quantized_float, "small_m_gemm_8bit", lambda _: object())
     norm, mixture, experts = layer(form, HALVES[-1], False)
     experts._backend = TritonExperts
     plain_norm, plain, plain_experts = layer(form, torch.float32, True)

@@ -13,7 +13,7 @@ from pipeinfer.kernels.fp8 import round_rows
 from pipeinfer.kernels.norm import rms_norm_reference
 from pipeinfer.kernels.rounding import round_parts_reference
 from pipeinfer.kernels.skinny_tiles import Tile
-from pipeinfer.layers.skinny import SmallMGemm
+from pipeinfer.layers.weight import SmallMGemm
 
 WIDTH, DEPTH = 64, 256
 SMALL = Tile(rows=16, columns=32, step=64, splits=1, warps=4, stages=3)

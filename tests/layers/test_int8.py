@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from pipeinfer.checkpoint.quantization import Int8, Quantization
 from pipeinfer.engine import loading
-from pipeinfer.layers.embedding import Embedding, LMHead, VocabShard
-from pipeinfer.layers.formats import create_weight
-from pipeinfer.layers.int8_products import DEQUANTIZE_MIN_ROWS
-from pipeinfer.layers.int8_values import INT8_MAX, Int8Tensor
-from pipeinfer.layers.kept import QuantizedWeight
+from pipeinfer.layers.linear import Embedding, LMHead, VocabShard, create_weight
 from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.quantized_int import DEQUANTIZE_MIN_ROWS, INT8_MAX, Int8Tensor
+from pipeinfer.layers.weight import QuantizedWeight
 from pipeinfer.settings import ConfigurationError
 
 CPU = torch.device("cpu")

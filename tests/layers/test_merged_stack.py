@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pipeinfer.checkpoint.quantization import Fp8, Mxfp4
-from pipeinfer.layers.merged_stack import MergedExpertWeights
-from pipeinfer.layers.mxfp4_values import Mxfp4Tensor
+from pipeinfer.layers.experts import MergedExpertWeights
 from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.quantized_float import Mxfp4Tensor
 from pipeinfer.settings import ConfigurationError
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.embedding import Embedding, LMHead, VocabShard
 from pipeinfer.layers.experts import GatedExperts
+from pipeinfer.layers.linear import Embedding, LMHead, VocabShard
 from pipeinfer.layers.mlp import gelu_and_mul, silu_and_mul
-from pipeinfer.layers.moe import SparseMoeBlock
+from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
 from pipeinfer.layers.norm import GEMMA_RMS_NORM, HeadNorm, RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.routing import SoftmaxRouter
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from pipeinfer.layers.matrix import UnquantizedWeight
+from pipeinfer.layers.weight import UnquantizedWeight
 
 ROWS = (0, 1, 2, 3, 8, 17, 64, 200)
 

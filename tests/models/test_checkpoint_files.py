@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointCache
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.layers.matrix import UnquantizedWeight
+from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError

@@ -17,7 +17,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.engine.loading import choose
 from pipeinfer.kernels.fp8 import round_rows, round_rows_closely
-from pipeinfer.layers.matrix import UnquantizedWeight
+from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.settings import ConfigurationError, Settings

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.layers.fp8_products import FP8_MIN_CAPABILITY
-from pipeinfer.layers.skinny import MIN_SHARED_MEMORY_BYTES
+from pipeinfer.layers.quantized_float import FP8_MIN_CAPABILITY
+from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
 
 HEADS = (64, 96, 128, 192, 256)
 ALL_PACKAGES: frozenset[str] = frozenset({"flashinfer", "sgl_kernel"})

@@ -13,10 +13,9 @@ import torch
 
 from pipeinfer.layers.linear import RowParallelLinear, merged_qkv
 from pipeinfer.layers.norm import HeadNorm, NormKind
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, WeightSource
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.rope import Rotation, rotate
-from pipeinfer.layers.rounded import ActivationQuantizer, Activations
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
 
 class LayerQKV(Protocol):

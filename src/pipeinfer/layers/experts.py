@@ -1,22 +1,139 @@
-"""The experts of a mixture that one rank has, as matrices: which, what of each, and their product.
+"""Matrices of one size, one for each expert that a rank has, in one piece of memory.
 
-Knows no router: rows come ordered by expert. Source: arxiv.org/abs/2101.03961.
+In FP8 they stay so where a device has kernels for it; in other formats they become plain once they
+are final. Knows no expert and no product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from pipeinfer.checkpoint.quantization import Format, Mxfp4
 from pipeinfer.kernels.fp8 import SIDE
+from pipeinfer.layers.linear import empty_quantized, empty_stacked_fp8
 from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.moe_backends import FusedExperts, StackedExperts, choose_backend
 from pipeinfer.layers.placement import Placement, Shard, WeightSource
-from pipeinfer.layers.rounded import ActivationQuantizer
-from pipeinfer.layers.stack import PerExpertWeights
+from pipeinfer.layers.quantized_float import Mxfp4Tensor, small_m_gemm_8bit
+from pipeinfer.layers.weight import (
+    ActivationQuantizer,
+    DequantizedWeight,
+    UnquantizedWeight,
+    Weight,
+)
+from pipeinfer.settings import ConfigurationError
+
+
+class PerExpertWeights:
+    """`size`: matrices, out, in. `names`: of the modules within placement's that they are made of;
+    ConfigurationError unless all are stored alike. scale: float32, by row or by block, of a weight
+    that stays in e4m3; see kernels/moe.py.
+    """
+
+    def __init__(
+        self, placement: Placement, names: Iterable[str], size: tuple[int, int, int]
+    ) -> None:
+        form = placement.format(names)
+        self._on_host = placement.device.type == "cpu"
+        self._dtype = placement.dtype
+        self._stacked: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
+        self.weights: Sequence[Weight]
+        if form is None:
+            self._stacked = placement.empty(*size)
+            self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
+            return
+        few = empty_stacked_fp8(form, size, placement)
+        kept = empty_quantized(form, size, placement) if few is None else few
+        if few is not None:
+            self._stacked, self.scale = few.weight, few.scale
+        self._quantized = [kept[index] for index in range(size[0])]
+        self.weights = [DequantizedWeight(one, None, placement) for one in self._quantized]
+
+    @property
+    def stacked(self) -> torch.Tensor:
+        """[matrices, out, in] on a GPU, from `pack` on, if it had to be decoded."""
+        if self._stacked is None:
+            raise RuntimeError("these matrices are not one tensor")
+        return self._stacked
+
+    def pack(self) -> None:
+        """To be called when the weights are final. On the host each matrix is packed by itself."""
+        if self._on_host:
+            for matrix in self.weights:
+                matrix.pack()
+        elif self._stacked is None:
+            self._stacked = torch.stack([one.dequantized(self._dtype) for one in self._quantized])
+            self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
+            self._quantized = []
+
+
+class MergedExpertWeights:
+    """`size`: matrices, out, in. halves: rows of two matrices stand on disk in turn, and one after
+    the other once they are final. ConfigurationError if form is neither None, plain, nor MXFP4.
+
+    plain: [matrices, out, in], final from `pack` on; None where they stay in MXFP4.
+    """
+
+    def __init__(
+        self,
+        form: Format | None,
+        size: tuple[int, int, int],
+        placement: Placement,
+        interleaved: bool = False,
+    ) -> None:
+        if form not in (None, Mxfp4()):
+            raise ConfigurationError(
+                "experts with bounds are stored plain or in mxfp4, not in another number format"
+            )
+        self._stored = None if form is None else Mxfp4Tensor.empty(size, placement)
+        kept = form is not None and not placement.dequantizes
+        stays = kept and small_m_gemm_8bit(placement) is not None
+        self.unquantized = None if stays else placement.empty(*size)
+        self._interleaved = interleaved
+        self._packed: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(weight, scale) as kernels/moe.py takes them, from `pack` on; RuntimeError before."""
+        if self._packed is None:
+            raise RuntimeError("these matrices are not final yet")
+        return self._packed
+
+    def pack(self) -> None:
+        """To be called once, when the weights are final."""
+        plain, stored, self._stored = self.unquantized, self._stored, None
+        if self._interleaved:
+            for part in (plain,) if stored is None else (stored.values, stored.exponents):
+                if part is not None:
+                    deinterleave(part)
+        if plain is not None:
+            if stored is not None:
+                stored.dequantize_into(plain)
+            self._packed = plain, None
+        elif stored is not None:
+            self._packed = stored.padded_for_kernels()
+
+    def sources(
+        self, name: str, shape: tuple[int, int, int], held: tuple[slice, slice, slice]
+    ) -> Iterator[WeightSource]:
+        """`held` of matrices, out and in of `shape`, which is that of all ranks."""
+        if self._stored is not None:
+            yield from self._stored.sources(name, shape, held)
+        elif self.unquantized is not None:
+            (count, out, deep), (matrices, rows, columns) = shape, held
+            turned = self.unquantized.transpose(1, 2)
+            yield WeightSource(name, (count, deep, out), (matrices, columns, rows), turned)
+
+
+def deinterleave(stack: torch.Tensor) -> None:
+    """Of each matrix, rows 0, 2, 4 ... come before rows 1, 3, 5 ..., in place."""
+    for rows in stack:
+        rows.copy_(torch.cat((rows[::2], rows[1::2])))
 
 
 @dataclass(frozen=True)
@@ -146,3 +263,108 @@ class GatedExperts:
             yield from gate_up.sources(f"{name}gate_proj", gate, column, (part, every))
             yield from gate_up.sources(f"{name}up_proj", up, column, (part, every))
             yield from down.sources(f"{name}down_proj", every, row, (every, part))
+
+
+class ClampedExperts:
+    """Experts (experts.py): (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
+    within it on both sides. One by one only where their matrices are plain."""
+
+    input_quantizer = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        swiglu: tuple[float, float],
+        placement: Placement,
+    ) -> None:
+        self._swiglu = swiglu
+        self._num_experts = num_experts
+        self._backend = choose_backend(placement)
+        self.shard = expert_shard(placement.shard, num_experts, intermediate_size)
+        count, share, form = self.shard.count, self.shard.local_size, placement.format(["experts"])
+        self.gate_up = MergedExpertWeights(
+            form, (count, 2 * share, hidden_size), placement, interleaved=True
+        )
+        self._gate_up_biases = placement.empty(count, 2 * share)
+        self.down = MergedExpertWeights(form, (count, hidden_size, share), placement)
+        self._down_biases = placement.empty(count, hidden_size)
+        # Of an expert that is split over the ranks, one rank adds the bias to the sum.
+        self._adds_down_bias = placement.shard.expert_parallel or placement.shard.rank == 0
+        self._experts = self._unquantized_weights()
+
+    def _unquantized_weights(self) -> list[tuple[UnquantizedWeight, UnquantizedWeight]]:
+        """Gate and up, and down of each expert; none where they are not plain."""
+        rows, down = self.gate_up.unquantized, self.down.unquantized
+        if rows is None or down is None:
+            return []
+        biases = self._down_biases if self._adds_down_bias else [None] * self.shard.count
+        return [
+            (UnquantizedWeight(one, row_bias), UnquantizedWeight(other, bias))
+            for one, row_bias, other, bias in zip(
+                rows, self._gate_up_biases, down, biases, strict=True
+            )
+        ]
+
+    @property
+    def fused(self) -> FusedExperts | None:
+        return None if self._backend is None else self._backend(self._stacked()).summed
+
+    @property
+    def unsummed(self) -> FusedExperts | None:
+        if self._backend is None or self.shard.count < self._num_experts:
+            return None
+        return self._backend(self._stacked()).unsummed
+
+    def _stacked(self) -> StackedExperts:
+        from pipeinfer.kernels.moe import Bounded
+
+        bounded = Bounded(
+            *self._swiglu, self._gate_up_biases, self._down_biases if self._adds_down_bias else None
+        )
+        gate_up, down = self.gate_up.for_kernels, self.down.for_kernels
+        return StackedExperts(gate_up, down, self.shard.first, self._num_experts, bounded)
+
+    def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return sequential_experts(
+            x, counts, [self._expert(*matrices) for matrices in self._experts]
+        )
+
+    def _expert(
+        self, gate_up: UnquantizedWeight, down: UnquantizedWeight
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda rows: down(self._activate(gate_up(rows)))
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        slope, limit = self._swiglu
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return up.add_(1.0).mul_(gate.mul(slope).sigmoid_().mul_(gate))
+
+    def pack(self) -> None:
+        """To be called once, when the weights are final."""
+        self.gate_up.pack()
+        self.down.pack()
+        deinterleave(self._gate_up_biases)
+        if self._backend is not None:
+            return
+        del self.gate_up, self.down
+        for matrices in self._experts:
+            for matrix in matrices:
+                matrix.pack()
+
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
+        """`prefix` is the path of the mixture, with its dot."""
+        held, hidden, of = self.shard, self._down_biases.shape[1], self._num_experts
+        experts, every = slice(held.first, held.last), slice(0, hidden)
+        wide, both = 2 * held.size, slice(2 * held.start, 2 * held.stop)
+        name, part = f"{prefix}experts.", slice(held.start, held.stop)
+        at = experts, both
+        yield WeightSource(f"{name}gate_up_proj_bias", (of, wide), at, self._gate_up_biases)
+        at = experts, every
+        yield WeightSource(f"{name}down_proj_bias", (of, hidden), at, self._down_biases)
+        at = experts, both, every
+        yield from self.gate_up.sources(f"{name}gate_up_proj", (of, wide, hidden), at)
+        at = experts, every, part
+        yield from self.down.sources(f"{name}down_proj", (of, hidden, held.size), at)

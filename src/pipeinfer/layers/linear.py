@@ -1,20 +1,100 @@
-"""Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree.
+"""From how a matrix is stored in the checkpoint to the Weight that holds it on this rank's device.
 
-Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Knows no
-attention, no model and no file.
+Knows which device has products for which format; no layer and no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
-from pipeinfer.layers.formats import create_weight
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, WeightSource
-from pipeinfer.layers.rounded import Activations
+from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.quantized_float import Fp8Tensor, fp8_gemm, stacked_fp8
+from pipeinfer.layers.quantized_int import Int4Tensor, Int8Tensor, int4_gemm, int8_gemm
+from pipeinfer.layers.weight import (
+    Activations,
+    DequantizedWeight,
+    QuantizedGemm,
+    QuantizedTensor,
+    QuantizedWeight,
+    UnquantizedWeight,
+    Weight,
+    small_m_gemm,
+)
+from pipeinfer.settings import ConfigurationError
+
+
+class StackedTensor(QuantizedTensor, Protocol):
+    """Values of one matrix, or of a stack of them."""
+
+    def __getitem__(self, index: int, /) -> QuantizedTensor:
+        """One of a stack."""
+        ...
+
+
+# By the class of a format: room for values of a size, not yet filled; and for a size the products
+# that a device has with them, None without.
+EMPTY_TENSORS: Mapping[type, Callable[[tuple[int, ...], Any, Placement], StackedTensor]] = {
+    Fp8: Fp8Tensor.empty,
+    Int4: Int4Tensor.empty,
+    Int8: Int8Tensor.empty,
+}
+GEMMS: Mapping[type, Callable[[Any, tuple[int, int], Placement], QuantizedGemm[Any] | None]] = {
+    Fp8: fp8_gemm,
+    Int4: int4_gemm,
+    Int8: int8_gemm,
+}
+# Room for a stack whose kernels take it as it is stored, None without.
+EIGHT_BITS: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Tensor | None]] = {
+    Fp8: stacked_fp8
+}
+
+
+def create_weight(
+    placement: Placement,
+    names: Iterable[str],
+    size: tuple[int, int],
+    bias: torch.Tensor | None,
+    small_m: bool = False,
+    split_k: bool = False,
+) -> Weight:
+    """A matrix of `size`, [out, in], of which modules `names` within placement's are the rows.
+
+    few, split: as a Matrix's. Raises ConfigurationError if the size does not fit the format.
+    """
+    form = placement.format(names)
+    if form is None or form == Mxfp4():  # which is for experts alone
+        skinny = small_m_gemm(placement.device, placement.dtype)
+        return UnquantizedWeight(
+            placement.empty(*size), bias, skinny if small_m else None, skinny if split_k else None
+        )
+    kept = empty_quantized(form, size, placement)
+    products = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
+    if products is None:
+        return DequantizedWeight(kept, bias, placement)
+    return QuantizedWeight(kept, bias, products, split_k)
+
+
+def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -> StackedTensor:
+    """Room for a matrix of `size`, or for a stack of them."""
+    if form == Mxfp4():
+        raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
+    return EMPTY_TENSORS[type(form)](size, form, placement)
+
+
+def empty_stacked_fp8(
+    form: Format, size: tuple[int, int, int], placement: Placement
+) -> Fp8Tensor | None:
+    """Room for a stack of matrices that stays in FP8; None: in this format, on this device or of
+    this size they have to become plain."""
+    room = None if placement.dequantizes else EIGHT_BITS.get(type(form))
+    return None if room is None else room(form, size, placement)
 
 
 @dataclass(frozen=True)
@@ -163,3 +243,96 @@ def merged_gate_up(
         ColumnShard(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")
     ]
     return ColumnParallelLinear(hidden_size, blocks, bias, placement)
+
+
+# Of rows int64 [T], counted from this rank's first: [T, hidden].
+Lookup = Callable[[torch.Tensor], torch.Tensor]
+
+
+class VocabShard:
+    """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
+
+    matrix: for products.
+    """
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        shard = placement.shard
+        share = -(-vocab_size // shard.size)
+        self._name = name
+        self.vocab_size = vocab_size
+        self.start = min(shard.rank * share, vocab_size)
+        self.stop = min(self.start + share, vocab_size)
+        self._hidden = hidden_size
+        size, used, form = (share, hidden_size), self.stop - self.start, Int8()
+        how = placement.quantization
+        stays = how is not None and how.format == form
+        products = int8_gemm(form, size, placement) if stays else None
+        self._values = None if products is None else Int8Tensor.empty(size, form, placement)
+        if products is None or self._values is None:
+            self._plain = UnquantizedWeight(placement.empty(*size))
+            self._plain.weight[used:].zero_()
+            self.weight: Weight = self._plain
+            return
+        self.weight = QuantizedWeight(self._values, None, products, split_k=False)
+        for part in (self._values.weight, self._values.scale):
+            part[used:].zero_()
+
+    def lookup(self) -> Lookup:
+        """Looks rows up, for whoever asks before the matrix is packed; a plain one stays then."""
+        if self._values is not None:
+            return self._values.lookup
+        return partial(functional.embedding, weight=self._plain.weight)
+
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
+        """`prefix` is the path of the parent module, with its dot."""
+        held, shape = slice(0, self.stop - self.start), (self.vocab_size, self._hidden)
+        slices = (slice(self.start, self.stop), slice(0, self._hidden))
+        yield from self.weight.sources(f"{prefix}{self._name}", held, shape, slices)
+
+
+class Embedding:
+    """Ids int64 [T] to vectors [T, hidden], a new tensor; the sum over ranks."""
+
+    def __init__(self, rows: VocabShard, placement: Placement) -> None:
+        self.rows = rows
+        self._lookup = rows.lookup()
+        self._placement = placement
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.rows
+        if self._placement.single_rank:
+            return self._lookup(tokens)
+        local = tokens - rows.start
+        foreign = (local < 0) | (local >= rows.stop - rows.start)
+        vectors = self._lookup(local.masked_fill(foreign, 0))
+        return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
+
+
+class ScaledEmbedding:
+    """As Embedding, times `scale`, which is rounded to the model's dtype first."""
+
+    def __init__(self, rows: VocabShard, placement: Placement, scale: float) -> None:
+        self.rows = rows
+        self._plain = Embedding(rows, placement)
+        self._scale = float(torch.tensor(scale, dtype=placement.dtype))
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._plain(tokens).mul_(self._scale)
+
+
+class LMHead:
+    """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
+
+    `local` gives this rank's share only, [S, share], for ids `rows.start` and following.
+    """
+
+    def __init__(self, rows: VocabShard, placement: Placement) -> None:
+        self.rows = rows
+        self._placement = placement
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._placement.gather(self.local_logits(hidden))
+        return logits[:, : self.rows.vocab_size]
+
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rows.weight(hidden)

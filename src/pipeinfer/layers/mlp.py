@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import FusedOps, fused_ops
+from pipeinfer.layers.elementwise import FusedOps, fused_ops
 from pipeinfer.layers.linear import RowParallelLinear, merged_gate_up
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, WeightSource
-from pipeinfer.layers.rounded import ActivationQuantizer, Activations
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
 ActivationOp = Callable[[torch.Tensor], torch.Tensor]
 

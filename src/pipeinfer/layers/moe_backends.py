@@ -16,7 +16,7 @@ import torch
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.layers.mlp import silu_and_mul
-from pipeinfer.layers.rounded import ActivationQuantizer, Activations
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import FusedOps, NormOps, fused_ops
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, WeightSource, full_slices
-from pipeinfer.layers.rounded import ActivationQuantizer, Activations, QuantizedActivations
+from pipeinfer.layers.elementwise import FusedOps, NormOps, fused_ops
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource, full_slices
+from pipeinfer.layers.weight import ActivationQuantizer, Activations, QuantizedActivations
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -11,11 +11,10 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import AttentionHeads, SelfAttention
 from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
-from pipeinfer.layers.moe import SharedExpert, SparseMoeBlock
+from pipeinfer.layers.moe import SharedExpert, SoftmaxRouter, SparseMoeBlock, TopKRouter
 from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
 from pipeinfer.layers.rope import neox_permutation
-from pipeinfer.layers.routing import SoftmaxRouter, TopKRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 
 

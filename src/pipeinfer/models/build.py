@@ -13,10 +13,9 @@ import torch
 
 from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
 from pipeinfer.layers import moe_backends
-from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.elementwise import fused_ops
 from pipeinfer.layers.mlp import GATED_ACTIVATIONS
-from pipeinfer.layers.partial_sum import AllReduceFusion
-from pipeinfer.layers.placement import Collectives, Placement, Shard
+from pipeinfer.layers.placement import AllReduceFusion, Collectives, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
 
@@ -36,7 +35,7 @@ def build_model(
     """The model's share of rank `shard`, allocated and not filled.
 
     `collectives` add up over ranks; without them a share of several ranks can be loaded, not run.
-    `compiled`: see layers/compiled.py; `fusion`: layers/partial_sum.py; `moe_backend`:
+    `compiled`: see layers/elementwise.py; `fusion`: layers/placement.py; `moe_backend`:
     layers/moe_backends.py. Raises ConfigurationError if heads or MLP do not divide by the ranks, if
     what is to be compiled cannot be, or if there is no such backend.
     """
@@ -71,7 +70,7 @@ def _compile(model: CausalLM, placement: Placement) -> None:
         return
     multiply = GATED_ACTIVATIONS[config.activation].on(placement)
     intermediate = config.intermediate_size // placement.shard.size
-    from pipeinfer.layers.compiled import warm_up_compiled
+    from pipeinfer.layers.elementwise import warm_up_compiled
 
     try:
         warm_up_compiled(

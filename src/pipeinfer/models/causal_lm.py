@@ -14,12 +14,11 @@ import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
-from pipeinfer.layers.embedding import Embedding, LMHead, VocabShard
+from pipeinfer.layers.linear import Embedding, LMHead, VocabShard
 from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, WeightSource
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.rope import Rope, Rotation
-from pipeinfer.layers.rounded import ActivationQuantizer, Activations
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.step import AttentionShape
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.embedding import ScaledEmbedding
+from pipeinfer.layers.linear import ScaledEmbedding
 from pipeinfer.layers.norm import GEMMA_RMS_NORM
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.blocks import attention, dense_mlp, each_layer

@@ -7,8 +7,8 @@ behind the last, which drafts, is left out. Source: https://arxiv.org/abs/2508.0
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.layers.moe import GroupedTopK, SigmoidRouter
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.routing import GroupedTopK, SigmoidRouter
 from pipeinfer.models.blocks import decoder_layer, dense_mlp, each_layer, shared_expert, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 

@@ -7,10 +7,9 @@ https://arxiv.org/abs/2508.10925.
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.clamped_experts import ClampedExperts
-from pipeinfer.layers.moe import SparseMoeBlock
+from pipeinfer.layers.experts import ClampedExperts
+from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.routing import SoftmaxRouter
 from pipeinfer.models.blocks import decoder_layer, each_layer
 from pipeinfer.models.causal_lm import CausalLM
 

@@ -14,8 +14,7 @@ import torch
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.norm import NormKind, RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, WeightSource
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.rope import Rotation
 from pipeinfer.models.causal_lm import FeedForward
 

@@ -12,16 +12,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.nn import functional
 
-from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.kernels.int4_layout import EACH, decoded, packed, run_of
+from pipeinfer.checkpoint.quantization import Int4, Int8
+from pipeinfer.kernels.int4_layout import EACH, RUN, decoded, packed, run_of
+from pipeinfer.kernels.int4_tiles import COLUMNS, cut
 from pipeinfer.layers.placement import (
     DUMMY_STD,
     ConvertingTarget,
     CopyTarget,
+    PartialSum,
     Placement,
+    QuantizingTarget,
     WeightSource,
 )
+from pipeinfer.layers.weight import SmallMGemm, small_m_gemm
 from pipeinfer.settings import ConfigurationError
 
 INT4_DUMMY_ZERO = 8
@@ -162,3 +167,132 @@ def _unpacked_along_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] to uint8 [8 n, m]."""
     shifts = 4 * torch.arange(EACH, dtype=torch.int32, device=words.device)
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)
+
+
+INT4_SMALL_GROUPS = (16, 32, 64)  # columns, beside whole runs
+
+
+def int4_gemm(form: Int4, size: tuple[int, int], placement: Placement) -> Int4Gemm | None:
+    """Of any such form; None where a matrix must become plain: on this device, or of this size."""
+    rows, columns = size
+    skinny = small_m_gemm(placement.device, placement.dtype)
+    group = form.group or columns
+    grouped = group % RUN == 0 or group in INT4_SMALL_GROUPS
+    if rows % COLUMNS or columns % RUN or not grouped or skinny is None:
+        return None
+    return Int4Gemm(skinny, rows // COLUMNS, placement.device)
+
+
+class Int4Gemm:
+    """Products (kept.py)."""
+
+    input_quantizer = None
+
+    def __init__(self, skinny: SmallMGemm, tiles: int, device: torch.device) -> None:
+        from pipeinfer.kernels import int4
+
+        self._small_m = skinny
+        self._kernels = int4
+        self._arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+    def product(
+        self, x: torch.Tensor, values: Int4Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        how = cut(x.shape[0], values.qweight.shape[1], x.shape[1])
+        if how is not None:
+            kept = values.qweight, values.scales_and_zeros
+            return self._kernels.few_rows(x, *kept, how, bias, self._arrived)[0]
+        weight = self._kernels.decode(values.qweight, values.scales_and_zeros, x.dtype)
+        return functional.linear(x, weight, bias)
+
+    def split_k(
+        self, x: torch.Tensor, values: Int4Tensor, bias: torch.Tensor | None
+    ) -> PartialSum | None:
+        how = cut(x.shape[0], values.qweight.shape[1], x.shape[1])
+        if how is None:
+            return None
+        parts = self._kernels.few_rows(x, values.qweight, values.scales_and_zeros, how, bias)
+        return PartialSum(parts, self._small_m)
+
+
+INT8_MAX = 127  # of the whole numbers of a row, in magnitude
+MIN_ROW_MAX = 1e-12  # stands for the magnitude of a row of zeros
+
+
+@dataclass(frozen=True)
+class Int8Tensor:
+    """Values (decoded.py). weight: int8 [rows, columns]; scale: [rows], in the model's dtype."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def empty(cls, size: tuple[int, ...], form: Int8, placement: Placement) -> Int8Tensor:
+        """Not yet filled; `size` is rows and columns, before which a stack may have others."""
+        weight = torch.empty(size, dtype=torch.int8, device=placement.device)
+        return cls(weight, placement.empty(*size[:-1]))
+
+    def __getitem__(self, index: int) -> Int8Tensor:
+        """One of a stack."""
+        return Int8Tensor(self.weight[index], self.scale[index])
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight.to(dtype).mul_(self.scale.to(dtype)[..., None])
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids`, int64 [T], in the model's dtype: [T, columns]."""
+        return self.weight[ids].to(self.scale.dtype).mul_(self.scale[ids][:, None])
+
+    def permute(self, rows: torch.Tensor) -> None:
+        for part in (self.weight, self.scale):
+            part[: len(rows)] = part[rows]
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[WeightSource]:
+        how = partial(quantize_rows, scales=self.scale.dtype)
+        target = QuantizingTarget(self.weight[rows], self.scale[rows], how)
+        yield WeightSource(f"{name}.weight", shape, slices, target)
+
+
+def quantize_rows(values: torch.Tensor, scales: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of plain rows; the
+    largest of a row becomes LARGEST."""
+    wide = values.to(torch.float32)
+    # Numbers are rounded by the scale as it is kept, so that its own rounding costs nothing.
+    scale = (wide.abs().amax(-1).clamp_(min=MIN_ROW_MAX) / INT8_MAX).to(scales)
+    rounded = (wide / scale.to(torch.float32)[:, None]).round_()
+    return rounded.clamp_(-INT8_MAX, INT8_MAX), scale
+
+
+INT8_COLUMN_MULTIPLE = (
+    16  # torch's kernel reads so many at once, beyond the end of a row if they do not divide
+)
+DEQUANTIZE_MIN_ROWS = (
+    48  # rows from which on a plain copy of the matrix, made for one product, is faster
+)
+
+
+def int8_gemm(form: Int8, size: tuple[int, int], placement: Placement) -> Int8Gemm | None:
+    """None where a matrix must become plain: on this device, in this dtype or of this size."""
+    fits = placement.device.type == "cpu" and placement.dtype == torch.bfloat16
+    return Int8Gemm() if fits and size[1] % INT8_COLUMN_MULTIPLE == 0 else None
+
+
+class Int8Gemm:
+    """Products (kept.py). Of up to MANY rows each comes out alike, however many there are."""
+
+    input_quantizer = None
+
+    def product(
+        self, x: torch.Tensor, values: Int8Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if x.shape[0] >= DEQUANTIZE_MIN_ROWS:
+            return functional.linear(x, values.dequantized(x.dtype), bias)
+        product = torch.ops.aten._weight_int8pack_mm(x, values.weight, values.scale)
+        return product if bias is None else product.add_(bias)
+
+    def split_k(
+        self, x: torch.Tensor, values: Int8Tensor, bias: torch.Tensor | None
+    ) -> PartialSum | None:
+        return None
