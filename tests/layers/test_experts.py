@@ -26,27 +26,27 @@ def filled(stack: MergedExpertWeights, dtype: torch.dtype) -> list[torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_plain_rows_that_stand_in_turn_come_one_half_after_the_other(halves: bool) -> None:
-    stack = MergedExpertWeights(None, SIZE, ALONE, halves)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_plain_rows_that_stand_in_turn_come_one_half_after_the_other(interleaved: bool) -> None:
+    stack = MergedExpertWeights(None, SIZE, ALONE, interleaved)
     with pytest.raises(RuntimeError, match="not final yet"):
         _ = stack.for_kernels
     (full,) = filled(stack, torch.float32)
     stack.pack()
     rows = full.transpose(1, 2)
-    order = [0, 2, 4, 6, 1, 3, 5, 7] if halves else list(range(8))
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if interleaved else list(range(8))
     weight, scale = stack.for_kernels
     assert scale is None and torch.equal(weight, rows[:, order])
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_where_no_kernel_takes_mxfp4_it_becomes_plain(halves: bool) -> None:
-    stack = MergedExpertWeights(Mxfp4(), SIZE, ALONE, halves)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_where_no_kernel_takes_mxfp4_it_becomes_plain(interleaved: bool) -> None:
+    stack = MergedExpertWeights(Mxfp4(), SIZE, ALONE, interleaved)
     stored = Mxfp4Tensor(*filled(stack, torch.uint8))
     stack.pack()
     plain = torch.empty(SIZE)
     stored.dequantize_into(plain)
-    order = [0, 2, 4, 6, 1, 3, 5, 7] if halves else list(range(8))
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if interleaved else list(range(8))
     weight, scale = stack.for_kernels
     assert scale is None and torch.equal(weight, plain[:, order])
 

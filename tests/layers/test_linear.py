@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.linear import RowParallelLinear, merged_gate_up, merged_qkv
+from pipeinfer.layers.linear import (
+    Embedding,
+    LMHead,
+    RowParallelLinear,
+    VocabShard,
+    merged_gate_up,
+    merged_qkv,
+)
 from pipeinfer.layers.placement import Placement, Shard, WeightSource
 
 HIDDEN, HEADS, HEAD_DIM = 24, 8, 4
@@ -93,3 +100,14 @@ def test_uneven_spans_are_refused(total: int, size: int) -> None:
 def test_kv_heads_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="8 ranks do not divide by 3 KV heads"):
         Shard(0, 8).kv_span(3)
+
+
+def test_padded_vocabulary_rows_are_zero_and_never_logits() -> None:
+    ranks = [VocabShard("e", 10, 4, placement(rank, 4)) for rank in range(4)]
+    assert [(rows.start, rows.stop) for rows in ranks] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert torch.all(ranks[3].weight.weight[1:] == 0)
+    rows = VocabShard("e", 10, 4, placement(0, 1))
+    weight = rows.weight.weight.normal_()
+    hidden = torch.randn(2, 4)
+    torch.testing.assert_close(LMHead(rows, placement(0, 1))(hidden), hidden @ weight.T)
+    assert torch.equal(Embedding(rows, placement(0, 1))(torch.tensor([9, 0])), weight[[9, 0]])
