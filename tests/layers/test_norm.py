@@ -1,4 +1,4 @@
-"""Norms do what their formulas say: alone, after an addition, with one plus the weight, per head."""
+"""Norms do what their formulas say: alone, after an addition, with one plus the weight, by head."""
 
 from __future__ import annotations
 

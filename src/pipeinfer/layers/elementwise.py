@@ -1,6 +1,8 @@
-"""The element-wise operations between products, as a device may have them: each as one kernel.
+"""Element-wise operations between products: norms and gated activations, each as one kernel.
 
-Which device has which is chosen in fused.py. Knows no layer and no model.
+`fused_ops` chooses, once, when a layer is built: sgl_kernel's, FlashInfer's or Triton's on a GPU;
+with --compile what torch.compile makes of torch's, on devices and in dtypes that have no fused
+kernels; None where torch computes them operation by operation. Knows no layer and no model.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class NormOps:
-    """alone(x, weight, eps): a new tensor. add(x, residual, weight, eps): (norm of the sum, the
-    sum), where x and residual were if that is faster.
+    """RMSNorm by one kernel.
+
+    Attributes:
+        norm: (x, weight, eps) to a new tensor.
+        add_norm: (x, residual, weight, eps) to (norm of x + residual, x + residual), which may
+            overwrite x and residual.
     """
 
     norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -27,8 +33,13 @@ class NormOps:
 
 @dataclass(frozen=True)
 class FusedOps:
-    """norm: RMSNorm; offset_norm: times one plus the weight, rounded once. silu_and_multiply,
-    gelu_and_multiply (by tanh): of [T, 2 n], gate first, [T, n].
+    """What a device has as fused kernels.
+
+    Attributes:
+        norm: RMSNorm, times the weight.
+        gemma_norm: RMSNorm, times one plus the weight, rounded once.
+        silu_and_mul: [T, 2 n], gate first, to [T, n].
+        gelu_and_mul: the same with GELU as approximated by tanh.
     """
 
     norm: NormOps
@@ -116,7 +127,8 @@ def _in_place(
     return both
 
 
-WARM_UP_ROWS = (1, 2, 7, 64, 300)  # one row is compiled by itself, all others together
+# Rows of the vectors that are compiled for: one row is compiled by itself, all others together.
+WARM_UP_ROWS = (1, 2, 7, 64, 300)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -155,7 +167,7 @@ def _gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def compiled_ops() -> FusedOps:
-    """Compiled when first called: use `warm` before anything is in a hurry."""
+    """Each is compiled when it is first called: see `warm_up_compiled`."""
     return FusedOps(
         _compiled_norm(_rms_norm, _add_rms_norm),
         _compiled_norm(_gemma_rms_norm, _add_gemma_rms_norm),
@@ -165,9 +177,9 @@ def compiled_ops() -> FusedOps:
 
 
 def _compiled_norm(
-    alone: Callable[..., torch.Tensor], add: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    norm: Callable[..., torch.Tensor], add: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 ) -> NormOps:
-    return NormOps(torch.compile(alone, dynamic=True), torch.compile(add, dynamic=True))
+    return NormOps(torch.compile(norm, dynamic=True), torch.compile(add, dynamic=True))
 
 
 @torch.inference_mode()
@@ -179,9 +191,17 @@ def warm_up_compiled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compiles a model's two for vectors [T, hidden] and [T, 2 * intermediate]: half a minute the
-    first time, seconds when torch finds its cache. RuntimeError if there is no compiler, or it
-    fails.
+    """Compiles what a model calls: half a minute the first time, seconds when torch finds its cache.
+
+    Args:
+        norm: for vectors [T, hidden].
+        multiply: the activation, for vectors [T, 2 * intermediate].
+        hidden: size of the residual stream.
+        intermediate: this rank's share of the MLP's size.
+        dtype: of the vectors.
+        device: of the vectors.
+
+    Raises RuntimeError if there is no compiler, or it fails.
     """
     weight = torch.ones(hidden, dtype=dtype, device=device)
     for rows in WARM_UP_ROWS:

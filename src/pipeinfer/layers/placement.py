@@ -1,7 +1,8 @@
-"""Sums that are still to be made, over ranks or over splits of a product, and who makes them.
+"""Where a layer's weights are, what fills them, and which of its sums the norm that follows makes.
 
-In a pre-norm transformer every such sum is added to the residual stream and normed. Where one
-kernel does all of that, a layer hands on what it has. Knows no layer and no collective.
+In a pre-norm transformer every sum over ranks, or over the split-K parts of a product, is added to
+the residual stream and normed. Where one kernel does all of that, a layer hands on a `PartialSum`.
+Knows no model and no file format.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipeinfer.checkpoint.quantization import Format, Quantization
 
 
 class SumNorm(Protocol):
-    """A sum, residual addition and RMSNorm in one."""
+    """A kernel that makes a sum, adds the residual and norms."""
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -26,7 +27,8 @@ class SumNorm(Protocol):
 
 
 class AllReduceFusion(SumNorm, Protocol):
-    """With an all-reduce: `partial` is a filled buffer, and all ranks call in the same order.
+    """A SumNorm whose sum is an all-reduce: `partial` is a filled `buffer`, and all ranks call in
+    the same order.
 
     It takes all messages of a forward pass or none: afterwards, a rank's residual may be right in
     those rows alone that `add_norm` reads on that rank.
@@ -39,15 +41,19 @@ class AllReduceFusion(SumNorm, Protocol):
 
 @dataclass(frozen=True)
 class PartialSum:
-    """What `summing` makes a sum [T, size] of: this rank's share of one over ranks, [T, size], or
-    all parts of one, [P, T, size]."""
+    """A sum [T, size] that is still to be made.
+
+    Attributes:
+        partial: this rank's share [T, size] of a sum over ranks, or split-K parts [P, T, size].
+        kernel: makes the sum, adds the residual and norms.
+    """
 
     partial: torch.Tensor
     kernel: SumNorm
 
     @property
     def is_split_k(self) -> bool:
-        """Whether nothing but its parts has to be added up."""
+        """Whether it is the sum of split-K parts, without an all-reduce."""
         return self.partial.dim() == 3
 
     def add_norm(
@@ -57,14 +63,18 @@ class PartialSum:
         return self.kernel.add_norm(self.partial, residual, weight, eps)
 
 
+# Standard deviation of dummy weights.
 DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size` tensor-parallel ranks.
+    """A rank's share of a model.
 
-    expert_parallel: of a mixture each rank has some experts, instead of a share of every one.
+    Attributes:
+        rank: 0 .. size - 1.
+        size: tensor-parallel ranks.
+        expert_parallel: each rank has some experts of a mixture whole, not a share of every one.
     """
 
     rank: int = 0
@@ -108,13 +118,20 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer is built with. Without `collectives` only one rank alone can run.
+    """What every layer is built with.
 
-    compiled: element-wise operations by torch.compile, where no kernel fuses them.
-    fusion: makes the sums that go into the residual stream, if it takes them.
-    defers_sums: whether a layer may hand on a sum that is still to be made (partial_sum.py).
-    quantization: how matrices are stored on disk; path: of the module on disk, with its dot.
-    moe_backend: what computes mixtures of experts on a GPU (moe_backends.py).
+    Attributes:
+        shard: this rank's share.
+        dtype: of parameters and activations.
+        device: of parameters.
+        collectives: over the ranks; None: the model runs only if there is one rank.
+        compiled: element-wise operations by torch.compile where no kernel fuses them.
+        all_reduce_fusion: makes the sums over ranks that go into the residual stream, if it takes
+            them; None: they are made at once.
+        defers_sums: whether a layer may hand on a PartialSum.
+        quantization: how matrices are stored on disk; None: in a dtype of their own.
+        path: of the module on disk, with its dot.
+        moe_backend: what computes mixtures of experts on a GPU (moe_backends.py).
     """
 
     shard: Shard
@@ -129,22 +146,23 @@ class Placement:
     moe_backend: str = "triton"
 
     def without_deferred_sums(self) -> Placement:
-        """For layers whose sums must be made before they reach the residual stream."""
+        """For layers whose sums must be made before they are added to the residual stream."""
         return replace(self, all_reduce_fusion=None, defers_sums=False)
 
     def submodule(self, name: str) -> Placement:
-        """Of module `name` of this one, with its dot."""
+        """Of the module `name`, with its dot, within this one."""
         return replace(self, path=f"{self.path}{name}")
 
     def format(self, names: Iterable[str]) -> Format | None:
-        """How modules `names` of this one are stored, which are one matrix here; None: plain."""
+        """The number format of the modules `names` within this one, which are one matrix here;
+        None: unquantized."""
         if self.quantization is None:
             return None
         return self.quantization.of(f"{self.path}{name}" for name in names)
 
     @property
     def dequantizes(self) -> bool:
-        """Weights become plain as they are loaded."""
+        """Whether quantized weights are dequantized as they are loaded."""
         return self.quantization is None or self.quantization.dequantize_at_load
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -153,7 +171,7 @@ class Placement:
 
     @property
     def single_rank(self) -> bool:
-        """One rank: nothing to add up or gather."""
+        """Whether there is nothing to add up or gather."""
         return self.shard.size == 1
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
@@ -161,7 +179,7 @@ class Placement:
         return partial if self.single_rank else self._collectives().all_reduce(partial)
 
     def reduce_deferred(self, partial: torch.Tensor) -> torch.Tensor | PartialSum:
-        """Sum of `partial` [T, size] over the ranks, to be made by the norm if that can."""
+        """Sum of `partial` [T, size] over the ranks, made by the norm that follows if that can."""
         buffer = (
             None
             if self.all_reduce_fusion is None
@@ -184,7 +202,7 @@ class Placement:
 
 
 class CopyTarget(Protocol):
-    """A tensor, or what takes its values as a tensor does."""
+    """A tensor, or what values are copied to as to a tensor."""
 
     @property
     def device(self) -> torch.device: ...
@@ -196,17 +214,22 @@ class CopyTarget(Protocol):
 
 @dataclass(frozen=True)
 class ConvertingTarget:
-    """A Target that keeps, in `kept`, what `convert` makes of whole sources."""
+    """A CopyTarget that converts values on the way. It takes a whole source at once.
 
-    kept: torch.Tensor
+    Attributes:
+        converted: what is filled.
+        convert: from the values of the file to those of `converted`.
+    """
+
+    converted: torch.Tensor
     convert: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def device(self) -> torch.device:
-        return self.kept.device
+        return self.converted.device
 
     def copy_(self, values: torch.Tensor) -> None:
-        self.kept.copy_(self.convert(values.to(self.kept.device)))
+        self.converted.copy_(self.convert(values.to(self.converted.device)))
 
     def __getitem__(self, rows: slice) -> CopyTarget:
         raise TypeError("a converted source is read at once")
@@ -214,33 +237,43 @@ class ConvertingTarget:
 
 @dataclass(frozen=True)
 class QuantizingTarget:
-    """A Target that keeps plain rows [n, columns] as `round` gives them: `weight` [n, columns], in
-    fewer bits, and `scale`, one or more of each row."""
+    """A CopyTarget that quantizes rows [n, columns] on the way.
+
+    Attributes:
+        weight: [n, columns], quantized.
+        scale: one or more for each row.
+        quantize: from rows to (weight, scale).
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
-    round: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def device(self) -> torch.device:
         return self.weight.device
 
     def copy_(self, values: torch.Tensor) -> None:
-        rounded, scale = self.round(values.to(self.device))
-        self.weight.copy_(rounded)
+        quantized, scale = self.quantize(values.to(self.device))
+        self.weight.copy_(quantized)
         self.scale.copy_(scale)
 
     def __getitem__(self, rows: slice) -> QuantizingTarget:
-        return QuantizingTarget(self.weight[rows], self.scale[rows], self.round)
+        return QuantizingTarget(self.weight[rows], self.scale[rows], self.quantize)
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its `slices`.
+    """Which part of which tensor of the checkpoint fills which part of a parameter.
 
-    `target` is a view into a parameter of this rank, or converts on the way there; slices of fewer
-    dimensions are broadcast. stored: its types on disk; None: any plain one. dummy: the standard
-    deviation, or for a scale the value, where there is no checkpoint.
+    Attributes:
+        name: of the tensor in the checkpoint.
+        shape: of that tensor.
+        slices: of it, this rank's part; if they have fewer dimensions than the target, they are
+            broadcast.
+        target: a view into a parameter of this rank, or what converts values on the way there.
+        stored_dtypes: the tensor's possible types on disk; None: any unquantized one.
+        dummy: without a checkpoint, the standard deviation of values, or the value of a scale.
     """
 
     name: str
@@ -252,5 +285,5 @@ class WeightSource:
 
 
 def full_slices(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The slices that are everything."""
+    """Slices that take all of a tensor of that shape."""
     return tuple(slice(0, size) for size in shape)

@@ -1,6 +1,12 @@
-"""What is kept of a matrix in FP8: e4m3 values and float32 scales, of rows or of blocks.
+"""Matrices in floating-point formats of 8 and 4 bits, and the GEMM with those that stay in FP8.
 
-Knows no product. Source: https://arxiv.org/abs/2209.05433.
+- FP8 (e4m3, https://arxiv.org/abs/2209.05433): a float32 scale for each row or each block. Inputs
+  are quantized to FP8 too, few rows or many: each by its largest value, or each 128 values of it
+  where weights have scales by block. For GPUs with tensor cores for it.
+- MXFP4 (OCP Microscaling Formats, version 1.0): values in e2m1 and an exponent for each 32 of a
+  row, for the experts of mixtures, whose kernels are kernels/moe.py.
+
+Knows no layer and no file.
 """
 
 from __future__ import annotations
@@ -33,14 +39,19 @@ from pipeinfer.layers.weight import (
 from pipeinfer.settings import ConfigurationError
 
 FP8_STORED_DTYPES = ("F8_E4M3",)
-FP8_DUMMY_STD = 16.0  # standard deviation of those without a checkpoint
+# Standard deviation of dummy values, and the scale that makes them dummy weights.
+FP8_DUMMY_STD = 16.0
 FP8_DUMMY_SCALE = DUMMY_STD / FP8_DUMMY_STD
 
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """Values (decoded.py). weight: e4m3 [rows, columns]; scale: float32 [rows, 1], or of blocks
-    [rows / high, columns / wide], rounded up. Either may be a stack of such matrices.
+    """A QuantizedTensor in FP8, or a stack of them.
+
+    Attributes:
+        weight: e4m3 [rows, columns].
+        scale: float32 [rows, 1], or of blocks [rows / high, columns / wide], rounded up.
+        form: the format.
     """
 
     weight: torch.Tensor
@@ -72,7 +83,7 @@ class Fp8Tensor:
         return self.weight.float().mul_(scale).to(dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
-        """ConfigurationError if rows would leave their block."""
+        """See Weight. ConfigurationError if rows would leave their block."""
         if self.form.scale_scope == "block":
             high = self.form.block[0]
             if not torch.equal(rows // high, torch.arange(len(rows)) // high):
@@ -88,11 +99,11 @@ class Fp8Tensor:
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[WeightSource]:
-        """ConfigurationError if `slices` cut through a block."""
+        """See Weight. ConfigurationError if `slices` cut through a block."""
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
         if self.form.quantize_at_load:
-            rounding = QuantizingTarget(self.weight[rows], self.scale[rows], round_rows_closely)
-            yield WeightSource(weight, shape, slices, rounding)
+            target = QuantizingTarget(self.weight[rows], self.scale[rows], round_rows_closely)
+            yield WeightSource(weight, shape, slices, target)
             return
         yield WeightSource(
             weight, shape, slices, self.weight[rows], FP8_STORED_DTYPES, dummy=FP8_DUMMY_STD
@@ -113,7 +124,7 @@ class Fp8Tensor:
 
 
 def _blocks(name: str, cut: slice, size: int, side: int) -> slice:
-    """Which blocks of `side` the rows or columns `cut` of `size` are."""
+    """The blocks of `side` that the rows or columns `cut` of `size` are."""
     if cut.start % side or (cut.stop % side and cut.stop != size):
         raise ConfigurationError(
             f"{name}: {cut.start} to {cut.stop} of {size} are not whole blocks of {side}, which "
@@ -122,11 +133,12 @@ def _blocks(name: str, cut: slice, size: int, side: int) -> slice:
     return slice(cut.start // side, -(-cut.stop // side))
 
 
-FP8_MIN_CAPABILITY = (9, 0)  # scales by row, of both operands
-FP8_SIDE_MULTIPLE = 16  # of rows and columns
-SGL_KERNEL_MAX_ROWS = (
-    128  # rows, up to which sgl_kernel's product is the faster one (docs/benchmarks.md)
-)
+# Compute capability from which tensor cores take FP8 with scales by row of both operands.
+FP8_MIN_CAPABILITY = (9, 0)
+# Rows and columns of a matrix with scales by row must be multiples of it.
+FP8_SIDE_MULTIPLE = 16
+# Rows up to which sgl_kernel's GEMM is the faster one (docs/benchmarks.md).
+SGL_KERNEL_MAX_ROWS = 128
 
 LargeMGemm = Callable[
     [QuantizedActivations, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
@@ -134,25 +146,25 @@ LargeMGemm = Callable[
 
 
 def fp8_gemm(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8Gemm | None:
-    """None where such a matrix has to become plain: on this device, or of this size."""
-    skinny = _gemm_for(form, size, placement)
-    return None if skinny is None else Fp8Gemm(skinny, form.scale_scope == "block")
+    """None where a matrix of `size` has to be dequantized: on this device, or of this size."""
+    small_m = _gemm_for(form, size, placement)
+    return None if small_m is None else Fp8Gemm(small_m, form.scale_scope == "block")
 
 
 def stacked_fp8(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp8Tensor | None:
-    """Room for matrices that stay as they are, [matrices, out, in]; None where each would have to
-    become plain."""
-    stays = _gemm_for(form, size[1:], placement)
-    return None if stays is None else Fp8Tensor.empty(size, form, placement)
+    """Not yet filled, for matrices [count, out, in] that stay in FP8; None where each would have to
+    be dequantized."""
+    gemm = _gemm_for(form, size[1:], placement)
+    return None if gemm is None else Fp8Tensor.empty(size, form, placement)
 
 
 def small_m_gemm_8bit(placement: Placement) -> SmallMGemm | None:
-    """None where a device has no kernels for formats of 8 bits, or of MXFP4, in this dtype."""
-    skinny = small_m_gemm(placement.device, placement.dtype)
-    if skinny is None or placement.dtype != torch.bfloat16:
+    """None where the device has no kernels for FP8 and MXFP4, or not in this dtype."""
+    gemm = small_m_gemm(placement.device, placement.dtype)
+    if gemm is None or placement.dtype != torch.bfloat16:
         return None
     capability = torch.cuda.get_device_capability(placement.device)
-    return skinny if capability >= FP8_MIN_CAPABILITY else None
+    return gemm if capability >= FP8_MIN_CAPABILITY else None
 
 
 def _gemm_for(form: Fp8, size: tuple[int, int], placement: Placement) -> SmallMGemm | None:
@@ -164,13 +176,14 @@ def _gemm_for(form: Fp8, size: tuple[int, int], placement: Placement) -> SmallMG
 
 
 class Fp8Gemm:
-    """Products (kept.py), in bfloat16. blocks: weights have a scale for each 128 x 128."""
+    """A QuantizedGemm of FP8 with FP8; products in bfloat16."""
 
-    def __init__(self, skinny: SmallMGemm, blocks: bool) -> None:
+    def __init__(self, small_m: SmallMGemm, blocks: bool) -> None:
+        """blocks: weights have a scale for each 128 x 128 values, not for each row."""
         from pipeinfer.kernels import skinny as kernels
 
         self.input_quantizer = ActivationQuantizer(SIDE if blocks else 0)
-        self._small_m, self._blocks = skinny, blocks
+        self._small_m, self._blocks = small_m, blocks
         self._kernels = kernels
         self._large_m = _block_gemm() if blocks else _row_gemm()
 
@@ -204,7 +217,7 @@ class Fp8Gemm:
 def _block_gemm() -> LargeMGemm:
     from pipeinfer.kernels.fp8_blocks import block_product
 
-    def many(
+    def gemm(
         rows: QuantizedActivations,
         weight: torch.Tensor,
         scale: torch.Tensor,
@@ -212,45 +225,54 @@ def _block_gemm() -> LargeMGemm:
     ) -> torch.Tensor:
         return block_product(rows.values, rows.scale, weight, scale, torch.bfloat16, bias)
 
-    return many
+    return gemm
 
 
 def _row_gemm() -> LargeMGemm:
     try:
-        from sgl_kernel import fp8_scaled_mm as medium  # type: ignore
+        from sgl_kernel import fp8_scaled_mm as sgl_gemm  # type: ignore
     except ImportError:  # not installed, or built for other GPUs
-        medium = None
+        sgl_gemm = None
 
-    def many(
+    def gemm(
         rows: QuantizedActivations,
         weight: torch.Tensor,
         scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         x, by_row = rows.values, rows.scale
-        if x.shape[0] == 0:  # a step in which nobody samples, behind the last layer's attention
+        if x.shape[0] == 0:  # of a step that samples no row, behind the last layer's attention
             return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
-        if medium is not None and x.shape[0] <= SGL_KERNEL_MAX_ROWS:
-            return medium(x, weight.t(), by_row, scale, torch.bfloat16, bias)
+        if sgl_gemm is not None and x.shape[0] <= SGL_KERNEL_MAX_ROWS:
+            return sgl_gemm(x, weight.t(), by_row, scale, torch.bfloat16, bias)
         return torch.ops.aten._scaled_mm(
             x, weight.t(), by_row, scale.t(), bias, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    return many
+    return gemm
 
 
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+# Values of e2m1 by their number; 8 more have the other sign.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Values of a row that share an exponent.
 MXFP4_BLOCK = 32
+# The stored exponent that stands for a factor of one.
 EXPONENT_OF_ONE = 127
-MXFP4_SCALE_MULTIPLE = 4  # exponents that a kernel reads at once
-MXFP4_DUMMY_EXPONENT = 120.0  # a standard deviation of 0.02 or so
+# Exponents of a row that a kernel reads at once.
+MXFP4_SCALE_MULTIPLE = 4
+# Of dummy weights: their standard deviation is about 0.02.
+MXFP4_DUMMY_EXPONENT = 120.0
 MXFP4_STORED_DTYPES = ("U8",)
 
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """values: uint8 [experts, out, in / 32, 16], the first of two in the lower bits; exponents:
-    uint8 [experts, out, in / 32]."""
+    """A matrix for each expert, in MXFP4.
+
+    Attributes:
+        values: uint8 [experts, out, in / 32, 16], two values a byte, the first in the lower bits.
+        exponents: uint8 [experts, out, in / 32].
+    """
 
     values: torch.Tensor
     exponents: torch.Tensor
@@ -273,18 +295,19 @@ class Mxfp4Tensor:
         )
 
     def dequantize_into(self, into: torch.Tensor) -> None:
-        """Fills [experts, out, in], an expert after the other."""
+        """Fills [experts, out, in], one expert at a time."""
         table = torch.tensor(
             [*E2M1_MAGNITUDES, *(-one for one in E2M1_MAGNITUDES)], device=into.device
         )
-        for values, exponents, plain in zip(self.values, self.exponents, into, strict=True):
+        for values, exponents, expert in zip(self.values, self.exponents, into, strict=True):
             both = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).int()
             powers = exponents.int() - EXPONENT_OF_ONE
-            plain.copy_(torch.ldexp(table[both], powers[..., None]).flatten(1))
+            expert.copy_(torch.ldexp(table[both], powers[..., None]).flatten(1))
 
     def padded_for_kernels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 ([experts, out, in / 2], [experts, out, blocks]) as kernels/moe.py takes them:
-        what fills the blocks of a row up to a multiple of WORD stands for 1."""
+        """(values uint8 [experts, out, in / 2], exponents uint8 [experts, out, blocks]) as
+        kernels/moe.py takes them: the blocks of a row are filled up to a multiple of
+        MXFP4_SCALE_MULTIPLE with exponents that stand for 1."""
         more = -self.exponents.shape[2] % MXFP4_SCALE_MULTIPLE
         filled = functional.pad(self.exponents, (0, more), value=EXPONENT_OF_ONE)
         return self.values.flatten(2), filled

@@ -1,8 +1,12 @@
-"""What is kept of a matrix in 4 bits: whole numbers 0 to 15, scales and zeros of groups of columns.
+"""Matrices in whole numbers of 4 and 8 bits, and the GEMM with those that stay so.
 
-AWQ's, GPTQ's and compressed-tensors' files have the same numbers in different order; all of them
-are laid out in one way here. Knows no product. Sources: https://arxiv.org/abs/2306.00978 and
-https://arxiv.org/abs/2210.17323.
+- INT4: numbers 0 to 15 with a scale and a zero point for each group of columns. The files of AWQ
+  (https://arxiv.org/abs/2306.00978), GPTQ (https://arxiv.org/abs/2210.17323) and compressed-tensors
+  have the same numbers in different order; all of them are laid out in one way here. On GPUs, for
+  few rows the kernel dequantizes weights in registers, for many the matrix is dequantized in memory.
+- INT8: numbers -127 to 127 with a scale for each row, on CPUs that multiply bfloat16, by torch.
+
+Knows no layer and no file.
 """
 
 from __future__ import annotations
@@ -29,19 +33,25 @@ from pipeinfer.layers.placement import (
 from pipeinfer.layers.weight import SmallMGemm, small_m_gemm
 from pipeinfer.settings import ConfigurationError
 
+# Of dummy weights: the zero point, and the scale (4.6 is the standard deviation of numbers that are
+# drawn evenly from 0 to 15).
 INT4_DUMMY_ZERO = 8
-WORDS, PLAIN = ("I32",), None
-INT4_DUMMY_SCALE = DUMMY_STD / 4.6  # the standard deviation of numbers drawn evenly
-# Where AWQ has the columns of an int32, from its lowest bits on.
+INT4_DUMMY_SCALE = DUMMY_STD / 4.6
+INT4_STORED_DTYPES = ("I32",)
+# Which of its eight columns each 4 bits of an int32 are, from the lowest bits on: in AWQ's files, ...
 AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# ... and in those of the others.
 NIBBLE_ORDER = tuple(range(EACH))
 
 
 @dataclass(frozen=True)
 class Int4Tensor:
-    """Values (decoded.py). numbers: int32 [runs, rows, words], and kept: [groups, rows, 2] of the
-    model's dtype, a scale and a zero side by side: what a kernel reads at a time lies together.
-    Each may be a stack of matrices.
+    """A QuantizedTensor in INT4, or a stack of them. What a kernel reads at a time lies together.
+
+    Attributes:
+        qweight: int32 [runs, rows, words], eight numbers a word (kernels/int4_layout.py).
+        scales_and_zeros: [groups, rows, 2] in the model's dtype, a scale and a zero side by side.
+        form: the format.
     """
 
     qweight: torch.Tensor
@@ -98,38 +108,45 @@ class Int4Tensor:
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[WeightSource]:
-        """ConfigurationError if `slices` cut through a group or a word."""
+        """See Weight. ConfigurationError if `slices` cut through a group or a word."""
         group = self.form.group or shape[1]
-        numbers, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
-        cut = _FileSlices(name, shape, slices, group)
+        words, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
+        part = _FileSlices(name, shape, slices, group)
         if self.form.packing == "compressed-tensors":
-            kept = ConvertingTarget(
+            target = ConvertingTarget(
                 numbers, lambda words: packed(_unpacked_along_columns(words, NIBBLE_ORDER))
             )
-            yield cut.source("weight_packed", kept, rows=1, columns=EACH)
-            yield cut.source("weight_scale", scale, rows=1, columns=group)
+            yield part.source("weight_packed", target, rows=1, columns=EACH)
+            yield part.source("weight_scale", scale, rows=1, columns=group)
             if self.form.zeros:
-                kept = ConvertingTarget(zero, lambda words: _unpacked_along_rows(words))
-                yield cut.source("weight_zero_point", kept, rows=EACH, columns=group)
+                target = ConvertingTarget(zero, lambda words: _unpacked_along_rows(words))
+                yield part.source("weight_zero_point", target, rows=EACH, columns=group)
             return
         awq = self.form.packing == "awq"
         places = AWQ_NIBBLE_ORDER if awq else NIBBLE_ORDER
         unpack = partial(_unpacked_along_columns, places=places)
         if awq:
-            kept = ConvertingTarget(numbers, lambda words: packed(unpack(words).t()))
-            yield cut.transposed("qweight", kept, rows=EACH, columns=1)
+            target = ConvertingTarget(words, lambda words: packed(unpack(words).t()))
+            yield part.transposed("qweight", target, rows=EACH, columns=1)
         else:
-            kept = ConvertingTarget(numbers, lambda words: packed(_unpacked_along_rows(words).t()))
-            yield cut.transposed("qweight", kept, rows=1, columns=EACH)
+            target = ConvertingTarget(words, lambda words: packed(_unpacked_along_rows(words).t()))
+            yield part.transposed("qweight", target, rows=1, columns=EACH)
         shift = self.form.zero_shift
-        kept = ConvertingTarget(zero, lambda words: (unpack(words) + shift).t())
-        yield cut.transposed("qzeros", kept, rows=EACH, columns=group)
-        yield cut.transposed("scales", scale.t(), rows=1, columns=group)
+        target = ConvertingTarget(zero, lambda words: (unpack(words) + shift).t())
+        yield part.transposed("qzeros", target, rows=EACH, columns=group)
+        yield part.transposed("scales", scale.t(), rows=1, columns=group)
 
 
 @dataclass(frozen=True)
 class _FileSlices:
-    """This rank's `slices` of matrix `name`, of `shape`, whose groups have `group` columns."""
+    """This rank's part of a matrix in the checkpoint, of whose numbers several are stored as one.
+
+    Attributes:
+        name: of the matrix.
+        shape: [out, in].
+        slices: of it, this rank's.
+        group: columns that share a scale.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -137,10 +154,11 @@ class _FileSlices:
     group: int
 
     def source(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
-        """Of a tensor with an entry for each `rows` x `columns`: words, where those are eight."""
+        """Of the tensor `what` with an entry for each `rows` x `columns` of the matrix: an int32,
+        where either is eight."""
         total = self.shape[0] // rows, self.shape[1] // columns
         held = self._part(self.slices[0], rows), self._part(self.slices[1], columns)
-        stored = WORDS if EACH in (rows, columns) else PLAIN
+        stored = INT4_STORED_DTYPES if EACH in (rows, columns) else None
         return WeightSource(f"{self.name}.{what}", total, held, target, stored, INT4_DUMMY_SCALE)
 
     def transposed(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
@@ -169,29 +187,31 @@ def _unpacked_along_rows(words: torch.Tensor) -> torch.Tensor:
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)
 
 
-INT4_SMALL_GROUPS = (16, 32, 64)  # columns, beside whole runs
+# Columns of a group that the kernel takes beside whole runs.
+INT4_SMALL_GROUPS = (16, 32, 64)
 
 
 def int4_gemm(form: Int4, size: tuple[int, int], placement: Placement) -> Int4Gemm | None:
-    """Of any such form; None where a matrix must become plain: on this device, or of this size."""
+    """None where a matrix of `size` has to be dequantized: on this device, or of this size."""
     rows, columns = size
-    skinny = small_m_gemm(placement.device, placement.dtype)
+    small_m = small_m_gemm(placement.device, placement.dtype)
     group = form.group or columns
     grouped = group % RUN == 0 or group in INT4_SMALL_GROUPS
-    if rows % COLUMNS or columns % RUN or not grouped or skinny is None:
+    if rows % COLUMNS or columns % RUN or not grouped or small_m is None:
         return None
-    return Int4Gemm(skinny, rows // COLUMNS, placement.device)
+    return Int4Gemm(small_m, rows // COLUMNS, placement.device)
 
 
 class Int4Gemm:
-    """Products (kept.py)."""
+    """A QuantizedGemm of INT4 with the model's dtype."""
 
     input_quantizer = None
 
-    def __init__(self, skinny: SmallMGemm, tiles: int, device: torch.device) -> None:
+    def __init__(self, small_m: SmallMGemm, tiles: int, device: torch.device) -> None:
+        """tiles: of COLUMNS rows of the matrix, for each of which splits are counted."""
         from pipeinfer.kernels import int4
 
-        self._small_m = skinny
+        self._small_m = small_m
         self._kernels = int4
         self._arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -200,8 +220,8 @@ class Int4Gemm:
     ) -> torch.Tensor:
         how = cut(x.shape[0], values.qweight.shape[1], x.shape[1])
         if how is not None:
-            kept = values.qweight, values.scales_and_zeros
-            return self._kernels.few_rows(x, *kept, how, bias, self._arrived)[0]
+            weight = values.qweight, values.scales_and_zeros
+            return self._kernels.few_rows(x, *weight, how, bias, self._arrived)[0]
         weight = self._kernels.decode(values.qweight, values.scales_and_zeros, x.dtype)
         return functional.linear(x, weight, bias)
 
@@ -215,13 +235,20 @@ class Int4Gemm:
         return PartialSum(parts, self._small_m)
 
 
-INT8_MAX = 127  # of the whole numbers of a row, in magnitude
-MIN_ROW_MAX = 1e-12  # stands for the magnitude of a row of zeros
+# Magnitude of the largest number of a row.
+INT8_MAX = 127
+# Stands for the largest magnitude of a row of zeros.
+MIN_ROW_MAX = 1e-12
 
 
 @dataclass(frozen=True)
 class Int8Tensor:
-    """Values (decoded.py). weight: int8 [rows, columns]; scale: [rows], in the model's dtype."""
+    """A QuantizedTensor in INT8, or a stack of them.
+
+    Attributes:
+        weight: int8 [rows, columns].
+        scale: [rows], in the model's dtype.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -256,31 +283,31 @@ class Int8Tensor:
 
 
 def quantize_rows(values: torch.Tensor, scales: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of plain rows; the
-    largest of a row becomes LARGEST."""
+    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of rows [n, columns]; the
+    largest of a row becomes INT8_MAX."""
     wide = values.to(torch.float32)
-    # Numbers are rounded by the scale as it is kept, so that its own rounding costs nothing.
+    # Numbers are rounded by the scale as it is stored, so that its own rounding costs nothing.
     scale = (wide.abs().amax(-1).clamp_(min=MIN_ROW_MAX) / INT8_MAX).to(scales)
     rounded = (wide / scale.to(torch.float32)[:, None]).round_()
     return rounded.clamp_(-INT8_MAX, INT8_MAX), scale
 
 
-INT8_COLUMN_MULTIPLE = (
-    16  # torch's kernel reads so many at once, beyond the end of a row if they do not divide
-)
-DEQUANTIZE_MIN_ROWS = (
-    48  # rows from which on a plain copy of the matrix, made for one product, is faster
-)
+# Columns that torch's kernel reads at once, beyond the end of a row if they do not divide.
+INT8_COLUMN_MULTIPLE = 16
+# Rows from which on it is faster to dequantize the matrix for one product.
+DEQUANTIZE_MIN_ROWS = 48
 
 
 def int8_gemm(form: Int8, size: tuple[int, int], placement: Placement) -> Int8Gemm | None:
-    """None where a matrix must become plain: on this device, in this dtype or of this size."""
+    """None where a matrix of `size` has to be dequantized: on this device, in this dtype or of this
+    size."""
     fits = placement.device.type == "cpu" and placement.dtype == torch.bfloat16
     return Int8Gemm() if fits and size[1] % INT8_COLUMN_MULTIPLE == 0 else None
 
 
 class Int8Gemm:
-    """Products (kept.py). Of up to MANY rows each comes out alike, however many there are."""
+    """A QuantizedGemm of INT8 with bfloat16. A row's product is the same for any number of rows
+    below DEQUANTIZE_MIN_ROWS."""
 
     input_quantizer = None
 

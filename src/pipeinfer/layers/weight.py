@@ -1,7 +1,13 @@
-"""Rows in e4m3 on their way into a product that wants them so, and the operations that end in them.
+"""Weight matrices and the products with them, in any number format.
 
-A weight that multiplies in FP8 rounds what it is given, unless whatever comes before has done so as
-its last step. Knows no layer and no weight.
+- `Weight`: what a layer asks of a matrix. `UnquantizedWeight` is one in the model's dtype,
+  `QuantizedWeight` one that stays in a number format of its own, for devices with a GEMM for it,
+  `DequantizedWeight` one that is stored in such a format and becomes unquantized once it is final.
+- `ActivationQuantizer`: how a weight that multiplies in FP8 quantizes its input, if nothing before
+  it has done so as its last step.
+- `SmallMGemm`: the project's own GEMM kernels for few rows.
+
+Knows no layer, no shard and no format (quantized_float.py, quantized_int.py).
 """
 
 from __future__ import annotations
@@ -22,9 +28,12 @@ from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 
 @dataclass(frozen=True)
 class QuantizedActivations:
-    """e4m3 [T, n], and the float32 scales of its rows, [T, 1], or of parts of them, [T, parts].
+    """Rows that a weight multiplies in FP8.
 
-    plain: the rows as they were, where somebody beside the weight reads them.
+    Attributes:
+        values: e4m3 [T, n].
+        scale: float32, of each row, [T, 1], or of each group of values of a row, [T, groups].
+        unquantized: [T, n], the rows as they were, where more than the weight reads them.
     """
 
     values: torch.Tensor
@@ -42,26 +51,29 @@ class QuantizedActivations:
         return self.values.shape
 
 
-# A torch.Tensor [T, n]; or RoundedRows, of a RowRounding that the weight they are for has given.
+# The input of a weight: a torch.Tensor [T, n], or what its `input_quantizer` has made of one.
 Activations = Any
 
 
 def unquantized(x: Activations) -> torch.Tensor:
-    """Rows as they were; those that are rounded have to have kept them."""
+    """The rows [T, n] in the model's dtype. Of QuantizedActivations: as they were, which their
+    quantizer must have kept."""
     return x.unquantized if x.dtype == E4M3 else x
 
 
 class ActivationQuantizer:
-    """How a weight wants its rows rounded. part: values that share a scale, 0: all of a row; keeps:
-    norms and rows, as they were, too. Needs triton."""
+    """Quantizes rows to FP8 as one weight wants them, by itself or as the last step of what comes
+    before that weight. Needs Triton."""
 
     def __init__(self, group_size: int = 0, keep_unquantized: bool = False) -> None:
+        """group_size: values of a row that share a scale; 0: all of them. keep_unquantized: norms
+        and rows as they were are wanted, too."""
         from pipeinfer.kernels import norm, rounding
 
-        self._part, self._keeps = group_size, keep_unquantized
+        self._group_size, self._keep_unquantized = group_size, keep_unquantized
         self._norm = norm.rounded_norm
-        self._gated = rounding.round_gated
-        self._rows = rounding.round_parts
+        self._swiglu = rounding.round_gated
+        self._quantize = rounding.round_parts
 
     def norm(
         self,
@@ -71,32 +83,44 @@ class ActivationQuantizer:
         residual: torch.Tensor | None,
         offset: float,
     ) -> QuantizedActivations:
-        """RMSNorm of x [T, n], or of the sum of x [P, T, n], plus `residual`, which becomes that
-        sum; `offset` is added to the weight."""
-        plain = weight.new_empty(x.shape[-2:]) if self._keeps else None
-        rounded = self._norm(x, weight, eps, residual, offset, self._part, plain)
+        """RMSNorm of x plus `residual`, quantized.
+
+        Args:
+            x: [T, n], or the parts [P, T, n] of a sum.
+            weight: [n].
+            eps: added to the mean square.
+            residual: [T, n], which becomes the sum with x; None: there is none.
+            offset: added to the weight.
+        """
+        plain = weight.new_empty(x.shape[-2:]) if self._keep_unquantized else None
+        rounded = self._norm(x, weight, eps, residual, offset, self._group_size, plain)
         return QuantizedActivations(*rounded, plain)
 
     def swiglu(self, merged: torch.Tensor) -> QuantizedActivations:
-        """SwiGLU of [T, 2 n], gate first."""
-        return QuantizedActivations(*self._gated(merged, self._part))
+        """SwiGLU of [T, 2 n], gate first, quantized: [T, n]."""
+        return QuantizedActivations(*self._swiglu(merged, self._group_size))
 
     def quantize(self, x: torch.Tensor) -> QuantizedActivations:
-        """x [T, n] itself."""
-        return QuantizedActivations(*self._rows(x, self._part), x if self._keeps else None)
+        """x [T, n], quantized."""
+        unquantized = x if self._keep_unquantized else None
+        return QuantizedActivations(*self._quantize(x, self._group_size), unquantized)
 
 
-MIN_SHARED_MEMORY_BYTES = 200 * 1024  # of a block: the tiles were chosen for GPUs that have as much
+# Shared memory that a block must be able to have: the tiles were chosen for GPUs that have as much.
+MIN_SHARED_MEMORY_BYTES = 200 * 1024
 
 
 class SmallMGemm:
-    """Products of x [T, depth] with weights [width, depth]. Knows by measurement which to take.
-    Needs triton."""
+    """GEMM with few rows by the project's own kernels: x [T, depth] times weights [width, depth].
+
+    Every method gives None for shapes for which the kernels have no tile: there the library's GEMM
+    is the faster one, as measured. Needs Triton.
+    """
 
     def __init__(self) -> None:
         from pipeinfer.kernels import norm, skinny
 
-        self._products = skinny
+        self._kernels = skinny
         self._norm = norm
 
     def product(
@@ -104,97 +128,112 @@ class SmallMGemm:
     ) -> torch.Tensor | None:
         """x @ weight.T + bias, [T, width]."""
         tile = choose("product", x.shape[0], *weight.shape)
-        return None if tile is None else self._products.product(x, weight, tile, bias)
+        return None if tile is None else self._kernels.product(x, weight, tile, bias)
 
     def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
         tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
-        return None if tile is None else self._products.gated_product(x, weight, tile)
+        return None if tile is None else self._kernels.gated_product(x, weight, tile)
 
     def split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
-        """x @ weight.T + bias, [T, width], whose splits the norm that follows adds up."""
+        """x @ weight.T + bias, [T, width], as split-K parts that the norm that follows adds up."""
         tile = choose("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
-        partial = self._products.split_product(x, weight, tile, bias)
+        partial = self._kernels.split_product(x, weight, tile, bias)
         return PartialSum(partial, self)
 
     def split_k_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """float32 [P, T, width], whose sum over P is x @ weight.T + bias, of a matrix with few
-        rows, such as a router's."""
+        """The split-K parts themselves, float32 [P, T, width], of a weight with few rows, such as a
+        router's; their sum over P is x @ weight.T + bias."""
         tile = choose("narrow", x.shape[0], *weight.shape)
-        return None if tile is None else self._products.split_product(x, weight, tile, bias)
+        return None if tile is None else self._kernels.split_product(x, weight, tile, bias)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the splits [P, T, size] of a product; see Summing."""
+        """See SumNorm; `partial`: split-K parts [P, T, size]."""
         return self._norm.sum_norm(partial, residual, weight, eps), residual
 
 
 @lru_cache(maxsize=8)
 def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
-    """None where the device has less room than the tiles take, or `dtype` no tensor cores."""
+    """None where the device has less shared memory than the tiles take, or no tensor cores for
+    `dtype`."""
     if device.type != "cuda" or dtype not in HALF_DTYPES:
         return None
     properties = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", 0)
-    return SmallMGemm() if room >= MIN_SHARED_MEMORY_BYTES else None
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+    return SmallMGemm() if shared_bytes >= MIN_SHARED_MEMORY_BYTES else None
 
 
-PACKING_HINT_ROWS = 64  # a hint for the layout: a decode step; any number of rows may come
+# Rows that oneDNN's packed layout is chosen for: those of a decode step. Any number may come.
+PACKING_HINT_ROWS = 64
 
 
 class Weight(Protocol):
-    """[T, in] to [T, out]: x times the transpose of a matrix [out, in], plus `bias` [out]. It owns
-    its product and its number format. Few and many rows may round differently."""
+    """A matrix [out, in] in some number format, and the products of rows [T, in] with it.
+
+    Few and many rows may round differently.
+
+    Attributes:
+        bias: [out], added to products; None: there is none.
+    """
 
     bias: torch.Tensor | None
 
-    def __call__(self, x: Activations, /) -> torch.Tensor: ...
+    def __call__(self, x: Activations, /) -> torch.Tensor:
+        """x times the transpose of the matrix, plus the bias: [T, out]."""
+        ...
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """How it rounds x; x may come as that made it. None: not."""
+        """How it quantizes x, which may come as this has made it; None: it takes x as it is."""
         ...
 
     def swiglu(self, x: Activations, /) -> torch.Tensor | None:
-        """SwiGLU of the product, gate first, [T, out / 2]; None: not for so many rows, or not in
-        this format. The bias counts nothing."""
+        """SwiGLU of the product without the bias, gate first, in one kernel: [T, out / 2]; None if
+        there is none for so many rows or for this format."""
         ...
 
     def split_k(self, x: Activations, /) -> PartialSum | None:
-        """The product, whose splits the norm that follows adds up; None as for `gated`."""
+        """The product, [T, out], as split-K parts that the norm that follows adds up; None as for
+        `swiglu`."""
         ...
 
     def into(
         self, out: torch.Tensor, x: Activations, bias: torch.Tensor | None = None, /
     ) -> torch.Tensor:
-        """`out` [T, out], which becomes the product, plus `bias` in place of the matrix's own."""
+        """Writes the product, plus `bias` in place of the weight's own, to `out` [T, out], which is
+        returned."""
         ...
 
     def pack(self) -> None:
-        """The values are final now."""
+        """To be called when the values are final: lays them out as products want them."""
         ...
 
     def permute(self, rows: torch.Tensor, /) -> None:
-        """Row i becomes what row rows[i] was, int64 [n], of the first n; before `pack`."""
+        """Row i becomes what row rows[i] was, for i < n; rows: int64 [n]. Before `pack`."""
         ...
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
     ) -> Iterator[WeightSource]:
-        """What fills `rows`: `slices` of the checkpoint's matrix `name`, which has `shape`."""
+        """What fills `rows` of the matrix: `slices` of the checkpoint's matrix `name`, whose shape
+        is `shape`."""
         ...
 
 
 class UnquantizedWeight:
-    """A Weight in the dtype of what it is multiplied with. few, split: the kernels for products of
-    few rows, and for those that a norm adds up, where they are wanted."""
+    """A Weight in the dtype of the rows that it is multiplied with; packed for the CPU.
+
+    oneDNN's packed layout is 1.3 to 2 times as fast as a float32 product without it at 4 to 64 rows
+    (measured, AVX-512), and rows come out alike however many there are.
+    """
 
     input_quantizer = None
 
@@ -205,6 +244,8 @@ class UnquantizedWeight:
         small_m: SmallMGemm | None = None,
         split_k: SmallMGemm | None = None,
     ) -> None:
+        """weight: [out, in]. small_m: computes products of few rows; split_k: those that a norm
+        adds up; None: the library computes them."""
         self.bias = bias
         self._weight: torch.Tensor | None = weight
         self._packed: torch.Tensor | None = None
@@ -212,7 +253,7 @@ class UnquantizedWeight:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The plain weight, to be filled; raises RuntimeError once it is packed."""
+        """[out, in], to be filled; raises RuntimeError once it is packed."""
         if self._weight is None:
             raise RuntimeError("this matrix is packed: its weights are final")
         return self._weight
@@ -228,11 +269,8 @@ class UnquantizedWeight:
         return None if self._small_m is None else self._small_m.swiglu(x, self.weight)
 
     def split_k(self, x: torch.Tensor) -> PartialSum | None:
-        return (
-            None
-            if self._small_m_split_k is None
-            else self._small_m_split_k.split_k(x, self.weight, self.bias)
-        )
+        gemm = self._small_m_split_k
+        return None if gemm is None else gemm.split_k(x, self.weight, self.bias)
 
     def into(
         self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -281,23 +319,26 @@ def _packable(weight: torch.Tensor) -> bool:
 
 
 class QuantizedTensor(Protocol):
-    """What is kept of a matrix [rows, columns], to be filled from a checkpoint."""
+    """A matrix [rows, columns] in a number format of its own, to be filled from a checkpoint."""
 
     def dequantized(self, dtype: torch.dtype, /) -> torch.Tensor:
-        """The plain matrix, rounded to `dtype` once."""
+        """The matrix in `dtype`, to which each value is rounded once."""
         ...
 
     def permute(self, rows: torch.Tensor, /) -> None:
-        """See Weight, as `sources`."""
+        """See Weight."""
         ...
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
-    ) -> Iterator[WeightSource]: ...
+    ) -> Iterator[WeightSource]:
+        """See Weight."""
+        ...
 
 
 class DequantizedWeight:
-    """A Weight (matrix.py): from `pack` on a plain matrix."""
+    """A Weight that is stored in a number format and becomes an UnquantizedWeight in `pack`: for
+    devices without a GEMM for the format."""
 
     input_quantizer = None
 
@@ -311,9 +352,9 @@ class DequantizedWeight:
 
     @property
     def dequantized(self) -> UnquantizedWeight:
-        """The plain one; RuntimeError before `pack`."""
+        """What it has become; RuntimeError before `pack`."""
         if self._dequantized is None:
-            raise RuntimeError("this matrix becomes plain when it is packed")
+            raise RuntimeError("this matrix is dequantized when it is packed")
         return self._dequantized
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -357,7 +398,7 @@ AnyTensorKind = TypeVar("AnyTensorKind", bound=QuantizedTensor, contravariant=Tr
 
 
 class QuantizedGemm(Protocol[AnyTensorKind]):
-    """Of rows [T, in] and a format's values of a matrix [out, in]."""
+    """Products of rows [T, in] with a matrix [out, in] that stays in one number format."""
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
@@ -373,12 +414,13 @@ class QuantizedGemm(Protocol[AnyTensorKind]):
     def split_k(
         self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
     ) -> PartialSum | None:
-        """The same, whose splits the norm that follows adds up; None: not for so many rows."""
+        """The same as split-K parts that the norm that follows adds up; None if there is no kernel
+        for so many rows."""
         ...
 
 
 class QuantizedWeight(Generic[TensorKind]):
-    """A Weight (matrix.py). split: whether a norm may add up its products of few rows."""
+    """A Weight that stays in its number format, for devices with a GEMM for it."""
 
     def __init__(
         self,
@@ -387,6 +429,7 @@ class QuantizedWeight(Generic[TensorKind]):
         gemm: QuantizedGemm[TensorKind],
         split_k: bool,
     ) -> None:
+        """split_k: whether a norm may add up its products of few rows."""
         self.bias = bias
         self._quantized = quantized
         self._gemm = gemm
@@ -411,7 +454,7 @@ class QuantizedWeight(Generic[TensorKind]):
         return out.copy_(self._gemm.product(x, self._quantized, bias))
 
     def pack(self) -> None:
-        """They are as they stay."""
+        """Its values need no other layout."""
 
     def permute(self, rows: torch.Tensor) -> None:
         self._quantized.permute(rows)
