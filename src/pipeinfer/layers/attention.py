@@ -23,7 +23,7 @@ class LayerQKV(Protocol):
 
     @property
     def merged(self) -> MergedQKV | None:
-        """What a kernel can split, norm and rotate as it stores; None: they are ready."""
+        """What a kernel can split, norm and rotate as it stores; None: that is done."""
         ...
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,8 +49,14 @@ class RotatedQKV(NamedTuple):
 
 
 class MergedQKV(NamedTuple):
-    """A layer's queries, keys and values, [T, (num_heads + 2 num_kv_heads) * head_dim] in one
-    product; `norm` and `rotation` are yet to come.
+    """A layer's queries, keys and values as one product, not yet normed and rotated.
+
+    Attributes:
+        product: [T, (num_heads + 2 num_kv_heads) * head_dim].
+        num_heads: query heads of this rank.
+        num_kv_heads: KV heads of this rank.
+        norm: the QK norm; None: there is none.
+        rotation: RoPE at the tokens' positions.
     """
 
     product: torch.Tensor
@@ -84,9 +90,15 @@ Attend = Callable[[int, LayerQKV], torch.Tensor]
 
 
 class AttentionHeads(NamedTuple):
-    """Of all ranks. `norm`: the kind and epsilon of their QK norm, None where there is none.
-    `lanes`: where files have which of a head's values, if in another order (see layers/rope.py).
-    sinks: whether each query head has one (see AttentionShape).
+    """The heads of a layer, of all ranks.
+
+    Attributes:
+        queries: query heads.
+        keys: KV heads.
+        head_dim: values of a head.
+        norm: kind and epsilon of the QK norm; None: there is none.
+        permutation: of a head's values in files to NeoX order (rope.py); None: they have it.
+        sinks: whether each query head has an attention sink (see AttentionShape).
     """
 
     queries: int
@@ -133,7 +145,7 @@ class SelfAttention:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (matrix.py)."""
+        """See Weight (weight.py)."""
         return self.qkv.weight.input_quantizer
 
     def __call__(
@@ -156,16 +168,16 @@ class SelfAttention:
         self.qkv.weight.pack()
         self.output.weight.pack()
 
-    def _permute(self, lanes: list[int]) -> None:
+    def _permute(self, permutation: list[int]) -> None:
         """Of queries and keys, which are the first heads of the product."""
         keyed = (self.num_heads + self.num_kv_heads) * self.head_dim
-        rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, lanes].flatten()
+        rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, permutation].flatten()
         matrix = self.qkv.weight
         matrix.permute(rows)
         if matrix.bias is not None:
             matrix.bias[:keyed] = matrix.bias[rows]
         if self.norm is not None:
-            self.norm.weight.copy_(self.norm.weight[:, lanes])
+            self.norm.weight.copy_(self.norm.weight[:, permutation])
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""

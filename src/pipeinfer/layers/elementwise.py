@@ -191,7 +191,7 @@ def warm_up_compiled(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compiles what a model calls: half a minute the first time, seconds when torch finds its cache.
+    """Compiles what a model calls: in half a minute, or seconds when torch finds its cache.
 
     Args:
         norm: for vectors [T, hidden].

@@ -1,7 +1,8 @@
-"""Matrices of one size, one for each expert that a rank has, in one piece of memory.
+"""The experts of a mixture that one rank has: which, what of each, and their weights and products.
 
-In FP8 they stay so where a device has kernels for it; in other formats they become plain once they
-are final. Knows no expert and no product.
+`GatedExperts` are SwiGLU blocks, each stored by itself (`PerExpertWeights`); `ClampedExperts` are
+those of gpt-oss, all stored as one tensor (`MergedExpertWeights`). Knows no router: rows come
+ordered by expert. Sources: arxiv.org/abs/2101.03961, https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ from pipeinfer.settings import ConfigurationError
 
 
 class PerExpertWeights:
-    """`size`: matrices, out, in. `names`: of the modules within placement's that they are made of;
-    ConfigurationError unless all are stored alike. scale: float32, by row or by block, of a weight
-    that stays in e4m3; see kernels/moe.py.
+    """A matrix for each expert of this rank, in one piece of memory; each is stored by itself.
+
+    In FP8 they stay so where a device has kernels for it; from other formats they are dequantized
+    once they are final.
+
+    Attributes:
+        scale: float32, by row or by block, of weights that stay in e4m3 (kernels/moe.py); None: of
+            others.
+        weights: of each expert, by itself.
     """
 
     def __init__(
         self, placement: Placement, names: Iterable[str], size: tuple[int, int, int]
     ) -> None:
+        """names: of the modules within placement's that they are made of; ConfigurationError
+        unless all are stored alike. size: experts, out, in."""
         form = placement.format(names)
         self._on_host = placement.device.type == "cpu"
         self._dtype = placement.dtype
@@ -47,16 +56,16 @@ class PerExpertWeights:
             self._stacked = placement.empty(*size)
             self.weights = [UnquantizedWeight(weight) for weight in self._stacked]
             return
-        few = empty_stacked_fp8(form, size, placement)
-        kept = empty_quantized(form, size, placement) if few is None else few
-        if few is not None:
-            self._stacked, self.scale = few.weight, few.scale
-        self._quantized = [kept[index] for index in range(size[0])]
+        fp8 = empty_stacked_fp8(form, size, placement)
+        quantized = empty_quantized(form, size, placement) if fp8 is None else fp8
+        if fp8 is not None:
+            self._stacked, self.scale = fp8.weight, fp8.scale
+        self._quantized = [quantized[index] for index in range(size[0])]
         self.weights = [DequantizedWeight(one, None, placement) for one in self._quantized]
 
     @property
     def stacked(self) -> torch.Tensor:
-        """[matrices, out, in] on a GPU, from `pack` on, if it had to be decoded."""
+        """[experts, out, in]; of weights that have to be dequantized, on a GPU, from `pack` on."""
         if self._stacked is None:
             raise RuntimeError("these matrices are not one tensor")
         return self._stacked
@@ -73,10 +82,13 @@ class PerExpertWeights:
 
 
 class MergedExpertWeights:
-    """`size`: matrices, out, in. halves: rows of two matrices stand on disk in turn, and one after
-    the other once they are final. ConfigurationError if form is neither None, plain, nor MXFP4.
+    """A matrix for each expert of this rank; all of them are one tensor on disk.
 
-    plain: [matrices, out, in], final from `pack` on; None where they stay in MXFP4.
+    Unquantized ones are stored as [in, out], those in MXFP4 as [out, in]; these stay in MXFP4 where
+    a device has kernels for it.
+
+    Attributes:
+        unquantized: [experts, out, in], final from `pack` on; None where they stay in MXFP4.
     """
 
     def __init__(
@@ -86,6 +98,9 @@ class MergedExpertWeights:
         placement: Placement,
         interleaved: bool = False,
     ) -> None:
+        """form: None, unquantized, or MXFP4; ConfigurationError if it is another. size: experts,
+        out, in. interleaved: rows of gate and up stand on disk in turn, and are deinterleaved in
+        `pack`."""
         if form not in (None, Mxfp4()):
             raise ConfigurationError(
                 "experts with bounds are stored plain or in mxfp4, not in another number format"
@@ -106,22 +121,22 @@ class MergedExpertWeights:
 
     def pack(self) -> None:
         """To be called once, when the weights are final."""
-        plain, stored, self._stored = self.unquantized, self._stored, None
+        unquantized, stored, self._stored = self.unquantized, self._stored, None
         if self._interleaved:
-            for part in (plain,) if stored is None else (stored.values, stored.exponents):
+            for part in (unquantized,) if stored is None else (stored.values, stored.exponents):
                 if part is not None:
                     deinterleave(part)
-        if plain is not None:
+        if unquantized is not None:
             if stored is not None:
-                stored.dequantize_into(plain)
-            self._packed = plain, None
+                stored.dequantize_into(unquantized)
+            self._packed = unquantized, None
         elif stored is not None:
             self._packed = stored.padded_for_kernels()
 
     def sources(
         self, name: str, shape: tuple[int, int, int], held: tuple[slice, slice, slice]
     ) -> Iterator[WeightSource]:
-        """`held` of matrices, out and in of `shape`, which is that of all ranks."""
+        """`held`: this rank's experts, out and in of `shape`, which is that of all ranks."""
         if self._stored is not None:
             yield from self._stored.sources(name, shape, held)
         elif self.unquantized is not None:
@@ -131,14 +146,20 @@ class MergedExpertWeights:
 
 
 def deinterleave(stack: torch.Tensor) -> None:
-    """Of each matrix, rows 0, 2, 4 ... come before rows 1, 3, 5 ..., in place."""
+    """In place, puts rows 0, 2, 4 ... of each matrix before its rows 1, 3, 5 ..."""
     for rows in stack:
         rows.copy_(torch.cat((rows[::2], rows[1::2])))
 
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """A rank's part: experts first .. last - 1, and start .. stop - 1 of each one's `size`."""
+    """A rank's part of a mixture.
+
+    Attributes:
+        first, last: its experts are first .. last - 1.
+        start, stop: of each expert's intermediate size, it has start .. stop - 1.
+        size: intermediate size of an expert.
+    """
 
     first: int
     last: int
@@ -148,42 +169,50 @@ class ExpertShard:
 
     @property
     def count(self) -> int:
-        """Experts."""
+        """Experts of this rank."""
         return self.last - self.first
 
     @property
     def local_size(self) -> int:
-        """Of the size of each."""
+        """Of each expert's intermediate size, this rank's share."""
         return self.stop - self.start
 
 
 def expert_shard(shard: Shard, num_experts: int, size: int) -> ExpertShard:
-    """Some experts whole, or a share of each."""
+    """This rank's part of `num_experts` experts of `size`: some whole, or a share of each."""
     first, last = shard.expert_span(num_experts)
     start, stop = (0, size) if shard.expert_parallel else shard.span(size)
     return ExpertShard(first, last, start, stop, size)
 
 
 class LocalExperts(Protocol):
-    """x [pairs, hidden] ordered by expert, `counts` of each held, to outputs in the same order.
+    """The experts of a mixture that this rank has.
 
-    grouped: the weighted sums by kernels from (x [T, hidden], weights, chosen), where there are
-    such. unsummed: [top_k, T, hidden], what they are the sums of, where all experts are held.
-    rounding: as a Weight's (matrix.py), for these two.
+    Attributes:
+        shard: which they are.
     """
 
     shard: ExpertShard
 
     @property
-    def input_quantizer(self) -> ActivationQuantizer | None: ...
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        """As a Weight's, for `fused` and `unsummed`."""
+        ...
 
     @property
-    def fused(self) -> FusedExperts | None: ...
+    def fused(self) -> FusedExperts | None:
+        """Each token's weighted sum, by fused kernels; None: there are none on this device."""
+        ...
 
     @property
-    def unsummed(self) -> FusedExperts | None: ...
+    def unsummed(self) -> FusedExperts | None:
+        """[top_k, T, hidden], what those are the sums of; None as `fused`, and if this rank has not
+        all experts."""
+        ...
 
-    def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """x [pairs, hidden], ordered by expert, `counts` of each, to outputs in the same order."""
+        ...
 
     def pack(self) -> None: ...
 
@@ -193,7 +222,7 @@ class LocalExperts(Protocol):
 def sequential_experts(
     x: torch.Tensor, counts: list[int], experts: list[Callable[[torch.Tensor], torch.Tensor]]
 ) -> torch.Tensor:
-    """Each expert that got rows computes them."""
+    """What LocalExperts give when they are called: each expert that got rows computes them."""
     parts = zip(x.split(counts), experts, strict=True)
     outputs = [expert(rows) for rows, expert in parts if rows.shape[0]]
     return torch.cat(outputs) if outputs else x
@@ -215,10 +244,10 @@ class GatedExperts:
         self.down = PerExpertWeights(placement, down, (count, hidden_size, share))
         self._num_experts = num_experts
         self._backend = choose_backend(placement)
-        kept = self.gate_up.scale is not None and self.down.scale is not None
+        in_fp8 = self.gate_up.scale is not None and self.down.scale is not None
         whole = hidden_size % SIDE == 0 and share % SIDE == 0
         self.input_quantizer = (
-            ActivationQuantizer(SIDE, keep_unquantized=True) if kept and whole else None
+            ActivationQuantizer(SIDE, keep_unquantized=True) if in_fp8 and whole else None
         )
 
     @property
@@ -253,12 +282,12 @@ class GatedExperts:
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot. On disk each expert is by itself."""
-        held, hidden = self.shard, self._hidden_size
-        part, every = slice(held.start, held.stop), slice(0, hidden)
-        column, row = (held.size, hidden), (hidden, held.size)
-        gate, up = slice(0, held.local_size), slice(held.local_size, 2 * held.local_size)
+        shard, hidden = self.shard, self._hidden_size
+        part, every = slice(shard.start, shard.stop), slice(0, hidden)
+        column, row = (shard.size, hidden), (hidden, shard.size)
+        gate, up = slice(0, shard.local_size), slice(shard.local_size, 2 * shard.local_size)
         pairs = zip(self.gate_up.weights, self.down.weights, strict=True)
-        for expert, (gate_up, down) in enumerate(pairs, held.first):
+        for expert, (gate_up, down) in enumerate(pairs, shard.first):
             name = f"{prefix}experts.{expert}."
             yield from gate_up.sources(f"{name}gate_proj", gate, column, (part, every))
             yield from gate_up.sources(f"{name}up_proj", up, column, (part, every))
@@ -266,8 +295,9 @@ class GatedExperts:
 
 
 class ClampedExperts:
-    """Experts (experts.py): (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
-    within it on both sides. One by one only where their matrices are plain."""
+    """LocalExperts with biases: (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
+    within it on both sides. They can be called only where their weights are unquantized.
+    """
 
     input_quantizer = None
 
@@ -295,7 +325,7 @@ class ClampedExperts:
         self._experts = self._unquantized_weights()
 
     def _unquantized_weights(self) -> list[tuple[UnquantizedWeight, UnquantizedWeight]]:
-        """Gate and up, and down of each expert; none where they are not plain."""
+        """Gate and up, and down of each expert; none where they stay quantized."""
         rows, down = self.gate_up.unquantized, self.down.unquantized
         if rows is None or down is None:
             return []
@@ -356,10 +386,10 @@ class ClampedExperts:
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the mixture, with its dot."""
-        held, hidden, of = self.shard, self._down_biases.shape[1], self._num_experts
-        experts, every = slice(held.first, held.last), slice(0, hidden)
-        wide, both = 2 * held.size, slice(2 * held.start, 2 * held.stop)
-        name, part = f"{prefix}experts.", slice(held.start, held.stop)
+        shard, hidden, of = self.shard, self._down_biases.shape[1], self._num_experts
+        experts, every = slice(shard.first, shard.last), slice(0, hidden)
+        wide, both = 2 * shard.size, slice(2 * shard.start, 2 * shard.stop)
+        name, part = f"{prefix}experts.", slice(shard.start, shard.stop)
         at = experts, both
         yield WeightSource(f"{name}gate_up_proj_bias", (of, wide), at, self._gate_up_biases)
         at = experts, every
@@ -367,4 +397,4 @@ class ClampedExperts:
         at = experts, both, every
         yield from self.gate_up.sources(f"{name}gate_up_proj", (of, wide, hidden), at)
         at = experts, every, part
-        yield from self.down.sources(f"{name}down_proj", (of, hidden, held.size), at)
+        yield from self.down.sources(f"{name}down_proj", (of, hidden, shard.size), at)

@@ -1,6 +1,9 @@
-"""From how a matrix is stored in the checkpoint to the Weight that holds it on this rank's device.
+"""Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree;
+the token embedding and the LM head, split by vocabulary; and which weight a number format makes.
 
-Knows which device has products for which format; no layer and no file.
+Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Of a vocabulary
+each rank has an equal run of rows, padded with zeros on the last ranks where it does not divide.
+Knows no attention, no model, no tokenizer and no file.
 """
 
 from __future__ import annotations
@@ -31,28 +34,24 @@ from pipeinfer.settings import ConfigurationError
 
 
 class StackedTensor(QuantizedTensor, Protocol):
-    """Values of one matrix, or of a stack of them."""
+    """A QuantizedTensor, or a stack of them."""
 
     def __getitem__(self, index: int, /) -> QuantizedTensor:
         """One of a stack."""
         ...
 
 
-# By the class of a format: room for values of a size, not yet filled; and for a size the products
-# that a device has with them, None without.
+# By the class of a format: makes a tensor of a size, not yet filled.
 EMPTY_TENSORS: Mapping[type, Callable[[tuple[int, ...], Any, Placement], StackedTensor]] = {
     Fp8: Fp8Tensor.empty,
     Int4: Int4Tensor.empty,
     Int8: Int8Tensor.empty,
 }
+# By the class of a format: the GEMM that a device has for matrices of a size; None without.
 GEMMS: Mapping[type, Callable[[Any, tuple[int, int], Placement], QuantizedGemm[Any] | None]] = {
     Fp8: fp8_gemm,
     Int4: int4_gemm,
     Int8: int8_gemm,
-}
-# Room for a stack whose kernels take it as it is stored, None without.
-EIGHT_BITS: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Tensor | None]] = {
-    Fp8: stacked_fp8
 }
 
 
@@ -64,25 +63,33 @@ def create_weight(
     small_m: bool = False,
     split_k: bool = False,
 ) -> Weight:
-    """A matrix of `size`, [out, in], of which modules `names` within placement's are the rows.
+    """The weight for a matrix in the number format that it is stored in, not yet filled.
 
-    few, split: as a Matrix's. Raises ConfigurationError if the size does not fit the format.
+    Args:
+        placement: device, dtype and formats.
+        names: modules within placement's, whose rows are the matrix's.
+        size: [out, in].
+        bias: [out] or None.
+        small_m: whether kernels for few rows may compute its products.
+        split_k: whether a norm may add up its products of few rows.
+
+    Raises ConfigurationError if the size does not fit the format.
     """
     form = placement.format(names)
     if form is None or form == Mxfp4():  # which is for experts alone
-        skinny = small_m_gemm(placement.device, placement.dtype)
+        gemm = small_m_gemm(placement.device, placement.dtype)
         return UnquantizedWeight(
-            placement.empty(*size), bias, skinny if small_m else None, skinny if split_k else None
+            placement.empty(*size), bias, gemm if small_m else None, gemm if split_k else None
         )
-    kept = empty_quantized(form, size, placement)
-    products = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
-    if products is None:
-        return DequantizedWeight(kept, bias, placement)
-    return QuantizedWeight(kept, bias, products, split_k)
+    tensor = empty_quantized(form, size, placement)
+    gemm = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
+    if gemm is None:
+        return DequantizedWeight(tensor, bias, placement)
+    return QuantizedWeight(tensor, bias, gemm, split_k)
 
 
 def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -> StackedTensor:
-    """Room for a matrix of `size`, or for a stack of them."""
+    """A matrix of `size`, or a stack of them, not yet filled."""
     if form == Mxfp4():
         raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
     return EMPTY_TENSORS[type(form)](size, form, placement)
@@ -91,15 +98,22 @@ def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -
 def empty_stacked_fp8(
     form: Format, size: tuple[int, int, int], placement: Placement
 ) -> Fp8Tensor | None:
-    """Room for a stack of matrices that stays in FP8; None: in this format, on this device or of
-    this size they have to become plain."""
-    room = None if placement.dequantizes else EIGHT_BITS.get(type(form))
-    return None if room is None else room(form, size, placement)
+    """A stack of matrices that stays in FP8, not yet filled; None if, in this format, on this device
+    or of this size, they have to be dequantized."""
+    if placement.dequantizes or not isinstance(form, Fp8):
+        return None
+    return stacked_fp8(form, size, placement)
 
 
 @dataclass(frozen=True)
 class ColumnShard:
-    """Checkpoint matrix `name` of `rows` rows, of which this rank holds [start, stop)."""
+    """This rank's rows of one of a column-parallel layer's matrices.
+
+    Attributes:
+        name: of the matrix in the checkpoint.
+        rows: of the matrix.
+        start, stop: this rank has rows start .. stop - 1.
+    """
 
     name: str
     rows: int
@@ -303,9 +317,9 @@ class Embedding:
         if self._placement.single_rank:
             return self._lookup(tokens)
         local = tokens - rows.start
-        foreign = (local < 0) | (local >= rows.stop - rows.start)
-        vectors = self._lookup(local.masked_fill(foreign, 0))
-        return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
+        others = (local < 0) | (local >= rows.stop - rows.start)
+        vectors = self._lookup(local.masked_fill(others, 0))
+        return self._placement.reduce(vectors.masked_fill_(others[:, None], 0))
 
 
 class ScaledEmbedding:

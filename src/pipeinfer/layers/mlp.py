@@ -33,8 +33,12 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """What is done with gate and up, [T, 2 n] to [T, n]. plain: by torch; fused: which of a
-    device's kernels. in_products: whether weights have it built in, being SwiGLU.
+    """The activation of a gated block: gate and up, [T, 2 n], to [T, n].
+
+    Attributes:
+        by_torch: operation by operation.
+        fused: which of a device's fused kernels it is.
+        in_gemm: whether weights have it built into their product (SwiGLU).
     """
 
     by_torch: ActivationOp
@@ -42,7 +46,7 @@ class GatedActivation:
     in_gemm: bool
 
     def on(self, placement: Placement) -> ActivationOp:
-        """The best that the device has."""
+        """The fastest that the device has."""
         ops = fused_ops(placement.device, placement.dtype, placement.compiled)
         return self.by_torch if ops is None else self.fused(ops)
 
@@ -73,7 +77,7 @@ class GatedMLP:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (matrix.py)."""
+        """See Weight (weight.py)."""
         return self.gate_up.weight.input_quantizer
 
     def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
@@ -88,8 +92,8 @@ class GatedMLP:
             gated = self.gate_up.weight.swiglu(x)
             if gated is not None:
                 return gated
-        rounding = self.down.weight.input_quantizer if self._swiglu else None
-        activate = self._activate if rounding is None else rounding.swiglu
+        quantizer = self.down.weight.input_quantizer if self._swiglu else None
+        activate = self._activate if quantizer is None else quantizer.swiglu
         return activate(self.gate_up(x))
 
     def pack(self) -> None:

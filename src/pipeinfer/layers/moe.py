@@ -1,6 +1,9 @@
-"""Routers of mixtures: which experts a token goes to, and what each of them counts.
+"""Mixture of experts: a router picks a few gated feed-forward blocks for each token.
 
-A router is the same on all ranks, and a token's choice depends on nobody else's. Knows no expert.
+Over several ranks either every expert is split, like a dense block, or each rank has some experts
+whole; the sum over ranks is the same. A router is the same on all ranks, and a token's experts
+depend on no other token. The work is ordered by expert, so that each computes its tokens at once.
+Knows no model and not what an expert is.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ from pipeinfer.layers.weight import (
 
 
 class TopKRouter(Protocol):
-    """x [T, hidden] to weights of any float dtype and experts int32 or 64, both [T, top_k]."""
+    """Chooses each token's experts, and what each of them counts."""
 
     num_experts: int
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden] to weights, of any float dtype, and experts, int32 or int64, both
+        [T, top_k]."""
+        ...
 
     def pack(self) -> None: ...
 
@@ -36,10 +42,9 @@ class TopKRouter(Protocol):
 
 
 class SoftmaxRouter:
-    """The best by their probability, which is their weight.
+    """Chooses the most probable experts; weights are their probabilities.
 
-    normalize: the weights of a token's experts add up to one. name: on disk. Source:
-    arxiv.org/abs/2101.03961.
+    Source: arxiv.org/abs/2101.03961.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class SoftmaxRouter:
         name: str = "gate",
         bias: bool = False,
     ) -> None:
+        """normalize: the weights of a token's experts add up to one. name: on disk."""
         self.num_experts = num_experts
         self._name = name
         self.weight = UnquantizedWeight(
@@ -68,7 +74,7 @@ class SoftmaxRouter:
         return self._top_k_of(self._logits(x), self._top_k, self._normalize, x.dtype)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, experts], or [P, T, experts], to be summed over P."""
+        """[T, experts], or split-K parts [P, T, experts]."""
         if self._small_m is not None:
             partial = self._small_m.split_k_parts(x, self.weight.weight, self.weight.bias)
             if partial is not None:
@@ -93,8 +99,8 @@ SoftmaxTopK = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tenso
 
 
 def _softmax_top_k_on(device: torch.device) -> SoftmaxTopK:
-    """(scores [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
-    kernel on a GPU, which also sums scores [P, T, experts]."""
+    """From (logits [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
+    kernel on a GPU, which also adds up split-K parts [P, T, experts]."""
     if device.type != "cuda":
         return _softmax_top_k
     from pipeinfer.kernels.softmax_choice import softmax_choice
@@ -112,10 +118,10 @@ def _softmax_top_k(
 
 
 class SigmoidLinear:
-    """x [T, hidden] to the sigmoids of `size` products, [T, size]."""
+    """A linear layer and a sigmoid: x [T, hidden] to [T, size]."""
 
     def __init__(self, size: int, hidden_size: int, placement: Placement) -> None:
-        # The last row is nothing. Sigmoid takes whole vectors of values that lie side by side, and
+        # The last row is padding. Sigmoid takes whole vectors of values that lie side by side, and
         # the rest in another way: what a token gets would depend on how many tokens there are.
         weight = placement.empty(size + 1, hidden_size)
         weight[size:].zero_()
@@ -137,9 +143,14 @@ class SigmoidLinear:
 
 
 class GroupedTopK(NamedTuple):
-    """`top_k` experts out of the best `top_groups` of `groups` runs of experts.
+    """How grouped top-k chooses.
 
-    normalize: their weights add up to `scale`, else each is its score times that.
+    Attributes:
+        top_k: experts of a token.
+        groups: of neighbouring experts, of equal size.
+        top_groups: the groups, by the sum of their two best scores, that experts are taken from.
+        normalize: the weights of a token's experts add up to `scale`.
+        scale: factor of all weights.
     """
 
     top_k: int
@@ -150,9 +161,9 @@ class GroupedTopK(NamedTuple):
 
 
 class SigmoidRouter:
-    """The best by the sigmoid of their score plus a bias, which the weights do without.
+    """Chooses the best experts by the sigmoid of their logit plus a bias; weights are without it.
 
-    All in float32, as is what it is made of. Source: https://arxiv.org/abs/2412.19437, section 2.1.
+    Parameters and weights are float32. Source: https://arxiv.org/abs/2412.19437, section 2.1.
     """
 
     def __init__(
@@ -175,8 +186,7 @@ class SigmoidRouter:
         return weights * choice.scale, experts
 
     def _in_best_groups(self, biased: torch.Tensor) -> torch.Tensor:
-        """[T, num_experts], where those of other groups cannot be chosen. A group is as good as its
-        two best."""
+        """[T, num_experts], where scores of experts outside of the best groups are -inf."""
         _, groups, top_groups, *_ = self._grouped
         if top_groups == groups:
             return biased
@@ -200,12 +210,10 @@ class SigmoidRouter:
 
 
 class SharedExpert:
-    """What every token goes to beside a mixture, split over the ranks as any dense block.
-
-    gated: times the sigmoid of a product of its own, called as `name` and "_gate" on disk.
-    """
+    """The dense block that every token goes to beside a mixture, split over the ranks as any."""
 
     def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
+        """gated: its output is multiplied with a sigmoid gate, on disk `name` and "_gate"."""
         self._name = name
         self._mlp = mlp
         self._gate = SigmoidLinear(1, mlp.hidden_size, placement) if gated else None
@@ -229,8 +237,8 @@ class SharedExpert:
 
 
 class SparseMoeBlock:
-    """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses, plus what
-    `shared` gives."""
+    """[T, hidden] to [T, hidden]: the weighted sum of the experts that a router chooses, plus the
+    shared expert's output."""
 
     def __init__(
         self,
@@ -248,7 +256,7 @@ class SparseMoeBlock:
 
     @property
     def input_quantizer(self) -> ActivationQuantizer | None:
-        """See Weight (matrix.py)."""
+        """See Weight (weight.py)."""
         return self._experts.input_quantizer
 
     def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
@@ -267,12 +275,12 @@ class SparseMoeBlock:
         grouped = self._experts.fused
         if grouped is not None:
             return grouped(x, weights, experts)
-        held, top_k = self._experts.shard, experts.shape[1]
-        pairs = experts.flatten() - held.first  # pair i is token i // top_k
-        if held.count < self._router.num_experts:
-            pairs[(pairs < 0) | (pairs >= held.count)] = held.count  # another's: behind all others
+        shard, top_k = self._experts.shard, experts.shape[1]
+        pairs = experts.flatten() - shard.first  # pair i is token i // top_k
+        if shard.count < self._router.num_experts:
+            pairs[(pairs < 0) | (pairs >= shard.count)] = shard.count  # another rank's: last
         order = pairs.argsort(stable=True)
-        counts = pairs.bincount(minlength=held.count + 1).tolist()[: held.count]
+        counts = pairs.bincount(minlength=shard.count + 1).tolist()[: shard.count]
         order = order[: sum(counts)]
         outputs = self._experts(x[order // top_k], counts)
         by_pair = outputs.new_zeros(len(pairs), x.shape[1])

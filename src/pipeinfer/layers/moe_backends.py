@@ -2,7 +2,7 @@
 
 A backend gets the tokens, the router's weights and its choice, and gives each token's weighted sum.
 On a GPU it never looks at the choice on the host, so that its work can stand in a CUDA graph. On a
-CPU the experts compute one after the other (experts.py) and no backend is asked.
+CPU the experts compute one after the other (experts.py) and no backend is used.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ FusedExperts = Callable[[Activations, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts `first` and following of the `of` experts on all ranks, stacked.
+    """The experts that a rank has, stacked, as backends take them.
 
-    gate_up [experts, 2 n, hidden], gate first; down [experts, hidden, n]; each a weight and its
-    scale, which is None where the weight is plain (see kernels/moe.py).
-    bounded: biases and limits of experts that have them.
-    rounding: how rows are rounded to FP8 where the products take both sides in FP8.
+    A weight's scale is None where the weight is unquantized (see kernels/moe.py).
+
+    Attributes:
+        gate_up: weight [experts, 2 n, hidden], gate first, and its scale.
+        down: weight [experts, hidden, n], and its scale.
+        first: number of this rank's first expert.
+        num_experts: on all ranks.
+        bounded: biases and limits of experts that have them.
+        input_quantizer: quantizes rows where both sides of the products are FP8.
     """
 
     gate_up: tuple[torch.Tensor, torch.Tensor | None]
@@ -51,8 +56,8 @@ class StackedExperts:
 
 
 class TritonExperts:
-    """Our own kernels, with SwiGLU and the router's weight fused into the products. Plain weights,
-    FP8 by row or by block, MXFP4."""
+    """The project's own kernels, with SwiGLU and the router's weight fused into the products.
+    Unquantized weights, FP8 by row or by block, MXFP4."""
 
     def __init__(self, stack: StackedExperts) -> None:
         self._stack = stack
@@ -93,14 +98,14 @@ class TritonExperts:
 
     def _fp8_by_pair(
         self,
-        rounding: ActivationQuantizer,
+        quantizer: ActivationQuantizer,
         x: Activations,
         weights: torch.Tensor,
         experts: torch.Tensor,
     ) -> torch.Tensor:
         from pipeinfer.kernels.moe_e4m3 import rounded_by_pair
 
-        stack, rows = self._stack, x if x.dtype == E4M3 else rounding.quantize(x)
+        stack, rows = self._stack, x if x.dtype == E4M3 else quantizer.quantize(x)
         taken, span = (rows.values, rows.scale), (stack.first, stack.num_experts)
         gate_up, down = cast("Scaled", stack.gate_up), cast("Scaled", stack.down)
         return rounded_by_pair(taken, gate_up, down, weights, experts, span)
@@ -108,7 +113,7 @@ class TritonExperts:
 
 class TorchExperts:
     """torch's grouped matrix products (`torch.nn.functional.grouped_mm`), on rows ordered by
-    expert. Plain weights in bfloat16; needs no Triton."""
+    expert. Unquantized weights in bfloat16; needs no Triton."""
 
     unsummed = None
 

@@ -40,9 +40,12 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 @dataclass(frozen=True)
 class NormKind:
-    """What a norm does with its weight. plain: by torch; fused: which of a device's kernels.
+    """What a norm does with its weight.
 
-    offset: what kernels that norm within something larger add to the weight.
+    Attributes:
+        by_torch: (x, weight, eps) to the norm, operation by operation.
+        fused: which of a device's fused kernels it is.
+        weight_offset: what kernels that norm within something larger add to the weight.
     """
 
     by_torch: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -77,17 +80,19 @@ class RMSNorm:
         self,
         x: torch.Tensor | PartialSum | None,
         residual: torch.Tensor,
-        rounding: ActivationQuantizer | None = None,
+        input_quantizer: ActivationQuantizer | None = None,
     ) -> tuple[Activations, torch.Tensor]:
-        """(norm of x + residual, x + residual); both arguments may be overwritten. None adds
-        nothing. rounding: what the weight has that multiplies the norm.
+        """(norm of x + residual, x + residual).
 
-        A PartialSum is for the usual kind of norm.
+        Args:
+            x: [T, size], which may be overwritten; a PartialSum, for RMS_NORM alone; None: zero.
+            residual: [T, size], which may be overwritten.
+            input_quantizer: of the weight that multiplies the norm.
         """
-        if rounding is not None:
+        if input_quantizer is not None:
             parts, sums = (x.partial, x.is_split_k) if isinstance(x, PartialSum) else (x, True)
             if sums:
-                return self._quantized(parts, residual, rounding), residual
+                return self._quantized(parts, residual, input_quantizer), residual
         if x is None:
             return self(residual), residual
         if isinstance(x, PartialSum):
@@ -98,11 +103,11 @@ class RMSNorm:
         return self(residual), residual
 
     def _quantized(
-        self, x: torch.Tensor | None, residual: torch.Tensor, rounding: ActivationQuantizer
+        self, x: torch.Tensor | None, residual: torch.Tensor, input_quantizer: ActivationQuantizer
     ) -> QuantizedActivations:
         if x is None:
-            return rounding.norm(residual, self.weight, self._eps, None, self._offset)
-        return rounding.norm(x, self.weight, self._eps, residual, self._offset)
+            return input_quantizer.norm(residual, self.weight, self._eps, None, self._offset)
+        return input_quantizer.norm(x, self.weight, self._eps, residual, self._offset)
 
     def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""

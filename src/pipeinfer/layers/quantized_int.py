@@ -3,7 +3,7 @@
 - INT4: numbers 0 to 15 with a scale and a zero point for each group of columns. The files of AWQ
   (https://arxiv.org/abs/2306.00978), GPTQ (https://arxiv.org/abs/2210.17323) and compressed-tensors
   have the same numbers in different order; all of them are laid out in one way here. On GPUs, for
-  few rows the kernel dequantizes weights in registers, for many the matrix is dequantized in memory.
+  few rows the kernel dequantizes in registers, for many rows the matrix is dequantized in memory.
 - INT8: numbers -127 to 127 with a scale for each row, on CPUs that multiply bfloat16, by torch.
 
 Knows no layer and no file.
@@ -38,9 +38,9 @@ from pipeinfer.settings import ConfigurationError
 INT4_DUMMY_ZERO = 8
 INT4_DUMMY_SCALE = DUMMY_STD / 4.6
 INT4_STORED_DTYPES = ("I32",)
-# Which of its eight columns each 4 bits of an int32 are, from the lowest bits on: in AWQ's files, ...
+# Which of its eight columns each 4 bits of an int32 are, from the lowest bits on: in AWQ's files,
 AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# ... and in those of the others.
+# and in those of the others.
 NIBBLE_ORDER = tuple(range(EACH))
 
 
@@ -110,11 +110,11 @@ class Int4Tensor:
     ) -> Iterator[WeightSource]:
         """See Weight. ConfigurationError if `slices` cut through a group or a word."""
         group = self.form.group or shape[1]
-        words, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
+        qweight, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
         part = _FileSlices(name, shape, slices, group)
         if self.form.packing == "compressed-tensors":
             target = ConvertingTarget(
-                numbers, lambda words: packed(_unpacked_along_columns(words, NIBBLE_ORDER))
+                qweight, lambda words: packed(_unpacked_along_columns(words, NIBBLE_ORDER))
             )
             yield part.source("weight_packed", target, rows=1, columns=EACH)
             yield part.source("weight_scale", scale, rows=1, columns=group)
@@ -126,10 +126,12 @@ class Int4Tensor:
         places = AWQ_NIBBLE_ORDER if awq else NIBBLE_ORDER
         unpack = partial(_unpacked_along_columns, places=places)
         if awq:
-            target = ConvertingTarget(words, lambda words: packed(unpack(words).t()))
+            target = ConvertingTarget(qweight, lambda words: packed(unpack(words).t()))
             yield part.transposed("qweight", target, rows=EACH, columns=1)
         else:
-            target = ConvertingTarget(words, lambda words: packed(_unpacked_along_rows(words).t()))
+            target = ConvertingTarget(
+                qweight, lambda words: packed(_unpacked_along_rows(words).t())
+            )
             yield part.transposed("qweight", target, rows=1, columns=EACH)
         shift = self.form.zero_shift
         target = ConvertingTarget(zero, lambda words: (unpack(words) + shift).t())
@@ -283,8 +285,8 @@ class Int8Tensor:
 
 
 def quantize_rows(values: torch.Tensor, scales: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of rows [n, columns]; the
-    largest of a row becomes INT8_MAX."""
+    """(whole numbers [n, columns], their scales [n] in the dtype `scales`) of rows [n, columns].
+    The largest of a row becomes INT8_MAX."""
     wide = values.to(torch.float32)
     # Numbers are rounded by the scale as it is stored, so that its own rounding costs nothing.
     scale = (wide.abs().amax(-1).clamp_(min=MIN_ROW_MAX) / INT8_MAX).to(scales)
