@@ -98,8 +98,8 @@ def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -
 def empty_stacked_fp8(
     form: Format, size: tuple[int, int, int], placement: Placement
 ) -> Fp8Tensor | None:
-    """A stack of matrices that stays in FP8, not yet filled; None if, in this format, on this device
-    or of this size, they have to be dequantized."""
+    """A stack of matrices that stays in FP8, not yet filled; None if they have to be dequantized: in
+    this format, on this device or of this size."""
     if placement.dequantizes or not isinstance(form, Fp8):
         return None
     return stacked_fp8(form, size, placement)
