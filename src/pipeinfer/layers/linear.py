@@ -53,6 +53,10 @@ GEMMS: Mapping[type, Callable[[Any, tuple[int, int], Placement], QuantizedGemm[A
     Int4: int4_gemm,
     Int8: int8_gemm,
 }
+# By the class of a format: makes a stack whose kernels take it as it is stored; None without them.
+STACKS_IN_FP8: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Tensor | None]] = {
+    Fp8: stacked_fp8
+}
 
 
 def create_weight(
@@ -98,11 +102,10 @@ def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -
 def empty_stacked_fp8(
     form: Format, size: tuple[int, int, int], placement: Placement
 ) -> Fp8Tensor | None:
-    """A stack of matrices that stays in FP8, not yet filled; None if they have to be dequantized: in
-    this format, on this device or of this size."""
-    if placement.dequantizes or not isinstance(form, Fp8):
-        return None
-    return stacked_fp8(form, size, placement)
+    """A stack of matrices that stays in FP8, not yet filled; None if they have to be dequantized:
+    in this format, on this device or of this size."""
+    make = None if placement.dequantizes else STACKS_IN_FP8.get(type(form))
+    return None if make is None else make(form, size, placement)
 
 
 @dataclass(frozen=True)
