@@ -32,7 +32,7 @@ class ThreadCollectives:
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self._group, self.rank, self.size = group, rank, group.size
 
-    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_gather_stacked(self, partial: torch.Tensor) -> torch.Tensor:
         group = self._group
         group.parts[self.rank] = partial
         group.barrier.wait()
@@ -43,13 +43,13 @@ class ThreadCollectives:
         return everybody
 
     def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
-        return torch.cat(list(self.collect(partial)), dim=-1)
+        return torch.cat(list(self.all_gather_stacked(partial)), dim=-1)
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self.collect(partial).sum(0)
+        return self.all_gather_stacked(partial).sum(0)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        return values.copy_(self.collect(values)[0])
+        return values.copy_(self.all_gather_stacked(values)[0])
 
-    def smallest(self, value: int) -> int:
-        return int(self.collect(torch.tensor(value)).min())
+    def all_reduce_min(self, value: int) -> int:
+        return int(self.all_gather_stacked(torch.tensor(value)).min())

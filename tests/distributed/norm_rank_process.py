@@ -1,7 +1,7 @@
 """Ranks that make sums with residual and norm, in Triton's interpreter, in files that all map.
 
 `python norm_rank_process.py FOLDER RANKS CALLS` forks that many processes; see
-test_fused_all_reduce.py. Exits with 0 if every call gave every rank what the reference gives.
+test_all_reduce.py. Exits with 0 if every call gave every rank what the reference gives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from pipeinfer.distributed import fused_all_reduce
-from pipeinfer.distributed.fused_all_reduce import AllReduceNorm
+from pipeinfer.distributed import all_reduce
+from pipeinfer.distributed.all_reduce import AllReduceNorm
 from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
 from quick_interpreter import hurry
 
@@ -48,7 +48,7 @@ def pause_before_atomics() -> None:
 
 
 def region(folder: Path, rank: int) -> torch.Tensor:
-    size = fused_all_reduce.REGION_BYTES
+    size = all_reduce.region_bytes()
     return torch.from_file(str(folder / str(rank)), shared=True, size=size, dtype=torch.uint8)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     pause_before_atomics()
     hurry()
     for rank in range(ranks):
-        region(folder, rank)[fused_all_reduce.ARRIVALS :].view(torch.int32).fill_(SO_FAR)
+        region(folder, rank)[all_reduce.ARRIVALS_OFFSET :].view(torch.int32).fill_(SO_FAR)
     children = set()
     for rank in range(ranks):
         child = os.fork()

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
-from pipeinfer.distributed.collectives import join  # noqa: E402
+from pipeinfer.distributed.collectives import join_group  # noqa: E402
 from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
@@ -44,7 +44,7 @@ def scores(cores: Cores) -> dict[str, list[str]]:
 def main() -> None:
     address, rank, size, work, out = sys.argv[1:]
     torch.set_num_threads(1)
-    collectives = join(address, int(rank), int(size), "cpu", 120)
+    collectives = join_group(address, int(rank), int(size), "cpu", 120)
     found = []
     for folder, requests, changes in json.loads(Path(work).read_text()):
         cores = generate(folder, requests, int(size), collectives, **changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.distributed.collectives import without_multicast
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import Entry, Topology, local
 
@@ -30,9 +29,3 @@ def test_each_host_counts_its_own_and_a_named_device_is_taken():
     assert [topology.gpu(stage) for stage in stages] == [0, 1, 0, 1, 5, 7]
     with pytest.raises(ConfigurationError, match="engine-2-2: device 'gpu' is none"):
         topology.gpu("engine-2-2")
-
-
-def test_gpus_talk_without_multicast_unless_the_user_wants_it():
-    environ = {"NCCL_NVLS_ENABLE": "1"}
-    without_multicast(environ)
-    assert environ == {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

@@ -33,7 +33,7 @@ class Told:
     def __init__(self, rank: int, other: int) -> None:
         self.rank, self._other = rank, other
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         return min(value, self._other + 1)
 
 

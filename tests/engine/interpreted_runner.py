@@ -25,7 +25,7 @@ from pipeinfer.attention import hybrid  # noqa: E402
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
-from pipeinfer.distributed.collectives import join  # noqa: E402
+from pipeinfer.distributed.collectives import join_group  # noqa: E402
 from pipeinfer.engine import calibrate, graph_shapes, graphs, loading  # noqa: E402
 from pipeinfer.engine.calibrate import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
@@ -217,7 +217,7 @@ def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int, int]:
 
 
 def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
-    collectives = join(address, int(rank), int(size), "cpu", 120)
+    collectives = join_group(address, int(rank), int(size), "cpu", 120)
     done = served(folder, collectives, tp=int(size))
     collectives.close()
     cost = msgspec.to_builtins(done.loaded.step_cost)

@@ -16,7 +16,7 @@ from pipeinfer.engine import kv_store as module
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.hadamard import turned
-from pipeinfer.layers.attention import ReadyHeads
+from pipeinfer.layers.attention import RotatedQKV
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
 from pipeinfer.settings import Settings
@@ -121,5 +121,5 @@ def test_numbers_that_are_not_finite_shift_nothing():
     average = module._Average([SHAPE])
     q, k, v = heads_of(SHAPE)
     k[3] = float("nan")
-    average(0, ReadyHeads(q, k, v))
+    average(0, RotatedQKV(q, k, v))
     assert not average.found[0].any()

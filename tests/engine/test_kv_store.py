@@ -11,8 +11,8 @@ from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_kept
 from pipeinfer.kernels.e4m3 import E4M3, Scales
 from pipeinfer.kernels.hadamard import turned
-from pipeinfer.layers.attention import MergedHeads, ReadyHeads
-from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
+from pipeinfer.layers.attention import MergedQKV, RotatedQKV
+from pipeinfer.layers.norm import GEMMA_RMS_NORM, RMS_NORM, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
 from pipeinfer.memory.kv_pool import KVPool
@@ -41,10 +41,10 @@ def inputs(kind):
         norm.weight[:HEADS], norm.weight[HEADS:] = torch.randn(DIM), torch.randn(DIM)
     qkv = torch.randn(len(PLACES), (HEADS + 2 * KV_HEADS) * DIM)
     rope = Rope(RopeConfig(theta=10_000.0), DIM, torch.float32, CPU, 40)
-    return MergedHeads(qkv, HEADS, KV_HEADS, norm, rope(POSITIONS))
+    return MergedQKV(qkv, HEADS, KV_HEADS, norm, rope(POSITIONS))
 
 
-@pytest.mark.parametrize("kind", [None, USUAL, OFFSET])
+@pytest.mark.parametrize("kind", [None, RMS_NORM, GEMMA_RMS_NORM])
 @torch.inference_mode()
 def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
     reference = pytest.importorskip("pipeinfer.kernels.store").rotate_and_store_reference
@@ -54,9 +54,9 @@ def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
     norm, rotation, options = heads.norm, heads.rotation, {}
     if norm is not None:
         options = {"q_norm": norm.query_weight, "k_norm": norm.key_weight, "eps": norm.eps,
-                   "offset": norm.offset}  # fmt: skip
+                   "offset": norm.weight_offset}  # fmt: skip
     expected = reference(
-        heads.product, *rotation.rope.table, PLACES, theirs.k[1], theirs.v[1], HEADS,
+        heads.product, *rotation.rope.cos_sin_table, PLACES, theirs.k[1], theirs.v[1], HEADS,
         positions=POSITIONS, **options,
     )  # fmt: skip
     torch.testing.assert_close(queries, expected, rtol=1e-5, atol=1e-5)
@@ -66,7 +66,7 @@ def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
 
 @torch.inference_mode()
 def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
-    heads = inputs(USUAL)
+    heads = inputs(RMS_NORM)
     made = pool()
     _, k, v = TorchStore(made)(1, heads, PLACES)
     others = np.setdiff1d(np.arange(6 * PAGE), PLACES)
@@ -78,11 +78,11 @@ def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
 
 @torch.inference_mode()
 def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros_on_the_dummy():
-    q, k, v = inputs(USUAL).split_and_rotate()
+    q, k, v = inputs(RMS_NORM).split_and_rotate()
     k[1], v[1] = float("nan"), float("inf")  # of a token that is padding
     made, places = pool(), PLACES.clone().int()
     places[1] = -1
-    queries, *others = store_kept(made, 1, ReadyHeads(q, k, v), places)
+    queries, *others = store_kept(made, 1, RotatedQKV(q, k, v), places)
     assert queries is q and others == [None, None]
     kept = torch.tensor([0, 2, 3, 4])
     untouched = np.setdiff1d(np.arange(1, 6 * PAGE), PLACES[kept])
@@ -100,7 +100,7 @@ def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
     shapes, scales = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, Scales(0.125, 0.01)
     centers = [None, torch.randn(KV_HEADS, DIM)]
     made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales], key_centers=centers)
-    heads = inputs(USUAL)
+    heads = inputs(RMS_NORM)
     heads.product[1, -1], heads.product[2, -1] = 1e9, float("nan")
     queries, k, v = TorchStore(made)(1, heads, PLACES)
     exact_q, exact_k, exact_v = heads.split_and_rotate()
@@ -122,7 +122,7 @@ def test_ready_heads_of_8_bits_are_stored_alike_by_both_stores():
     """In bfloat16, of a layer with a shift and of one without."""
     shapes = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2
     centers = [None, torch.randn(KV_HEADS, DIM)]
-    ready = ReadyHeads(*(part.bfloat16() for part in inputs(USUAL).split_and_rotate()))
+    ready = RotatedQKV(*(part.bfloat16() for part in inputs(RMS_NORM).split_and_rotate()))
     for layer in range(2):
         one, two = (
             KVPool(shapes, 6, PAGE, torch.bfloat16, scales=[Scales()] * 2, key_centers=centers)
@@ -150,7 +150,7 @@ class Backend:
 
 @torch.inference_mode()
 def test_a_backend_attends_after_the_steps_own_keys_are_stored():
-    heads = inputs(USUAL)
+    heads = inputs(RMS_NORM)
     made = pool()
     backend, plan = Backend(made), object()
     attend = StepAttention(backend, plan, TorchStore(made), PLACES)

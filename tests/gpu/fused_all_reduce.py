@@ -46,7 +46,7 @@ def begin(collectives: Any, save: Callable[..., None], what: str) -> None:
     import torch
 
     torch.cuda.synchronize()
-    collectives.smallest(0)
+    collectives.all_reduce_min(0)
     save(begun=what)
     print(f"rank {collectives.rank} begins: {what}", flush=True)
 
@@ -62,12 +62,12 @@ def ways(collectives: Any, rows: int, hidden: int) -> dict[str, Callable[[Any], 
     import torch
     import torch.distributed as dist
 
-    from pipeinfer.layers.fused import fused_ops
+    from pipeinfer.layers.elementwise import fused_ops
 
     device = torch.device("cuda", torch.cuda.current_device())
     fused = fused_ops(device, torch.bfloat16)
     assert fused is not None
-    add = fused.norm.add
+    add = fused.norm.add_norm
     residual, weight = torch.zeros_like(empty(rows, hidden)), torch.ones_like(empty(hidden))
 
     def library(y: Any) -> Any:
@@ -106,7 +106,9 @@ class Check:
         torch.manual_seed(100 + collectives.rank)
         self.parts = make(CALLS, rows, hidden)
         pairs = [
-            all_reduce_norm_reference(collectives.collect(part), self.residual, self.weight, EPS)
+            all_reduce_norm_reference(
+                collectives.all_gather_stacked(part), self.residual, self.weight, EPS
+            )
             for part in self.parts
         ]
         self.norms, self.sums = (torch.stack(one) for one in zip(*pairs, strict=True))
@@ -160,10 +162,10 @@ class Check:
                 graph.replay()
             stream.synchronize()
         wrong: dict[str, Any] = {}
-        every = self.collectives.collect(self.bad)
+        every = self.collectives.all_gather_stacked(self.bad)
         if every.any():
             wrong["replays with wrong values, by rank and call"] = every.tolist()
-        digests = self.collectives.collect(self.digest).flatten().tolist()
+        digests = self.collectives.all_gather_stacked(self.digest).flatten().tolist()
         if len(set(digests)) > 1:
             wrong["ranks differ"] = digests
         return wrong

@@ -77,7 +77,7 @@ def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
     import torch
     from fused_all_reduce import measured as measured_norms
 
-    from pipeinfer.distributed.collectives import join
+    from pipeinfer.distributed.collectives import join_group
 
     result: dict[str, Any] = {"ranks": int(ranks)}
 
@@ -88,11 +88,11 @@ def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
         path.with_suffix(".new").write_text(json.dumps(result))
         path.with_suffix(".new").replace(path)
 
-    collectives = join(address, int(rank), int(ranks), DEVICE, 60)
+    collectives = join_group(address, int(rank), int(ranks), DEVICE, 60)
     if DEVICE == "cuda":
         save(begun="the custom kernels' proof")
         save(
-            custom=collectives.use_custom(torch.bfloat16, HIDDEN),
+            custom=collectives.enable_custom_all_reduce(torch.bfloat16, HIDDEN),
             fused=collectives.fusion is not None,
         )
         result["us"] = {}
@@ -111,7 +111,7 @@ def measured(collectives: Any, rows: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from pipeinfer.distributed.custom_all_reduce import MOST_BYTES
+    from pipeinfer.distributed.all_reduce import MAX_MESSAGE_BYTES
 
     torch.manual_seed(collectives.rank)
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -124,16 +124,16 @@ def measured(collectives: Any, rows: int) -> dict[str, Any]:
 
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nccl": library}
     custom = collectives.custom
-    if custom is not None and x.nbytes <= MOST_BYTES:
-        ways["one-shot"] = lambda y: custom.add_up(y, "one-shot")
-        ways["two-shot"] = lambda y: custom.add_up(y, "two-shot")
+    if custom is not None and x.nbytes <= MAX_MESSAGE_BYTES:
+        ways["one-shot"] = lambda y: custom.all_reduce(y, "one-shot")
+        ways["two-shot"] = lambda y: custom.all_reduce(y, "two-shot")
         if x.nbytes % (16 * collectives.size):
             del ways["two-shot"]
     found: dict[str, Any] = {}
     for name, way in ways.items():
         total = way(x.clone())
         error = float((total.float() - expected).abs().max() / expected.abs().max())
-        same = collectives.collect(total.view(torch.int16).to(torch.int64).sum().view(1))
+        same = collectives.all_gather_stacked(total.view(torch.int16).to(torch.int64).sum().view(1))
         found[name] = round(graph_us(way, x), 2)
         if error > 0.02 or len(set(same.flatten().tolist())) > 1:
             found[f"{name} wrong"] = [error, same.flatten().tolist()]

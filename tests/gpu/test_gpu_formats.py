@@ -9,16 +9,12 @@ import torch
 
 from draws import seeded
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Mxfp4, Quantization
-from pipeinfer.layers.clamped_experts import ClampedExperts
-from pipeinfer.layers.decoded import Decoded
-from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.formats import weight
-from pipeinfer.layers.kept import Kept
-from pipeinfer.layers.mlp import GATES, GatedMLP
+from pipeinfer.layers.experts import ClampedExperts, GatedExperts
+from pipeinfer.layers.linear import create_weight
+from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
 from pipeinfer.layers.norm import RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.rounded import RoundedRows
+from pipeinfer.layers.placement import PartialSum, Placement, Shard
+from pipeinfer.layers.weight import DequantizedWeight, QuantizedActivations, QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 WIDTH, DEPTH = 1024, 512
@@ -42,10 +38,10 @@ def placement(form, decoded=False):
 def fill(sources):
     for number, source in enumerate(sources):
         generator = seeded(number, "cuda")
-        if source.stored == ("I32",):
+        if source.stored_dtypes == ("I32",):
             full = torch.empty(source.shape, dtype=torch.int32, device="cuda")
             full.random_(generator=generator)
-        elif source.stored == ("U8",):
+        elif source.stored_dtypes == ("U8",):
             full = torch.empty(source.shape, dtype=torch.uint8, device="cuda")
             low, high = (0, 256) if source.name.endswith("_blocks") else (117, 122)
             full.random_(low, high, generator=generator)
@@ -57,7 +53,7 @@ def fill(sources):
 
 
 def filled(at, bias, split):
-    made = weight(at, ["m"], (WIDTH, DEPTH), bias, few=True, split=split)
+    made = create_weight(at, ["m"], (WIDTH, DEPTH), bias, small_m=True, split_k=split)
     every = slice(0, WIDTH)
     fill(made.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH))))
     made.pack()
@@ -78,7 +74,7 @@ def test_a_matrix_in_a_format_is_the_plain_one(form, rows):
     how, bound = FORMATS[form], BOUNDS[form.split()[0]]
     bias = torch.randn(WIDTH, device="cuda").bfloat16()
     kept, plain = filled(placement(how), bias, True), filled(placement(how, True), bias, False)
-    assert isinstance(kept, Kept) and isinstance(plain, Decoded)
+    assert isinstance(kept, QuantizedWeight) and isinstance(plain, DequantizedWeight)
     x = torch.randn(rows, DEPTH, device="cuda").bfloat16()
     expected = plain(x).float()
     bound *= expected.norm()
@@ -87,13 +83,13 @@ def test_a_matrix_in_a_format_is_the_plain_one(form, rows):
     assert (
         kept.into(out, x, None).float() - plain.into(torch.empty_like(out), x, None).float()
     ).norm() < bound
-    later = kept.later(x)
+    later = kept.split_k(x)
     if later is not None:
         assert isinstance(later, PartialSum)
         assert (later.partial.sum(0) - expected).norm() < bound
-    assert (kept.rounding is None) == form.startswith("4")
-    if kept.rounding is not None:
-        assert torch.equal(kept(kept.rounding.rows(x)), kept(x))
+    assert (kept.input_quantizer is None) == form.startswith("4")
+    if kept.input_quantizer is not None:
+        assert torch.equal(kept(kept.input_quantizer.quantize(x)), kept(x))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -102,8 +98,8 @@ def test_no_rows_have_no_products(form):
     made = filled(placement(FORMATS[form]), None, False)
     none = torch.empty(0, DEPTH, device="cuda").bfloat16()
     assert made(none).shape == (0, WIDTH)
-    if made.rounding is not None:
-        assert made(made.rounding.rows(none)).shape == (0, WIDTH)
+    if made.input_quantizer is not None:
+        assert made(made.input_quantizer.quantize(none)).shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -131,10 +127,10 @@ def test_norms_and_swiglu_round_rows_as_the_next_weight_wants_them(form, rows):
     x, residual = (torch.randn(rows, DEPTH, device="cuda").bfloat16() for _ in range(2))
     exact = dense(placement(FORMATS[form], decoded=True))
     apart, together = residual.clone(), residual.clone()
-    expected = summed(exact(norm.add(x.clone(), residual)[0]))
-    usual = summed(mlp(norm.add(x.clone(), apart)[0]))
-    rounded, total = norm.add(x.clone(), together, mlp.rounding)
-    assert isinstance(rounded, RoundedRows) and total is together
+    expected = summed(exact(norm.add_norm(x.clone(), residual)[0]))
+    usual = summed(mlp(norm.add_norm(x.clone(), apart)[0]))
+    rounded, total = norm.add_norm(x.clone(), together, mlp.input_quantizer)
+    assert isinstance(rounded, QuantizedActivations) and total is together
     assert (together.float() - residual.float()).norm() < BOUNDS["4"] * residual.float().norm()
     got = summed(mlp(rounded))
     # Rounded once instead of twice: no farther off.
@@ -143,7 +139,7 @@ def test_norms_and_swiglu_round_rows_as_the_next_weight_wants_them(form, rows):
 
 
 def dense(at):
-    mlp = GatedMLP(DEPTH, WIDTH, False, at, GATES["silu"])
+    mlp = GatedMLP(DEPTH, WIDTH, False, at, GATED_ACTIVATIONS["silu"])
     fill(mlp.sources(""))
     mlp.pack()
     return mlp
@@ -164,29 +160,29 @@ def test_experts_in_a_format_are_the_plain_ones(form, tokens):
     kept, plain = mixture(placement(how), inter), mixture(placement(how, True), inter)
     for stack in (kept.gate_up, kept.down):
         assert (stack.scale is not None) == stays
-        assert (stack.weight.dtype == torch.float8_e4m3fn) == stays
-    assert plain.gate_up.weight.dtype == plain.down.weight.dtype == torch.bfloat16
+        assert (stack.stacked.dtype == torch.float8_e4m3fn) == stays
+    assert plain.gate_up.stacked.dtype == plain.down.stacked.dtype == torch.bfloat16
     x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
     weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
-    expected = plain.grouped(x, weights, chosen).float()
-    got = kept.grouped(x, weights, chosen).float()
+    expected = plain.fused(x, weights, chosen).float()
+    got = kept.fused(x, weights, chosen).float()
     # Rows are rounded twice in FP8; 4 bits become bfloat16 first.
     bound = 1.3 * BOUNDS["fp8"] if stays else 2 * BOUNDS["4"]
     assert (got - expected).norm() < bound * expected.norm()
     unsummed = kept.unsummed(x, weights, chosen)
     assert unsummed.shape == (4, tokens, DEPTH)
     assert (unsummed.float().sum(0) - expected).norm() < bound * expected.norm()
-    assert (kept.rounding is not None) == stays
-    if kept.rounding is not None:
-        rows = kept.rounding.rows(x)
-        assert rows.plain is x and torch.equal(kept.grouped(rows, weights, chosen).float(), got)
+    assert (kept.input_quantizer is not None) == stays
+    if kept.input_quantizer is not None:
+        rows = kept.input_quantizer.quantize(x)
+        assert rows.unquantized is x and torch.equal(kept.fused(rows, weights, chosen).float(), got)
 
 
 @torch.inference_mode()
 def test_experts_in_blocks_that_do_not_divide_become_plain():
     made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 rows"]))
     assert made.down.scale is not None, "of rows, all multiples of 16 do"
-    assert made.rounding is None, "but their rows are not rounded"
+    assert made.input_quantizer is None, "but their rows are not rounded"
     made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 blocks"]))
     assert made.down.scale is None
 
@@ -201,7 +197,7 @@ def clamped(at, inter=192):
 
 def one_by_one(made, x, weights, chosen):
     """The float32 sums of what experts give that are computed one after the other."""
-    held, top_k = made.held, chosen.shape[1]
+    held, top_k = made.shard, chosen.shape[1]
     pairs = chosen.flatten() - held.first
     here = (pairs >= 0) & (pairs < held.count)
     order = torch.where(here, pairs, held.count).argsort(stable=True)[: int(here.sum())]
@@ -238,7 +234,7 @@ def test_experts_with_bounds_are_those_that_are_computed_one_by_one(shard, token
     x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
     weights, chosen = routed(tokens)
     expected = one_by_one(made, x, weights, chosen)
-    got = made.grouped(x, weights, chosen).float()
+    got = made.fused(x, weights, chosen).float()
     assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
     assert (made.unsummed is None) == (shard == "some")
     if made.unsummed is not None:
@@ -255,13 +251,13 @@ def test_experts_with_bounds_in_mxfp4_are_the_plain_ones(shard, tokens):
     kept = clamped(replace(placement(Mxfp4()), shard=how))
     plain = clamped(replace(placement(Mxfp4(), decoded=True), shard=how))
     for stacks, dtype in ((kept, torch.uint8), (plain, torch.bfloat16)):
-        assert stacks.gate_up.packed[0].dtype == stacks.down.packed[0].dtype == dtype
+        assert stacks.gate_up.for_kernels[0].dtype == stacks.down.for_kernels[0].dtype == dtype
     x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
     weights, chosen = routed(tokens)
     expected = one_by_one(plain, x, weights, chosen)
-    got = kept.grouped(x, weights, chosen).float()
+    got = kept.fused(x, weights, chosen).float()
     assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
-    together = plain.grouped(x, weights, chosen).float()
+    together = plain.fused(x, weights, chosen).float()
     assert (got - together).norm() < BOUNDS["4"] * expected.norm(), "the values are the same"
 
 
@@ -271,10 +267,10 @@ def test_a_graph_holds_experts_with_bounds(form):
     made = clamped(placement(form))
     x = torch.randn(8, DEPTH, device="cuda").bfloat16()
     weights, chosen = routed(8)
-    expected = made.grouped(x, weights, chosen)
+    expected = made.fused(x, weights, chosen)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = made.grouped(x, weights, chosen)
+        out = made.fused(x, weights, chosen)
     for one in (x, weights, chosen):
         one.copy_(one.flip(0).clone())
     graph.replay()

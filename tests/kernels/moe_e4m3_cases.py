@@ -17,14 +17,12 @@ from pipeinfer.kernels.moe_e4m3 import (
 )
 from pipeinfer.kernels.moe_tiles import ROUNDED, MoeTiles, Tiles
 from pipeinfer.kernels.rounding import round_parts
-from pipeinfer.layers import fp8_products
+from pipeinfer.layers import quantized_float
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
 from pipeinfer.layers.moe_backends import TritonExperts
 from pipeinfer.layers.norm import RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Shard
-from pipeinfer.layers.routing import SoftmaxRouter
+from pipeinfer.layers.placement import PartialSum, Placement, Shard
 
 # What is between the products may be rounded to the other of two neighbours: on tensor cores, which
 # add up products of FP8 with fewer bits than float32, up to a tenth of all values. A value that is
@@ -111,9 +109,9 @@ def layer(form, dtype, decoded):
         full = randn(number, *source.shape) * source.dummy
         full = full.abs() if "scale" in source.name else full
         source.target.copy_(full[source.slices])
-    router.matrix.weight.copy_(randn(98, 8, 256) / 4)
+    router.weight.weight.copy_(randn(98, 8, 256) / 4)
     norm.weight.copy_(randn(99, 256).abs())
-    return norm, SparseMLP(router, experts, at), experts
+    return norm, SparseMoeBlock(router, experts, at), experts
 
 
 def summed(out):
@@ -129,20 +127,20 @@ def chosen_by(mixture, x):
 @torch.inference_mode()
 def test_a_mixture_takes_rows_as_the_norm_before_it_rounds_them(form, monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(fp8_products, "products_on", lambda _: object())
+        monkeypatch.setattr(quantized_float, "small_m_gemm_8bit", lambda _: object())
     norm, mixture, experts = layer(form, HALVES[-1], False)
     experts._backend = TritonExperts
     plain_norm, plain, plain_experts = layer(form, torch.float32, True)
     plain_experts.pack()
     x, residual = randn(1, 9, 256), randn(2, 9, 256)
-    given = plain_norm.add(x.clone(), residual.clone(), plain.rounding)[0]
+    given = plain_norm.add_norm(x.clone(), residual.clone(), plain.input_quantizer)[0]
     expected = summed(plain(given))
     x, residual = x.to(HALVES[-1]), residual.to(HALVES[-1])
-    rounded, _ = norm.add(x.clone(), residual.clone(), mixture.rounding)
-    assert rounded.values.dtype == torch.float8_e4m3fn and rounded.plain.dtype == HALVES[-1]
+    rounded, _ = norm.add_norm(x.clone(), residual.clone(), mixture.input_quantizer)
+    assert rounded.values.dtype == torch.float8_e4m3fn and rounded.unquantized.dtype == HALVES[-1]
     # A row whose second and third expert score alike may get either: it is no measure of rounding.
-    same = (chosen_by(plain, given) == chosen_by(mixture, rounded.plain)).all(dim=1)
+    same = (chosen_by(plain, given) == chosen_by(mixture, rounded.unquantized)).all(dim=1)
     assert same.sum() >= 5
-    for rows in (rounded, norm.add(x.clone(), residual.clone())[0]):
+    for rows in (rounded, norm.add_norm(x.clone(), residual.clone())[0]):
         got = summed(mixture(rows))
         assert relative_error(got[same], expected[same]) < 0.06

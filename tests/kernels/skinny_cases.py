@@ -13,7 +13,7 @@ from pipeinfer.kernels.fp8 import round_rows
 from pipeinfer.kernels.norm import rms_norm_reference
 from pipeinfer.kernels.rounding import round_parts_reference
 from pipeinfer.kernels.skinny_tiles import Tile
-from pipeinfer.layers.skinny import SkinnyProducts
+from pipeinfer.layers.weight import SmallMGemm
 
 WIDTH, DEPTH = 64, 256
 SMALL = Tile(rows=16, columns=32, step=64, splits=1, warps=4, stages=3)
@@ -72,13 +72,13 @@ def test_a_row_of_a_skinny_product_does_not_depend_on_the_others():
 
 
 def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
-    products = SkinnyProducts()
+    products = SmallMGemm()
     size, depth = 1024, 256
     x, weight = randn(0, 3, depth, dtype=torch.float16), randn(1, size, depth, dtype=torch.float16)
     scale, residual = randn(2, size, dtype=torch.float16), randn(3, 3, size, dtype=torch.float16)
     weight /= 16
     expected_sum = residual.float() + skinny.product_reference(x, weight)
-    partial = products.later(x, weight, None)
+    partial = products.split_k(x, weight, None)
     assert partial is not None
     normed, total = partial.add_norm(residual, scale, 1e-6)
     assert total is residual

@@ -12,9 +12,9 @@ from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
 from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
-from pipeinfer.layers.attention import MergedHeads
+from pipeinfer.layers.attention import MergedQKV
 from pipeinfer.layers.norm import rms_normalize
-from pipeinfer.layers.rope import Angles, Rope, rotate
+from pipeinfer.layers.rope import CosSin, Rope, rotate
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -138,7 +138,7 @@ def test_half_precision_is_near_the_layers_that_it_replaces_and_nearer_to_exact(
     )
     if norm:
         rotated = rms_normalize(rotated, 1e-6).mul_(weight)
-    angles = Angles(cos[:, None].half(), sin[:, None].half())
+    angles = CosSin(cos[:, None].half(), sin[:, None].half())
     layered = rotate(rotated, angles)[:, :heads]
     q = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
     assert relative_error(q, layered) < 1e-3
@@ -238,7 +238,7 @@ def test_both_stores_of_an_engine_take_each_layers_scales_and_shift():
     shapes, shifts = [AttentionShape(4, 2, 32, 1.0)] * 2, [randn(7, 2, 32), None]
     rope = Rope(RopeConfig(theta=10_000.0), 32, torch.float32, device, 40)
     positions, places = torch.tensor([5, 0, 30]).to(device), torch.tensor([9, 4, 14]).to(device)
-    heads = MergedHeads(randn(0, 3, 8 * 32), 4, 2, None, rope(positions))
+    heads = MergedQKV(randn(0, 3, 8 * 32), 4, 2, None, rope(positions))
     pools = [KVPool(shapes, 4, PAGE_SIZE, torch.float32, device, scales, shifts) for _ in range(2)]
     for layer in range(2):
         stores = FusedStore(pools[0]), TorchStore(pools[1])

@@ -5,15 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, backend_on, resolve
+from pipeinfer.layers.moe_backends import (
+    StackedExperts,
+    TorchExperts,
+    choose_backend,
+    resolve_backend,
+)
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError
 
 
 def test_auto_is_triton_on_a_gpu_and_torch_elsewhere():
-    assert resolve("auto", "cuda") == "triton"
-    assert resolve("auto", "cpu") == resolve("auto", "meta") == resolve("torch", "cpu") == "torch"
-    assert resolve("torch", "cuda") == "torch"
+    assert resolve_backend("auto", "cuda") == "triton"
+    assert (
+        resolve_backend("auto", "cpu")
+        == resolve_backend("auto", "meta")
+        == resolve_backend("torch", "cpu")
+        == "torch"
+    )
+    assert resolve_backend("torch", "cuda") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -25,11 +35,11 @@ def test_auto_is_triton_on_a_gpu_and_torch_elsewhere():
 )
 def test_a_backend_that_does_not_exist_is_refused_with_those_that_do(name, device, text):
     with pytest.raises(ConfigurationError, match=text):
-        resolve(name, device)
+        resolve_backend(name, device)
 
 
 def test_experts_on_a_cpu_compute_by_themselves():
-    assert backend_on(Placement(Shard(), torch.float32, torch.device("cpu"))) is None
+    assert choose_backend(Placement(Shard(), torch.float32, torch.device("cpu"))) is None
 
 
 def test_torch_takes_no_quantized_weights_and_no_other_dtype():

@@ -24,7 +24,7 @@ from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.safetensors import weight_files
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models import loading as module
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import BUFFER_BYTES, ReadAhead, check_checkpoint, load_weights
@@ -194,14 +194,14 @@ def test_plain_weights_are_given_back_one_by_one_while_packing(
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this CPU has no packed form")
     freed: list[bool] = []
-    pack = Matrix.pack
+    pack = UnquantizedWeight.pack
 
-    def watched(matrix: Matrix) -> None:
+    def watched(matrix: UnquantizedWeight) -> None:
         plain = weakref.ref(matrix.weight)
         pack(matrix)
         freed.append(plain() is None)
 
-    monkeypatch.setattr(Matrix, "pack", watched)
+    monkeypatch.setattr(UnquantizedWeight, "pack", watched)
     load_weights(build_model(read_config(copied)), copied)
     assert len(freed) == 2 * 4 + 1
     assert all(freed)

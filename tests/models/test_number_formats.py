@@ -17,7 +17,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.engine.loading import choose
 from pipeinfer.kernels.fp8 import round_rows, round_rows_closely
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.settings import ConfigurationError, Settings
@@ -106,14 +106,14 @@ def test_random_weights_in_any_format_are_like_plain_ones(
     quantized, _ = quantize(checkpoint(architecture), tmp_path, form)
     model = build_model(read_config(quantized))
     seen: list[torch.Tensor] = []
-    decode = Matrix.pack
+    decode = UnquantizedWeight.pack
 
-    def spy(matrix: Matrix) -> None:
+    def spy(matrix: UnquantizedWeight) -> None:
         seen.append(matrix.weight.clone())
         decode(matrix)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Matrix, "pack", spy)
+        patch.setattr(UnquantizedWeight, "pack", spy)
         fill_dummy(model)
     assert all(0.01 < float(weight.std()) < 0.04 for weight in seen)
     assert all(abs(float(weight.mean())) < 0.01 for weight in seen)

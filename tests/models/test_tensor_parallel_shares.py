@@ -89,7 +89,7 @@ def test_ranks_with_whole_experts_equal_one_rank(
     checkpoint: CheckpointCache, architecture: str, ranks: int, overrides: dict[str, Any]
 ) -> None:
     folder = checkpoint(architecture, **overrides)
-    assert_equals_one_rank(folder, ranks, whole_experts=True)
+    assert_equals_one_rank(folder, ranks, expert_parallel=True)
 
 
 @pytest.mark.parametrize("form", ["fp8 rows", "fp8 tensor", "fp8 blocks", "awq", "gptq", "4 bits"])
@@ -100,7 +100,7 @@ def test_ranks_share_matrices_in_other_number_formats(
                         moe_intermediate_size=64, shared_expert_intermediate_size=64)  # fmt: skip
     folder, _ = quantize(source, tmp_path, form)
     assert_equals_one_rank(folder, 2)
-    assert_equals_one_rank(folder, 2, whole_experts=True)
+    assert_equals_one_rank(folder, 2, expert_parallel=True)
 
 
 @pytest.mark.parametrize(("size", "whole"), [(64, False), (32, True)])
@@ -108,7 +108,7 @@ def test_ranks_share_experts_in_mxfp4(
     checkpoint: CheckpointCache, tmp_path: Path, size: int, whole: bool
 ) -> None:
     folder, _ = quantize(checkpoint("GptOssForCausalLM", intermediate_size=size), tmp_path, "mxfp4")
-    assert_equals_one_rank(folder, 2, whole_experts=whole)
+    assert_equals_one_rank(folder, 2, expert_parallel=whole)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_cut_through_values_with_one_scale_is_refused_before_weights_are_read(
         choose(Settings(tp=2), folder)
 
 
-def assert_equals_one_rank(folder: Path, ranks: int, whole_experts: bool = False) -> None:
+def assert_equals_one_rank(folder: Path, ranks: int, expert_parallel: bool = False) -> None:
     """Every rank's logits of some tokens are those of one rank alone."""
     config = read_config(folder)
     tokens = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(3))
@@ -136,7 +136,7 @@ def assert_equals_one_rank(folder: Path, ranks: int, whole_experts: bool = False
     def run(rank: int, size: int) -> torch.Tensor:
         view = group.view(rank) if size > 1 else None
         with torch.inference_mode():
-            model = build_model(config, Shard(rank, size, whole_experts), collectives=view)
+            model = build_model(config, Shard(rank, size, expert_parallel), collectives=view)
             load_weights(model, folder)
             hidden = model(tokens, torch.arange(12), dense_causal(model.attention_shapes()))
             return model.logits(hidden)
@@ -164,7 +164,7 @@ def test_a_rank_reads_only_the_experts_that_it_has(checkpoint: CheckpointCache) 
     config = read_config(checkpoint("Qwen3MoeForCausalLM", num_experts=7))
     read: list[set[int]] = []
     for rank in range(4):
-        model = build_model(config, Shard(rank, 4, whole_experts=True), device="meta")
+        model = build_model(config, Shard(rank, 4, expert_parallel=True), device="meta")
         names = [s.name for s in model.sources() if ".experts." in s.name]
         assert len(names) == len(set(names))
         read.append({int(name.split(".experts.")[1].split(".")[0]) for name in names})
@@ -182,7 +182,7 @@ def test_experts_that_cannot_be_dealt_out_are_refused(
     few = {"num_experts": 2} if "Moe" in architecture else {}
     config = read_config(checkpoint(architecture, **few))
     with pytest.raises(ConfigurationError, match=f"--enable-expert-parallel: .*{named}"):
-        build_model(config, Shard(0, 4, whole_experts=True), device="meta")
+        build_model(config, Shard(0, 4, expert_parallel=True), device="meta")
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])

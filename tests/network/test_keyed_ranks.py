@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet, on tcp with keys: ranks find each other, strangers nobody."""
+"""Ranks of a group find each other on tcp with keys, and strangers find nobody."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zmq
 
 from pipeinfer.bus import curve
 from pipeinfer.bus.sockets import SocketFactory
-from pipeinfer.distributed.rendezvous import RendezvousError, meet
+from pipeinfer.distributed.collectives import RendezvousError, rendezvous
 from pipeinfer.topology import Entry, Topology, socket_address
 from port_rows import port_row
 
@@ -38,12 +38,12 @@ def test_ranks_meet_with_keys_and_nobody_else_does(topology, tmp_path):
     try:
         for other in (second, wrong):
             other.load_keys(authenticate=False)
-        store = meet(address, 0, 2, 30, first)
+        store = rendezvous(address, 0, 2, 30, first)
         store.set("key", "value")
         for stranger in (wrong, None):
             with pytest.raises(RendezvousError, match="did not answer"):
-                meet(address, 1, 2, 1.0, stranger)
-        assert meet(address, 1, 2, 30, second).get("key") == b"value"
+                rendezvous(address, 1, 2, 1.0, stranger)
+        assert rendezvous(address, 1, 2, 30, second).get("key") == b"value"
     finally:
         first.close()
 
@@ -51,7 +51,7 @@ def test_ranks_meet_with_keys_and_nobody_else_does(topology, tmp_path):
 def test_garbage_does_not_end_the_meeting(short_path):
     """On ipc, where there are no keys."""
     address = f"ipc://{short_path}/engine-0-0"
-    store = meet(address, 0, 2, 30)
+    store = rendezvous(address, 0, 2, 30)
     store.set("key", "value")
     with zmq.Context() as context, context.socket(zmq.REQ) as raw:
         raw.linger = 0
@@ -59,4 +59,4 @@ def test_garbage_does_not_end_the_meeting(short_path):
         raw.send(b"\xc1garbage")
         assert raw.poll(20_000)
         assert b"no question" in raw.recv()
-    assert meet(address, 1, 2, 30).get("key") == b"value"
+    assert rendezvous(address, 1, 2, 30).get("key") == b"value"

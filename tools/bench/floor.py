@@ -59,7 +59,7 @@ def model_size(
     from pipeinfer.checkpoint.config import read_config
     from pipeinfer.checkpoint.quantization import choose_quantization as format_of
     from pipeinfer.kernels.e4m3 import E4M3
-    from pipeinfer.layers.fp8_values import Rounding
+    from pipeinfer.layers.quantized_float import QuantizingTarget
     from pipeinfer.memory.kv_pool import bytes_per_page
     from pipeinfer.models.build import build_model
 
@@ -73,8 +73,8 @@ def model_size(
         if source.name == "model.embed_tokens.weight" and not config.tie_word_embeddings:
             continue  # looked up, not multiplied with
         elements = prod(source.shape)
-        each, of_expert = (source.stored or (None,))[0], ".experts." in source.name
-        if isinstance(source.target, Rounding):
+        each, of_expert = (source.stored_dtypes or (None,))[0], ".experts." in source.name
+        if isinstance(source.target, QuantizingTarget):
             each = EIGHT_BITS
             sizes[of_expert] += source.shape[0] * 4  # a scale each
         sizes[of_expert] += elements * STORED_BYTES.get(each, number.itemsize)

@@ -79,7 +79,7 @@ class Checkpoint:
         header: dict[str, Any] = {}
         end = 0
         for source in build_model(config, device="meta").sources():
-            dtype = source.stored[0] if source.stored else "F32"
+            dtype = source.stored_dtypes[0] if source.stored_dtypes else "F32"
             size = prod(source.shape) * SIZES[dtype]
             header[source.name] = {
                 "dtype": dtype, "shape": list(source.shape), "data_offsets": [end, end + size],

@@ -33,7 +33,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # what layer_types has
 class ModelConfig:
     """A decoder-only transformer.
 
-    expert_groups, top_expert_groups, routed_scale: how some mixtures choose, see layers/routing.py.
+    expert_groups, top_expert_groups, routed_scale: how some mixtures choose, see layers/moe.py.
     swiglu: slope and limit of experts with bounds. sinks: of attention, see AttentionShape.
     shared_intermediate_size: of the expert that every token of a sparse layer goes to; 0: none.
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.

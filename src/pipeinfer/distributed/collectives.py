@@ -1,7 +1,10 @@
-"""The collectives of one tensor-parallel group, over torch.distributed.
+"""The ranks of one tensor-parallel group: how they find each other, and what they exchange.
 
-All ranks call the same collectives in the same order; a rank that dies makes the others raise, one
-that hangs makes them wait, which the scheduler's watchdog ends. Knows no layer and no model.
+`join_group` meets the other ranks (`rendezvous`: rank 0 opens a store and says where it is) and
+gives the collectives over torch.distributed. All ranks call the same collectives in the same order;
+a rank that dies makes the others raise, one that hangs makes them wait, which the scheduler's
+watchdog ends. Groups start and stop as a whole: a rank that was started again asks again, and is
+answered by a rank 0 that was started again too. Knows no layer and no model.
 """
 
 from __future__ import annotations
@@ -9,45 +12,69 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+import zmq
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
+from pipeinfer.bus.frames import DECODE_ERRORS
 from pipeinfer.bus.sockets import SocketFactory
-from pipeinfer.distributed.custom_all_reduce import TRIED, CustomAllReduce
-from pipeinfer.distributed.rendezvous import meet
-from pipeinfer.topology import is_loopback, listen_host
-
-if TYPE_CHECKING:
-    from pipeinfer.distributed.fused_all_reduce import AllReduceNorm
+from pipeinfer.distributed.all_reduce import (
+    ALIGNMENT,
+    MAX_MESSAGE_BYTES,
+    AllReduceNorm,
+    CustomAllReduce,
+    create_all_reduce_norm,
+)
+from pipeinfer.topology import is_loopback, listen_host, socket_address
 
 log = logging.getLogger(__name__)
 
 # torch 2.13 calls it all_gather_single and warns of the name that 2.11 knows alone.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-Way = TypeVar("Way")  # of adding up
-TRIED_ROWS = (1, 5, 160)
-TOLERANCE = 0.05  # of the largest sum: what rounding each addition to bfloat16 may cost
+
+# Elements of the messages whose custom all-reduce is compared with NCCL's when a group starts.
+CHECKED_ELEMENTS = (ALIGNMENT // 2, 4096, 65536, MAX_MESSAGE_BYTES // 4)
+# Rows of the messages whose fused all-reduce is compared with the reference.
+CHECKED_ROWS = (1, 5, 160)
+# Of the largest sum: what rounding each addition to bfloat16 may cost.
+TOLERANCE = 0.05
+
+Method = TypeVar("Method")  # of adding up
 
 
 class TorchCollectives:
-    """Rank `rank` of `size`; gloo between CPUs, NCCL between GPUs.
+    """What one rank of a group exchanges with the others: by gloo between CPUs, NCCL between GPUs.
 
-    `custom`: what adds up the messages that it takes, in place of NCCL; `fusion`: what also adds
-    the residual and norms. See `use_custom`.
+    Attributes:
+        rank: of this process in the group, 0 .. size - 1.
+        size: ranks of the group.
+        custom: adds up the messages that it supports, in place of NCCL; None: NCCL does.
+        fusion: adds up messages, adds the residual and norms, in one kernel; None: nothing does.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, backend: str, timeout: float, ordinal: int = 0
     ) -> None:
-        """Returns when all ranks are there; `timeout` in seconds, for that and every collective.
-        `ordinal`: of this rank's GPU on its host."""
+        """Returns when all ranks are there.
+
+        Args:
+            store: what all ranks share (see `rendezvous`).
+            rank: of this process.
+            size: ranks of the group.
+            backend: "gloo" or "nccl".
+            timeout: seconds, to form the group and of every collective.
+            ordinal: of this rank's GPU on its host.
+        """
         self.rank = rank
         self.size = size
         self.custom: CustomAllReduce | None = None
@@ -67,17 +94,17 @@ class TorchCollectives:
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, same shape; the argument may be overwritten."""
-        if self.custom is not None and self.custom.takes(partial):
-            return self.custom.add_up(partial)
+        if self.custom is not None and self.custom.supports(partial):
+            return self.custom.all_reduce(partial)
         dist.all_reduce(partial)
         return partial
 
     def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
         """[..., n] of every rank, side by side in the order of ranks: [..., n * size]."""
-        parts = self.collect(partial)
+        parts = self.all_gather_stacked(partial)
         return parts.movedim(0, -2).reshape(*partial.shape[:-1], -1)
 
-    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_gather_stacked(self, partial: torch.Tensor) -> torch.Tensor:
         """[size, ...]: `partial` of every rank, in the order of ranks."""
         flat = partial.contiguous().view(-1)
         parts = flat.new_empty(self.size * len(flat))
@@ -89,13 +116,13 @@ class TorchCollectives:
         dist.broadcast(values, 0)
         return values
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest `value` of all ranks."""
         mine = torch.tensor([value], dtype=torch.int64, device=self._device)
         dist.all_reduce(mine, dist.ReduceOp.MIN)
         return int(mine.item())
 
-    def use_custom(self, dtype: torch.dtype, hidden: int) -> bool:
+    def enable_custom_all_reduce(self, dtype: torch.dtype, hidden: int) -> bool:
         """Lets GPUs that map each other's memory add up messages of `dtype` by themselves, and
         norm vectors of `hidden` values with it where that comes next.
 
@@ -106,38 +133,41 @@ class TorchCollectives:
         assert world is not None
 
         def fused() -> AllReduceNorm:
-            from pipeinfer.distributed.fused_all_reduce import mapped_all_reduce_norm
-
-            fusion = mapped_all_reduce_norm(world, self._device, dtype)
+            fusion = create_all_reduce_norm(world, self._device, dtype)
             fusion.compile(hidden)
             return fusion
 
         without = "NCCL adds up all messages between ranks"
-        self.custom = self._agreed(lambda: self._mapped(world, dtype), self._adds_up, without)
+        self.custom = self._enable_on_all_ranks(
+            lambda: self._create_custom(world, dtype), self._sums_as_nccl, without
+        )
         if self.custom is not None:
             without = "sums over ranks are made and normed one after the other"
-            self.fusion = self._agreed(fused, partial(self._norms, hidden), without)
+            self.fusion = self._enable_on_all_ranks(
+                fused, partial(self._norms_as_reference, hidden), without
+            )
         return self.custom is not None
 
-    def _agreed(
-        self, make: Callable[[], Way], right: Callable[[Way], bool], without: str
-    ) -> Way | None:
-        """What `make` gives, if every rank has it and finds it right; else the log says why not."""
+    def _enable_on_all_ranks(
+        self, make: Callable[[], Method], is_correct: Callable[[Method], bool], without: str
+    ) -> Method | None:
+        """What `make` gives, if every rank can make it and finds it correct; else None, and the log
+        says `without` and the reason."""
         made, trouble = None, "another rank cannot do otherwise"
         try:
             made = make()
         except (RuntimeError, ImportError, AttributeError) as error:
             trouble = str(error).strip().splitlines()[0]
-        if not self.smallest(made is not None):
+        if not self.all_reduce_min(made is not None):
             log.warning("%s: %s", without, trouble)
             return None
         assert made is not None
-        if not self.smallest(right(made)):
+        if not self.all_reduce_min(is_correct(made)):
             log.warning("%s: what came out otherwise differs from NCCL's", without)
             return None
         return made
 
-    def _mapped(self, world: dist.ProcessGroup, dtype: torch.dtype) -> CustomAllReduce:
+    def _create_custom(self, world: dist.ProcessGroup, dtype: torch.dtype) -> CustomAllReduce:
         here = torch.cuda.device_count()
         blocked = [
             peer
@@ -149,35 +179,38 @@ class TorchCollectives:
             raise RuntimeError(f"{here} GPUs are visible, and no access to {blocked} of them")
         return CustomAllReduce(world, self._device, dtype)
 
-    def _adds_up(self, custom: CustomAllReduce) -> bool:
-        """Whether it gives NCCL's sums, up to rounding, for messages of each kind."""
+    def _sums_as_nccl(self, custom: CustomAllReduce) -> bool:
+        """Whether `custom` gives NCCL's sums, up to rounding, for messages of each algorithm."""
         good = True
-        for count in TRIED:
+        for count in CHECKED_ELEMENTS:
             torch.manual_seed(count + self.rank)
             mine = torch.randn(count, dtype=custom.dtype, device=self._device)
             expected = mine.clone().float()
             dist.all_reduce(expected)
-            if custom.takes(mine):
-                good &= _near(custom.add_up(mine), expected)
+            if custom.supports(mine):
+                good &= _is_close(custom.all_reduce(mine), expected)
         return good
 
-    def _norms(self, hidden: int, fusion: AllReduceNorm) -> bool:
-        """The same of sums that are added to a residual and normed, in one shot and in two."""
+    def _norms_as_reference(self, hidden: int, fusion: AllReduceNorm) -> bool:
+        """Whether `fusion` gives the reference's norms and sums, up to rounding, in one shot and in
+        two."""
         from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
 
         good = True
         make = partial(torch.randn, dtype=fusion.dtype, device=self._device)
-        for rows, shots in product(TRIED_ROWS, (1, 2)):
+        for rows, shots in product(CHECKED_ROWS, (1, 2)):
             torch.manual_seed(rows)  # equal on all ranks
             residual, weight = make(rows, hidden), make(hidden)
             torch.manual_seed(rows + shots + self.rank)
             mine = make(rows, hidden)
-            expected = all_reduce_norm_reference(self.collect(mine), residual, weight, 1e-6)
+            expected = all_reduce_norm_reference(
+                self.all_gather_stacked(mine), residual, weight, 1e-6
+            )
             buffer = fusion.buffer(rows, hidden)
             if buffer is not None:
                 normed, total = fusion.add_norm(buffer.copy_(mine), residual, weight, 1e-6, shots)
                 own = slice(self.rank, None, self.size) if shots == 2 else slice(None)
-                good &= _near(normed, expected[0]) and _near(total[own], expected[1][own])
+                good &= _is_close(normed, expected[0]) and _is_close(total[own], expected[1][own])
         return good
 
     def close(self) -> None:
@@ -186,12 +219,12 @@ class TorchCollectives:
         dist.destroy_process_group()
 
 
-def _near(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def _is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     error = (got.float() - expected.float()).abs()
     return not error.numel() or bool(error.max() <= TOLERANCE * expected.float().abs().max())
 
 
-def without_multicast(environ: MutableMapping[str, str]) -> None:
+def disable_multicast(environ: MutableMapping[str, str]) -> None:
     """Has NCCL and torch leave NVLink multicast (NVLS) alone, unless `environ` says otherwise.
 
     Nothing here needs it, and where the links of a host are not set up for it, ranks fail or hang.
@@ -200,30 +233,178 @@ def without_multicast(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def join(
+def join_group(
     address: str,
     rank: int,
     size: int,
     device: str,
     timeout: float,
     ordinal: int | None = None,
-    wires: SocketFactory | None = None,
+    sockets: SocketFactory | None = None,
 ) -> TorchCollectives:
-    """Meets the other ranks at `address`, that of rank 0, and forms the group; see `meet`.
+    """Meets the other ranks and forms the group with them.
 
-    ordinal: of this rank's GPU on its host, by default `rank`. wires: see `meet`.
+    Args:
+        address: of rank 0 (topology.py).
+        rank: of this process.
+        size: ranks of the group.
+        device: "cuda" or "cpu".
+        timeout: seconds to meet, to form the group, and of every collective.
+        ordinal: of this rank's GPU on its host; None: `rank`.
+        sockets: see `rendezvous`.
+
+    Raises RendezvousError if the ranks do not come together in time.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     if backend == "nccl":
-        without_multicast(os.environ)
+        disable_multicast(os.environ)
     if backend == "gloo" and is_loopback(listen_host(address)):
         # Else gloo asks for the address of this host's name, which need not lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     formed = threading.Event()
     try:
-        store = meet(address, rank, size, timeout, wires, formed)
+        store = rendezvous(address, rank, size, timeout, sockets, formed)
         return TorchCollectives(
             store, rank, size, backend, timeout, rank if ordinal is None else ordinal
         )
     finally:
         formed.set()
+
+
+# How long a rank waits for a reply before it asks again.
+RETRY_SECONDS = 0.5
+# Of a query, which is two numbers: a peer that sends more is disconnected.
+MAX_QUERY_BYTES = 1_024
+
+# Binds a socket, or gives it its keys.
+PrepareSocket = Callable[[zmq.Socket[bytes]], None]
+
+
+class StoreQuery(msgspec.Struct, frozen=True, array_like=True):
+    """A rank asks where the store of its group is.
+
+    Attributes:
+        rank: of who asks.
+        size: ranks of the group that it belongs to.
+    """
+
+    rank: int
+    size: int
+
+
+class StoreReply(msgspec.Struct, frozen=True, array_like=True):
+    """Where the store of the group is.
+
+    Attributes:
+        port: of the store, on rank 0's host.
+        refusal: why the rank that asks cannot have it; "": it can.
+    """
+
+    port: int = 0
+    refusal: str = ""
+
+
+class RendezvousError(RuntimeError):
+    """The ranks of a group did not come together."""
+
+
+def rendezvous(
+    address: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    sockets: SocketFactory | None = None,
+    formed: threading.Event | None = None,
+) -> Store:
+    """The store that all ranks of a group share. Blocks until rank 0 is there.
+
+    Args:
+        address: of rank 0 (topology.py).
+        rank: of this process.
+        size: ranks of the group.
+        timeout: seconds.
+        sockets: of this process, for its keys, and for where it listens if that is not its address.
+        formed: to be set when the group is formed; until then, or the timeout, rank 0 replies.
+
+    Raises RendezvousError after `timeout`, or at once when rank 0 expects another number of ranks.
+    """
+    host = listen_host(address)
+    endpoint = socket_address(address, "group")
+
+    def secure(socket: zmq.Socket[bytes]) -> None:
+        if sockets is not None:
+            sockets.secure(socket, address)
+
+    def listen(socket: zmq.Socket[bytes]) -> None:
+        if sockets is not None:
+            sockets.bind(socket, "group")
+        else:
+            socket.bind(endpoint)
+
+    if rank:
+        return TCPStore(
+            host, _query_store(endpoint, rank, size, timeout, secure), size, wait_for_workers=False
+        )
+    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+    _answer_queries(listen, size, store.port, timeout, formed or threading.Event())
+    return store
+
+
+def _query_store(endpoint: str, rank: int, size: int, timeout: float, secure: PrepareSocket) -> int:
+    deadline = time.monotonic() + timeout
+    query = msgspec.msgpack.encode(StoreQuery(rank, size))
+    with zmq.Context.instance().socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.REQ_RELAXED, 1)  # may ask again: an old rank 0 may have died
+        socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        socket.linger, socket.ipv6 = 0, True
+        secure(socket)
+        socket.connect(endpoint)
+        while time.monotonic() < deadline:
+            if not socket.poll(int(1000 * RETRY_SECONDS), zmq.POLLOUT):
+                continue  # it speaks no CURVE, or we do not; the deadline ends it
+            socket.send(query)
+            if socket.poll(int(1000 * RETRY_SECONDS)):
+                try:
+                    reply = msgspec.msgpack.decode(
+                        b"".join(socket.recv_multipart()), type=StoreReply
+                    )
+                except DECODE_ERRORS:
+                    continue  # not of our rank 0, which may still answer
+                if reply.refusal:
+                    raise RendezvousError(reply.refusal)
+                return reply.port
+    raise RendezvousError(f"rank 0 at {endpoint} did not answer rank {rank} in {timeout:g} s")
+
+
+def _answer_queries(
+    listen: PrepareSocket, size: int, port: int, timeout: float, formed: threading.Event
+) -> None:
+    """Replies in a thread until the group is formed; binds before it returns.
+
+    A rank that had a reply may ask again: it did not wait for one that came late.
+    """
+    socket = zmq.Context.instance().socket(zmq.REP)
+    socket.linger, socket.ipv6, socket.maxmsgsize = 1000, True, MAX_QUERY_BYTES
+    listen(socket)
+
+    def reply_to_ranks() -> None:
+        deadline = time.monotonic() + timeout
+        with socket:
+            while not formed.is_set() and time.monotonic() < deadline:
+                if not socket.poll(int(1000 * RETRY_SECONDS)):
+                    continue
+                try:
+                    # All parts are read, or no reply can be sent; more than one part is no query.
+                    query = msgspec.msgpack.decode(
+                        b"".join(socket.recv_multipart()), type=StoreQuery
+                    )
+                except DECODE_ERRORS as error:
+                    socket.send(msgspec.msgpack.encode(StoreReply(refusal=f"no question: {error}")))
+                    continue
+                if query.size != size or not 0 < query.rank < size:
+                    text = f"rank {query.rank} of {query.size} does not belong to a group of {size}"
+                    socket.send(msgspec.msgpack.encode(StoreReply(refusal=text)))
+                    continue
+                socket.send(msgspec.msgpack.encode(StoreReply(port)))
+
+    threading.Thread(target=reply_to_ranks, name="rendezvous", daemon=True).start()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.layers.fp8_products import FIRST_CAPABILITY
-from pipeinfer.layers.skinny import SHARED_BYTES
+from pipeinfer.layers.quantized_float import FP8_MIN_CAPABILITY
+from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
 
 HEADS = (64, 96, 128, 192, 256)
 ALL_PACKAGES: frozenset[str] = frozenset({"flashinfer", "sgl_kernel"})
@@ -50,13 +50,15 @@ class Kind:
     @property
     def fp8_weights(self) -> str:
         """Whether they stay so."""
-        fits = self.capability >= FIRST_CAPABILITY and self.shared_bytes >= SHARED_BYTES
+        fits = (
+            self.capability >= FP8_MIN_CAPABILITY and self.shared_bytes >= MIN_SHARED_MEMORY_BYTES
+        )
         return YES if fits else PLAIN
 
     @property
     def int4_weights(self) -> str:
         """Whether they stay so."""
-        return YES if self.shared_bytes >= SHARED_BYTES else PLAIN
+        return YES if self.shared_bytes >= MIN_SHARED_MEMORY_BYTES else PLAIN
 
     @property
     def fp8_kv(self) -> str:

@@ -20,7 +20,7 @@ from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
 from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
 from pipeinfer.kernels.hadamard import turned
-from pipeinfer.layers.attention import LayerHeads
+from pipeinfer.layers.attention import LayerQKV
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
@@ -31,7 +31,7 @@ TOKENS = 512  # of the sequence for find_key_centers: 256 were a little worse, 1
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
 # (layer, heads, slot_mapping [T]: page * page_size + offset of each token): norms and rotates the
 # heads, and stores keys and values. TorchStore or FusedStore.
-Store = Callable[[int, LayerHeads, torch.Tensor], Stored]
+Store = Callable[[int, LayerQKV, torch.Tensor], Stored]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepAttention:
     store: Store
     slot_mapping: torch.Tensor
 
-    def __call__(self, layer: int, heads: LayerHeads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: LayerQKV) -> torch.Tensor:
         """Stores first: a token sees itself."""
         q, k, v = self.store(layer, heads, self.slot_mapping)
         return self.backend.attend(layer, q, k, v, self.plan)
@@ -57,7 +57,7 @@ def store_for(pool: KVPool, traits: Traits) -> Store:
     return TorchStore(pool) if traits.needs_kv else FusedStore(pool)
 
 
-def store_kept(pool: KVPool, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
+def store_kept(pool: KVPool, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
     """As FusedStore, by torch operations of fixed shapes, which a graph can hold: a token without a
     slot (negative) leaves zeros in the dummy page."""
     q, k, v = _ready(pool, layer, heads)
@@ -77,7 +77,7 @@ class TorchStore:
         self._pool = pool
         self._k, self._v = pool.token_views()
 
-    def __call__(self, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
+    def __call__(self, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
         """See Store."""
         q, k, v = _ready(self._pool, layer, heads)
         scales = self._pool.scales[layer]
@@ -98,15 +98,15 @@ class FusedStore:
         self._pool = pool
         self._rotate_and_store = rotate_and_store
 
-    def __call__(self, layer: int, heads: LayerHeads, slot_mapping: torch.Tensor) -> Stored:
-        """See Store. Heads that are ready are stored by torch operations."""
+    def __call__(self, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
+        """See Store. AttentionHeads that are ready are stored by torch operations."""
         merged, pool = heads.merged, self._pool
         if merged is None:
             return store_kept(pool, layer, heads, slot_mapping)
         norm, rotation, scales = merged.norm, merged.rotation, pool.scales[layer]
         queries = self._rotate_and_store(
             merged.product,
-            *rotation.rope.table,
+            *rotation.rope.cos_sin_table,
             slot_mapping,
             pool.k[layer],
             pool.v[layer],
@@ -115,7 +115,7 @@ class FusedStore:
             q_norm=None if norm is None else norm.query_weight,
             k_norm=None if norm is None else norm.key_weight,
             eps=0.0 if norm is None else norm.eps,
-            offset=0.0 if norm is None else norm.offset,
+            offset=0.0 if norm is None else norm.weight_offset,
             k_scale=scales.k,
             v_scale=scales.v,
             shift=pool.key_centers[layer],
@@ -124,7 +124,7 @@ class FusedStore:
 
 
 def _ready(
-    pool: KVPool, layer: int, heads: LayerHeads
+    pool: KVPool, layer: int, heads: LayerQKV
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values as pages want them: of 8 bits, queries and keys turned alike."""
     q, k, v = heads.split_and_rotate()
@@ -186,7 +186,7 @@ class _Average:
         self.found: list[KeyCenter] = [None] * len(shapes)
         self._bias = cache(_bias)
 
-    def __call__(self, layer: int, heads: LayerHeads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: LayerQKV) -> torch.Tensor:
         """See layers/attention.py."""
         shape = self.shapes[layer]
         q, k, v = (part.transpose(0, 1) for part in heads.split_and_rotate())

@@ -149,7 +149,7 @@ def choose(
             narrow,
         )
     else:
-        check_shard(config, settings.tp, shard.whole_experts)
+        check_shard(config, settings.tp, shard.expert_parallel)
         layers = config.num_layers
         needs = _Needs(config.head_dim, config.sinks, narrow=narrow)
     gpu = _gpu(dtype, needs, ordinal) if device == "cuda" else None
@@ -317,9 +317,9 @@ def machine(device: str, settings: Settings, ordinal: int) -> Machine:
 def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchCollectives) -> None:
     """How ranks add up; raises ConfigurationError if they were told different things."""
     if choices.device == "cuda" and settings.all_reduce == "auto":
-        collectives.use_custom(choices.dtype, choices.config.hidden_size)
-    split = int(choices.shard.whole_experts)
-    if collectives.smallest(split) != -collectives.smallest(
+        collectives.enable_custom_all_reduce(choices.dtype, choices.config.hidden_size)
+    split = int(choices.shard.expert_parallel)
+    if collectives.all_reduce_min(split) != -collectives.all_reduce_min(
         -split
     ):  # their sums would mean nothing
         raise ConfigurationError(
@@ -499,7 +499,9 @@ def build_runner(
         with start.phase("graphs"):
             _capture(runner, settings, largest, model, start)
     with start.phase("step_times"):
-        runner.measure(partial(all_find, int if collectives is None else collectives.smallest))
+        runner.measure(
+            partial(all_find, int if collectives is None else collectives.all_reduce_min)
+        )
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)
     return runner
@@ -525,7 +527,7 @@ def all_find(least: Callable[[int], int], slow: Container[int]) -> frozenset[int
 
 def _agreed(collectives: TorchCollectives, pages: int) -> int:
     """Pages with the dummy that all ranks have room for: each has measured for itself."""
-    least = collectives.smallest(pages)
+    least = collectives.all_reduce_min(pages)
     if least < pages:
         log.info(
             "rank %d has room for %s pages, but another rank for %s, which all ranks use",

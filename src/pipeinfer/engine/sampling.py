@@ -102,7 +102,7 @@ class WholeSampler:
 class Ranks(Protocol):
     """What ranks exchange; see distributed/collectives.py."""
 
-    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+    def all_gather_stacked(self, partial: torch.Tensor) -> torch.Tensor:
         """[size, ...]: `partial` of every rank."""
         ...
 
@@ -144,7 +144,7 @@ class SplitSampler:
         truncated: np.ndarray,
     ) -> torch.Tensor:
         mine = self._kernels.offer(logits[:, : self._held], sampling, self.first_id)
-        drawn = self._kernels.choose(self._ranks.collect(mine), sampling, last_token)
+        drawn = self._kernels.choose(self._ranks.all_gather_stacked(mine), sampling, last_token)
         if len(truncated):
             at = tensor_of(truncated).to(logits.device)
             some = {name: values[at] for name, values in sampling.items()}
@@ -154,7 +154,9 @@ class SplitSampler:
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
         mine = logits[:, : self._held]
-        return log_probs(self._kernels, mine, ids, most, self.first_id, self._ranks.collect)
+        return log_probs(
+            self._kernels, mine, ids, most, self.first_id, self._ranks.all_gather_stacked
+        )
 
 
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -173,7 +173,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     import zmq
 
     from pipeinfer.bus.sockets import SocketFactory
-    from pipeinfer.distributed.collectives import join
+    from pipeinfer.distributed.collectives import join_group
 
     context.report("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
@@ -182,7 +182,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     shared = zmq.Context[zmq.Socket[bytes]].instance()
     wires = SocketFactory(context.topology, shared, identity.id)
     wires.load_keys(authenticate=False)  # the bus has it
-    return join(first, identity.rank, size, device, timeout, ordinal, wires)
+    return join_group(first, identity.rank, size, device, timeout, ordinal, wires)
 
 
 def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:

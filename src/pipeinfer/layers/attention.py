@@ -11,20 +11,19 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pipeinfer.layers.linear import RowLinear, merged_qkv
+from pipeinfer.layers.linear import RowParallelLinear, merged_qkv
 from pipeinfer.layers.norm import HeadNorm, NormKind
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 from pipeinfer.layers.rope import Rotation, rotate
-from pipeinfer.layers.rounded import RowRounding, Rows
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 
 
-class LayerHeads(Protocol):
+class LayerQKV(Protocol):
     """A layer's queries, keys and values, of the tokens of a step."""
 
     @property
-    def merged(self) -> MergedHeads | None:
-        """What a kernel can split, norm and rotate as it stores; None: they are ready."""
+    def merged(self) -> MergedQKV | None:
+        """What a kernel can split, norm and rotate as it stores; None: that is done."""
         ...
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,7 +31,7 @@ class LayerHeads(Protocol):
         ...
 
 
-class ReadyHeads(NamedTuple):
+class RotatedQKV(NamedTuple):
     """`LayerHeads` that their model has split, normed and rotated."""
 
     queries: torch.Tensor
@@ -40,7 +39,7 @@ class ReadyHeads(NamedTuple):
     values: torch.Tensor
 
     @property
-    def merged(self) -> MergedHeads | None:
+    def merged(self) -> MergedQKV | None:
         """There is nothing left to do."""
         return None
 
@@ -49,9 +48,15 @@ class ReadyHeads(NamedTuple):
         return self.queries, self.keys, self.values
 
 
-class MergedHeads(NamedTuple):
-    """A layer's queries, keys and values, [T, (num_heads + 2 num_kv_heads) * head_dim] in one
-    product; `norm` and `rotation` are yet to come.
+class MergedQKV(NamedTuple):
+    """A layer's queries, keys and values as one product, not yet normed and rotated.
+
+    Attributes:
+        product: [T, (num_heads + 2 num_kv_heads) * head_dim].
+        num_heads: query heads of this rank.
+        num_kv_heads: KV heads of this rank.
+        norm: the QK norm; None: there is none.
+        rotation: RoPE at the tokens' positions.
     """
 
     product: torch.Tensor
@@ -61,7 +66,7 @@ class MergedHeads(NamedTuple):
     rotation: Rotation
 
     @property
-    def merged(self) -> MergedHeads | None:
+    def merged(self) -> MergedQKV | None:
         """These."""
         return self
 
@@ -75,26 +80,32 @@ class MergedHeads(NamedTuple):
         keyed, values = heads[:, :rotated], heads[:, rotated:]
         if self.norm is not None:
             keyed = self.norm(keyed)
-        keyed = rotate(keyed, self.rotation.angles)
+        keyed = rotate(keyed, self.rotation.cos_sin)
         return keyed[:, : self.num_heads], keyed[:, self.num_heads :], values
 
 
 # What a model calls in each layer, by its number: stores keys and values, and attends. Returns
 # [T, num_heads, head_dim].
-Attend = Callable[[int, LayerHeads], torch.Tensor]
+Attend = Callable[[int, LayerQKV], torch.Tensor]
 
 
-class Heads(NamedTuple):
-    """Of all ranks. `norm`: the kind and epsilon of their QK norm, None where there is none.
-    `lanes`: where files have which of a head's values, if in another order (see layers/rope.py).
-    sinks: whether each query head has one (see AttentionShape).
+class AttentionHeads(NamedTuple):
+    """The heads of a layer, of all ranks.
+
+    Attributes:
+        queries: query heads.
+        keys: KV heads.
+        head_dim: values of a head.
+        norm: kind and epsilon of the QK norm; None: there is none.
+        permutation: of a head's values in files to NeoX order (rope.py); None: they have it.
+        sinks: whether each query head has an attention sink (see AttentionShape).
     """
 
     queries: int
     keys: int
     head_dim: int
     norm: tuple[NormKind, float] | None = None
-    lanes: list[int] | None = None
+    permutation: list[int] | None = None
     sinks: bool = False
 
 
@@ -106,14 +117,14 @@ class SelfAttention:
         layer: int,
         *,
         hidden_size: int,
-        heads: Heads,
+        heads: AttentionHeads,
         bias: bool,
         output_bias: bool,
         placement: Placement,
     ) -> None:
         shard = placement.shard
         self.layer = layer
-        self._lanes = heads.lanes
+        self._permutation = heads.permutation
         self.head_dim = heads.head_dim
         self.num_heads = heads.queries // shard.size
         first, last = shard.kv_span(heads.keys)
@@ -130,45 +141,45 @@ class SelfAttention:
                 self.num_heads, self.num_kv_heads, heads.head_dim, eps, placement, kind
             )
         width = heads.queries * heads.head_dim
-        self.output = RowLinear("o_proj", width, hidden_size, output_bias, placement)
+        self.output = RowParallelLinear("o_proj", width, hidden_size, output_bias, placement)
 
     @property
-    def rounding(self) -> RowRounding | None:
-        """See Weight (matrix.py)."""
-        return self.qkv.matrix.rounding
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        """See Weight (weight.py)."""
+        return self.qkv.weight.input_quantizer
 
     def __call__(
         self,
-        x: Rows,
+        x: Activations,
         rotation: Rotation,
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | PartialSum:
         """rows: int64 [S], whose output is wanted; None: all."""
-        heads = MergedHeads(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
+        heads = MergedQKV(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
         out = attend(self.layer, heads).flatten(1)
         return self.output(out if rows is None else out[rows])
 
     def pack(self) -> None:
         """To be called when the weights are final."""
-        if self._lanes is not None:
-            self._reorder(self._lanes)
-            self._lanes = None
-        self.qkv.matrix.pack()
-        self.output.matrix.pack()
+        if self._permutation is not None:
+            self._permute(self._permutation)
+            self._permutation = None
+        self.qkv.weight.pack()
+        self.output.weight.pack()
 
-    def _reorder(self, lanes: list[int]) -> None:
+    def _permute(self, permutation: list[int]) -> None:
         """Of queries and keys, which are the first heads of the product."""
         keyed = (self.num_heads + self.num_kv_heads) * self.head_dim
-        rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, lanes].flatten()
-        matrix = self.qkv.matrix
+        rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, permutation].flatten()
+        matrix = self.qkv.weight
         matrix.permute(rows)
         if matrix.bias is not None:
             matrix.bias[:keyed] = matrix.bias[rows]
         if self.norm is not None:
-            self.norm.weight.copy_(self.norm.weight[:, lanes])
+            self.norm.weight.copy_(self.norm.weight[:, permutation])
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of this module, with its dot."""
         yield from self.qkv.sources(prefix)
         yield from self.output.sources(prefix)
@@ -176,4 +187,4 @@ class SelfAttention:
             yield from self.norm.sources(prefix)
         if self.sinks is not None:
             total, span = self._query_heads
-            yield Source(f"{prefix}sinks", (total,), (slice(*span),), self.sinks)
+            yield WeightSource(f"{prefix}sinks", (total,), (slice(*span),), self.sinks)

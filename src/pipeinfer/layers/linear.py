@@ -1,25 +1,122 @@
-"""Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree.
+"""Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree;
+the token embedding and the LM head, split by vocabulary; and which weight a number format makes.
 
-Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Knows no
-attention, no model and no file.
+Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Of a vocabulary
+each rank has an equal run of rows, padded with zeros on the last ranks where it does not divide.
+Knows no attention, no model, no tokenizer and no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
-from pipeinfer.layers.formats import weight
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rounded import Rows
+from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Int8, Mxfp4
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.quantized_float import Fp8Tensor, fp8_gemm, stacked_fp8
+from pipeinfer.layers.quantized_int import Int4Tensor, Int8Tensor, int4_gemm, int8_gemm
+from pipeinfer.layers.weight import (
+    Activations,
+    DequantizedWeight,
+    QuantizedGemm,
+    QuantizedTensor,
+    QuantizedWeight,
+    UnquantizedWeight,
+    Weight,
+    small_m_gemm,
+)
+from pipeinfer.settings import ConfigurationError
+
+
+class StackedTensor(QuantizedTensor, Protocol):
+    """A QuantizedTensor, or a stack of them."""
+
+    def __getitem__(self, index: int, /) -> QuantizedTensor:
+        """One of a stack."""
+        ...
+
+
+# By the class of a format: makes a tensor of a size, not yet filled.
+EMPTY_TENSORS: Mapping[type, Callable[[tuple[int, ...], Any, Placement], StackedTensor]] = {
+    Fp8: Fp8Tensor.empty,
+    Int4: Int4Tensor.empty,
+    Int8: Int8Tensor.empty,
+}
+# By the class of a format: the GEMM that a device has for matrices of a size; None without.
+GEMMS: Mapping[type, Callable[[Any, tuple[int, int], Placement], QuantizedGemm[Any] | None]] = {
+    Fp8: fp8_gemm,
+    Int4: int4_gemm,
+    Int8: int8_gemm,
+}
+# By the class of a format: makes a stack whose kernels take it as it is stored; None without them.
+STACKS_IN_FP8: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Tensor | None]] = {
+    Fp8: stacked_fp8
+}
+
+
+def create_weight(
+    placement: Placement,
+    names: Iterable[str],
+    size: tuple[int, int],
+    bias: torch.Tensor | None,
+    small_m: bool = False,
+    split_k: bool = False,
+) -> Weight:
+    """The weight for a matrix in the number format that it is stored in, not yet filled.
+
+    Args:
+        placement: device, dtype and formats.
+        names: modules within placement's, whose rows are the matrix's.
+        size: [out, in].
+        bias: [out] or None.
+        small_m: whether kernels for few rows may compute its products.
+        split_k: whether a norm may add up its products of few rows.
+
+    Raises ConfigurationError if the size does not fit the format.
+    """
+    form = placement.format(names)
+    if form is None or form == Mxfp4():  # which is for experts alone
+        gemm = small_m_gemm(placement.device, placement.dtype)
+        return UnquantizedWeight(
+            placement.empty(*size), bias, gemm if small_m else None, gemm if split_k else None
+        )
+    tensor = empty_quantized(form, size, placement)
+    gemm = None if placement.dequantizes else GEMMS[type(form)](form, size, placement)
+    if gemm is None:
+        return DequantizedWeight(tensor, bias, placement)
+    return QuantizedWeight(tensor, bias, gemm, split_k)
+
+
+def empty_quantized(form: Format, size: tuple[int, ...], placement: Placement) -> StackedTensor:
+    """A matrix of `size`, or a stack of them, not yet filled."""
+    if form == Mxfp4():
+        raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
+    return EMPTY_TENSORS[type(form)](size, form, placement)
+
+
+def empty_stacked_fp8(
+    form: Format, size: tuple[int, int, int], placement: Placement
+) -> Fp8Tensor | None:
+    """A stack of matrices that stays in FP8, not yet filled; None if they have to be dequantized:
+    in this format, on this device or of this size."""
+    make = None if placement.dequantizes else STACKS_IN_FP8.get(type(form))
+    return None if make is None else make(form, size, placement)
 
 
 @dataclass(frozen=True)
-class Block:
-    """Checkpoint matrix `name` of `rows` rows, of which this rank holds [start, stop)."""
+class ColumnShard:
+    """This rank's rows of one of a column-parallel layer's matrices.
+
+    Attributes:
+        name: of the matrix in the checkpoint.
+        rows: of the matrix.
+        start, stop: this rank has rows start .. stop - 1.
+    """
 
     name: str
     rows: int
@@ -27,45 +124,45 @@ class Block:
     stop: int
 
 
-class ColumnLinear:
+class ColumnParallelLinear:
     """Several matrices with one input as one weight: block by block, each with this rank's rows.
 
     [T, in] to [T, sum of the blocks' rows]; no collective.
     """
 
     def __init__(
-        self, in_features: int, blocks: Sequence[Block], bias: bool, placement: Placement
+        self, in_features: int, blocks: Sequence[ColumnShard], bias: bool, placement: Placement
     ) -> None:
         rows = sum(block.stop - block.start for block in blocks)
         self._blocks = tuple(blocks)
         self._in_features = in_features
-        self.matrix = weight(
+        self.weight = create_weight(
             placement,
             [block.name for block in blocks],
             (rows, in_features),
             placement.empty(rows) if bias else None,
-            few=True,
+            small_m=True,
         )
 
-    def __call__(self, x: Rows) -> torch.Tensor:
-        return self.matrix(x)
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self.weight(x)
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
-        bias, columns = self.matrix.bias, self._in_features
+        bias, columns = self.weight.bias, self._in_features
         row = 0
         for block in self._blocks:
             rows = slice(row, row + block.stop - block.start)
             held = slice(block.start, block.stop)
             name = f"{prefix}{block.name}"
             shape, slices = (block.rows, columns), (held, slice(0, columns))
-            yield from self.matrix.sources(name, rows, shape, slices)
+            yield from self.weight.sources(name, rows, shape, slices)
             if bias is not None:
-                yield Source(f"{name}.bias", (block.rows,), (held,), bias[rows])
+                yield WeightSource(f"{name}.bias", (block.rows,), (held,), bias[rows])
             row = rows.stop
 
 
-class RowLinear:
+class RowParallelLinear:
     """A matrix split by its input: [T, in / ranks] to the sum over ranks [T, out].
 
     The sum, also that of one rank's product, may still be to be made, by the norm that follows.
@@ -80,39 +177,41 @@ class RowLinear:
         self._out_features = out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
-        self.matrix = weight(
+        self.weight = create_weight(
             placement,
             [name],
             (out_features, self._stop - self._start),
             # Over several ranks the bias counts once: it is added to the sum, not to each share.
-            self._bias if placement.alone else None,
-            split=placement.alone and placement.defers_sums,
+            self._bias if placement.single_rank else None,
+            split_k=placement.single_rank and placement.defers_sums,
         )
 
-    def __call__(self, x: Rows) -> torch.Tensor | PartialSum:
-        later = self.matrix.later(x)
+    def __call__(self, x: Activations) -> torch.Tensor | PartialSum:
+        later = self.weight.split_k(x)
         if later is not None:
             return later
-        fusion = self._placement.fusion
+        fusion = self._placement.all_reduce_fusion
         buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
         if fusion is not None and buffer is not None:
             bias = None if self._placement.shard.rank else self._bias
-            return PartialSum(self.matrix.into(buffer, x, bias), fusion)
-        total = self._placement.reduce(self.matrix(x))
-        return total if self._bias is None or self._placement.alone else total.add_(self._bias)
+            return PartialSum(self.weight.into(buffer, x, bias), fusion)
+        total = self._placement.reduce(self.weight(x))
+        return (
+            total if self._bias is None or self._placement.single_rank else total.add_(self._bias)
+        )
 
-    def share(self, x: Rows) -> torch.Tensor:
+    def unreduced(self, x: Activations) -> torch.Tensor:
         """What this rank adds to the sum, for who has more to add; of layers without a bias."""
-        return self.matrix(x)
+        return self.weight(x)
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
         rows, held = self._out_features, slice(self._start, self._stop)
         name, every = f"{prefix}{self._name}", slice(0, rows)
         shape = (rows, self._in_features)
-        yield from self.matrix.sources(name, every, shape, (every, held))
+        yield from self.weight.sources(name, every, shape, (every, held))
         if self._bias is not None:
-            yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
+            yield WeightSource(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
 
 
 def merged_qkv(
@@ -122,7 +221,7 @@ def merged_qkv(
     head_dim: int,
     bias: bool,
     placement: Placement,
-) -> ColumnLinear:
+) -> ColumnParallelLinear:
     """Rows: this rank's query heads, then its key heads, then its value heads."""
     first, last = placement.shard.span(num_heads)
     kv_first, kv_last = placement.shard.kv_span(num_kv_heads)
@@ -132,10 +231,10 @@ def merged_qkv(
         ("v_proj", num_kv_heads, kv_first, kv_last),
     ]
     blocks = [
-        Block(name, total * head_dim, start * head_dim, stop * head_dim)
+        ColumnShard(name, total * head_dim, start * head_dim, stop * head_dim)
         for name, total, start, stop in heads
     ]
-    return ColumnLinear(hidden_size, blocks, bias, placement)
+    return ColumnParallelLinear(hidden_size, blocks, bias, placement)
 
 
 def merged_gate_up(
@@ -144,7 +243,7 @@ def merged_gate_up(
     bias: bool,
     placement: Placement,
     merged: bool = False,
-) -> ColumnLinear:
+) -> ColumnParallelLinear:
     """Rows: this rank's share of the gate, then the same share of the up projection.
 
     merged: on disk, too, they are one.
@@ -153,9 +252,104 @@ def merged_gate_up(
     if merged:
         begins = (0, intermediate_size)
         blocks = [
-            Block("gate_up_proj", 2 * intermediate_size, begin + start, begin + stop)
+            ColumnShard("gate_up_proj", 2 * intermediate_size, begin + start, begin + stop)
             for begin in begins
         ]
-        return ColumnLinear(hidden_size, blocks, bias, placement)
-    blocks = [Block(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")]
-    return ColumnLinear(hidden_size, blocks, bias, placement)
+        return ColumnParallelLinear(hidden_size, blocks, bias, placement)
+    blocks = [
+        ColumnShard(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")
+    ]
+    return ColumnParallelLinear(hidden_size, blocks, bias, placement)
+
+
+# Of rows int64 [T], counted from this rank's first: [T, hidden].
+Lookup = Callable[[torch.Tensor], torch.Tensor]
+
+
+class VocabParallelWeight:
+    """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
+
+    matrix: for products.
+    """
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        shard = placement.shard
+        share = -(-vocab_size // shard.size)
+        self._name = name
+        self.vocab_size = vocab_size
+        self.start = min(shard.rank * share, vocab_size)
+        self.stop = min(self.start + share, vocab_size)
+        self._hidden = hidden_size
+        size, used, form = (share, hidden_size), self.stop - self.start, Int8()
+        how = placement.quantization
+        stays = how is not None and how.format == form
+        products = int8_gemm(form, size, placement) if stays else None
+        self._values = None if products is None else Int8Tensor.empty(size, form, placement)
+        if products is None or self._values is None:
+            self._plain = UnquantizedWeight(placement.empty(*size))
+            self._plain.weight[used:].zero_()
+            self.weight: Weight = self._plain
+            return
+        self.weight = QuantizedWeight(self._values, None, products, split_k=False)
+        for part in (self._values.weight, self._values.scale):
+            part[used:].zero_()
+
+    def lookup(self) -> Lookup:
+        """Looks rows up, for whoever asks before the matrix is packed; a plain one stays then."""
+        if self._values is not None:
+            return self._values.lookup
+        return partial(functional.embedding, weight=self._plain.weight)
+
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
+        """`prefix` is the path of the parent module, with its dot."""
+        held, shape = slice(0, self.stop - self.start), (self.vocab_size, self._hidden)
+        slices = (slice(self.start, self.stop), slice(0, self._hidden))
+        yield from self.weight.sources(f"{prefix}{self._name}", held, shape, slices)
+
+
+class Embedding:
+    """Ids int64 [T] to vectors [T, hidden], a new tensor; the sum over ranks."""
+
+    def __init__(self, rows: VocabParallelWeight, placement: Placement) -> None:
+        self.rows = rows
+        self._lookup = rows.lookup()
+        self._placement = placement
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.rows
+        if self._placement.single_rank:
+            return self._lookup(tokens)
+        local = tokens - rows.start
+        others = (local < 0) | (local >= rows.stop - rows.start)
+        vectors = self._lookup(local.masked_fill(others, 0))
+        return self._placement.reduce(vectors.masked_fill_(others[:, None], 0))
+
+
+class ScaledEmbedding:
+    """As Embedding, times `scale`, which is rounded to the model's dtype first."""
+
+    def __init__(self, rows: VocabParallelWeight, placement: Placement, scale: float) -> None:
+        self.rows = rows
+        self._plain = Embedding(rows, placement)
+        self._scale = float(torch.tensor(scale, dtype=placement.dtype))
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._plain(tokens).mul_(self._scale)
+
+
+class LMHead:
+    """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
+
+    `local` gives this rank's share only, [S, share], for ids `rows.start` and following.
+    """
+
+    def __init__(self, rows: VocabParallelWeight, placement: Placement) -> None:
+        self.rows = rows
+        self._placement = placement
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._placement.gather(self.local_logits(hidden))
+        return logits[:, : self.rows.vocab_size]
+
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rows.weight(hidden)

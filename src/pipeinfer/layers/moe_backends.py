@@ -2,7 +2,7 @@
 
 A backend gets the tokens, the router's weights and its choice, and gives each token's weighted sum.
 On a GPU it never looks at the choice on the host, so that its work can stand in a CUDA graph. On a
-CPU the experts compute one after the other (experts.py) and no backend is asked.
+CPU the experts compute one after the other (experts.py) and no backend is used.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.layers.mlp import silu_and_multiply
-from pipeinfer.layers.rounded import RowRounding, Rows
+from pipeinfer.layers.mlp import silu_and_mul
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:
@@ -24,25 +24,30 @@ if TYPE_CHECKING:
     from pipeinfer.kernels.moe_e4m3 import Scaled
     from pipeinfer.layers.placement import Placement
 
-Grouped = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
+FusedExperts = Callable[[Activations, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts `first` and following of the `of` experts on all ranks, stacked.
+    """The experts that a rank has, stacked, as backends take them.
 
-    gate_up [experts, 2 n, hidden], gate first; down [experts, hidden, n]; each a weight and its
-    scale, which is None where the weight is plain (see kernels/moe.py).
-    bounded: biases and limits of experts that have them.
-    rounding: how rows are rounded to FP8 where the products take both sides in FP8.
+    A weight's scale is None where the weight is unquantized (see kernels/moe.py).
+
+    Attributes:
+        gate_up: weight [experts, 2 n, hidden], gate first, and its scale.
+        down: weight [experts, hidden, n], and its scale.
+        first: number of this rank's first expert.
+        num_experts: on all ranks.
+        bounded: biases and limits of experts that have them.
+        input_quantizer: quantizes rows where both sides of the products are FP8.
     """
 
     gate_up: tuple[torch.Tensor, torch.Tensor | None]
     down: tuple[torch.Tensor, torch.Tensor | None]
     first: int
-    of: int
+    num_experts: int
     bounded: Bounded | None = None
-    rounding: RowRounding | None = None
+    input_quantizer: ActivationQuantizer | None = None
 
     @property
     def count(self) -> int:
@@ -51,56 +56,64 @@ class StackedExperts:
 
 
 class TritonExperts:
-    """Our own kernels, with SwiGLU and the router's weight fused into the products. Plain weights,
-    FP8 by row or by block, MXFP4."""
+    """The project's own kernels, with SwiGLU and the router's weight fused into the products.
+    Unquantized weights, FP8 by row or by block, MXFP4."""
 
     def __init__(self, stack: StackedExperts) -> None:
         self._stack = stack
 
-    def summed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def summed(self, x: Activations, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], weights and experts [T, top_k] to the weighted sums [T, hidden]."""
         stack = self._stack
-        if stack.rounding is not None:
+        if stack.input_quantizer is not None:
             from pipeinfer.kernels.moe import sums
 
-            by_pair = self._by_pair_in_fp8(stack.rounding, x, weights, experts)
-            first = stack.first if stack.count < stack.of else None
+            by_pair = self._fp8_by_pair(stack.input_quantizer, x, weights, experts)
+            first = stack.first if stack.count < stack.num_experts else None
             return sums(by_pair, experts.contiguous(), first, stack.count)
         from pipeinfer.kernels.moe import experts_mlp
 
         return experts_mlp(*self._arguments(x, weights, experts))
 
-    def unsummed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def unsummed(
+        self, x: Activations, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
         """[top_k, T, hidden], of which `summed` are the sums; all experts are this rank's."""
         stack = self._stack
-        if stack.rounding is not None:
-            by_pair = self._by_pair_in_fp8(stack.rounding, x, weights, experts)
+        if stack.input_quantizer is not None:
+            by_pair = self._fp8_by_pair(stack.input_quantizer, x, weights, experts)
         else:
             from pipeinfer.kernels.moe import experts_by_pair
 
             by_pair = experts_by_pair(*self._arguments(x, weights, experts))
         return by_pair.transpose(0, 1)
 
-    def _arguments(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> tuple[Any, ...]:
+    def _arguments(
+        self, x: Activations, weights: torch.Tensor, experts: torch.Tensor
+    ) -> tuple[Any, ...]:
         stack = self._stack
         (gate_up, gate_up_scale), (down, down_scale) = stack.gate_up, stack.down
-        where = None, stack.first, stack.of
+        where = None, stack.first, stack.num_experts
         return x, gate_up, down, weights, experts, *where, gate_up_scale, down_scale, stack.bounded
 
-    def _by_pair_in_fp8(
-        self, rounding: RowRounding, x: Rows, weights: torch.Tensor, experts: torch.Tensor
+    def _fp8_by_pair(
+        self,
+        quantizer: ActivationQuantizer,
+        x: Activations,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
     ) -> torch.Tensor:
         from pipeinfer.kernels.moe_e4m3 import rounded_by_pair
 
-        stack, rows = self._stack, x if x.dtype == E4M3 else rounding.rows(x)
-        taken, span = (rows.values, rows.scale), (stack.first, stack.of)
+        stack, rows = self._stack, x if x.dtype == E4M3 else quantizer.quantize(x)
+        taken, span = (rows.values, rows.scale), (stack.first, stack.num_experts)
         gate_up, down = cast("Scaled", stack.gate_up), cast("Scaled", stack.down)
         return rounded_by_pair(taken, gate_up, down, weights, experts, span)
 
 
 class TorchExperts:
     """torch's grouped matrix products (`torch.nn.functional.grouped_mm`), on rows ordered by
-    expert. Plain weights in bfloat16; needs no Triton."""
+    expert. Unquantized weights in bfloat16; needs no Triton."""
 
     unsummed = None
 
@@ -118,7 +131,7 @@ class TorchExperts:
             )
         self._stack = stack
 
-    def summed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def summed(self, x: Activations, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """As TritonExperts' `summed`. Each token's sum is made in float32 and in the router's
         order, whatever other tokens there are."""
         stack, top_k = self._stack, experts.shape[1]
@@ -143,7 +156,7 @@ class TorchExperts:
         hidden = grouped_mm(rows, stack.gate_up[0].transpose(1, 2), offs=ends)
         bounded = stack.bounded
         if bounded is None:
-            return grouped_mm(silu_and_multiply(hidden), stack.down[0].transpose(1, 2), offs=ends)
+            return grouped_mm(silu_and_mul(hidden), stack.down[0].transpose(1, 2), offs=ends)
         held = expert.clamp(max=stack.count - 1)  # of pairs elsewhere any: nobody reads their rows
         gate, up = (hidden + bounded.gate_up_bias[held]).chunk(2, dim=-1)
         gate = gate.clamp(max=bounded.limit)
@@ -159,7 +172,7 @@ BACKENDS: dict[str, type[TritonExperts | TorchExperts]] = {
 }
 
 
-def resolve(name: str, device: str) -> str:
+def resolve_backend(name: str, device: str) -> str:
     """The backend that `name` means on `device` ("cpu", "cuda" or "meta"); "auto" is "triton" on a
     GPU, which was as fast or faster at all numbers of tokens that were measured.
 
@@ -176,6 +189,6 @@ def resolve(name: str, device: str) -> str:
     return "triton" if device == "cuda" else "torch"
 
 
-def backend_on(placement: Placement) -> type[TritonExperts | TorchExperts] | None:
+def choose_backend(placement: Placement) -> type[TritonExperts | TorchExperts] | None:
     """What computes the experts of a layer that is placed so; None on a CPU."""
     return BACKENDS[placement.moe_backend] if placement.device.type == "cuda" else None

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import FusedOps, NormOps, fused_ops
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source, whole
-from pipeinfer.layers.rounded import RoundedRows, RowRounding, Rows
+from pipeinfer.layers.elementwise import FusedOps, NormOps, fused_ops
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource, full_slices
+from pipeinfer.layers.weight import ActivationQuantizer, Activations, QuantizedActivations
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -25,12 +24,12 @@ def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(wide, (x.shape[-1],), None, eps).to(x.dtype)
 
 
-def times_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm of x times its weight; rounded to x's dtype before and after that product."""
     return rms_normalize(x, eps).mul_(weight)
 
 
-def times_one_plus_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm of x times one plus its weight; all in float32, rounded to x's dtype once.
 
     One plus a weight in bfloat16 would lose most of a small weight's bits.
@@ -41,74 +40,79 @@ def times_one_plus_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> 
 
 @dataclass(frozen=True)
 class NormKind:
-    """What a norm does with its weight. plain: by torch; fused: which of a device's kernels.
+    """What a norm does with its weight.
 
-    offset: what kernels that norm within something larger add to the weight.
+    Attributes:
+        by_torch: (x, weight, eps) to the norm, operation by operation.
+        fused: which of a device's fused kernels it is.
+        weight_offset: what kernels that norm within something larger add to the weight.
     """
 
-    plain: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    by_torch: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     fused: Callable[[FusedOps], NormOps]
-    offset: float
+    weight_offset: float
 
 
-USUAL = NormKind(times_weight, lambda ops: ops.norm, 0.0)
-OFFSET = NormKind(times_one_plus_weight, lambda ops: ops.offset_norm, 1.0)
+RMS_NORM = NormKind(rms_norm, lambda ops: ops.norm, 0.0)
+GEMMA_RMS_NORM = NormKind(gemma_rms_norm, lambda ops: ops.gemma_norm, 1.0)
 
 
 class RMSNorm:
     """Scales vectors [T, size] to a root mean square of one, times a weight."""
 
     def __init__(
-        self, name: str, size: int, eps: float, placement: Placement, kind: NormKind = USUAL
+        self, name: str, size: int, eps: float, placement: Placement, kind: NormKind = RMS_NORM
     ) -> None:
         self._name = name
         self._eps = eps
-        self._plain = kind.plain
-        self._offset = kind.offset
+        self._by_torch = kind.by_torch
+        self._offset = kind.weight_offset
         fused = fused_ops(placement.device, placement.dtype, placement.compiled)
         self.fused = None if fused is None else kind.fused(fused)
         self.weight = placement.empty(size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused is not None:
-            return self.fused.alone(x, self.weight, self._eps)
-        return self._plain(x, self.weight, self._eps)
+            return self.fused.norm(x, self.weight, self._eps)
+        return self._by_torch(x, self.weight, self._eps)
 
-    def add(
+    def add_norm(
         self,
         x: torch.Tensor | PartialSum | None,
         residual: torch.Tensor,
-        rounding: RowRounding | None = None,
-    ) -> tuple[Rows, torch.Tensor]:
-        """(norm of x + residual, x + residual); both arguments may be overwritten. None adds
-        nothing. rounding: what the weight has that multiplies the norm.
+        input_quantizer: ActivationQuantizer | None = None,
+    ) -> tuple[Activations, torch.Tensor]:
+        """(norm of x + residual, x + residual).
 
-        A PartialSum is for the usual kind of norm.
+        Args:
+            x: [T, size], which may be overwritten; a PartialSum, for RMS_NORM alone; None: zero.
+            residual: [T, size], which may be overwritten.
+            input_quantizer: of the weight that multiplies the norm.
         """
-        if rounding is not None:
-            parts, sums = (x.partial, x.splits) if isinstance(x, PartialSum) else (x, True)
+        if input_quantizer is not None:
+            parts, sums = (x.partial, x.is_split_k) if isinstance(x, PartialSum) else (x, True)
             if sums:
-                return self._rounded(parts, residual, rounding), residual
+                return self._quantized(parts, residual, input_quantizer), residual
         if x is None:
             return self(residual), residual
         if isinstance(x, PartialSum):
             return x.add_norm(residual, self.weight, self._eps)
         if self.fused is not None:
-            return self.fused.add(x, residual, self.weight, self._eps)
+            return self.fused.add_norm(x, residual, self.weight, self._eps)
         residual.add_(x)
         return self(residual), residual
 
-    def _rounded(
-        self, x: torch.Tensor | None, residual: torch.Tensor, rounding: RowRounding
-    ) -> RoundedRows:
+    def _quantized(
+        self, x: torch.Tensor | None, residual: torch.Tensor, input_quantizer: ActivationQuantizer
+    ) -> QuantizedActivations:
         if x is None:
-            return rounding.norm(residual, self.weight, self._eps, None, self._offset)
-        return rounding.norm(x, self.weight, self._eps, residual, self._offset)
+            return input_quantizer.norm(residual, self.weight, self._eps, None, self._offset)
+        return input_quantizer.norm(x, self.weight, self._eps, residual, self._offset)
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
         shape = tuple(self.weight.shape)
-        yield Source(f"{prefix}{self._name}.weight", shape, whole(shape), self.weight)
+        yield WeightSource(f"{prefix}{self._name}.weight", shape, full_slices(shape), self.weight)
 
 
 class HeadNorm:
@@ -124,16 +128,16 @@ class HeadNorm:
         head_dim: int,
         eps: float,
         placement: Placement,
-        kind: NormKind = USUAL,
+        kind: NormKind = RMS_NORM,
     ) -> None:
         self.eps = eps
-        self.offset = kind.offset
-        self._plain = kind.plain
+        self.weight_offset = kind.weight_offset
+        self._by_torch = kind.by_torch
         self._num_heads = num_heads
         self.weight = placement.empty(num_heads + num_kv_heads, head_dim)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return self._plain(heads, self.weight, self.eps)
+        return self._by_torch(heads, self.weight, self.eps)
 
     @property
     def query_weight(self) -> torch.Tensor:
@@ -145,9 +149,9 @@ class HeadNorm:
         """[head_dim], the same for all key heads."""
         return self.weight[-1]
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """`prefix` is the path of the parent module, with its dot."""
         shape = (self.weight.shape[1],)
         queries, keys = self.weight[: self._num_heads], self.weight[self._num_heads :]
-        yield Source(f"{prefix}q_norm.weight", shape, whole(shape), queries)
-        yield Source(f"{prefix}k_norm.weight", shape, whole(shape), keys)
+        yield WeightSource(f"{prefix}q_norm.weight", shape, full_slices(shape), queries)
+        yield WeightSource(f"{prefix}k_norm.weight", shape, full_slices(shape), keys)

@@ -1,7 +1,8 @@
-"""Where a layer's weights live: which share of them, in which dtype, on which device.
+"""Where a layer's weights are, what fills them, and which of its sums the norm that follows makes.
 
-Also the two vocabularies that all layers speak: `Source` (what a parameter is filled from) and
-`Collectives` (how ranks add up and gather). Knows no model and no file format.
+In a pre-norm transformer every sum over ranks, or over the split-K parts of a product, is added to
+the residual stream and normed. Where one kernel does all of that, a layer hands on a `PartialSum`.
+Knows no model and no file format.
 """
 
 from __future__ import annotations
@@ -13,21 +14,72 @@ from typing import Protocol
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Quantization
-from pipeinfer.layers.partial_sum import Fusion, PartialSum
 
+
+class SumNorm(Protocol):
+    """A kernel that makes a sum, adds the residual and norms."""
+
+    def add_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum that `partial` is for plus residual [T, size]; that sum)."""
+        ...
+
+
+class AllReduceFusion(SumNorm, Protocol):
+    """A SumNorm whose sum is an all-reduce: `partial` is a filled `buffer`, and all ranks call in
+    the same order.
+
+    It takes all messages of a forward pass or none: afterwards, a rank's residual may be right in
+    those rows alone that `add_norm` reads on that rank.
+    """
+
+    def buffer(self, rows: int, size: int) -> torch.Tensor | None:
+        """[rows, size], not filled, for this rank's share of the next sum; None: not taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """A sum [T, size] that is still to be made.
+
+    Attributes:
+        partial: this rank's share [T, size] of a sum over ranks, or split-K parts [P, T, size].
+        kernel: makes the sum, adds the residual and norms.
+    """
+
+    partial: torch.Tensor
+    kernel: SumNorm
+
+    @property
+    def is_split_k(self) -> bool:
+        """Whether it is the sum of split-K parts, without an all-reduce."""
+        return self.partial.dim() == 3
+
+    def add_norm(
+        self, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of sum and residual [T, size], their sum, where the residual was)."""
+        return self.kernel.add_norm(self.partial, residual, weight, eps)
+
+
+# Standard deviation of dummy weights.
 DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size` tensor-parallel ranks.
+    """A rank's share of a model.
 
-    whole_experts: of a mixture each rank has some experts, instead of a share of every one.
+    Attributes:
+        rank: 0 .. size - 1.
+        size: tensor-parallel ranks.
+        expert_parallel: each rank has some experts of a mixture whole, not a share of every one.
     """
 
     rank: int = 0
     size: int = 1
-    whole_experts: bool = False
+    expert_parallel: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, stop) of `total` things, which must divide evenly."""
@@ -38,7 +90,7 @@ class Shard:
 
     def expert_span(self, num_experts: int) -> tuple[int, int]:
         """This rank's experts, [start, stop): as many as another's, or one more or less."""
-        if not self.whole_experts:
+        if not self.expert_parallel:
             return 0, num_experts
         return self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size
 
@@ -66,13 +118,20 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer is built with. Without `collectives` only one rank alone can run.
+    """What every layer is built with.
 
-    compiled: element-wise operations by torch.compile, where no kernel fuses them.
-    fusion: makes the sums that go into the residual stream, if it takes them.
-    defers_sums: whether a layer may hand on a sum that is still to be made (partial_sum.py).
-    quantization: how matrices are stored on disk; path: of the module on disk, with its dot.
-    moe_backend: what computes mixtures of experts on a GPU (moe_backends.py).
+    Attributes:
+        shard: this rank's share.
+        dtype: of parameters and activations.
+        device: of parameters.
+        collectives: over the ranks; None: the model runs only if there is one rank.
+        compiled: element-wise operations by torch.compile where no kernel fuses them.
+        all_reduce_fusion: makes the sums over ranks that go into the residual stream, if it takes
+            them; None: they are made at once.
+        defers_sums: whether a layer may hand on a PartialSum.
+        quantization: how matrices are stored on disk; None: in a dtype of their own.
+        path: of the module on disk, with its dot.
+        moe_backend: what computes mixtures of experts on a GPU (moe_backends.py).
     """
 
     shard: Shard
@@ -80,29 +139,30 @@ class Placement:
     device: torch.device
     collectives: Collectives | None = None
     compiled: bool = False
-    fusion: Fusion | None = None
+    all_reduce_fusion: AllReduceFusion | None = None
     defers_sums: bool = True
     quantization: Quantization | None = None
     path: str = ""
     moe_backend: str = "triton"
 
-    def summed(self) -> Placement:
-        """For layers whose sums must be made before they reach the residual stream."""
-        return replace(self, fusion=None, defers_sums=False)
+    def without_deferred_sums(self) -> Placement:
+        """For layers whose sums must be made before they are added to the residual stream."""
+        return replace(self, all_reduce_fusion=None, defers_sums=False)
 
-    def within(self, name: str) -> Placement:
-        """Of module `name` of this one, with its dot."""
+    def submodule(self, name: str) -> Placement:
+        """Of the module `name`, with its dot, within this one."""
         return replace(self, path=f"{self.path}{name}")
 
     def format(self, names: Iterable[str]) -> Format | None:
-        """How modules `names` of this one are stored, which are one matrix here; None: plain."""
+        """The number format of the modules `names` within this one, which are one matrix here;
+        None: unquantized."""
         if self.quantization is None:
             return None
         return self.quantization.of(f"{self.path}{name}" for name in names)
 
     @property
-    def decodes(self) -> bool:
-        """Weights become plain as they are loaded."""
+    def dequantizes(self) -> bool:
+        """Whether quantized weights are dequantized as they are loaded."""
         return self.quantization is None or self.quantization.dequantize_at_load
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -110,24 +170,28 @@ class Placement:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
-    def alone(self) -> bool:
-        """One rank: nothing to add up or gather."""
+    def single_rank(self) -> bool:
+        """Whether there is nothing to add up or gather."""
         return self.shard.size == 1
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of `partial` over the ranks."""
-        return partial if self.alone else self._collectives().all_reduce(partial)
+        return partial if self.single_rank else self._collectives().all_reduce(partial)
 
-    def later(self, partial: torch.Tensor) -> torch.Tensor | PartialSum:
-        """Sum of `partial` [T, size] over the ranks, to be made by the norm if that can."""
-        buffer = None if self.fusion is None else self.fusion.buffer(*partial.shape)
-        if self.fusion is None or buffer is None:
+    def reduce_deferred(self, partial: torch.Tensor) -> torch.Tensor | PartialSum:
+        """Sum of `partial` [T, size] over the ranks, made by the norm that follows if that can."""
+        buffer = (
+            None
+            if self.all_reduce_fusion is None
+            else self.all_reduce_fusion.buffer(*partial.shape)
+        )
+        if self.all_reduce_fusion is None or buffer is None:
             return self.reduce(partial)
-        return PartialSum(buffer.copy_(partial), self.fusion)
+        return PartialSum(buffer.copy_(partial), self.all_reduce_fusion)
 
     def gather(self, partial: torch.Tensor) -> torch.Tensor:
         """`partial` of all ranks side by side in the last dimension."""
-        return partial if self.alone else self._collectives().all_gather(partial)
+        return partial if self.single_rank else self._collectives().all_gather(partial)
 
     def _collectives(self) -> Collectives:
         if self.collectives is None:
@@ -137,74 +201,89 @@ class Placement:
         return self.collectives
 
 
-class Target(Protocol):
-    """A tensor, or what takes its values as a tensor does."""
+class CopyTarget(Protocol):
+    """A tensor, or what values are copied to as to a tensor."""
 
     @property
     def device(self) -> torch.device: ...
 
     def copy_(self, values: torch.Tensor, /) -> object: ...
 
-    def __getitem__(self, rows: slice, /) -> Target: ...
+    def __getitem__(self, rows: slice, /) -> CopyTarget: ...
 
 
 @dataclass(frozen=True)
-class Converted:
-    """A Target that keeps, in `kept`, what `convert` makes of whole sources."""
+class ConvertingTarget:
+    """A CopyTarget that converts values on the way. It takes a whole source at once.
 
-    kept: torch.Tensor
+    Attributes:
+        converted: what is filled.
+        convert: from the values of the file to those of `converted`.
+    """
+
+    converted: torch.Tensor
     convert: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def device(self) -> torch.device:
-        return self.kept.device
+        return self.converted.device
 
     def copy_(self, values: torch.Tensor) -> None:
-        self.kept.copy_(self.convert(values.to(self.kept.device)))
+        self.converted.copy_(self.convert(values.to(self.converted.device)))
 
-    def __getitem__(self, rows: slice) -> Target:
+    def __getitem__(self, rows: slice) -> CopyTarget:
         raise TypeError("a converted source is read at once")
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """A Target that keeps plain rows [n, columns] as `round` gives them: `weight` [n, columns], in
-    fewer bits, and `scale`, one or more of each row."""
+class QuantizingTarget:
+    """A CopyTarget that quantizes rows [n, columns] on the way.
+
+    Attributes:
+        weight: [n, columns], quantized.
+        scale: one or more for each row.
+        quantize: from rows to (weight, scale).
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
-    round: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def device(self) -> torch.device:
         return self.weight.device
 
     def copy_(self, values: torch.Tensor) -> None:
-        rounded, scale = self.round(values.to(self.device))
-        self.weight.copy_(rounded)
+        quantized, scale = self.quantize(values.to(self.device))
+        self.weight.copy_(quantized)
         self.scale.copy_(scale)
 
-    def __getitem__(self, rows: slice) -> Rounding:
-        return Rounding(self.weight[rows], self.scale[rows], self.round)
+    def __getitem__(self, rows: slice) -> QuantizingTarget:
+        return QuantizingTarget(self.weight[rows], self.scale[rows], self.quantize)
 
 
 @dataclass(frozen=True)
-class Source:
-    """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its `slices`.
+class WeightSource:
+    """Which part of which tensor of the checkpoint fills which part of a parameter.
 
-    `target` is a view into a parameter of this rank, or converts on the way there; slices of fewer
-    dimensions are broadcast. stored: its types on disk; None: any plain one. dummy: the standard
-    deviation, or for a scale the value, where there is no checkpoint.
+    Attributes:
+        name: of the tensor in the checkpoint.
+        shape: of that tensor.
+        slices: of it, this rank's part; if they have fewer dimensions than the target, they are
+            broadcast.
+        target: a view into a parameter of this rank, or what converts values on the way there.
+        stored_dtypes: the tensor's possible types on disk; None: any unquantized one.
+        dummy: without a checkpoint, the standard deviation of values, or the value of a scale.
     """
 
     name: str
     shape: tuple[int, ...]
     slices: tuple[slice, ...]
-    target: Target
-    stored: tuple[str, ...] | None = None
+    target: CopyTarget
+    stored_dtypes: tuple[str, ...] | None = None
     dummy: float = DUMMY_STD
 
 
-def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The slices that are everything."""
+def full_slices(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Slices that take all of a tensor of that shape."""
     return tuple(slice(0, size) for size in shape)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from pipeinfer.checkpoint.rope import RopeConfig
 
 
-class Angles(NamedTuple):
+class CosSin(NamedTuple):
     """cos, sin [T, 1, head_dim / 2] in the model's dtype, of the T positions of a step."""
 
     cos: torch.Tensor
@@ -34,9 +34,9 @@ class Rotation:
     positions: torch.Tensor
 
     @cached_property
-    def angles(self) -> Angles:
+    def cos_sin(self) -> CosSin:
         """Of these positions; the same for all layers of the step that have this RoPE."""
-        return self.rope.angles(self.positions)
+        return self.rope.cos_sin(self.positions)
 
 
 class Rope:
@@ -48,36 +48,38 @@ class Rope:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        longest: int,
+        max_positions: int,
     ) -> None:
         """`longest`: positions that the table has."""
         self._config = config
         self._dtype = dtype
-        self._longest = longest
+        self._max_positions = max_positions
         self._rotated = config.rotated(head_dim)
-        self._still = head_dim // 2 - self._rotated // 2  # pairs that are not: angle 0, scale 1
+        self._unrotated_pairs = (
+            head_dim // 2 - self._rotated // 2
+        )  # pairs that are not: angle 0, scale 1
         exponents = torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated
         self._exponents = exponents.to(device)
-        self._inverse = self._wide(inverse_frequencies(config, exponents)).to(device)
+        self._inverse = self._padded(inverse_frequencies(config, exponents)).to(device)
         scale = torch.full((self._rotated // 2,), config.attention_factor)
-        self._scale = self._wide(scale, 1.0).to(device)
+        self._scale = self._padded(scale, 1.0).to(device)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """positions: int64 or int32 [T]."""
         return Rotation(self, positions)
 
     @cached_property
-    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin_table(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin float32 [longest, head_dim / 2]: megabytes, which stay."""
-        cos, sin = self._angles(torch.arange(self._longest, device=self._inverse.device))
+        cos, sin = self._cos_sin(torch.arange(self._max_positions, device=self._inverse.device))
         return cos[:, 0], sin[:, 0]
 
-    def angles(self, positions: torch.Tensor) -> Angles:
+    def cos_sin(self, positions: torch.Tensor) -> CosSin:
         """positions: int64 or int32 [T]."""
-        cos, sin = self._angles(positions)
-        return Angles(cos.to(self._dtype), sin.to(self._dtype))
+        cos, sin = self._cos_sin(positions)
+        return CosSin(cos.to(self._dtype), sin.to(self._dtype))
 
-    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin float32 [T, 1, head_dim / 2]."""
         inverse = self._inverse
         if self._config.type == "dynamic":
@@ -85,9 +87,9 @@ class Rope:
         angles = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
         return angles.cos() * self._scale, angles.sin() * self._scale
 
-    def _wide(self, values: torch.Tensor, still: float = 0.0) -> torch.Tensor:
+    def _padded(self, values: torch.Tensor, still: float = 0.0) -> torch.Tensor:
         """[..., pairs that are rotated] with `still` for the others: [..., head_dim / 2]."""
-        return functional.pad(values, (0, self._still), value=still)
+        return functional.pad(values, (0, self._unrotated_pairs), value=still)
 
     def _dynamic(self, positions: torch.Tensor) -> torch.Tensor:
         """Inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so far.
@@ -102,10 +104,10 @@ class Rope:
         longest = (positions + 1).to(torch.float32)[:, None] / config.original_max
         power = self._rotated / (self._rotated - 2)
         base = config.theta * (config.factor * longest - (config.factor - 1)).clamp(min=1) ** power
-        return torch.where(longest > 1, self._wide(1.0 / base**self._exponents), self._inverse)
+        return torch.where(longest > 1, self._padded(1.0 / base**self._exponents), self._inverse)
 
 
-def lanes(config: RopeConfig, head_dim: int) -> list[int] | None:
+def neox_permutation(config: RopeConfig, head_dim: int) -> list[int] | None:
     """Which value of a head, as files have it, belongs where, for pairs that are half a head apart;
     None: each where it is.
 
@@ -161,7 +163,7 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
     return (1 - blend) * inverse / config.factor + blend * inverse
 
 
-def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
+def rotate(heads: torch.Tensor, angles: CosSin) -> torch.Tensor:
     """A rotated copy, contiguous, of heads [T, N, head_dim]; the input may be a strided view."""
     half = heads.shape[-1] // 2
     first, second = heads[..., :half], heads[..., half:]

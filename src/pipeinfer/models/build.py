@@ -14,10 +14,9 @@ import torch
 
 from pipeinfer.checkpoint.config import ARCHITECTURES, ModelConfig
 from pipeinfer.layers import moe_backends
-from pipeinfer.layers.fused import fused_ops
-from pipeinfer.layers.mlp import GATES
-from pipeinfer.layers.partial_sum import Fusion
-from pipeinfer.layers.placement import Collectives, Placement, Shard
+from pipeinfer.layers.elementwise import fused_ops
+from pipeinfer.layers.mlp import GATED_ACTIVATIONS
+from pipeinfer.layers.placement import AllReduceFusion, Collectives, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
 
@@ -31,7 +30,7 @@ def build_model(
     device: torch.device | str = "cpu",
     collectives: Collectives | None = None,
     compiled: bool = False,
-    fusion: Fusion | None = None,
+    fusion: AllReduceFusion | None = None,
     moe_backend: str = "auto",
 ) -> CausalLM:
     """The share of one rank, with its parameters allocated, not filled.
@@ -46,7 +45,7 @@ def build_model(
     Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled
     cannot be, or if there is no such backend.
     """
-    check_shard(config, shard.size, shard.whole_experts)
+    check_shard(config, shard.size, shard.expert_parallel)
     where = torch.device(device)
     placement = Placement(
         shard,
@@ -56,7 +55,7 @@ def build_model(
         compiled,
         fusion,
         quantization=config.quantization,
-        moe_backend=moe_backends.resolve(moe_backend, where.type),
+        moe_backend=moe_backends.resolve_backend(moe_backend, where.type),
     )
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:
@@ -75,26 +74,28 @@ def _compile(model: CausalLM, placement: Placement) -> None:
     norm, config = model.norm.fused, model.config
     if norm is None or fused_ops(placement.device, placement.dtype) is not None:
         return
-    multiply = GATES[config.activation].on(placement)
+    multiply = GATED_ACTIVATIONS[config.activation].on(placement)
     intermediate = config.intermediate_size // placement.shard.size
-    from pipeinfer.layers.compiled import warm
+    from pipeinfer.layers.elementwise import warm_up_compiled
 
     try:
-        warm(norm, multiply, config.hidden_size, intermediate, placement.dtype, placement.device)
+        warm_up_compiled(
+            norm, multiply, config.hidden_size, intermediate, placement.dtype, placement.device
+        )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigurationError(f"--compile: torch.compile failed: {reason}") from error
 
 
-def check_shard(config: ModelConfig, ranks: int, whole_experts: bool = False) -> None:
+def check_shard(config: ModelConfig, ranks: int, expert_parallel: bool = False) -> None:
     """Raises ConfigurationError if the model cannot be split over that many ranks."""
     divided = {
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.intermediate_size,
         "the shared expert's size": config.shared_intermediate_size,
-        "moe_intermediate_size": 0 if whole_experts else config.moe_intermediate_size,
+        "moe_intermediate_size": 0 if expert_parallel else config.moe_intermediate_size,
     }
-    if whole_experts:
+    if expert_parallel:
         _check_experts(config, ranks)
     for name, value in divided.items():
         if value % ranks:

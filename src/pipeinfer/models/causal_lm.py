@@ -18,17 +18,15 @@ from typing import Protocol, cast
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.attention import Attend, Heads, SelfAttention
-from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.attention import Attend, AttentionHeads, SelfAttention
 from pipeinfer.layers.experts import GatedExperts
-from pipeinfer.layers.mlp import GATES, GatedMLP
-from pipeinfer.layers.moe import SharedExpert, SparseMLP
-from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
-from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rope, Rotation, lanes
-from pipeinfer.layers.rounded import RowRounding, Rows
-from pipeinfer.layers.routing import Router, SoftmaxRouter
+from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight
+from pipeinfer.layers.mlp import GATED_ACTIVATIONS, GatedMLP
+from pipeinfer.layers.moe import SharedExpert, SoftmaxRouter, SparseMoeBlock, TopKRouter
+from pipeinfer.layers.norm import RMS_NORM, NormKind, RMSNorm
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+from pipeinfer.layers.rope import Rope, Rotation, neox_permutation
+from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.step import AttentionShape
 
 
@@ -96,13 +94,13 @@ class FeedForward(Protocol):
     """A dense or a sparse MLP, [T, hidden] to [T, hidden]. rounding: see Weight (matrix.py)."""
 
     @property
-    def rounding(self) -> RowRounding | None: ...
+    def input_quantizer(self) -> ActivationQuantizer | None: ...
 
-    def __call__(self, x: Rows) -> torch.Tensor | PartialSum: ...
+    def __call__(self, x: Activations) -> torch.Tensor | PartialSum: ...
 
     def pack(self) -> None: ...
 
-    def sources(self, prefix: str) -> Iterator[Source]: ...
+    def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
 
 class Layer(Protocol):
@@ -123,13 +121,13 @@ class Layer(Protocol):
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]: ...
 
-    def sources(self, prefix: str) -> Iterator[Source]: ...
+    def sources(self, prefix: str) -> Iterator[WeightSource]: ...
 
 
 class TokenEmbedding(Protocol):
     """Ids int64 [T] to a new tensor [T, hidden], taken from `rows`."""
 
-    rows: VocabularyRows
+    rows: VocabParallelWeight
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor: ...
 
@@ -158,14 +156,14 @@ class DecoderLayer:
         rows: int64 [S], the tokens whose values are wanted, in the last layer; both are [S, hidden]
             then.
         """
-        normed, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        normed, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
         x = self.attention(normed, rotation, attend, rows)
         if rows is not None:
             residual = residual[rows]
-        normed, residual = self.pre_mlp_norm.add(x, residual, self.mlp.rounding)
+        normed, residual = self.pre_mlp_norm.add_norm(x, residual, self.mlp.input_quantizer)
         return self.mlp(normed), residual
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """prefix: the layer's path in the checkpoint, with a dot at its end."""
         yield from self.input_norm.sources(prefix)
         yield from self.attention.sources(f"{prefix}self_attn.")
@@ -189,17 +187,19 @@ class CausalLM:
         config: ModelConfig,
         layers: Sequence[Layer],
         placement: Placement,
-        norm_kind: NormKind = USUAL,
-        embed: Callable[[VocabularyRows, Placement], TokenEmbedding] = Embedding,
+        norm_kind: NormKind = RMS_NORM,
+        embed: Callable[[VocabParallelWeight, Placement], TokenEmbedding] = Embedding,
     ) -> None:
         """norm_kind: of the last norm. embed: makes the embedding of its rows."""
         self.config = config
         self.layers = layers
         size = (config.vocab_size, config.hidden_size)
-        rows = VocabularyRows("embed_tokens", *size, placement)
+        rows = VocabParallelWeight("embed_tokens", *size, placement)
         self.embedding = embed(rows, placement)
         tied = config.tie_word_embeddings
-        self.head = Head(rows if tied else VocabularyRows("lm_head", *size, placement), placement)
+        self.head = LMHead(
+            rows if tied else VocabParallelWeight("lm_head", *size, placement), placement
+        )
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement, norm_kind)
         different = list(dict.fromkeys(config.ropes))
         self.ropes = [
@@ -224,10 +224,10 @@ class CausalLM:
         for index, layer in enumerate(self.layers):
             rotation = rotations[self._rope_of_layer[index]]
             x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
-        return self.norm.add(x, residual)[0]
+        return self.norm.add_norm(x, residual)[0]
 
     @property
-    def vocab_shard(self) -> VocabularyRows:
+    def vocab_shard(self) -> VocabShard:
         """The ids of `local_logits`."""
         return self.head.rows
 
@@ -237,7 +237,7 @@ class CausalLM:
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits of this rank's ids, [S, stop - start], from id `vocab_shard.start` on."""
-        return self.head.local(hidden)
+        return self.head.local_logits(hidden)
 
     def attention_shapes(self) -> list[AttentionShape]:
         """This rank's heads, of each layer."""
@@ -261,9 +261,9 @@ class CausalLM:
         for layer in self.layers:
             layer.attention.pack()
             layer.mlp.pack()
-        self.head.rows.matrix.pack()
+        self.head.rows.weight.pack()
 
-    def sources(self) -> Iterator[Source]:
+    def sources(self) -> Iterator[WeightSource]:
         """Every parameter, with the tensor of the checkpoint that fills it."""
         yield from self.embedding.rows.sources("model.")
         for index, layer in enumerate(self.layers):
@@ -296,16 +296,16 @@ class SandwichLayer:
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
-        normed, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        normed, residual = self.input_norm.add_norm(x, residual, self.attention.input_quantizer)
         x = self.post_attention_norm(
             cast(torch.Tensor, self.attention(normed, rotation, attend, rows))
         )
         if rows is not None:
             residual = residual[rows]
-        normed, residual = self.pre_mlp_norm.add(x, residual, self.mlp.rounding)
+        normed, residual = self.pre_mlp_norm.add_norm(x, residual, self.mlp.input_quantizer)
         return self.post_mlp_norm(cast(torch.Tensor, self.mlp(normed))), residual
 
-    def sources(self, prefix: str) -> Iterator[Source]:
+    def sources(self, prefix: str) -> Iterator[WeightSource]:
         """prefix: the layer's path in the checkpoint, with a dot at its end."""
         for norm in (
             self.input_norm,
@@ -342,7 +342,7 @@ def sandwich_layer(
 def each_layer(config: ModelConfig, placement: Placement) -> Iterator[tuple[int, Placement]]:
     """The number of each layer, with the placement within that layer."""
     for index in range(config.num_layers):
-        yield index, placement.within(f"model.layers.{index}.")
+        yield index, placement.submodule(f"model.layers.{index}.")
 
 
 def decoder_layer(
@@ -357,7 +357,7 @@ def decoder_layer(
 ) -> DecoderLayer:
     """Layer number `index` with pre-norms; its parts are named on disk as Llama's are."""
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    head_norm = USUAL if qk_norm else None
+    head_norm = RMS_NORM if qk_norm else None
     return DecoderLayer(
         input_norm=RMSNorm("input_layernorm", hidden, eps, placement),
         attention=attention(config, index, placement, qkv_bias, output_bias, head_norm),
@@ -379,17 +379,17 @@ def attention(
     return SelfAttention(
         index,
         hidden_size=config.hidden_size,
-        heads=Heads(
+        heads=AttentionHeads(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             norm,
-            lanes(config.ropes[index], config.head_dim),
+            neox_permutation(config.ropes[index], config.head_dim),
             config.sinks,
         ),
         bias=qkv_bias,
         output_bias=output_bias,
-        placement=placement.within("self_attn."),
+        placement=placement.submodule("self_attn."),
     )
 
 
@@ -397,7 +397,7 @@ def dense_mlp(
     config: ModelConfig, placement: Placement, bias: bool = False, merged: bool = False
 ) -> GatedMLP:
     """The gated MLP of a dense layer. merged: gate and up are one tensor on disk."""
-    gate, within = GATES[config.activation], placement.within("mlp.")
+    gate, within = GATED_ACTIVATIONS[config.activation], placement.submodule("mlp.")
     return GatedMLP(config.hidden_size, config.intermediate_size, bias, within, gate, merged)
 
 
@@ -415,14 +415,14 @@ def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
 def sparse_mlp(
     config: ModelConfig,
     placement: Placement,
-    router: Router | None = None,
+    router: TopKRouter | None = None,
     shared: SharedExpert | None = None,
-) -> SparseMLP:
+) -> SparseMoeBlock:
     """The mixture of experts of a sparse layer. router: by default one that chooses by probability.
     shared: an expert for all tokens."""
-    size, within = config.moe_intermediate_size, placement.within("mlp.")
+    size, within = config.moe_intermediate_size, placement.submodule("mlp.")
     experts = GatedExperts(config.hidden_size, size, config.num_experts, within)
-    return SparseMLP(router or softmax_router(config, placement), experts, placement, shared)
+    return SparseMoeBlock(router or softmax_router(config, placement), experts, placement, shared)
 
 
 def shared_expert(
@@ -432,7 +432,7 @@ def shared_expert(
 
     name: on disk. gated: the expert has a gate of its own.
     """
-    size, gate = config.shared_intermediate_size, GATES[config.activation]
-    within = placement.summed().within(f"mlp.{name}.")
+    size, gate = config.shared_intermediate_size, GATED_ACTIVATIONS[config.activation]
+    within = placement.without_deferred_sums().submodule(f"mlp.{name}.")
     mlp = GatedMLP(config.hidden_size, size, False, within, gate)
     return SharedExpert(name, mlp, gated, placement)

@@ -6,9 +6,9 @@ Builders allocate parameters; loading.py fills them.
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.norm import USUAL
+from pipeinfer.layers.moe import GroupedTopK, SigmoidRouter
+from pipeinfer.layers.norm import RMS_NORM
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.routing import GroupedChoice, SigmoidRouter
 from pipeinfer.models.causal_lm import (
     CausalLM,
     FeedForward,
@@ -44,7 +44,7 @@ GLM4_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_
 def build_glm4(config: ModelConfig, placement: Placement) -> CausalLM:
     """GLM-4 (0414): norms around attention and MLP, biases on Q, K and V, and a RoPE that turns
     neighbours in half of each head."""
-    every = each_layer(config, placement.summed())
+    every = each_layer(config, placement.without_deferred_sums())
     layers = [_glm4_layer(config, index, at) for index, at in every]
     return CausalLM(config, layers, placement)
 
@@ -55,7 +55,7 @@ def _glm4_layer(config: ModelConfig, index: int, placement: Placement) -> Sandwi
         attention(config, index, placement, config.attention_bias, False, None),
         dense_mlp(config, placement, merged=True),
         GLM4_NORMS,
-        USUAL,
+        RMS_NORM,
         placement,
     )
 
@@ -88,7 +88,7 @@ def _glm4_moe_mlp(config: ModelConfig, index: int, placement: Placement) -> Feed
 
 
 def _glm4_moe_router(config: ModelConfig, placement: Placement) -> SigmoidRouter:
-    choice = GroupedChoice(
+    choice = GroupedTopK(
         config.num_experts_per_tok,
         config.expert_groups,
         config.top_expert_groups,

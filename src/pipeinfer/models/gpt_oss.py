@@ -1,15 +1,14 @@
 """gpt-oss: attention with sinks, a window in each second layer, and experts with bounds and biases.
 
-Source: https://arxiv.org/abs/2508.10925.
+WeightSource: https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.clamped_experts import ClampedExperts
-from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.experts import ClampedExperts
+from pipeinfer.layers.moe import SoftmaxRouter, SparseMoeBlock
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.routing import SoftmaxRouter
 from pipeinfer.models.causal_lm import CausalLM, decoder_layer, each_layer
 
 
@@ -29,11 +28,11 @@ def build_gpt_oss(config: ModelConfig, placement: Placement) -> CausalLM:
     return CausalLM(config, layers, placement)
 
 
-def _mlp(config: ModelConfig, placement: Placement) -> SparseMLP:
+def _mlp(config: ModelConfig, placement: Placement) -> SparseMoeBlock:
     hidden, experts = config.hidden_size, config.num_experts
     top_k = config.num_experts_per_tok
     router = SoftmaxRouter(hidden, experts, top_k, True, placement, name="router", bias=True)
     size = config.moe_intermediate_size
-    within = placement.within("mlp.")
+    within = placement.submodule("mlp.")
     clamped = ClampedExperts(hidden, size, experts, config.swiglu, within)
-    return SparseMLP(router, clamped, placement)
+    return SparseMoeBlock(router, clamped, placement)

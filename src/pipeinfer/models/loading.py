@@ -35,7 +35,7 @@ from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_mo
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
 from pipeinfer.kernels.e4m3 import ONES, Scales
-from pipeinfer.layers.placement import Shard, Source, whole
+from pipeinfer.layers.placement import Shard, WeightSource, full_slices
 from pipeinfer.layers.rope import inverse_frequencies
 from pipeinfer.models.build import SINGLE_RANK, build_model
 from pipeinfer.models.causal_lm import CausalLM
@@ -140,7 +140,7 @@ def _fill(
     progress: Progress | None,
     tensors: Mapping[str, CheckpointTensor],
 ) -> None:
-    by_file: dict[Path, list[Source]] = defaultdict(list)
+    by_file: dict[Path, list[WeightSource]] = defaultdict(list)
     remaining: Counter[str] = Counter()  # by tensor, sources that it has yet to fill
     for source in model.sources():
         by_file[_checked_tensor(source, tensors, folder).file].append(source)
@@ -161,7 +161,7 @@ def _fill(
 
 
 def _checked_tensor(
-    source: Source, tensors: Mapping[str, CheckpointTensor], folder: Path
+    source: WeightSource, tensors: Mapping[str, CheckpointTensor], folder: Path
 ) -> CheckpointTensor:
     """The tensor for `source`; raises ConfigurationError unless it is there, in the shape and a
     dtype that the model expects."""
@@ -173,7 +173,7 @@ def _checked_tensor(
             f"{source.name} in {entry.file} has shape {list(entry.shape)}, "
             f"the configuration asks for {list(source.shape)}"
         )
-    supported = source.stored or readable_dtypes(entry.file)
+    supported = source.stored_dtypes or readable_dtypes(entry.file)
     if entry.dtype not in supported:
         raise ConfigurationError(
             f"{source.name} in {entry.file} is {entry.dtype}; supported: {', '.join(supported)}"
@@ -197,7 +197,7 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
         generator.manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))  # 32 bits count
         if "scale" in source.name:
             full = torch.full(source.shape, source.dummy, device=device)
-        elif source.stored is not None and source.stored[0] in PACKED_INT_DTYPES:
+        elif source.stored_dtypes is not None and source.stored_dtypes[0] in PACKED_INT_DTYPES:
             bits = torch.empty(source.shape, dtype=torch.int32, device=device)
             full = bits.random_(generator=generator)
         else:
@@ -213,7 +213,7 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
 class WeightReader(Protocol):
     """An open file of weights."""
 
-    def fill(self, source: Source) -> None:
+    def fill(self, source: WeightSource) -> None:
         """Copies the source's slices into its target, in the target's dtype."""
         ...
 
@@ -255,7 +255,7 @@ class _SafetensorsReader:
         self._file = file
         self._tensors = tensors
 
-    def fill(self, source: Source) -> None:
+    def fill(self, source: WeightSource) -> None:
         within = self._tensors[source.name].slice
         slices = source.slices
         if within.index is not None:
@@ -275,7 +275,7 @@ class _GgufReader:
         self._file = file
         self._tensors = tensors
 
-    def fill(self, source: Source) -> None:
+    def fill(self, source: WeightSource) -> None:
         rows = len(source.slices) > 1
         for part, values in self._file.pieces(self._tensors[source.name], source.slices):
             piece = torch.from_numpy(values)
@@ -387,7 +387,7 @@ def _read_kv_scale(
             "fp8_e4m3 takes one number for each layer's keys and one for its values"
         )
     with open_weights(entry.file, tensors) as reader:
-        reader.fill(Source(name, entry.shape, whole(entry.shape), target))
+        reader.fill(WeightSource(name, entry.shape, full_slices(entry.shape), target))
     scale = float(target)
     if not (isfinite(scale) and scale > 0):
         raise ConfigurationError(f"{name} in {entry.file} is {scale:g}, no positive number")
@@ -485,7 +485,7 @@ def _read_tensor(
     name: str, entry: CheckpointTensor, reader: WeightReader, dtype: torch.dtype
 ) -> torch.Tensor:
     target = torch.empty(entry.shape, dtype=dtype)
-    reader.fill(Source(name, entry.shape, whole(entry.shape), target))
+    reader.fill(WeightSource(name, entry.shape, full_slices(entry.shape), target))
     return target
 
 
@@ -555,7 +555,7 @@ def _head_equals_embedding(config: ModelConfig, tensors: Mapping[str, Checkpoint
             for reader, name in ((head, HEAD_NAME), (embedding, EMBEDDING_NAME)):
                 target = torch.empty((end - begin, shape[1]), dtype=dtype)
                 slices = (slice(begin, end), slice(0, shape[1]))
-                reader.fill(Source(name, shape, slices, target))
+                reader.fill(WeightSource(name, shape, slices, target))
                 parts.append(target)
             if not torch.equal(*parts):
                 return False

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from pipeinfer.checkpoint.config import ModelOutline
-from pipeinfer.layers.attention import Attend, ReadyHeads
+from pipeinfer.layers.attention import Attend, RotatedQKV
 from pipeinfer.layers.placement import DUMMY_STD
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step import AttentionShape
@@ -299,7 +299,7 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionHook:
-    """In every module of one model, so that two models of a process do not meet.
+    """In every module of one model, so that two models of a process do not rendezvous.
 
     attention: the function that answers the model's calls now.
     """
@@ -659,7 +659,7 @@ class TransformersForCausalLM:
         dim, padded = self._shapes[layer].head_dim, self._dims[layer]
         heads = (call.query, call.key, call.value)
         ready = (_by_token(part[0], padded - dim) for part in heads)
-        out = attend(layer, ReadyHeads(*ready))
+        out = attend(layer, RotatedQKV(*ready))
         return out[None, ..., :dim]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

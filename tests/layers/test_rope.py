@@ -64,7 +64,7 @@ def test_angles_equal_transformers_up_to_the_last_position(
     positions = torch.cat([torch.arange(300), torch.randint(0, limit, (500,))])
     positions = torch.cat([positions, torch.tensor([limit - 1])])
     cos, sin = theirs(torch.empty(1), positions[None])
-    angles = ours(positions).angles
+    angles = ours(positions).cos_sin
     for got, expected in ((angles.cos, cos), (angles.sin, sin)):
         # An angle of 1e5 has a float32 step of 0.008: equality needs the same frequencies.
         torch.testing.assert_close(got[:, 0], expected[0, :, :64], rtol=0, atol=0.02)
@@ -78,7 +78,7 @@ def test_the_table_has_the_angles_of_every_position(
     """To the last bits: what is computed for many at once is vectorized otherwise."""
     _, ours = both(tmp_path, limit, rope, torch.float32)
     positions = torch.cat([torch.randint(0, limit, (50,)), torch.tensor([0, limit - 1])])
-    for table, angles in zip(ours.table, ours.angles(positions), strict=True):
+    for table, angles in zip(ours.cos_sin_table, ours.cos_sin(positions), strict=True):
         assert table.shape == (limit, 64)
         torch.testing.assert_close(table[positions], angles[:, 0], rtol=0, atol=1e-6)
 
@@ -86,10 +86,10 @@ def test_the_table_has_the_angles_of_every_position(
 @torch.inference_mode()
 def test_angles_are_computed_once_for_all_layers_of_a_step(tmp_path: Path, monkeypatch) -> None:
     _, ours = both(tmp_path, *REAL["llama 2"], torch.float32)
-    asked, angles = [], ours.angles
-    monkeypatch.setattr(ours, "angles", lambda at: asked.append(at) or angles(at))
+    asked, angles = [], ours.cos_sin
+    monkeypatch.setattr(ours, "cos_sin", lambda at: asked.append(at) or angles(at))
     rotation = ours(torch.arange(3))
-    assert rotation.angles is rotation.angles
+    assert rotation.cos_sin is rotation.cos_sin
     assert len(asked) == 1
 
 
@@ -97,9 +97,9 @@ def test_dynamic_angles_depend_on_the_position_alone(tmp_path: Path) -> None:
     """Past the original context too: however a prompt is chunked, a key is rotated alike."""
     theirs, ours = both(tmp_path, *REAL["dynamic"], torch.float32)
     positions = torch.tensor([10, 4095, 4096, 9000, 16_000])
-    together = ours.angles(positions)
+    together = ours.cos_sin(positions)
     for row, position in enumerate(positions):
-        alone = ours.angles(position[None])
+        alone = ours.cos_sin(position[None])
         assert torch.equal(together.cos[row], alone.cos[0])
         cos, _ = theirs(torch.empty(1), torch.arange(int(position) + 1)[None])
         torch.testing.assert_close(alone.cos[0, 0], cos[0, -1, :64], rtol=0, atol=0.02)
@@ -115,7 +115,7 @@ def test_turned_heads_equal_transformers(tmp_path: Path, dtype: torch.dtype) -> 
     cos, sin = theirs(torch.empty(1, dtype=dtype), positions[None])
     batched = heads.transpose(0, 1)[None]
     expected, _ = apply_rotary_pos_emb(batched, batched, cos, sin)
-    got = rotate(heads, ours.angles(positions))
+    got = rotate(heads, ours.cos_sin(positions))
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(got, expected[0].transpose(0, 1), rtol=0, atol=tolerance)
     assert torch.equal(buffer, before)

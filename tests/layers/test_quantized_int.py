@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from pipeinfer.checkpoint.quantization import Int8, Quantization
 from pipeinfer.engine import loading
-from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
-from pipeinfer.layers.formats import weight
-from pipeinfer.layers.int8_products import MANY
-from pipeinfer.layers.int8_values import LARGEST, Int8Values
-from pipeinfer.layers.kept import Kept
+from pipeinfer.layers.linear import Embedding, LMHead, VocabParallelWeight, create_weight
 from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.quantized_int import DEQUANTIZE_MIN_ROWS, INT8_MAX, Int8Tensor
+from pipeinfer.layers.weight import QuantizedWeight
 from pipeinfer.settings import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -43,25 +41,27 @@ def filled(held, full: torch.Tensor) -> None:
 def test_a_value_is_rounded_by_half_a_step_of_its_row(rows: int, columns: int, seed: int) -> None:
     full = matrix(rows, columns, seed)
     full[0] = 0
-    values = Int8Values.empty((rows, columns), Int8(), placement(torch.float32))
+    values = Int8Tensor.empty((rows, columns), Int8(), placement(torch.float32))
     filled(values, full)
-    step = full.abs().amax(1, keepdim=True) / LARGEST
-    assert ((values.decoded(torch.float32) - full).abs() <= step * 0.5001 + 1e-9).all()
-    assert values.weight.abs().amax(1)[1:].eq(LARGEST).all(), "a row has all the numbers there are"
+    step = full.abs().amax(1, keepdim=True) / INT8_MAX
+    assert ((values.dequantized(torch.float32) - full).abs() <= step * 0.5001 + 1e-9).all()
+    assert values.weight.abs().amax(1)[1:].eq(INT8_MAX).all(), "a row has all the numbers there are"
     ids = torch.tensor([rows - 1, 0])
-    assert torch.equal(values.rows(ids), values.decoded(torch.float32)[ids])
+    assert torch.equal(values.lookup(ids), values.dequantized(torch.float32)[ids])
 
 
-@pytest.mark.parametrize("count", [1, 5, MANY - 1, MANY, 3 * MANY])
+@pytest.mark.parametrize(
+    "count", [1, 5, DEQUANTIZE_MIN_ROWS - 1, DEQUANTIZE_MIN_ROWS, 3 * DEQUANTIZE_MIN_ROWS]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_are_those_of_the_plain_matrix(count: int, bias: bool) -> None:
     added = torch.randn(48).to(HALF) if bias else None
-    held = weight(placement(), ["w"], (48, 64), added)
-    assert isinstance(held, Kept)
+    held = create_weight(placement(), ["w"], (48, 64), added)
+    assert isinstance(held, QuantizedWeight)
     filled(held, matrix(48, 64))
     held.pack()
     x = torch.randn(count, 64).to(HALF)
-    plain = held._values.decoded(torch.float32)
+    plain = held._quantized.dequantized(torch.float32)
     expected = x.float() @ plain.t() + (0 if added is None else added.float())
     got = held(x)
     assert got.dtype == HALF and got.shape == (count, 48)
@@ -69,9 +69,9 @@ def test_products_are_those_of_the_plain_matrix(count: int, bias: bool) -> None:
 
 
 def test_few_rows_come_out_alike_however_many_there_are() -> None:
-    held = weight(placement(), ["w"], (48, 64), None)
+    held = create_weight(placement(), ["w"], (48, 64), None)
     filled(held, matrix(48, 64))
-    x = torch.randn(MANY - 1, 64).to(HALF)
+    x = torch.randn(DEQUANTIZE_MIN_ROWS - 1, 64).to(HALF)
     whole = held(x)
     for size in (1, 2, 3, 7, 16):
         assert torch.equal(torch.cat([held(part) for part in x.split(size)]), whole)
@@ -79,10 +79,10 @@ def test_few_rows_come_out_alike_however_many_there_are() -> None:
 
 @pytest.mark.parametrize(("columns", "dtype"), [(64, torch.float32), (72, HALF)])
 def test_a_matrix_that_has_no_product_becomes_plain(columns: int, dtype: torch.dtype) -> None:
-    held = weight(placement(dtype), ["w"], (8, columns), None)
+    held = create_weight(placement(dtype), ["w"], (8, columns), None)
     filled(held, matrix(8, columns))
     held.pack()
-    assert not isinstance(held, Kept)
+    assert not isinstance(held, QuantizedWeight)
     assert held(torch.zeros(3, columns, dtype=dtype)).shape == (3, 8)
 
 
@@ -90,22 +90,22 @@ def test_a_matrix_that_has_no_product_becomes_plain(columns: int, dtype: torch.d
 def test_head_and_embedding_share_their_numbers(rank: int) -> None:
     """Of 45 ids the second of two ranks has 22, and a row of zeros."""
     at = placement(shard=Shard(rank, 2))
-    rows = VocabularyRows("embed", 45, 64, at)
+    rows = VocabParallelWeight("embed", 45, 64, at)
     full = matrix(45, 64)
     for source in rows.sources("model."):
         assert source.name == "model.embed.weight"
         source.target.copy_(full[source.slices])
     held = full[rows.start : rows.stop]
     ids = torch.arange(rows.stop - rows.start)
-    looked_up = rows.vectors()(ids).float()
+    looked_up = rows.lookup()(ids).float()
     assert (looked_up - held).norm() < 0.01 * held.norm()
     x = torch.randn(3, 64).to(HALF)
-    logits = Head(rows, at).local(x).float()
+    logits = LMHead(rows, at).local_logits(x).float()
     expected = x.float() @ looked_up.t()
     assert (logits[:, : len(held)] - expected).norm() < 4e-3 * expected.norm()
     assert not logits[:, len(held) :].any()
     if rank == 0:
-        alone = VocabularyRows("embed", 45, 64, placement())
+        alone = VocabParallelWeight("embed", 45, 64, placement())
         assert Embedding(alone, placement())(torch.tensor([3, 3])).shape == (2, 64)
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from pipeinfer.checkpoint.quantization import Fp8, Mxfp4
-from pipeinfer.layers.merged_stack import MergedStack
-from pipeinfer.layers.mxfp4_values import Mxfp4Values
+from pipeinfer.layers.experts import MergedExpertWeights
 from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.quantized_float import Mxfp4Tensor
 from pipeinfer.settings import ConfigurationError
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))
 SIZE = (3, 8, 64)
 
 
-def filled(stack: MergedStack, dtype: torch.dtype) -> list[torch.Tensor]:
+def filled(stack: MergedExpertWeights, dtype: torch.dtype) -> list[torch.Tensor]:
     """What was put into it, source by source."""
     every = tuple(slice(0, side) for side in SIZE)
     found = []
@@ -26,36 +26,36 @@ def filled(stack: MergedStack, dtype: torch.dtype) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_plain_rows_that_stand_in_turn_come_one_half_after_the_other(halves: bool) -> None:
-    stack = MergedStack(None, SIZE, ALONE, halves)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_plain_rows_that_stand_in_turn_come_one_half_after_the_other(interleaved: bool) -> None:
+    stack = MergedExpertWeights(None, SIZE, ALONE, interleaved)
     with pytest.raises(RuntimeError, match="not final yet"):
-        _ = stack.packed
+        _ = stack.for_kernels
     (full,) = filled(stack, torch.float32)
     stack.pack()
     rows = full.transpose(1, 2)
-    order = [0, 2, 4, 6, 1, 3, 5, 7] if halves else list(range(8))
-    weight, scale = stack.packed
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if interleaved else list(range(8))
+    weight, scale = stack.for_kernels
     assert scale is None and torch.equal(weight, rows[:, order])
 
 
-@pytest.mark.parametrize("halves", [True, False])
-def test_where_no_kernel_takes_mxfp4_it_becomes_plain(halves: bool) -> None:
-    stack = MergedStack(Mxfp4(), SIZE, ALONE, halves)
-    stored = Mxfp4Values(*filled(stack, torch.uint8))
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_where_no_kernel_takes_mxfp4_it_becomes_plain(interleaved: bool) -> None:
+    stack = MergedExpertWeights(Mxfp4(), SIZE, ALONE, interleaved)
+    stored = Mxfp4Tensor(*filled(stack, torch.uint8))
     stack.pack()
     plain = torch.empty(SIZE)
-    stored.decode(plain)
-    order = [0, 2, 4, 6, 1, 3, 5, 7] if halves else list(range(8))
-    weight, scale = stack.packed
+    stored.dequantize_into(plain)
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if interleaved else list(range(8))
+    weight, scale = stack.for_kernels
     assert scale is None and torch.equal(weight, plain[:, order])
 
 
 def test_exponents_of_a_row_are_filled_up_to_whole_words_with_ones() -> None:
-    values = Mxfp4Values.empty((2, 4, 160), ALONE)
+    values = Mxfp4Tensor.empty((2, 4, 160), ALONE)
     values.values.random_()
     values.exponents.fill_(120)
-    bytes_, exponents = values.packed()
+    bytes_, exponents = values.padded_for_kernels()
     assert bytes_.shape == (2, 4, 80) and exponents.shape == (2, 4, 8)
     assert exponents.is_contiguous() and torch.equal(bytes_, values.values.flatten(2))
     assert exponents[0, 0].tolist() == [120] * 5 + [127] * 3
@@ -63,4 +63,4 @@ def test_exponents_of_a_row_are_filled_up_to_whole_words_with_ones() -> None:
 
 def test_other_formats_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="plain or in mxfp4"):
-        MergedStack(Fp8(), SIZE, ALONE)
+        MergedExpertWeights(Fp8(), SIZE, ALONE)

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeinfer.layers.linear import RowLinear, merged_gate_up, merged_qkv
-from pipeinfer.layers.placement import Placement, Shard, Source
+from pipeinfer.layers.linear import (
+    Embedding,
+    LMHead,
+    RowParallelLinear,
+    VocabParallelWeight,
+    merged_gate_up,
+    merged_qkv,
+)
+from pipeinfer.layers.placement import Placement, Shard, WeightSource
 
 HIDDEN, HEADS, HEAD_DIM = 24, 8, 4
 
@@ -15,7 +22,7 @@ def placement(rank: int, size: int) -> Placement:
     return Placement(Shard(rank, size), torch.float32, torch.device("cpu"))
 
 
-def filled(sources: list[Source], stored: dict[str, torch.Tensor]) -> None:
+def filled(sources: list[WeightSource], stored: dict[str, torch.Tensor]) -> None:
     for source in sources:
         assert stored[source.name].shape == source.shape
         source.target.copy_(stored[source.name][source.slices])
@@ -53,7 +60,7 @@ def test_gate_and_up_keep_the_same_share(ranks: int) -> None:
     for rank in range(ranks):
         layer = merged_gate_up(HIDDEN, 16, False, placement(rank, ranks))
         filled(list(layer.sources("")), stored)
-        gate, up = layer.matrix.weight.chunk(2)
+        gate, up = layer.weight.weight.chunk(2)
         share = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
         assert torch.equal(gate, stored["gate_proj.weight"][share])
         assert torch.equal(up, stored["up_proj.weight"][share])
@@ -76,9 +83,9 @@ def test_row_parts_add_up_and_the_bias_counts_once() -> None:
 
     for rank in range(4):
         where = Placement(Shard(rank, 4), torch.float32, torch.device("cpu"), Collect())
-        layer = RowLinear("o", 16, HIDDEN, True, where)
+        layer = RowParallelLinear("o", 16, HIDDEN, True, where)
         filled(list(layer.sources("")), stored)
-        assert layer.matrix.weight.shape == (HIDDEN, 4)
+        assert layer.weight.weight.shape == (HIDDEN, 4)
         total = layer(x[:, rank * 4 : rank * 4 + 4])
     expected = x @ stored["o.weight"].T + stored["o.bias"]
     torch.testing.assert_close(total, expected)
@@ -93,3 +100,14 @@ def test_uneven_spans_are_refused(total: int, size: int) -> None:
 def test_kv_heads_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="8 ranks do not divide by 3 KV heads"):
         Shard(0, 8).kv_span(3)
+
+
+def test_padded_vocabulary_rows_are_zero_and_never_logits() -> None:
+    ranks = [VocabParallelWeight("e", 10, 4, placement(rank, 4)) for rank in range(4)]
+    assert [(rows.start, rows.stop) for rows in ranks] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert torch.all(ranks[3].weight.weight[1:] == 0)
+    rows = VocabParallelWeight("e", 10, 4, placement(0, 1))
+    weight = rows.weight.weight.normal_()
+    hidden = torch.randn(2, 4)
+    torch.testing.assert_close(LMHead(rows, placement(0, 1))(hidden), hidden @ weight.T)
+    assert torch.equal(Embedding(rows, placement(0, 1))(torch.tensor([9, 0])), weight[[9, 0]])

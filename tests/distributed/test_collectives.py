@@ -1,9 +1,13 @@
-"""Ranks find each other at the address of rank 0, in any order; strangers are refused."""
+"""Ranks find each other at the address of rank 0, in any order, and strangers are refused;
+all ranks of a group add up in the same way."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -11,7 +15,7 @@ import zmq
 from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus.sockets import SocketFactory
-from pipeinfer.distributed.rendezvous import RendezvousError, meet
+from pipeinfer.distributed.collectives import RendezvousError, disable_multicast, rendezvous
 from pipeinfer.topology import Entry, Topology, socket_address
 from port_rows import port_row
 
@@ -27,7 +31,7 @@ def test_all_ranks_share_one_store_in_any_order(short_path, order):
         gates[nth].wait(10)
         if nth + 1 < len(gates):
             gates[nth + 1].set()
-        store = meet(address, rank, 3, timeout=20)
+        store = rendezvous(address, rank, 3, timeout=20)
         store.set(str(rank), f"here is {rank}")
         return store
 
@@ -43,18 +47,18 @@ def test_all_ranks_share_one_store_in_any_order(short_path, order):
 
 def test_a_rank_of_a_group_of_another_size_is_refused(short_path):
     address = f"ipc://{short_path}/engine-0-0"
-    store = meet(address, 0, 2, timeout=20)
+    store = rendezvous(address, 0, 2, timeout=20)
     with pytest.raises(RendezvousError, match="rank 3 of 4 does not belong to a group of 2"):
-        meet(address, 3, 4, timeout=20)
+        rendezvous(address, 3, 4, timeout=20)
     store.set("key", "value")
-    assert meet(address, 1, 2, timeout=20).get("key") == b"value"
+    assert rendezvous(address, 1, 2, timeout=20).get("key") == b"value"
 
 
 def test_rank_0_listens_where_its_topology_says_though_others_know_it_elsewhere():
     port = port_row(4)
     entry = Entry("engine", f"tcp://127.0.0.2:{port}", bind="127.0.0.3")
     wires, formed = SocketFactory(Topology((entry,)), zmq.Context.instance(), "engine-0-0"), Event()
-    meet(entry.address, 0, 2, timeout=20, wires=wires, formed=formed)
+    rendezvous(entry.address, 0, 2, timeout=20, sockets=wires, formed=formed)
     with socket.create_connection(("127.0.0.3", port + 3), timeout=10) as line:
         assert line.recv(1) == b"\xff", "ZeroMQ greets"
     with pytest.raises(ConnectionRefusedError):
@@ -65,15 +69,15 @@ def test_rank_0_listens_where_its_topology_says_though_others_know_it_elsewhere(
 def test_a_rank_is_answered_again_until_the_group_is_formed(short_path):
     """On a busy machine an answer may come after the question was given up and asked anew."""
     address, formed = f"ipc://{short_path}/engine-0-0", Event()
-    store = meet(address, 0, 2, timeout=60, formed=formed)
+    store = rendezvous(address, 0, 2, timeout=60, formed=formed)
     store.set("key", "value")
     for _ in range(2):
-        assert meet(address, 1, 2, timeout=20).get("key") == b"value"
+        assert rendezvous(address, 1, 2, timeout=20).get("key") == b"value"
     formed.set()
 
     def silent() -> bool:
         try:
-            meet(address, 1, 2, timeout=1)
+            rendezvous(address, 1, 2, timeout=1)
         except RendezvousError:
             return True
         return False
@@ -83,12 +87,12 @@ def test_a_rank_is_answered_again_until_the_group_is_formed(short_path):
 
 def test_a_missing_rank_0_is_an_error_that_names_its_address(short_path):
     with pytest.raises(RendezvousError, match=r"rank 0 at ipc://.*engine-0-0\.group .* in 1 s"):
-        meet(f"ipc://{short_path}/engine-0-0", 1, 2, timeout=1)
+        rendezvous(f"ipc://{short_path}/engine-0-0", 1, 2, timeout=1)
 
 
 def test_questions_that_are_none_end_neither_rank(short_path):
     address = f"ipc://{short_path}/engine-0-0"
-    store = meet(address, 0, 2, timeout=60)
+    store = rendezvous(address, 0, 2, timeout=60)
     store.set("key", "value")
     with zmq.Context() as context:
         for question in ([b"\x91" * 900], [b"\xff"], [b"\x92\x01\x02", b"another part"], [b""]):
@@ -97,4 +101,29 @@ def test_questions_that_are_none_end_neither_rank(short_path):
                 asker.connect(socket_address(address, "group"))
                 asker.send_multipart(question)
                 assert b"no question" in asker.recv()
-    assert meet(address, 1, 2, timeout=20).get("key") == b"value"
+    assert rendezvous(address, 1, 2, timeout=20).get("key") == b"value"
+
+
+def test_all_ranks_do_without_what_one_of_them_cannot_do_or_finds_wrong(short_path):
+    command = [sys.executable, str(Path(__file__).with_name("fallback_rank_process.py"))]
+    processes = [
+        subprocess.Popen(
+            [*command, f"ipc://{short_path}/rank-0", str(rank)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        logs = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], logs
+    assert "apart: another rank cannot do otherwise\n" in logs[0]
+    assert "apart: no access to the other's memory\n" in logs[1], "the reason is one line"
+    assert all("differs from NCCL's" in text for text in logs)
+
+
+def test_gpus_talk_without_multicast_unless_the_user_wants_it():
+    environ = {"NCCL_NVLS_ENABLE": "1"}
+    disable_multicast(environ)
+    assert environ == {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

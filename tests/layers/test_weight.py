@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.weight import UnquantizedWeight
 
 ROWS = (0, 1, 2, 3, 8, 17, 64, 200)
 
@@ -23,7 +23,7 @@ def test_packed_product_equals_the_plain_one(
     torch.manual_seed(0)
     weight = torch.randn(259, 96).to(dtype)
     bias = torch.randn(259).to(dtype) if biased else None
-    matrix = Matrix(weight.clone(), bias)
+    matrix = UnquantizedWeight(weight.clone(), bias)
     matrix.pack()
     for rows in ROWS:
         x = torch.randn(rows, 192).to(dtype)[:, :96]  # strided, as the gated activation is
@@ -36,7 +36,7 @@ def test_weight_is_final_once_packed_and_its_memory_is_given_back() -> None:
         pytest.skip("this CPU has no packed form")
     weight = torch.randn(8, 8)
     alive = weakref.ref(weight)
-    matrix = Matrix(weight)
+    matrix = UnquantizedWeight(weight)
     del weight
     matrix.pack()
     assert alive() is None
@@ -47,7 +47,7 @@ def test_weight_is_final_once_packed_and_its_memory_is_given_back() -> None:
 
 def test_matrix_that_cannot_be_packed_stays_plain() -> None:
     weight = torch.randn(8, 8, dtype=torch.float64)
-    matrix = Matrix(weight)
+    matrix = UnquantizedWeight(weight)
     matrix.pack()
     assert matrix.weight is weight
     x = torch.randn(3, 8, dtype=torch.float64)

@@ -12,9 +12,9 @@ from checkpoints import CheckpointCache
 from kept_logits import logits_of
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.layers import compiled
-from pipeinfer.layers.fused import fused_ops
-from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers import elementwise
+from pipeinfer.layers.elementwise import fused_ops
+from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
@@ -28,23 +28,23 @@ CPU = torch.device("cpu")
 def not_compiled(monkeypatch):
     """The same functions as they stand, for what is not about the compiler: it takes its time."""
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    compiled.compiled_ops.cache_clear()
+    elementwise.compiled_ops.cache_clear()
     yield
-    compiled.compiled_ops.cache_clear()
+    elementwise.compiled_ops.cache_clear()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @torch.inference_mode()
 def test_what_torch_compiles_computes_what_the_layers_do_for_any_number_of_rows():
-    ops = compiled.compiled_ops()
+    ops = elementwise.compiled_ops()
     norm = RMSNorm("n", 48, 1e-6, Placement(Shard(), torch.float32, CPU))
     norm.weight.normal_()
     for rows in (5, 17):
         x, residual, merged = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(rows, 80)
-        found = ops.norm.add(x, residual, norm.weight, 1e-6)
-        activated = ops.silu_and_multiply(merged)
-        torch.testing.assert_close(found, norm.add(x, residual), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(activated, silu_and_multiply(merged), rtol=1e-5, atol=1e-5)
+        found = ops.norm.add_norm(x, residual, norm.weight, 1e-6)
+        activated = ops.silu_and_mul(merged)
+        torch.testing.assert_close(found, norm.add_norm(x, residual), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(activated, silu_and_mul(merged), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
@@ -67,15 +67,15 @@ STEP = Step(
 
 def test_without_it_nothing_is_replaced_on_a_cpu():
     assert fused_ops(CPU, torch.float32) is None
-    assert fused_ops(CPU, torch.float32, compiled=True) is compiled.compiled_ops()
+    assert fused_ops(CPU, torch.float32, compiled=True) is elementwise.compiled_ops()
 
 
 @pytest.mark.parametrize(
     ("architecture", "function"),
     [
-        ("Qwen3ForCausalLM", "_silu_and_multiply"),
-        ("Gemma3ForCausalLM", "_gelu_and_multiply"),
-        ("Gemma3ForCausalLM", "_add_offset_rms_norm"),
+        ("Qwen3ForCausalLM", "_silu_and_mul"),
+        ("Gemma3ForCausalLM", "_gelu_and_mul"),
+        ("Gemma3ForCausalLM", "_add_gemma_rms_norm"),
     ],
 )
 def test_a_compiler_that_fails_is_a_configuration_error(
@@ -84,7 +84,7 @@ def test_a_compiler_that_fails_is_a_configuration_error(
     def fails(*_):
         raise RuntimeError("no C++ compiler\nfurther lines")
 
-    monkeypatch.setattr(compiled, function, fails)
+    monkeypatch.setattr(elementwise, function, fails)
     folder = CheckpointCache(tmp_path)(architecture, tokenizer=False)
     with pytest.raises(ConfigurationError, match=r"--compile: .*no C\+\+ compiler$"):
         load_engine(Settings(compile=True, kv_pages=4), folder)

@@ -1,6 +1,6 @@
 """One rank of two that agree on how to add up, where one of them cannot or finds it wrong.
 
-`python ways_rank_process.py ADDRESS RANK`; see test_custom_all_reduce.py.
+`python fallback_rank_process.py ADDRESS RANK`; see test_collectives.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import sys
 
 import torch
 
-from pipeinfer.distributed.collectives import join
+from pipeinfer.distributed.collectives import join_group
 
 
 def main() -> None:
     rank = int(sys.argv[2])
-    group = join(sys.argv[1], rank, 2, "cpu", 60)
+    group = join_group(sys.argv[1], rank, 2, "cpu", 60)
 
     def cannot() -> str:
         if rank:
@@ -22,9 +22,9 @@ def main() -> None:
         return "made"
 
     found = [
-        group._agreed(cannot, lambda made: True, "apart"),
-        group._agreed(lambda: "made", lambda made: rank == 0, "apart"),
-        group._agreed(lambda: "made", lambda made: True, "apart"),
+        group._enable_on_all_ranks(cannot, lambda made: True, "apart"),
+        group._enable_on_all_ranks(lambda: "made", lambda made: rank == 0, "apart"),
+        group._enable_on_all_ranks(lambda: "made", lambda made: True, "apart"),
     ]
     assert found == [None, None, "made"], found
     # Nobody is left behind in a collective of its own.

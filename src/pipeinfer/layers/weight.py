@@ -1,0 +1,465 @@
+"""Weight matrices and the products with them, in any number format.
+
+- `Weight`: what a layer asks of a matrix. `UnquantizedWeight` is one in the model's dtype,
+  `QuantizedWeight` one that stays in a number format of its own, for devices with a GEMM for it,
+  `DequantizedWeight` one that is stored in such a format and becomes unquantized once it is final.
+- `ActivationQuantizer`: how a weight that multiplies in FP8 quantizes its input, if nothing before
+  it has done so as its last step.
+- `SmallMGemm`: the project's own GEMM kernels for few rows.
+
+Knows no layer, no shard and no format (quantized_float.py, quantized_int.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.nn import functional
+
+from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.skinny_tiles import tile as choose
+from pipeinfer.layers.elementwise import HALF_DTYPES
+from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
+
+
+@dataclass(frozen=True)
+class QuantizedActivations:
+    """Rows that a weight multiplies in FP8.
+
+    Attributes:
+        values: e4m3 [T, n].
+        scale: float32, of each row, [T, 1], or of each group of values of a row, [T, groups].
+        unquantized: [T, n], the rows as they were, where more than the weight reads them.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    unquantized: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """e4m3, which no plain rows have."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, n]."""
+        return self.values.shape
+
+
+# The input of a weight: a torch.Tensor [T, n], or what its `input_quantizer` has made of one.
+Activations = Any
+
+
+def unquantized(x: Activations) -> torch.Tensor:
+    """The rows [T, n] in the model's dtype. Of QuantizedActivations: as they were, which their
+    quantizer must have kept."""
+    return x.unquantized if x.dtype == E4M3 else x
+
+
+class ActivationQuantizer:
+    """Quantizes rows to FP8 as one weight wants them, by itself or as the last step of what comes
+    before that weight. Needs Triton."""
+
+    def __init__(self, group_size: int = 0, keep_unquantized: bool = False) -> None:
+        """group_size: values of a row that share a scale; 0: all of them. keep_unquantized: norms
+        and rows as they were are wanted, too."""
+        from pipeinfer.kernels import norm, rounding
+
+        self._group_size, self._keep_unquantized = group_size, keep_unquantized
+        self._norm = norm.rounded_norm
+        self._swiglu = rounding.round_gated
+        self._quantize = rounding.round_parts
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        offset: float,
+    ) -> QuantizedActivations:
+        """RMSNorm of x plus `residual`, quantized.
+
+        Args:
+            x: [T, n], or the parts [P, T, n] of a sum.
+            weight: [n].
+            eps: added to the mean square.
+            residual: [T, n], which becomes the sum with x; None: there is none.
+            offset: added to the weight.
+        """
+        plain = weight.new_empty(x.shape[-2:]) if self._keep_unquantized else None
+        rounded = self._norm(x, weight, eps, residual, offset, self._group_size, plain)
+        return QuantizedActivations(*rounded, plain)
+
+    def swiglu(self, merged: torch.Tensor) -> QuantizedActivations:
+        """SwiGLU of [T, 2 n], gate first, quantized: [T, n]."""
+        return QuantizedActivations(*self._swiglu(merged, self._group_size))
+
+    def quantize(self, x: torch.Tensor) -> QuantizedActivations:
+        """x [T, n], quantized."""
+        unquantized = x if self._keep_unquantized else None
+        return QuantizedActivations(*self._quantize(x, self._group_size), unquantized)
+
+
+# Shared memory that a block must be able to have: the tiles were chosen for GPUs that have as much.
+MIN_SHARED_MEMORY_BYTES = 200 * 1024
+
+
+class SmallMGemm:
+    """GEMM with few rows by the project's own kernels: x [T, depth] times weights [width, depth].
+
+    Every method gives None for shapes for which the kernels have no tile: there the library's GEMM
+    is the faster one, as measured. Needs Triton.
+    """
+
+    def __init__(self) -> None:
+        from pipeinfer.kernels import norm, skinny
+
+        self._kernels = skinny
+        self._norm = norm
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """x @ weight.T + bias, [T, width]."""
+        tile = choose("product", x.shape[0], *weight.shape)
+        return None if tile is None else self._kernels.product(x, weight, tile, bias)
+
+    def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
+        tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
+        return None if tile is None else self._kernels.gated_product(x, weight, tile)
+
+    def split_k(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> PartialSum | None:
+        """x @ weight.T + bias, [T, width], as split-K parts that the norm that follows adds up."""
+        tile = choose("split", x.shape[0], *weight.shape)
+        if tile is None:
+            return None
+        partial = self._kernels.split_product(x, weight, tile, bias)
+        return PartialSum(partial, self)
+
+    def split_k_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The split-K parts themselves, float32 [P, T, width], of a weight with few rows, such as a
+        router's; their sum over P is x @ weight.T + bias."""
+        tile = choose("narrow", x.shape[0], *weight.shape)
+        return None if tile is None else self._kernels.split_product(x, weight, tile, bias)
+
+    def add_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SumNorm; `partial`: split-K parts [P, T, size]."""
+        return self._norm.sum_norm(partial, residual, weight, eps), residual
+
+
+@lru_cache(maxsize=8)
+def small_m_gemm(device: torch.device, dtype: torch.dtype) -> SmallMGemm | None:
+    """None where the device has less shared memory than the tiles take, or no tensor cores for
+    `dtype`."""
+    if device.type != "cuda" or dtype not in HALF_DTYPES:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+    return SmallMGemm() if shared_bytes >= MIN_SHARED_MEMORY_BYTES else None
+
+
+# Rows that oneDNN's packed layout is chosen for: those of a decode step. Any number may come.
+PACKING_HINT_ROWS = 64
+
+
+class Weight(Protocol):
+    """A matrix [out, in] in some number format, and the products of rows [T, in] with it.
+
+    Few and many rows may round differently.
+
+    Attributes:
+        bias: [out], added to products; None: there is none.
+    """
+
+    bias: torch.Tensor | None
+
+    def __call__(self, x: Activations, /) -> torch.Tensor:
+        """x times the transpose of the matrix, plus the bias: [T, out]."""
+        ...
+
+    @property
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        """How it quantizes x, which may come as this has made it; None: it takes x as it is."""
+        ...
+
+    def swiglu(self, x: Activations, /) -> torch.Tensor | None:
+        """SwiGLU of the product without the bias, gate first, in one kernel: [T, out / 2]; None if
+        there is none for so many rows or for this format."""
+        ...
+
+    def split_k(self, x: Activations, /) -> PartialSum | None:
+        """The product, [T, out], as split-K parts that the norm that follows adds up; None as for
+        `swiglu`."""
+        ...
+
+    def into(
+        self, out: torch.Tensor, x: Activations, bias: torch.Tensor | None = None, /
+    ) -> torch.Tensor:
+        """Writes the product, plus `bias` in place of the weight's own, to `out` [T, out], which is
+        returned."""
+        ...
+
+    def pack(self) -> None:
+        """To be called when the values are final: lays them out as products want them."""
+        ...
+
+    def permute(self, rows: torch.Tensor, /) -> None:
+        """Row i becomes what row rows[i] was, for i < n; rows: int64 [n]. Before `pack`."""
+        ...
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
+    ) -> Iterator[WeightSource]:
+        """What fills `rows` of the matrix: `slices` of the checkpoint's matrix `name`, whose shape
+        is `shape`."""
+        ...
+
+
+class UnquantizedWeight:
+    """A Weight in the dtype of the rows that it is multiplied with; packed for the CPU.
+
+    oneDNN's packed layout is 1.3 to 2 times as fast as a float32 product without it at 4 to 64 rows
+    (measured, AVX-512), and rows come out alike however many there are.
+    """
+
+    input_quantizer = None
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        small_m: SmallMGemm | None = None,
+        split_k: SmallMGemm | None = None,
+    ) -> None:
+        """weight: [out, in]. small_m: computes products of few rows; split_k: those that a norm
+        adds up; None: the library computes them."""
+        self.bias = bias
+        self._weight: torch.Tensor | None = weight
+        self._packed: torch.Tensor | None = None
+        self._small_m, self._small_m_split_k = small_m, split_k
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], to be filled; raises RuntimeError once it is packed."""
+        if self._weight is None:
+            raise RuntimeError("this matrix is packed: its weights are final")
+        return self._weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return self._unpacked_product(x)
+        if x.shape[0] == 1:  # one row alone takes another path, with other rounding
+            return self._packed_product(x.expand(2, -1))[:1]
+        return self._packed_product(x)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self._small_m is None else self._small_m.swiglu(x, self.weight)
+
+    def split_k(self, x: torch.Tensor) -> PartialSum | None:
+        gemm = self._small_m_split_k
+        return None if gemm is None else gemm.split_k(x, self.weight, self.bias)
+
+    def into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self._packed is not None:
+            out.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
+            return out
+        if bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(bias, x, self.weight.t(), out=out)
+
+    def _unpacked_product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._small_m is not None:
+            product = self._small_m.product(x, self.weight, self.bias)
+            if product is not None:
+                return product
+        return functional.linear(x, self.weight, self.bias)
+
+    def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def pack(self) -> None:
+        """Replaces the weight by its packed form, where this CPU has one for its dtype."""
+        if self._packed is None and _packable(self.weight):
+            weight = self.weight.detach()
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_HINT_ROWS)
+            self._weight = None
+
+    def permute(self, rows: torch.Tensor) -> None:
+        self.weight[: len(rows)] = self.weight[rows]
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[WeightSource]:
+        yield WeightSource(f"{name}.weight", shape, slices, self.weight[rows])
+
+
+def _packable(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return weight.dtype == torch.float32
+
+
+class QuantizedTensor(Protocol):
+    """A matrix [rows, columns] in a number format of its own, to be filled from a checkpoint."""
+
+    def dequantized(self, dtype: torch.dtype, /) -> torch.Tensor:
+        """The matrix in `dtype`, to which each value is rounded once."""
+        ...
+
+    def permute(self, rows: torch.Tensor, /) -> None:
+        """See Weight."""
+        ...
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
+    ) -> Iterator[WeightSource]:
+        """See Weight."""
+        ...
+
+
+class DequantizedWeight:
+    """A Weight that is stored in a number format and becomes an UnquantizedWeight in `pack`: for
+    devices without a GEMM for the format."""
+
+    input_quantizer = None
+
+    def __init__(
+        self, quantized: QuantizedTensor, bias: torch.Tensor | None, placement: Placement
+    ) -> None:
+        self.bias = bias
+        self._quantized: QuantizedTensor | None = quantized
+        self._dtype = placement.dtype
+        self._dequantized: UnquantizedWeight | None = None
+
+    @property
+    def dequantized(self) -> UnquantizedWeight:
+        """What it has become; RuntimeError before `pack`."""
+        if self._dequantized is None:
+            raise RuntimeError("this matrix is dequantized when it is packed")
+        return self._dequantized
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dequantized(x)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor | None:
+        return self.dequantized.swiglu(x)
+
+    def split_k(self, x: torch.Tensor) -> PartialSum | None:
+        return self.dequantized.split_k(x)
+
+    def into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.dequantized.into(out, x, bias)
+
+    def pack(self) -> None:
+        if self._dequantized is None:
+            self._dequantized = UnquantizedWeight(
+                self._unpacked().dequantized(self._dtype), self.bias
+            )
+            self._quantized = None
+            self._dequantized.pack()
+
+    def permute(self, rows: torch.Tensor) -> None:
+        self._unpacked().permute(rows)
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[WeightSource]:
+        return self._unpacked().sources(name, rows, shape, slices)
+
+    def _unpacked(self) -> QuantizedTensor:
+        if self._quantized is None:
+            raise RuntimeError("this matrix is packed: its weights are final")
+        return self._quantized
+
+
+TensorKind = TypeVar("TensorKind", bound=QuantizedTensor)
+AnyTensorKind = TypeVar("AnyTensorKind", bound=QuantizedTensor, contravariant=True)
+
+
+class QuantizedGemm(Protocol[AnyTensorKind]):
+    """Products of rows [T, in] with a matrix [out, in] that stays in one number format."""
+
+    @property
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        """See Weight."""
+        ...
+
+    def product(
+        self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
+    ) -> torch.Tensor:
+        """[T, out], plus `bias` [out]."""
+        ...
+
+    def split_k(
+        self, x: Activations, values: AnyTensorKind, bias: torch.Tensor | None, /
+    ) -> PartialSum | None:
+        """The same as split-K parts that the norm that follows adds up; None if there is no kernel
+        for so many rows."""
+        ...
+
+
+class QuantizedWeight(Generic[TensorKind]):
+    """A Weight that stays in its number format, for devices with a GEMM for it."""
+
+    def __init__(
+        self,
+        quantized: TensorKind,
+        bias: torch.Tensor | None,
+        gemm: QuantizedGemm[TensorKind],
+        split_k: bool,
+    ) -> None:
+        """split_k: whether a norm may add up its products of few rows."""
+        self.bias = bias
+        self._quantized = quantized
+        self._gemm = gemm
+        self._may_split_k = split_k
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self._gemm.product(x, self._quantized, self.bias)
+
+    @property
+    def input_quantizer(self) -> ActivationQuantizer | None:
+        return self._gemm.input_quantizer
+
+    def swiglu(self, x: Activations) -> torch.Tensor | None:
+        return None
+
+    def split_k(self, x: Activations) -> PartialSum | None:
+        return self._gemm.split_k(x, self._quantized, self.bias) if self._may_split_k else None
+
+    def into(
+        self, out: torch.Tensor, x: Activations, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return out.copy_(self._gemm.product(x, self._quantized, bias))
+
+    def pack(self) -> None:
+        """Its values need no other layout."""
+
+    def permute(self, rows: torch.Tensor) -> None:
+        self._quantized.permute(rows)
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[WeightSource]:
+        return self._quantized.sources(name, rows, shape, slices)
