@@ -51,7 +51,7 @@ def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(narrow, dim, 
     lengths = [(37 * row) % 900 + 1 for row in range(rows)]
     case = attention.Case(lengths, torch.bfloat16, heads=4, kv_heads=1, dim=dim, page=64)
     if narrow:
-        case.in_8_bits(attention.ONES)
+        case.in_8_bits(attention.UNIT_KV_SCALES)
     how = cut(rows, 1, dim, narrow)
     case.pieces = room_for(most_pieces(rows, how), case.q.device)
     case.scratch = attention.Scratch(rows, len(case.pieces), (4, 1, dim), case.q.device)

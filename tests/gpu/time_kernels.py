@@ -17,8 +17,8 @@ from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.kernels.moe import experts_mlp
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.norm import rms_norm
-from pipeinfer.kernels.skinny import split_product
-from pipeinfer.kernels.skinny_tiles import tile
+from pipeinfer.kernels.skinny import split_k_gemm
+from pipeinfer.kernels.skinny_tiles import small_m_gemm_config
 from pipeinfer.kernels.softmax_choice import softmax_choice
 from pipeinfer.kernels.swiglu import swiglu
 
@@ -154,9 +154,9 @@ def time_router(experts: int, hidden: int, top_k: int) -> None:
             return softmax_choice(scores, top_k, True, x.dtype)
 
         def by_ours(x: torch.Tensor = x) -> object:
-            cut = tile("narrow", x.shape[0], experts, hidden)
+            cut = small_m_gemm_config("narrow", x.shape[0], experts, hidden)
             assert cut is not None
-            return softmax_choice(split_product(x, weight, cut), top_k, True, x.dtype)
+            return softmax_choice(split_k_gemm(x, weight, cut), top_k, True, x.dtype)
 
         line(f"router by the library's product, {tokens} tokens", by_library, 0.0)
         line(f"router by ours, {tokens} tokens", by_ours, 0.0)

@@ -27,13 +27,13 @@ from pipeinfer.kernels.moe import experts_mlp, gated_products, sums, weighted_pr
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.moe_e4m3 import MIDDLE, rounded_by_pair
 from pipeinfer.kernels.moe_tiles import (
-    EIGHT_BITS,
-    PLAIN,
-    ROUNDED,
-    MoeTiles,
-    Tiles,
-    rounded_tiles,
-    tiles,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_W16,
+    MOE_CONFIGS_W8A8,
+    MoeGemmConfig,
+    MoeConfig,
+    moe_w8a8_config,
+    moe_config,
 )
 from pipeinfer.kernels.rounding import round_parts
 
@@ -41,7 +41,7 @@ HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 GATE_UP, DOWN = "gate_up", "down"
 BF16, BLOCKS, ROWS = "bf16", "fp8 blocks", "fp8 rows"  # the last: what they multiply is rounded
 FORMS = BF16, BLOCKS, ROWS
-TABLES = {BF16: PLAIN, BLOCKS: EIGHT_BITS, ROWS: ROUNDED}
+TABLES = {BF16: MOE_CONFIGS_W16, BLOCKS: MOE_CONFIGS_W8A16, ROWS: MOE_CONFIGS_W8A8}
 ERRORS = {BF16: 0.006, BLOCKS: 0.006, ROWS: 0.05}
 # The most telling first, for a limit that is too short.
 TOKENS = (256, 64, 1024, 16, 8192, 1, 128, 512, 32, 4, 2048, 2, 8, 4096)
@@ -61,7 +61,7 @@ def heights(tokens):
 
 def cuts(kind, form, rows):
     """Those in use, and a fixed choice of what has room and uses tensor cores well."""
-    used = [getattr(shape, kind) for _, shape in TABLES[form] if shape.rows == rows]
+    used = [getattr(shape, kind) for _, shape in TABLES[form] if shape.block_m == rows]
     both, nbytes = 2 if kind == GATE_UP else 1, 2 if form == BF16 else 1
     found = []
     for columns, depth, warps, stages, turned in itertools.product(
@@ -82,7 +82,7 @@ def cuts(kind, form, rows):
         if form == ROWS and not turned and rows < 64:  # no tensor cores for e4m3 are so narrow
             continue
         if (12_000 if form == ROWS else 30_000) <= shared <= 200_000 and 4 <= sums <= 128:
-            found.append(MoeTiles(columns, depth, warps, stages, turned))
+            found.append(MoeGemmConfig(columns, depth, warps, stages, turned))
     random.Random(f"{kind}{form}{rows}").shuffle(found)
     return list(dict.fromkeys(used + found))[:EACH]
 
@@ -128,7 +128,7 @@ def routed(tokens, experts):
 
 
 def shape(rows, gate_up=None, down=None):
-    return Tiles(rows, gate_up or down, down or gate_up)
+    return MoeConfig(rows, gate_up or down, down or gate_up)
 
 
 def run(kind, stack, rows, cut, operand):
@@ -250,12 +250,12 @@ def show(good, lines, form, stack, tokens):
 def layers(form, stack, tokens, operands, best):
     """Whole layers: with the best tiles of each height, and with those in use."""
     pairs = tokens * TOP_K
-    used = rounded_tiles(pairs, EXPERTS) if form == ROWS else None
-    shapes = {"in use": used or tiles(pairs, EXPERTS, 16 if form == BF16 else 8)}
+    used = moe_w8a8_config(pairs, EXPERTS) if form == ROWS else None
+    shapes = {"in use": used or moe_config(pairs, EXPERTS, 16 if form == BF16 else 8)}
     for height in heights(tokens):
         found = [next((c for _, h, c in best[k] if h == height), None) for k in (GATE_UP, DOWN)]
         if None not in found:
-            shapes[str(height)] = Tiles(height, *found)
+            shapes[str(height)] = MoeConfig(height, *found)
     (gate_up, gate_up_scale), (down, down_scale) = stack[GATE_UP], stack[DOWN]
 
     def whole(one, shape):

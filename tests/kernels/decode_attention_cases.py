@@ -29,7 +29,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for,
     room_for_runs,
 )
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
+from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.tables import GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
@@ -55,7 +55,7 @@ class Case:
         self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
-        self.scales = ONES
+        self.scales = UNIT_KV_SCALES
         most = most_pieces(len(lengths), SPLITS)
         self.pieces = room_for(most, self.q.device)
         self.scratch = Scratch(len(lengths), most, (heads, kv_heads, dim), self.q.device)
@@ -203,7 +203,7 @@ def test_a_row_without_keys_writes_nothing():
 
 @pytest.mark.parametrize(
     ("kv_heads", "dim", "scales"),
-    [(2, 32, None), (1, 256, None), (1, 32, [Scales(2**-n, 0.1 * (n + 1)) for n in range(4)])],
+    [(2, 32, None), (1, 256, None), (1, 32, [KVScales(2**-n, 0.1 * (n + 1)) for n in range(4)])],
 )
 def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
     windows, heads, page = [None, 20, None, 20], 4, 16
@@ -247,16 +247,16 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
 @pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize("window", [None, 20])
 def test_pages_of_8_bits_are_read_with_their_scales(window, cut, dtype):
-    case = Case(LENGTHS, dtype).in_8_bits(Scales(0.5, 3.0))
+    case = Case(LENGTHS, dtype).in_8_bits(KVScales(0.5, 3.0))
     got, expected = case.run(cut, window), case.expected(window)
     assert relative_error(got, expected) < 3 * TOLERANCE[dtype]
-    case.scales = ONES
+    case.scales = UNIT_KV_SCALES
     assert relative_error(got, case.expected(window)) > 0.5
 
 
 def test_every_number_of_8_bits_is_read_as_it_is():
     """A row of one key gives that key's value."""
-    case = Case([1] * 8, heads=1, kv_heads=1, dim=32, page=1).in_8_bits(ONES)
+    case = Case([1] * 8, heads=1, kv_heads=1, dim=32, page=1).in_8_bits(UNIT_KV_SCALES)
     at = case.indices.long()
     numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(8, 1, 1, 32)
     case.v.view(torch.uint8)[at] = numbers
@@ -397,13 +397,13 @@ def test_sinks_count_once_in_a_row_with_a_run():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_runs_in_8_bits(dtype):
     case = SharedCase([70, 90, 33], [([0, 1], 64)], TILED, dtype=dtype)
-    case.in_8_bits(Scales(0.5, 3.0))
+    case.in_8_bits(KVScales(0.5, 3.0))
     assert relative_error(case.run_shared(), case.expected()) < 3 * TOLERANCE[dtype]
 
 
 def test_large_queries_have_room_as_halves():
     """Of 2e5, more than a half has; their scores differ by a little."""
-    case = Case([40], torch.bfloat16, heads=1, kv_heads=1).in_8_bits(ONES)
+    case = Case([40], torch.bfloat16, heads=1, kv_heads=1).in_8_bits(UNIT_KV_SCALES)
     case.q.fill_(2e5)
     case.k.view(torch.uint8).zero_()
     case.k[:, ::2] = torch.tensor(2.0**-9, device=DEVICE).to(E4M3)
@@ -420,7 +420,7 @@ def test_a_nan_in_one_rows_own_keys_stays_its_own_business():
 
 
 def test_sinks_and_a_nan_of_8_bits():
-    case = Case(LENGTHS).in_8_bits(Scales(2.0, 0.1))
+    case = Case(LENGTHS).in_8_bits(KVScales(2.0, 0.1))
     sinks = torch.tensor([0.0, -3.0, 2.5, 80.0], device=DEVICE)
     clean = case.run(SPLITS, None, sinks)
     assert relative_error(clean, case.expected(None, sinks)) < 3e-6

@@ -8,8 +8,8 @@ import torch
 from draws import seeded
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import fp8_blocks, int4, rounding
-from pipeinfer.kernels.int4_layout import decoded, packed, spread
-from pipeinfer.kernels.int4_tiles import Int4Tiles
+from pipeinfer.kernels.int4_layout import dequantize_int4, pack_int4, unpack_int4
+from pipeinfer.kernels.int4_tiles import Int4GemmConfig
 from pipeinfer.kernels.norm import rms_norm, rounded_norm, rounded_norm_reference
 
 DTYPES = [torch.float32, *HALVES]
@@ -81,8 +81,8 @@ def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
     x, x_scale = rounding.round_parts_reference(randn(0, rows, 256), 128)
     weight = (randn(1, 384, 256) * 50).to(torch.float8_e4m3fn)
     scale, bias = randn(2, 3, 2).abs() / 100, randn(3, 384) if biased else None
-    got = fp8_blocks.block_product(x, x_scale, weight, scale, torch.float32, bias)
-    expected = fp8_blocks.block_product_reference(x, x_scale, weight, scale, bias)
+    got = fp8_blocks.block_scaled_gemm(x, x_scale, weight, scale, torch.float32, bias)
+    expected = fp8_blocks.block_scaled_gemm_reference(x, x_scale, weight, scale, bias)
     # Tensor cores add up products of FP8 with fewer bits than float32.
     assert relative_error(got, expected) < (1e-5 if INTERPRETED else 2e-3)
 
@@ -93,8 +93,8 @@ def in_4_bits(group, dtype=torch.float32):
     numbers = torch.randint(0, 16, (width, depth), generator=source, dtype=torch.uint8)
     zero = torch.randint(0, 17, (width, depth // group), generator=source, dtype=torch.uint8)
     scale = (randn(4, width, depth // group).abs() / 20 + 0.01).to(dtype)
-    words = packed(numbers)
-    assert torch.equal(spread(words), numbers)
+    words = pack_int4(numbers)
+    assert torch.equal(unpack_int4(words), numbers)
     kept = torch.stack((scale, zero.to(scale)), dim=-1)
     return words.transpose(0, 1).contiguous().to(scale.device), kept.transpose(0, 1).contiguous()
 
@@ -102,7 +102,7 @@ def in_4_bits(group, dtype=torch.float32):
 def plain_of(values, dtype):
     numbers, kept = values
     scale, zero = kept.permute(2, 1, 0)
-    return decoded(numbers.transpose(0, 1), scale, zero, dtype)
+    return dequantize_int4(numbers.transpose(0, 1), scale, zero, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,7 +118,7 @@ def test_weights_in_4_bits_are_decoded(group, dtype):
 def test_few_rows_are_multiplied_with_weights_in_4_bits(splits, group, rows, dtype):
     wide, values = randn(5, rows, 1024, dtype=dtype), in_4_bits(group, dtype)
     x, bias = wide[:, :512], randn(6, 64)
-    how = Int4Tiles(16, 64, 1 if splits == 4 else 2, splits, 4)
+    how = Int4GemmConfig(16, 64, 1 if splits == 4 else 2, splits, 4)
     got = int4.few_rows(x, *values, how, bias)
     assert got.shape == (splits, rows, 64) and got.dtype == torch.float32
     expected = torch.nn.functional.linear(x.float(), plain_of(values, dtype).float(), bias)

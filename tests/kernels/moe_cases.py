@@ -9,7 +9,7 @@ import torch
 
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
 from pipeinfer.kernels import moe_align
-from pipeinfer.kernels.fp8 import round_rows
+from pipeinfer.kernels.fp8 import quantize_rows
 from pipeinfer.kernels.moe import (
     Bounded,
     experts_by_pair,
@@ -18,15 +18,15 @@ from pipeinfer.kernels.moe import (
     weighted_products,
 )
 from pipeinfer.kernels.moe_align import align, align_reference
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, MoeTiles, Tiles
+from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A16, MOE_CONFIGS_MXFP4, MOE_CONFIGS_W16, MoeGemmConfig, MoeConfig
 from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
 from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
-CUT = MoeTiles(columns=16, depth=16, warps=4, stages=2)
-SMALL = Tiles(16, CUT, replace(CUT, depth=32), group=2)
-TURNED = Tiles(16, replace(CUT, columns=64, turned=True), replace(CUT, columns=32, turned=True))
+CUT = MoeGemmConfig(block_n=16, block_k=16, num_warps=4, num_stages=2)
+SMALL = MoeConfig(16, CUT, replace(CUT, depth=32), group_m=2)
+TURNED = MoeConfig(16, replace(CUT, columns=64, turned=True), replace(CUT, columns=32, turned=True))
 
 
 def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0.0):
@@ -73,7 +73,7 @@ def test_experts_are_those_of_the_reference(tokens, experts, top_k, hidden, inte
     assert relative_error(got, expected) < ERROR[dtype]
 
 
-@pytest.mark.parametrize("table", [PLAIN, EIGHT_BITS])
+@pytest.mark.parametrize("table", [MOE_CONFIGS_W16, MOE_CONFIGS_W8A16])
 def test_every_tile_shape_that_may_be_chosen_computes_the_same(table):
     hidden, inter, experts = 160, 144, 2
     x = randn(1, 70, hidden)
@@ -91,7 +91,7 @@ def in_8_bits(weight, blocks):
     """(e4m3, scales, what they stand for in float32) of weight [experts, rows, columns]."""
     experts, rows, columns = weight.shape
     if not blocks:
-        rounded, scale = round_rows(weight)
+        rounded, scale = quantize_rows(weight)
         return rounded, scale, rounded.float() * scale
     scale = randn(9, experts, rows // 128, columns // 128).abs() / 100 + 0.01
     wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
@@ -154,8 +154,8 @@ def in_4_bits(weight):
     return values.to(DEVICE), filled.to(DEVICE), plain.transpose(1, 2).contiguous().to(DEVICE)
 
 
-FEW = Tiles(16, replace(CUT, depth=64), replace(CUT, columns=32, depth=32), group=2)
-TURNED_FEW = Tiles(16, replace(CUT, columns=64, depth=128, turned=True),
+FEW = MoeConfig(16, replace(CUT, depth=64), replace(CUT, columns=32, depth=32), group_m=2)
+TURNED_FEW = MoeConfig(16, replace(CUT, columns=64, depth=128, turned=True),
                    replace(CUT, columns=64, depth=64, turned=True))  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_every_tile_shape_for_mxfp4_computes_the_same():
     weights, chosen = routed(70, 2, 1)
     bounded = bounds(2, inter, hidden, torch.bfloat16)
     expected = experts_mlp_reference(x, plain, plain_down, weights, chosen, bounded)
-    for shape in {shape for _, shape in FOUR_BITS}:
+    for shape in {shape for _, shape in MOE_CONFIGS_MXFP4}:
         got = experts_mlp(
             x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale,
             down_scale=down_scale, bounded=bounded,

@@ -8,14 +8,14 @@ import torch
 from kernels.moe_cases import in_8_bits, routed
 from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, randn, relative_error
 from pipeinfer.checkpoint.quantization import Fp8, Quantization
-from pipeinfer.kernels.fp8 import SIDE
+from pipeinfer.kernels.fp8 import SCALE_BLOCK
 from pipeinfer.kernels.moe import experts_mlp_reference, sums
 from pipeinfer.kernels.moe_e4m3 import (
     MIDDLE,
     rounded_by_pair,
     rounded_by_pair_reference,
 )
-from pipeinfer.kernels.moe_tiles import ROUNDED, MoeTiles, Tiles
+from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A8, MoeGemmConfig, MoeConfig
 from pipeinfer.kernels.rounding import round_parts
 from pipeinfer.layers import fp8_products
 from pipeinfer.layers.experts import GatedExperts
@@ -31,14 +31,14 @@ from pipeinfer.layers.routing import SoftmaxRouter
 # rounded the other way is a whole unit in the last place apart, where rounding costs 0.29 of a unit
 # on average (1 / sqrt(12)): sqrt(0.1) / 0.29 = 1.1 times what rounding costs, which is below 0.04.
 ERROR = 8e-3 if INTERPRETED else 4e-2
-SMALL = Tiles(16, MoeTiles(64, SIDE, 4, 2), MoeTiles(32, MIDDLE, 4, 2), group=2)
-TURNED = Tiles(16, MoeTiles(128, SIDE, 4, 2, turned=True), MoeTiles(64, MIDDLE, 4, 2, turned=True))
+SMALL = MoeConfig(16, MoeGemmConfig(64, SCALE_BLOCK, 4, 2), MoeGemmConfig(32, MIDDLE, 4, 2), group_m=2)
+TURNED = MoeConfig(16, MoeGemmConfig(128, SCALE_BLOCK, 4, 2, swap_ab=True), MoeGemmConfig(64, MIDDLE, 4, 2, swap_ab=True))
 
 
 def operands(tokens, hidden, inter, blocks, experts=4, top_k=2):
     """(what the kernel takes, the same for the reference)"""
     x = randn(1, tokens, hidden, dtype=torch.float16) * torch.linspace(0.1, 9, hidden).to(DEVICE)
-    rows = round_parts(x.half(), SIDE)
+    rows = round_parts(x.half(), SCALE_BLOCK)
     gate_up, gate_up_scale, plain = in_8_bits(randn(2, experts, 2 * inter, hidden) / 40, blocks)
     down, down_scale, plain_down = in_8_bits(randn(3, experts, hidden, inter) / 8, blocks)
     weights, chosen = routed(tokens, experts, top_k)
@@ -59,7 +59,7 @@ def test_rows_and_experts_in_8_bits_are_those_of_the_reference(
     expected = rounded_by_pair_reference(*wanted)
     assert got.dtype == torch.bfloat16 and relative_error(got, expected) < ERROR
     rows, plain, plain_down, weights, chosen = wanted
-    x = rows[0].float() * rows[1].repeat_interleave(SIDE, 1)
+    x = rows[0].float() * rows[1].repeat_interleave(SCALE_BLOCK, 1)
     exact = experts_mlp_reference(x, plain, plain_down, weights, chosen)
     summed = sums(got, chosen, None, 4)
     assert relative_error(summed.float(), exact) < 0.04, "no more than rounding costs"
@@ -68,7 +68,7 @@ def test_rows_and_experts_in_8_bits_are_those_of_the_reference(
 def test_every_tile_shape_for_rows_in_8_bits_computes_the_same():
     given, wanted = operands(70, 256, 128, False, experts=2, top_k=1)
     expected = rounded_by_pair_reference(*wanted)
-    for _, shape in ROUNDED:
+    for _, shape in MOE_CONFIGS_W8A8:
         assert relative_error(rounded_by_pair(*given, shape=shape), expected) < ERROR
 
 
@@ -93,19 +93,19 @@ def test_experts_in_8_bits_of_several_ranks_add_up_to_all():
 
 
 def test_rows_of_zeros_and_none_in_8_bits_give_as_much():
-    rows = round_parts(torch.zeros(3, SIDE, dtype=torch.float16, device=DEVICE), SIDE)
-    _, gate_up, down, weights, chosen = operands(3, SIDE, SIDE, True)[0]
+    rows = round_parts(torch.zeros(3, SCALE_BLOCK, dtype=torch.float16, device=DEVICE), SCALE_BLOCK)
+    _, gate_up, down, weights, chosen = operands(3, SCALE_BLOCK, SCALE_BLOCK, True)[0]
     assert not rounded_by_pair(rows, gate_up, down, weights, chosen, shape=SMALL).any()
     assert rounded_by_pair(
         [one[:0] for one in rows], gate_up, down, weights[:0], chosen[:0]
-    ).shape == (0, 2, SIDE)
+    ).shape == (0, 2, SCALE_BLOCK)
 
 
 def layer(form, dtype, decoded):
     """(a norm, a mixture behind it, its experts), the same numbers for all kinds."""
     quantization = Quantization("any", form, dequantize_at_load=decoded)
     at = Placement(Shard(), dtype, torch.device(DEVICE), quantization=quantization)
-    experts, router = GatedExperts(256, SIDE, 8, at), SoftmaxRouter(256, 8, 2, True, at)
+    experts, router = GatedExperts(256, SCALE_BLOCK, 8, at), SoftmaxRouter(256, 8, 2, True, at)
     norm = RMSNorm("norm", 256, 1e-6, at)
     for number, source in enumerate(experts.sources("")):
         full = randn(number, *source.shape) * source.dummy

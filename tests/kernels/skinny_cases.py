@@ -9,15 +9,15 @@ import torch
 
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import skinny
-from pipeinfer.kernels.fp8 import round_rows
+from pipeinfer.kernels.fp8 import quantize_rows
 from pipeinfer.kernels.norm import rms_norm_reference
 from pipeinfer.kernels.rounding import round_parts_reference
-from pipeinfer.kernels.skinny_tiles import Tile
+from pipeinfer.kernels.skinny_tiles import GemmConfig
 from pipeinfer.layers.skinny import SkinnyProducts
 
 WIDTH, DEPTH = 64, 256
-SMALL = Tile(rows=16, columns=32, step=64, splits=1, warps=4, stages=3)
-TALL = Tile(rows=64, columns=32, step=64, splits=1, warps=4, stages=3)
+SMALL = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=1, num_warps=4, num_stages=3)
+TALL = GemmConfig(block_m=64, block_n=32, block_k=64, split_k=1, num_warps=4, num_stages=3)
 DTYPES = [torch.float32, *HALVES]
 
 
@@ -30,45 +30,45 @@ def weights(dtype, width=WIDTH):
 def test_skinny_product_is_that_of_the_reference(tile, rows, dtype):
     x, weight, bias = randn(0, rows, DEPTH, dtype=dtype), weights(dtype), randn(2, WIDTH)
     bound = 4 * TOLERANCE[dtype]  # a row of 64 values: if half of them are the other neighbour
-    expected = skinny.product_reference(x, weight)
-    assert relative_error(skinny.product(x, weight, tile), expected) < bound
+    expected = skinny.gemm_reference(x, weight)
+    assert relative_error(skinny.small_m_gemm(x, weight, tile), expected) < bound
     bias = bias.to(dtype)
-    expected = skinny.product_reference(x, weight, bias)
-    assert relative_error(skinny.product(x, weight, tile, bias), expected) < bound
+    expected = skinny.gemm_reference(x, weight, bias)
+    assert relative_error(skinny.small_m_gemm(x, weight, tile, bias), expected) < bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tile", "rows"), [(SMALL, 3), (TALL, 64)])
 def test_gate_and_up_are_one_skinny_product(tile, rows, dtype):
     x, weight = randn(0, rows, DEPTH, dtype=dtype), weights(dtype, 2 * WIDTH)
-    got = skinny.gated_product(x, weight, tile)
+    got = skinny.small_m_gemm_swiglu(x, weight, tile)
     assert got.shape == (rows, WIDTH)
     # The reference is not rounded, and a few large values may all be rounded far: by 2^-8 at most.
-    assert relative_error(got, skinny.gated_product_reference(x, weight)) < 4 * TOLERANCE[dtype]
+    assert relative_error(got, skinny.gemm_swiglu_reference(x, weight)) < 4 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("biased", [False, True])
 def test_splits_of_a_skinny_product_add_up_and_count_the_bias_once(splits, biased):
-    tile = Tile(rows=16, columns=32, step=64, splits=splits, warps=4, stages=3)
+    tile = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=splits, num_warps=4, num_stages=3)
     x, weight = randn(0, 5, DEPTH), weights(torch.float32)
     bias = randn(2, WIDTH) if biased else None
-    got = skinny.split_product(x, weight, tile, bias)
+    got = skinny.split_k_gemm(x, weight, tile, bias)
     assert got.shape == (splits, 5, WIDTH)
     assert got.dtype == torch.float32
-    expected = skinny.product_reference(x, weight, bias)
+    expected = skinny.gemm_reference(x, weight, bias)
     assert relative_error(got.sum(0), expected) < TOLERANCE[torch.float32] * 2
 
 
 def test_a_skinny_product_reads_strided_rows():
     wide, weight = randn(0, 4, 2 * DEPTH), weights(torch.float32)
-    got = skinny.product(wide[:, :DEPTH], weight, SMALL)
-    assert torch.equal(got, skinny.product(wide[:, :DEPTH].contiguous(), weight, SMALL))
+    got = skinny.small_m_gemm(wide[:, :DEPTH], weight, SMALL)
+    assert torch.equal(got, skinny.small_m_gemm(wide[:, :DEPTH].contiguous(), weight, SMALL))
 
 
 def test_a_row_of_a_skinny_product_does_not_depend_on_the_others():
     x, weight = randn(0, 16, DEPTH), weights(torch.float32)
-    assert torch.equal(skinny.product(x, weight, SMALL)[3:4], skinny.product(x[3:4], weight, SMALL))
+    assert torch.equal(skinny.small_m_gemm(x, weight, SMALL)[3:4], skinny.small_m_gemm(x[3:4], weight, SMALL))
 
 
 def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
@@ -77,7 +77,7 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
     x, weight = randn(0, 3, depth, dtype=torch.float16), randn(1, size, depth, dtype=torch.float16)
     scale, residual = randn(2, size, dtype=torch.float16), randn(3, 3, size, dtype=torch.float16)
     weight /= 16
-    expected_sum = residual.float() + skinny.product_reference(x, weight)
+    expected_sum = residual.float() + skinny.gemm_reference(x, weight)
     partial = products.later(x, weight, None)
     assert partial is not None
     normed, total = partial.add_norm(residual, scale, 1e-6)
@@ -87,14 +87,14 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
     assert relative_error(normed, expected) < 2 * TOLERANCE[torch.float16]
 
 
-SQUARE = Tile(rows=16, columns=32, step=64, splits=1, warps=4, stages=3)
+SQUARE = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=1, num_warps=4, num_stages=3)
 
 
 def in_fp8(width, blocks):
     """(e4m3 weights, their scales, the same as float32)."""
     plain = randn(3, width, DEPTH) / 8
     if not blocks:
-        weight, scale = round_rows(plain)
+        weight, scale = quantize_rows(plain)
         return weight, scale, weight.float() * scale
     tiles = plain.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
     scale = tiles.abs().amax((1, 3)) / 448
@@ -110,13 +110,13 @@ def test_skinny_products_of_both_sides_in_fp8(tile, rows, dtype, blocks):
     wide, part = randn(0, rows, DEPTH, dtype=dtype), 128 if blocks else 0
     x, x_scale = round_parts_reference(wide, part)
     weight, scale, plain = in_fp8(256, blocks)
-    scales, bias = skinny.Scales(x_scale, scale), randn(2, 256, dtype=dtype)
+    scales, bias = skinny.GemmScales(x_scale, scale), randn(2, 256, dtype=dtype)
     exact = x.float() * x_scale.repeat_interleave(part or DEPTH, 1)
-    expected = skinny.product_reference(exact, plain, bias)
+    expected = skinny.gemm_reference(exact, plain, bias)
     # Tensor cores add up products of FP8 with fewer bits than float32, and the reference is not
     # rounded.
     bound = 4 * TOLERANCE[dtype] if INTERPRETED else max(4 * TOLERANCE[dtype], 2e-3)
-    got = skinny.product(x, weight, tile, bias, scales, dtype)
+    got = skinny.small_m_gemm(x, weight, tile, bias, scales, dtype)
     assert got.dtype == dtype and relative_error(got, expected) < bound
-    got = skinny.split_product(x, weight, replace(tile, splits=2), bias, scales)
+    got = skinny.split_k_gemm(x, weight, replace(tile, splits=2), bias, scales)
     assert got.dtype == torch.float32 and relative_error(got.sum(0), expected) < bound

@@ -10,7 +10,7 @@ from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
-from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
+from pipeinfer.kernels.e4m3 import E4M3, E4M3_MAX, KVScales, quantize_e4m3, dequantize_e4m3
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize
@@ -216,9 +216,9 @@ def test_every_kind_of_number_becomes_the_nearest_of_8_bits():
     _, cos, sin, places, k_cache, v_cache = in_8_bits(len(values), 1, 1, 64, torch.float32)
     rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=0.5, v_scale=scale)
     stored = v_cache.flatten(0, 1).view(torch.uint8)[places].flatten(1)
-    assert torch.equal(stored, bits(narrowed(values, scale)))
-    wide = widened(stored.view(E4M3), scale, torch.float32)
-    assert wide[values.isfinite()].abs().max() == MOST * scale
+    assert torch.equal(stored, bits(quantize_e4m3(values, scale)))
+    wide = dequantize_e4m3(stored.view(E4M3), scale, torch.float32)
+    assert wide[values.isfinite()].abs().max() == E4M3_MAX * scale
     assert torch.equal(wide.isnan(), values.isnan())
 
 
@@ -230,11 +230,11 @@ def test_keys_beyond_the_largest_are_clamped_and_a_nan_stays_one():
     qkv[:, 64] = torch.tensor([1e4, -1e4, float("nan")], device=DEVICE)
     rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=2.0)
     keys = k_cache.view(torch.uint8).flatten(0, 1)[places].view(E4M3).float()
-    assert (keys[0] == MOST).all() and (keys[1] == -MOST).all() and keys[2].isnan().all()
+    assert (keys[0] == E4M3_MAX).all() and (keys[1] == -E4M3_MAX).all() and keys[2].isnan().all()
 
 
 def test_both_stores_of_an_engine_take_each_layers_scales_and_shift():
-    device, scales = torch.device(DEVICE), [Scales(0.5, 0.1), Scales(0.03, 4.0)]
+    device, scales = torch.device(DEVICE), [KVScales(0.5, 0.1), KVScales(0.03, 4.0)]
     shapes, shifts = [AttentionShape(4, 2, 32, 1.0)] * 2, [randn(7, 2, 32), None]
     rope = Rope(RopeConfig(theta=10_000.0), 32, torch.float32, device, 40)
     positions, places = torch.tensor([5, 0, 30]).to(device), torch.tensor([9, 4, 14]).to(device)

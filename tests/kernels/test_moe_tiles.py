@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from pipeinfer.kernels.moe_e4m3 import MIDDLE
 from pipeinfer.kernels.moe_tiles import (
-    BY_BITS,
-    EIGHT_BITS,
-    FOUR_BITS,
+    MOE_CONFIGS_BY_WEIGHT_BITS,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_MXFP4,
     MANY,
-    ROUNDED,
-    rounded_tiles,
-    tiles,
+    MOE_CONFIGS_W8A8,
+    moe_w8a8_config,
+    moe_config,
 )
 
 SIDE = 128  # of a block of weights in FP8 that share a scale, of what has a word of exponents
 
 
-@pytest.mark.parametrize("table", [*BY_BITS.values(), ROUNDED])
+@pytest.mark.parametrize("table", [*MOE_CONFIGS_BY_WEIGHT_BITS.values(), MOE_CONFIGS_W8A8])
 def test_tables_go_up_to_any_number_of_pairs(table):
     bounds = [most for most, _ in table]
     assert bounds == sorted(set(bounds)) and bounds[-1] == MANY
@@ -29,16 +29,16 @@ def test_tables_go_up_to_any_number_of_pairs(table):
 
 
 def test_tiles_of_fewer_bits_stay_within_what_shares_a_scale():
-    for _, shape in (*EIGHT_BITS, *FOUR_BITS):
+    for _, shape in (*MOE_CONFIGS_W8A16, *MOE_CONFIGS_MXFP4):
         for cut in (shape.gate_up, shape.down):
-            assert SIDE % cut.columns == SIDE % cut.depth == 0
-    for _, shape in ROUNDED:
-        assert shape.gate_up.columns % MIDDLE == SIDE % shape.gate_up.columns == 0
-        assert shape.gate_up.depth == SIDE and shape.down.depth == MIDDLE
-        assert shape.down.columns in (SIDE // 2, SIDE)
+            assert SIDE % cut.block_n == SIDE % cut.block_k == 0
+    for _, shape in MOE_CONFIGS_W8A8:
+        assert shape.gate_up.block_n % MIDDLE == SIDE % shape.gate_up.block_n == 0
+        assert shape.gate_up.block_k == SIDE and shape.down.block_k == MIDDLE
+        assert shape.down.block_n in (SIDE // 2, SIDE)
 
 
-@given(st.integers(1, 100_000), st.integers(1, 512), st.sampled_from(sorted(BY_BITS)))
+@given(st.integers(1, 100_000), st.integers(1, 512), st.sampled_from(sorted(MOE_CONFIGS_BY_WEIGHT_BITS)))
 def test_the_mean_number_of_pairs_decides(pairs, experts, bits):
-    assert tiles(pairs, experts, bits) == tiles(3 * pairs, 3 * experts, bits)
-    assert rounded_tiles(pairs, experts) == rounded_tiles(3 * pairs, 3 * experts)
+    assert moe_config(pairs, experts, bits) == moe_config(3 * pairs, 3 * experts, bits)
+    assert moe_w8a8_config(pairs, experts) == moe_w8a8_config(3 * pairs, 3 * experts)

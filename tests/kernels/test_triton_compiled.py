@@ -34,7 +34,7 @@ from pipeinfer.kernels import (
     softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, ROUNDED, MoeTiles
+from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A16, MOE_CONFIGS_MXFP4, MOE_CONFIGS_W16, MOE_CONFIGS_W8A8, MoeGemmConfig
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -272,7 +272,7 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
     assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
 
 
-def experts(kernel: Any, rows: int, cut: MoeTiles, scales: int, bounded: bool = False) -> Any:
+def experts(kernel: Any, rows: int, cut: MoeGemmConfig, scales: int, bounded: bool = False) -> Any:
     """Of the shape of Qwen3-30B-A3B; bounded: of gpt-oss-20b."""
     whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale", "bias"), HALF)
     if scales == moe.MXFP4.value:
@@ -282,8 +282,8 @@ def experts(kernel: Any, rows: int, cut: MoeTiles, scales: int, bounded: bool = 
     whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
     whole |= dict.fromkeys(("size", "x_stride", "row_blocks", "held"), "i32")
     constants = {
-        "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.columns,
-        "DEPTH": cut.depth, "TURNED": cut.turned, "SCALES": scales, "GROUP": 8, "EARLY": True,
+        "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.block_n,
+        "DEPTH": cut.block_k, "TURNED": cut.swap_ab, "SCALES": scales, "GROUP": 8, "EARLY": True,
         "BLOCKS": 2048 // 128, "BIASED": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
     }  # fmt: skip
     if bounded:
@@ -292,11 +292,11 @@ def experts(kernel: Any, rows: int, cut: MoeTiles, scales: int, bounded: bool = 
     names = kernel.arg_names
     types = {name: whole[name] for name in names if name in whole}
     given = {name: constants[name] for name in names if name in constants}
-    return compiled(kernel, types, given, num_warps=cut.warps, num_stages=cut.stages)
+    return compiled(kernel, types, given, num_warps=cut.num_warps, num_stages=cut.num_stages)
 
 
-MIXTURES = [(shape, moe.UNSCALED.value) for _, shape in PLAIN] + [
-    (shape, scales.value) for _, shape in EIGHT_BITS for scales in (moe.BY_ROW, moe.BY_BLOCK)
+MIXTURES = [(shape, moe.UNSCALED.value) for _, shape in MOE_CONFIGS_W16] + [
+    (shape, scales.value) for _, shape in MOE_CONFIGS_W8A16 for scales in (moe.BY_ROW, moe.BY_BLOCK)
 ]
 
 
@@ -311,7 +311,7 @@ def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
 
 
-@pytest.mark.parametrize("shape", [shape for _, shape in ROUNDED])
+@pytest.mark.parametrize("shape", [shape for _, shape in MOE_CONFIGS_W8A8])
 @pytest.mark.parametrize("blocks", [0, 16])
 def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, blocks):
     whole = dict.fromkeys(("x", "hidden", "weight"), EIGHTH)
@@ -336,8 +336,8 @@ def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, bloc
         assert (CONVERTED in made.asm["ptx"]) == gated, "rounded where it is made"
 
 
-BOUNDED = [(shape, moe.UNSCALED.value) for _, shape in PLAIN]
-BOUNDED += [(shape, moe.MXFP4.value) for _, shape in FOUR_BITS]
+BOUNDED = [(shape, moe.UNSCALED.value) for _, shape in MOE_CONFIGS_W16]
+BOUNDED += [(shape, moe.MXFP4.value) for _, shape in MOE_CONFIGS_MXFP4]
 
 
 @pytest.mark.parametrize(("shape", "scales"), BOUNDED)

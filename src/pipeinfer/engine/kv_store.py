@@ -18,8 +18,8 @@ import torch
 
 from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
-from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
-from pipeinfer.kernels.hadamard import turned
+from pipeinfer.kernels.e4m3 import E4M3, quantize_e4m3, dequantize_e4m3
+from pipeinfer.kernels.hadamard import hadamard_transform
 from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model
@@ -131,7 +131,7 @@ def _ready(
     if pool.stored != E4M3:
         return q, k, v
     shift = pool.shifts[layer]
-    return turned(q).to(q.dtype), turned(k if shift is None else k.float() - shift), v
+    return hadamard_transform(q).to(q.dtype), hadamard_transform(k if shift is None else k.float() - shift), v
 
 
 def _put(
@@ -145,9 +145,9 @@ def _put(
     if pages.dtype != E4M3:
         pages.index_copy_(0, slot_mapping, values.reshape(len(values), -1))
         return values
-    stored = narrowed(values, scale)
+    stored = quantize_e4m3(values, scale)
     pages.view(torch.uint8).index_copy_(0, slot_mapping, stored.flatten(1).view(torch.uint8))
-    return widened(stored, scale, dtype)
+    return dequantize_e4m3(stored, scale, dtype)
 
 
 @torch.inference_mode()

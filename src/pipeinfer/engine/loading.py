@@ -29,7 +29,7 @@ from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
-from pipeinfer.kernels.e4m3 import ONES, Scales
+from pipeinfer.kernels.e4m3 import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.build import build_model, check_shard
@@ -65,7 +65,7 @@ class EngineChoices:
     max_model_len: int
     shard: Shard
     stored: Mapping[str, Stored] | None
-    kv_scales: tuple[Scales, ...] | None
+    kv_scales: tuple[KVScales, ...] | None
     ordinal: int
 
     @property
@@ -372,9 +372,9 @@ def _narrow(name: str, dtype: torch.dtype) -> bool:
     return name in ("fp8", FP8)
 
 
-def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[Scales, ...]:
+def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[KVScales, ...]:
     """The checkpoint's, if there is one that is ours to read."""
-    return (ONES,) * layers if stored is None else read_scales(stored, layers)
+    return (UNIT_KV_SCALES,) * layers if stored is None else read_scales(stored, layers)
 
 
 def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
@@ -435,7 +435,7 @@ class EngineShape:
     page_size: int
     max_model_len: int
     dtype: torch.dtype
-    scales: tuple[Scales, ...] | None = None
+    scales: tuple[KVScales, ...] | None = None
 
     @property
     def pages_each(self) -> int:

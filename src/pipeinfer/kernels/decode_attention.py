@@ -31,7 +31,7 @@ from pipeinfer.kernels.decode_pieces import (
     most_of_runs,
     most_pieces,
 )
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
+from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
@@ -432,7 +432,7 @@ def decode_attention(
     window: int | None = None,
     early: bool = True,
     sinks: torch.Tensor | None = None,
-    scales: Scales = ONES,
+    scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
@@ -479,7 +479,7 @@ def decode_attention_reference(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
-    scales: Scales = ONES,
+    scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
     """The same in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.fp8 import SIDE
+from pipeinfer.kernels.fp8 import SCALE_BLOCK
 
 TALL = 64  # rows from which on tiles are as high as wide
 GROUP = 8  # row blocks that share columns in the L2 cache
@@ -52,7 +52,7 @@ def _product(
     tl.store(at, total.to(out.dtype.element_ty), mask=real[:, None])
 
 
-def block_product(
+def block_scaled_gemm(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
@@ -67,18 +67,18 @@ def block_product(
     """
     (rows, depth), width = x.shape, weight.shape[0]
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
-    high = SIDE if rows > TALL else TALL
+    high = SCALE_BLOCK if rows > TALL else TALL
     blocks = triton.cdiv(rows, high)
     if rows:
-        _product[(blocks * (width // SIDE),)](
+        _product[(blocks * (width // SCALE_BLOCK),)](
             x, x_scale, weight, scale, bias, out, rows, blocks, WIDTH=width, DEPTH=depth,
-            ROWS=high, SIDE=SIDE, GROUP=GROUP, BIASED=bias is not None, num_warps=8 if high > TALL
+            ROWS=high, SIDE=SCALE_BLOCK, GROUP=GROUP, BIASED=bias is not None, num_warps=8 if high > TALL
             else 4, num_stages=3,
         )  # fmt: skip
     return out
 
 
-def block_product_reference(
+def block_scaled_gemm_reference(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
@@ -86,6 +86,6 @@ def block_product_reference(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch: float32."""
-    left = x.float() * x_scale.repeat_interleave(SIDE, 1)
-    right = weight.float() * scale.repeat_interleave(SIDE, 0).repeat_interleave(SIDE, 1)
+    left = x.float() * x_scale.repeat_interleave(SCALE_BLOCK, 1)
+    right = weight.float() * scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
     return torch.nn.functional.linear(left, right, None if bias is None else bias.float())

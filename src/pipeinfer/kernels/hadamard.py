@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def turned(heads: torch.Tensor) -> torch.Tensor:
+def hadamard_transform(heads: torch.Tensor) -> torch.Tensor:
     """float32 [..., dim] of heads of any float dtype, dim even; twice gives them back.
 
     Orthonormal. A block that is turned has as many values as the largest power of two that divides
@@ -17,7 +17,7 @@ def turned(heads: torch.Tensor) -> torch.Tensor:
     other token.
     """
     dim = heads.shape[-1]
-    run = run_of(dim)
+    run = hadamard_half_block(dim)
     wide = heads.float()
     for span in (dim // 2, *(1 << power for power in range(run.bit_length() - 1))):
         pairs = wide.unflatten(-1, (-1, 2, span))
@@ -26,7 +26,7 @@ def turned(heads: torch.Tensor) -> torch.Tensor:
     return wide.mul_((2 * run) ** -0.5)
 
 
-def run_of(dim: int) -> int:
+def hadamard_half_block(dim: int) -> int:
     """The neighbours of a block in each half of a head: the largest power of two in dim / 2."""
     half = dim // 2
     return half & -half

@@ -18,13 +18,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.int4_layout import BLOCK_WORDS, EACH, RUN
-from pipeinfer.kernels.int4_tiles import Int4Tiles
+from pipeinfer.kernels.int4_layout import WORDS_PER_THREAD, INT4_PER_WORD, INT4_TILE_K
+from pipeinfer.kernels.int4_tiles import Int4GemmConfig
 from pipeinfer.kernels.prefetch import prefetch
 
-COLUMNS = tl.constexpr(RUN)
-WORDS = tl.constexpr(RUN // EACH)  # of a run
-BLOCKS = tl.constexpr(BLOCK_WORDS)  # words that a thread of a tensor core has side by side
+COLUMNS = tl.constexpr(INT4_TILE_K)
+WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)  # of a run
+BLOCKS = tl.constexpr(WORDS_PER_THREAD)  # words that a thread of a tensor core has side by side
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def few_rows(
     x: torch.Tensor,
     numbers: torch.Tensor,
     kept: torch.Tensor,
-    cut: Int4Tiles,
+    cut: Int4GemmConfig,
     bias: torch.Tensor | None = None,
     arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -217,20 +217,20 @@ def few_rows(
     [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
     """
     (height, depth), width = x.shape, numbers.shape[1]
-    merged = arrived is not None and cut.splits > 1
+    merged = arrived is not None and cut.split_k > 1
     parts = torch.empty(
-        cut.splits, height, width, device=x.device,
+        cut.split_k, height, width, device=x.device,
         dtype=x.dtype if arrived is not None and not merged else torch.float32,
     )  # fmt: skip
     out = torch.empty(1, height, width, dtype=x.dtype, device=x.device) if merged else parts
     if height:
         halves = _halves(x.dtype, x.device)
-        _few_rows[(width // cut.columns, cut.splits, triton.cdiv(height, cut.rows))](
+        _few_rows[(width // cut.block_n, cut.split_k, triton.cdiv(height, cut.block_m))](
             x, numbers, kept.view(torch.int32) if halves else kept, bias, parts, out, arrived,
             height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // kept.shape[0],
-            ROWS=cut.rows, COUNT=cut.columns, RUNS=cut.runs, SPLITS=cut.splits,
+            ROWS=cut.block_m, COUNT=cut.block_n, RUNS=cut.k_tiles, SPLITS=cut.split_k,
             BIASED=bias is not None, MERGED=merged, HALVES=halves,
-            num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.device),
+            num_warps=cut.num_warps, num_stages=cut.num_stages, **early_launch(x.device),
         )  # fmt: skip
     return out
 
@@ -238,7 +238,7 @@ def few_rows(
 def decode(numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
     (runs, width, _), columns = numbers.shape, 32
-    depth = runs * RUN
+    depth = runs * INT4_TILE_K
     out = torch.empty(width, depth, dtype=dtype, device=numbers.device)
     halves = _halves(dtype, numbers.device)
     _decode[(width // columns, runs)](

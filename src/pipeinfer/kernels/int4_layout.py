@@ -10,47 +10,47 @@ from __future__ import annotations
 
 import torch
 
-EACH = 8  # numbers in a word
-PAIRS = 4
-BLOCK_WORDS = 4
-RUN = 128  # columns; a matrix of others is one run
+INT4_PER_WORD = 8  # numbers in a word
+PAIRS_PER_WORD = 4
+WORDS_PER_THREAD = 4
+INT4_TILE_K = 128  # columns; a matrix of others is one run
 
 
-def packed(numbers: torch.Tensor) -> torch.Tensor:
+def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
     """uint8 [rows, columns], each 0 to 15, to int32 [rows, runs, words]."""
-    across, beside = _places(numbers.shape[1])
-    runs = numbers.to(torch.int32).unflatten(1, (-1, PAIRS, beside, across, 2))
-    words = (runs << _shifts(numbers.device)).sum((2, 5), dtype=torch.int32)
+    across, beside = _thread_layout(numbers.shape[1])
+    runs = numbers.to(torch.int32).unflatten(1, (-1, PAIRS_PER_WORD, beside, across, 2))
+    words = (runs << _bit_shifts(numbers.device)).sum((2, 5), dtype=torch.int32)
     return words.transpose(2, 3).flatten(2)
 
 
-def spread(words: torch.Tensor) -> torch.Tensor:
+def unpack_int4(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `packed`."""
-    across, beside = _places(EACH * words.shape[2])
+    across, beside = _thread_layout(INT4_PER_WORD * words.shape[2])
     runs = words.unflatten(2, (1, across, beside)).transpose(-1, -2)
-    return ((runs[..., None] >> _shifts(words.device)) & 15).to(torch.uint8).flatten(1)
+    return ((runs[..., None] >> _bit_shifts(words.device)) & 15).to(torch.uint8).flatten(1)
 
 
-def decoded(
+def dequantize_int4(
     words: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """(number - zero) * scale, [rows, columns], rounded to `dtype` once. scale, any float dtype,
     and zero, of any dtype: [rows, groups], of columns side by side."""
-    groups = spread(words).unflatten(1, (scale.shape[1], -1)).float()
+    groups = unpack_int4(words).unflatten(1, (scale.shape[1], -1)).float()
     return ((groups - zero[..., None]) * scale[..., None].float()).flatten(1).to(dtype)
 
 
-def _shifts(device: torch.device) -> torch.Tensor:
+def _bit_shifts(device: torch.device) -> torch.Tensor:
     """[pairs, 1, 1, 2]"""
-    places = torch.arange(EACH, dtype=torch.int32, device=device).view(2, PAIRS)
+    places = torch.arange(INT4_PER_WORD, dtype=torch.int32, device=device).view(2, PAIRS_PER_WORD)
     return 4 * places.t()[:, None, None, :]
 
 
-def run_of(columns: int) -> int:
+def int4_tile_k(columns: int) -> int:
     """The columns of a run."""
-    return RUN if columns % RUN == 0 else columns
+    return INT4_TILE_K if columns % INT4_TILE_K == 0 else columns
 
 
-def _places(columns: int) -> tuple[int, int]:
+def _thread_layout(columns: int) -> tuple[int, int]:
     """Threads that share a run, and the words of each; a run of other columns has no order."""
-    return (RUN // EACH // BLOCK_WORDS, BLOCK_WORDS) if columns % RUN == 0 else (1, columns // EACH)
+    return (INT4_TILE_K // INT4_PER_WORD // WORDS_PER_THREAD, WORDS_PER_THREAD) if columns % INT4_TILE_K == 0 else (1, columns // INT4_PER_WORD)

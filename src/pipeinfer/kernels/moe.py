@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.moe_align import Alignment, align
-from pipeinfer.kernels.moe_tiles import MoeTiles, Tiles, tiles
+from pipeinfer.kernels.moe_tiles import MoeGemmConfig, MoeConfig, moe_config
 from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.scaled_dot import (
     BY_BLOCK,
@@ -274,7 +274,7 @@ def experts_mlp(
     down: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
-    shape: Tiles | None = None,
+    shape: MoeConfig | None = None,
     first: int = 0,
     of: int = 0,
     gate_up_scale: torch.Tensor | None = None,
@@ -307,7 +307,7 @@ def experts_by_pair(
     down: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
-    shape: Tiles | None = None,
+    shape: MoeConfig | None = None,
     first: int = 0,
     of: int = 0,
     gate_up_scale: torch.Tensor | None = None,
@@ -320,8 +320,8 @@ def experts_by_pair(
     (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], chosen.shape[1]
     if tokens == 0:
         return x.new_empty(0, top_k, hidden)
-    tile = shape or tiles(chosen.numel(), of or num_experts, _bits(gate_up))
-    plan = align(chosen, num_experts, tile.rows, first)
+    tile = shape or moe_config(chosen.numel(), of or num_experts, _bits(gate_up))
+    plan = align(chosen, num_experts, tile.block_m, first)
     bias = None if bounded is None else bounded.down_bias
     middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile, bounded)
     by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile, bias)
@@ -334,7 +334,7 @@ def gated_products(
     scale: torch.Tensor | None,
     plan: Alignment,
     top_k: int,
-    tile: Tiles,
+    tile: MoeConfig,
     bounded: Bounded | None = None,
 ) -> torch.Tensor:
     """[T * top_k, n]: SwiGLU of each pair's token, by its expert; x, weight [experts, 2 n, hidden]
@@ -346,10 +346,10 @@ def gated_products(
     hidden, inter, cut = x.shape[1], weight.shape[1] // 2, tile.gate_up
     out, scaled = x.new_empty(x.shape[0] * top_k, inter), _scaled(weight, scale)
     blocks = plan.experts.shape[0]
-    _gate_up[(blocks * triton.cdiv(inter, cut.columns),)](
+    _gate_up[(blocks * triton.cdiv(inter, cut.block_n),)](
         x, *_seen(weight, scale, bias), out, plan.pairs, plan.experts, plan.used, out.shape[0],
         x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
-        **scaled, GROUP=tile.group, BIASED=bias is not None, SLOPE=slope,
+        **scaled, GROUP=tile.group_m, BIASED=bias is not None, SLOPE=slope,
         LIMIT=limit, **of_cut(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
@@ -361,7 +361,7 @@ def weighted_products(
     scale: torch.Tensor | None,
     factors: torch.Tensor,
     plan: Alignment,
-    tile: Tiles,
+    tile: MoeConfig,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix, and
@@ -373,18 +373,18 @@ def weighted_products(
     (size, inter), (held, hidden, _), cut = x.shape, weight.shape, tile.down
     out, scaled = x.new_empty(size, hidden), _scaled(weight, scale)
     blocks = plan.experts.shape[0]
-    _down[(blocks * triton.cdiv(hidden, cut.columns),)](
+    _down[(blocks * triton.cdiv(hidden, cut.block_n),)](
         x, *_seen(weight, scale, bias), factors, out, plan.pairs, plan.experts, plan.used, size,
         blocks, held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, **scaled,
-        GROUP=tile.group, BIASED=bias is not None, **of_cut(cut), **early_launch(x.device),
+        GROUP=tile.group_m, BIASED=bias is not None, **of_cut(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
 
 
-def of_cut(cut: MoeTiles) -> dict[str, int]:
+def of_cut(cut: MoeGemmConfig) -> dict[str, int]:
     """The options of one product."""
-    options = {"COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": cut.turned}
-    return options | {"num_warps": cut.warps, "num_stages": cut.stages}
+    options = {"COLUMNS": cut.block_n, "DEPTH": cut.block_k, "TURNED": cut.swap_ab}
+    return options | {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
 
 
 def _seen(

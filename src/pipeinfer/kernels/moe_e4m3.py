@@ -18,12 +18,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels import fp8
-from pipeinfer.kernels.e4m3 import MOST
+from pipeinfer.kernels.e4m3 import E4M3_MAX
 from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.fp8 import LEAST_SCALE
+from pipeinfer.kernels.fp8 import MIN_SCALE
 from pipeinfer.kernels.moe import ahead, of_cut, tile_of
 from pipeinfer.kernels.moe_align import Alignment, align
-from pipeinfer.kernels.moe_tiles import MoeTiles, Tiles, rounded_tiles
+from pipeinfer.kernels.moe_tiles import MoeGemmConfig, MoeConfig, moe_w8a8_config
 from pipeinfer.kernels.rounding import Room, round_parts_reference, store_tile
 from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
 from pipeinfer.kernels.triton_e4m3 import as_seen
@@ -150,7 +150,7 @@ def rounded_by_pair(
     weights: torch.Tensor,
     chosen: torch.Tensor,
     span: tuple[int, int] = (0, 0),
-    shape: Tiles | None = None,
+    shape: MoeConfig | None = None,
 ) -> torch.Tensor:
     """bfloat16 [T, top_k, hidden], for `moe.sums`: each token's experts, times their weights.
 
@@ -163,31 +163,31 @@ def rounded_by_pair(
     num_experts, (first, of) = len(down[0]), span
     if tokens == 0:
         return x[1].new_empty(0, top_k, hidden, dtype=torch.bfloat16)
-    tile = shape or rounded_tiles(chosen.numel(), of or num_experts)
-    plan = align(chosen, num_experts, tile.rows, first)
+    tile = shape or moe_w8a8_config(chosen.numel(), of or num_experts)
+    plan = align(chosen, num_experts, tile.block_m, first)
     middle = gated_products(x, gate_up, plan, top_k, tile)
     by_pair = weighted_products(middle, down, weights.contiguous(), plan, tile)
     return by_pair.view(tokens, top_k, hidden)
 
 
-def gated_products(x: Scaled, matrices: Scaled, plan: Alignment, top_k: int, tile: Tiles) -> Scaled:
+def gated_products(x: Scaled, matrices: Scaled, plan: Alignment, top_k: int, tile: MoeConfig) -> Scaled:
     """[T * top_k, n], MIDDLE to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
     of tile.rows."""
     (values, scale), weight = x, matrices[0]
     (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, tile.gate_up
     pairs, blocks = tokens * top_k, plan.experts.shape[0]
     room = Room.on(values.device, pairs, inter, MIDDLE)
-    _gate_up[(blocks * (inter // cut.columns),)](
+    _gate_up[(blocks * (inter // cut.block_n),)](
         as_seen(values), scale, as_seen(weight), matrices[1], *room.targets, plan.pairs,
         plan.experts, plan.used, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
-        PART=MIDDLE, MOST=MOST, LEAST_SCALE=LEAST_SCALE,
-        **_options(matrices, plan, cut, tile.group),
+        PART=MIDDLE, MOST=E4M3_MAX, LEAST_SCALE=MIN_SCALE,
+        **_options(matrices, plan, cut, tile.group_m),
     )  # fmt: skip
     return room.filled
 
 
 def weighted_products(
-    x: Scaled, matrices: Scaled, factors: torch.Tensor, plan: Alignment, tile: Tiles
+    x: Scaled, matrices: Scaled, factors: torch.Tensor, plan: Alignment, tile: MoeConfig
 ) -> torch.Tensor:
     """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
     with its expert's matrix; a scale to tile.down.depth values of x."""
@@ -195,15 +195,15 @@ def weighted_products(
     (pairs, inter), (held, hidden, _) = values.shape, weight.shape
     cut, blocks = tile.down, plan.experts.shape[0]
     out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=values.device)
-    _down[(blocks * (hidden // cut.columns),)](
+    _down[(blocks * (hidden // cut.block_n),)](
         as_seen(values), scale, as_seen(weight), matrices[1], factors, out, plan.pairs,
         plan.experts, plan.used, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
-        **_options(matrices, plan, cut, tile.group),
+        **_options(matrices, plan, cut, tile.group_m),
     )  # fmt: skip
     return out
 
 
-def _options(matrices: Scaled, plan: Alignment, cut: MoeTiles, group: int) -> dict[str, int]:
+def _options(matrices: Scaled, plan: Alignment, cut: MoeGemmConfig, group: int) -> dict[str, int]:
     """What both products are launched with. BLOCKS: with a scale of their own, in a row of a
     matrix; 0 where rows have one."""
     weight, scale = matrices
@@ -220,7 +220,7 @@ def rounded_by_pair_reference(
     chosen: torch.Tensor,
 ) -> torch.Tensor:
     """The same in plain torch, float32, of matrices as the numbers that they stand for."""
-    rows = x[0].float() * x[1].repeat_interleave(fp8.SIDE, 1)
+    rows = x[0].float() * x[1].repeat_interleave(fp8.SCALE_BLOCK, 1)
     out = rows.new_zeros(*chosen.shape, rows.shape[1])
     for expert in chosen.unique().tolist():
         token, choice = torch.nonzero(chosen == expert, as_tuple=True)

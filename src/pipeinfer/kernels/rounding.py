@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.e4m3 import E4M3, MOST
+from pipeinfer.kernels.e4m3 import E4M3, E4M3_MAX
 from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.fp8 import LEAST_SCALE, round_rows
+from pipeinfer.kernels.fp8 import MIN_SCALE, quantize_rows
 from pipeinfer.kernels.swiglu import swiglu_reference
 from pipeinfer.kernels.triton_e4m3 import as_seen, nearest
 
@@ -158,7 +158,7 @@ class Room:
         """Of a launch with a program a row, but for blocks and warps."""
         size = self.values.shape[1]
         given: dict[str, float] = {"SIZE": size, "PART": size // self.scale.shape[1]}
-        given |= {"MOST": MOST, "LEAST_SCALE": LEAST_SCALE}
+        given |= {"MOST": E4M3_MAX, "LEAST_SCALE": MIN_SCALE}
         return given | early_launch(self.values.device)
 
 
@@ -189,7 +189,7 @@ def round_gated(merged: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torc
 
 def round_parts_reference(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
-    rounded, scale = round_rows(x.unflatten(1, (-1, part or x.shape[1])))
+    rounded, scale = quantize_rows(x.unflatten(1, (-1, part or x.shape[1])))
     return rounded.flatten(1), scale.flatten(1)
 
 

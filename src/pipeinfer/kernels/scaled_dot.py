@@ -17,7 +17,7 @@ import triton.language as tl
 from pipeinfer.kernels import fp8
 from pipeinfer.kernels.triton_e4m3 import widened
 
-SIDE = tl.constexpr(fp8.SIDE)
+SIDE = tl.constexpr(fp8.SCALE_BLOCK)
 UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 MXFP4 = tl.constexpr(3)  # e2m1, two columns a byte, and an exponent for each 32 columns of a row
 RUN = tl.constexpr(32)  # columns that share an exponent

@@ -22,9 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.scaled_dot import BY_BLOCK, BY_ROW, SIDE, UNSCALED, dot, nothing
-from pipeinfer.kernels.skinny_tiles import Tile
+from pipeinfer.kernels.skinny_tiles import GemmConfig
 
-AHEAD = 1  # steps of depth whose weights are asked for before the rows are there
+PREFETCHED_STEPS = 1  # steps of depth whose weights are asked for before the rows are there
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _product(
     tl.store(out + (split * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
 
 
-class Scales(NamedTuple):
+class GemmScales(NamedTuple):
     """float32, of x [T, depth] and of weights [width, depth] in FP8: [T, 1] and [width, 1]; or of
     blocks, [T, depth / 128] and [width / 128, depth / 128], which the shape must have whole."""
 
@@ -102,35 +102,35 @@ class Scales(NamedTuple):
 
 
 def _launch(
-    tile: Tile,
+    config: GemmConfig,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gated: bool = False,
-    scales: Scales | None = None,
+    scales: GemmScales | None = None,
 ) -> None:
     (rows, depth), width = x.shape, out.shape[-1]
-    grid = width // tile.columns, tile.splits, triton.cdiv(rows, tile.rows)
+    grid = width // config.block_n, config.split_k, triton.cdiv(rows, config.block_m)
     kind = UNSCALED
     if scales is not None:
         kind = BY_ROW if scales.x.shape[1] == 1 else BY_BLOCK
     x_scale, scale = scales or (None, None)
     _product[grid](
         x, x_scale, weight, scale, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth,
-        ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits, GATED=gated,
+        ROWS=config.block_m, COLUMNS=config.block_n, STEP=config.block_k, SPLITS=config.split_k, GATED=gated,
         BIASED=bias is not None, SCALES=kind.value,
-        AHEAD=min(AHEAD, depth // (tile.splits * tile.step)),
-        num_warps=tile.warps, num_stages=tile.stages, **early_launch(x.device),
+        AHEAD=min(PREFETCHED_STEPS, depth // (config.split_k * config.block_k)),
+        num_warps=config.num_warps, num_stages=config.num_stages, **early_launch(x.device),
     )  # fmt: skip
 
 
-def product(
+def small_m_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tile: Tile,
+    config: GemmConfig,
     bias: torch.Tensor | None = None,
-    scales: Scales | None = None,
+    scales: GemmScales | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] of `dtype`, by default x's.
@@ -139,38 +139,38 @@ def product(
     float32 inside, rounded once. scales: of e4m3; those of blocks want steps of at most 128.
     """
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
-    _launch(tile, x, weight, bias, out, scales=scales)
+    _launch(config, x, weight, bias, out, scales=scales)
     return out
 
 
-def gated_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+def small_m_gemm_swiglu(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T): [T, width], of weight [2 width, depth], gate first.
 
     As `product` otherwise, without scales. Source: https://arxiv.org/abs/2002.05202.
     """
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(tile, x, weight, None, out, gated=True)
+    _launch(config, x, weight, None, out, gated=True)
     return out
 
 
-def split_product(
+def split_k_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tile: Tile,
+    config: GemmConfig,
     bias: torch.Tensor | None = None,
-    scales: Scales | None = None,
+    scales: GemmScales | None = None,
 ) -> torch.Tensor:
     """float32 [tile.splits, T, width], whose sum over the first dimension is x @ weight.T + bias.
 
     As `product` otherwise.
     """
-    size = tile.splits, x.shape[0], weight.shape[0]
+    size = config.split_k, x.shape[0], weight.shape[0]
     out = torch.empty(size, dtype=torch.float32, device=x.device)
-    _launch(tile, x, weight, bias, out, scales=scales)
+    _launch(config, x, weight, bias, out, scales=scales)
     return out
 
 
-def product_reference(
+def gemm_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`product`, or the sum that `split_product` leaves to be made, in plain torch: float32."""
@@ -178,7 +178,7 @@ def product_reference(
     return torch.nn.functional.linear(x.float(), weight.float(), wide)
 
 
-def gated_product_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gemm_swiglu_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`gated_product` in plain torch: float32."""
-    gate, up = product_reference(x, weight).chunk(2, dim=-1)
+    gate, up = gemm_reference(x, weight).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels import e4m3
 from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.hadamard import run_of, turned
+from pipeinfer.kernels.hadamard import hadamard_half_block, hadamard_transform
 from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
 
 # Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
@@ -189,7 +189,7 @@ def rotate_and_store(
             v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
             NORM=q_norm is not None, OFFSET=offset, TABLE=positions is not None,
-            SHIFT=narrow and shift is not None, RUN=run_of(dim) if narrow else 0, NARROW=narrow,
+            SHIFT=narrow and shift is not None, RUN=hadamard_half_block(dim) if narrow else 0, NARROW=narrow,
             num_warps=max(group * block // 256, 1), **early_launch(qkv.device),
         )  # fmt: skip
     return queries
@@ -241,12 +241,12 @@ def rotate_and_store_reference(
 
     q, k = rotate(q), rotate(k)
     if k_cache.dtype == e4m3.E4M3:
-        q, k = turned(q), turned(k if shift is None else k - shift)
+        q, k = hadamard_transform(q), hadamard_transform(k if shift is None else k - shift)
     stored = places >= 0
     at = places[stored].long()
     for cache, values, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.dtype == e4m3.E4M3:
-            narrow = e4m3.narrowed(values[stored], scale).view(torch.uint8)
+            narrow = e4m3.quantize_e4m3(values[stored], scale).view(torch.uint8)
             cache.view(torch.uint8).flatten(0, 1)[at] = narrow
         else:
             cache.flatten(0, 1)[at] = values[stored].to(cache.dtype)

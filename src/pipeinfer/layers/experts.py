@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.fp8 import SIDE
+from pipeinfer.kernels.fp8 import SCALE_BLOCK
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.moe_backends import Grouped, StackedExperts, backend_on
 from pipeinfer.layers.placement import Placement, Shard, Source
@@ -99,8 +99,8 @@ class GatedExperts:
         self._of = num_experts
         self._backend = backend_on(placement)
         kept = self.gate_up.scale is not None and self.down.scale is not None
-        whole = hidden_size % SIDE == 0 and share % SIDE == 0
-        self.rounding = RowRounding(SIDE, keeps=True) if kept and whole else None
+        whole = hidden_size % SCALE_BLOCK == 0 and share % SCALE_BLOCK == 0
+        self.rounding = RowRounding(SCALE_BLOCK, keeps=True) if kept and whole else None
 
     @property
     def grouped(self) -> Grouped | None:

@@ -12,9 +12,9 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.fp8 import SIDE
-from pipeinfer.kernels.skinny_tiles import EightBitKind as Kind
-from pipeinfer.kernels.skinny_tiles import Tile, eight_bit_tile
+from pipeinfer.kernels.fp8 import SCALE_BLOCK
+from pipeinfer.kernels.skinny_tiles import Fp8GemmKind as Kind
+from pipeinfer.kernels.skinny_tiles import GemmConfig, fp8_gemm_config
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement
@@ -54,8 +54,8 @@ def _where_it_stays(
     form: Fp8, size: tuple[int, int], placement: Placement
 ) -> SkinnyProducts | None:
     blocks = form.scale_scope == "block"
-    fits = all(side % (SIDE if blocks else MULTIPLE) == 0 for side in size)
-    if not fits or (blocks and form.block != (SIDE, SIDE)):
+    fits = all(side % (SCALE_BLOCK if blocks else MULTIPLE) == 0 for side in size)
+    if not fits or (blocks and form.block != (SCALE_BLOCK, SCALE_BLOCK)):
         return None
     return products_on(placement)
 
@@ -66,7 +66,7 @@ class Fp8Products:
     def __init__(self, skinny: SkinnyProducts, blocks: bool) -> None:
         from pipeinfer.kernels import skinny as kernels
 
-        self.rounding = RowRounding(SIDE if blocks else 0)
+        self.rounding = RowRounding(SCALE_BLOCK if blocks else 0)
         self._skinny, self._blocks = skinny, blocks
         self._kernels = kernels
         self._many = _by_block() if blocks else _by_row()
@@ -76,33 +76,33 @@ class Fp8Products:
         tile = self._tile("product", x, values)
         if tile is None:
             return self._many(rows, weight, scale, bias)
-        scales = self._kernels.Scales(rows.scale, scale)
-        return self._kernels.product(rows.values, weight, tile, bias, scales, torch.bfloat16)
+        scales = self._kernels.GemmScales(rows.scale, scale)
+        return self._kernels.small_m_gemm(rows.values, weight, tile, bias, scales, torch.bfloat16)
 
     def later(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> PartialSum | None:
         tile = self._tile("split", x, values)
         if tile is None:
             return None
         rows = self._rounded(x)
-        scales = self._kernels.Scales(rows.scale, values.scale)
-        parts = self._kernels.split_product(rows.values, values.weight, tile, bias, scales)
+        scales = self._kernels.GemmScales(rows.scale, values.scale)
+        parts = self._kernels.split_k_gemm(rows.values, values.weight, tile, bias, scales)
         return PartialSum(parts, self._skinny)
 
-    def _tile(self, kind: Kind, x: Rows, values: Fp8Values) -> Tile | None:
+    def _tile(self, kind: Kind, x: Rows, values: Fp8Values) -> GemmConfig | None:
         width, depth = values.weight.shape
-        return eight_bit_tile(kind, x.shape[0], width, depth, self._blocks)
+        return fp8_gemm_config(kind, x.shape[0], width, depth, self._blocks)
 
     def _rounded(self, x: Rows) -> RoundedRows:
         return x if x.dtype == E4M3 else self.rounding.rows(x)
 
 
 def _by_block() -> Many:
-    from pipeinfer.kernels.fp8_blocks import block_product
+    from pipeinfer.kernels.fp8_blocks import block_scaled_gemm
 
     def many(
         rows: RoundedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return block_product(rows.values, rows.scale, weight, scale, torch.bfloat16, bias)
+        return block_scaled_gemm(rows.values, rows.scale, weight, scale, torch.bfloat16, bias)
 
     return many
 

@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.fp8 import round_rows_closely
+from pipeinfer.kernels.fp8 import quantize_rows_min_error
 from pipeinfer.layers.placement import DUMMY_STD, Placement, Rounding, Source
 from pipeinfer.settings import ConfigurationError
 
@@ -75,7 +75,7 @@ class Fp8Values:
         """ConfigurationError if `slices` cut through a block."""
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
         if self.form.quantize_at_load:
-            rounding = Rounding(self.weight[rows], self.scale[rows], round_rows_closely)
+            rounding = Rounding(self.weight[rows], self.scale[rows], quantize_rows_min_error)
             yield Source(weight, shape, slices, rounding)
             return
         yield Source(weight, shape, slices, self.weight[rows], STORED, dummy=DUMMY_VALUES)

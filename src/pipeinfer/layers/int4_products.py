@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.kernels.int4_layout import RUN
-from pipeinfer.kernels.int4_tiles import COLUMNS, cut
+from pipeinfer.kernels.int4_layout import INT4_TILE_K
+from pipeinfer.kernels.int4_tiles import INT4_BLOCK_N, int4_gemm_config
 from pipeinfer.layers.int4_values import Int4Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement
@@ -25,10 +25,10 @@ def int4_products(form: Int4, size: tuple[int, int], placement: Placement) -> In
     rows, columns = size
     skinny = skinny_products(placement.device, placement.dtype)
     group = form.group or columns
-    grouped = group % RUN == 0 or group in GROUPS
-    if rows % COLUMNS or columns % RUN or not grouped or skinny is None:
+    grouped = group % INT4_TILE_K == 0 or group in GROUPS
+    if rows % INT4_BLOCK_N or columns % INT4_TILE_K or not grouped or skinny is None:
         return None
-    return Int4Products(skinny, rows // COLUMNS, placement.device)
+    return Int4Products(skinny, rows // INT4_BLOCK_N, placement.device)
 
 
 class Int4Products:
@@ -46,7 +46,7 @@ class Int4Products:
     def product(
         self, x: torch.Tensor, values: Int4Values, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        how = cut(x.shape[0], values.numbers.shape[1], x.shape[1])
+        how = int4_gemm_config(x.shape[0], values.numbers.shape[1], x.shape[1])
         if how is not None:
             kept = values.numbers, values.kept
             return self._kernels.few_rows(x, *kept, how, bias, self._arrived)[0]
@@ -56,7 +56,7 @@ class Int4Products:
     def later(
         self, x: torch.Tensor, values: Int4Values, bias: torch.Tensor | None
     ) -> PartialSum | None:
-        how = cut(x.shape[0], values.numbers.shape[1], x.shape[1])
+        how = int4_gemm_config(x.shape[0], values.numbers.shape[1], x.shape[1])
         if how is None:
             return None
         parts = self._kernels.few_rows(x, values.numbers, values.kept, how, bias)

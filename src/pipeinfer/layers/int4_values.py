@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.kernels.int4_layout import EACH, decoded, packed, run_of
+from pipeinfer.kernels.int4_layout import INT4_PER_WORD, dequantize_int4, pack_int4, int4_tile_k
 from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source, Target
 from pipeinfer.settings import ConfigurationError
 
@@ -23,7 +23,7 @@ WORDS, PLAIN = ("I32",), None
 DUMMY_SCALE = DUMMY_STD / 4.6  # the standard deviation of numbers drawn evenly
 # Where AWQ has the columns of an int32, from its lowest bits on.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-IN_ORDER = tuple(range(EACH))
+IN_ORDER = tuple(range(INT4_PER_WORD))
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ class Int4Values:
         fit groups and words."""
         *stack, rows, columns = size
         group = form.group or columns
-        if columns % group or columns % EACH or rows % EACH:
+        if columns % group or columns % INT4_PER_WORD or rows % INT4_PER_WORD:
             raise ConfigurationError(
                 f"quantization_config: a rank's {rows} x {columns} weights do not divide into "
-                f"groups of {group} columns and words of {EACH} numbers"
+                f"groups of {group} columns and words of {INT4_PER_WORD} numbers"
             )
         device = placement.device
         groups = (*stack, columns // group, rows, 2)
-        run = run_of(columns)
-        words = (*stack, columns // run, rows, run // EACH)
+        run = int4_tile_k(columns)
+        words = (*stack, columns // run, rows, run // INT4_PER_WORD)
         return cls(
             torch.empty(words, dtype=torch.int32, device=device),
             torch.full(groups, MIDDLE, dtype=placement.dtype, device=device),
@@ -78,7 +78,7 @@ class Int4Values:
         return Int4Values(self.numbers[index], self.kept[index], self.form)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        return decoded(self.words, self.scale, self.zero, dtype)
+        return dequantize_int4(self.words, self.scale, self.zero, dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
         for part in (self.numbers, self.kept):
@@ -92,25 +92,25 @@ class Int4Values:
         numbers, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
         cut = _Cut(name, shape, slices, group)
         if self.form.packing == "compressed-tensors":
-            kept = Converted(numbers, lambda words: packed(_along_columns(words, IN_ORDER)))
-            yield cut.source("weight_packed", kept, rows=1, columns=EACH)
+            kept = Converted(numbers, lambda words: pack_int4(_along_columns(words, IN_ORDER)))
+            yield cut.source("weight_packed", kept, rows=1, columns=INT4_PER_WORD)
             yield cut.source("weight_scale", scale, rows=1, columns=group)
             if self.form.zeros:
                 kept = Converted(zero, lambda words: _along_rows(words))
-                yield cut.source("weight_zero_point", kept, rows=EACH, columns=group)
+                yield cut.source("weight_zero_point", kept, rows=INT4_PER_WORD, columns=group)
             return
         awq = self.form.packing == "awq"
         places = AWQ_PLACES if awq else IN_ORDER
         unpack = partial(_along_columns, places=places)
         if awq:
-            kept = Converted(numbers, lambda words: packed(unpack(words).t()))
-            yield cut.turned("qweight", kept, rows=EACH, columns=1)
+            kept = Converted(numbers, lambda words: pack_int4(unpack(words).t()))
+            yield cut.turned("qweight", kept, rows=INT4_PER_WORD, columns=1)
         else:
-            kept = Converted(numbers, lambda words: packed(_along_rows(words).t()))
-            yield cut.turned("qweight", kept, rows=1, columns=EACH)
+            kept = Converted(numbers, lambda words: pack_int4(_along_rows(words).t()))
+            yield cut.turned("qweight", kept, rows=1, columns=INT4_PER_WORD)
         shift = self.form.zero_shift
         kept = Converted(zero, lambda words: (unpack(words) + shift).t())
-        yield cut.turned("qzeros", kept, rows=EACH, columns=group)
+        yield cut.turned("qzeros", kept, rows=INT4_PER_WORD, columns=group)
         yield cut.turned("scales", scale.t(), rows=1, columns=group)
 
 
@@ -127,7 +127,7 @@ class _Cut:
         """Of a tensor with an entry for each `rows` x `columns`: words, where those are eight."""
         total = self.shape[0] // rows, self.shape[1] // columns
         held = self._part(self.slices[0], rows), self._part(self.slices[1], columns)
-        stored = WORDS if EACH in (rows, columns) else PLAIN
+        stored = WORDS if INT4_PER_WORD in (rows, columns) else PLAIN
         return Source(f"{self.name}.{what}", total, held, target, stored, DUMMY_SCALE)
 
     def turned(self, what: str, target: Target, rows: int, columns: int) -> Source:
@@ -152,5 +152,5 @@ def _along_columns(words: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor
 
 def _along_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] to uint8 [8 n, m]."""
-    shifts = 4 * torch.arange(EACH, dtype=torch.int32, device=words.device)
+    shifts = 4 * torch.arange(INT4_PER_WORD, dtype=torch.int32, device=words.device)
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)

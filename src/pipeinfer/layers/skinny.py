@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from pipeinfer.kernels.skinny_tiles import tile as choose
+from pipeinfer.kernels.skinny_tiles import small_m_gemm_config as choose
 from pipeinfer.layers.fused import HALVES
 from pipeinfer.layers.partial_sum import PartialSum
 
@@ -32,12 +32,12 @@ class SkinnyProducts:
     ) -> torch.Tensor | None:
         """x @ weight.T + bias, [T, width]."""
         tile = choose("product", x.shape[0], *weight.shape)
-        return None if tile is None else self._products.product(x, weight, tile, bias)
+        return None if tile is None else self._products.small_m_gemm(x, weight, tile, bias)
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
         tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
-        return None if tile is None else self._products.gated_product(x, weight, tile)
+        return None if tile is None else self._products.small_m_gemm_swiglu(x, weight, tile)
 
     def later(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -46,7 +46,7 @@ class SkinnyProducts:
         tile = choose("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
-        partial = self._products.split_product(x, weight, tile, bias)
+        partial = self._products.split_k_gemm(x, weight, tile, bias)
         return PartialSum(partial, self)
 
     def narrow(
@@ -55,7 +55,7 @@ class SkinnyProducts:
         """float32 [P, T, width], whose sum over P is x @ weight.T + bias, of a matrix with few
         rows, such as a router's."""
         tile = choose("narrow", x.shape[0], *weight.shape)
-        return None if tile is None else self._products.split_product(x, weight, tile, bias)
+        return None if tile is None else self._products.split_k_gemm(x, weight, tile, bias)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
+from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
@@ -43,7 +43,7 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        scales: Sequence[Scales] | None = None,
+        scales: Sequence[KVScales] | None = None,
         shifts: Sequence[Shift] | None = None,
     ) -> None:
         """scales: of each layer, of values that are stored as e4m3; None: they are not, and there
@@ -60,7 +60,7 @@ class KVPool:
         self.device = torch.device(device)
         self.shapes = tuple(shapes)
         sizes = [(pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes]
-        self.scales = tuple(scales or [ONES] * len(sizes))
+        self.scales = tuple(scales or [UNIT_KV_SCALES] * len(sizes))
         self.shifts: tuple[Shift, ...] = tuple(shifts or [None] * len(sizes))
         self.k = [_zeros(size, self.stored, self.device) for size in sizes]
         self.v = [_zeros(size, self.stored, self.device) for size in sizes]

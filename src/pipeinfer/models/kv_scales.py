@@ -12,7 +12,7 @@ from math import isfinite
 
 import torch
 
-from pipeinfer.kernels.e4m3 import ONES, Scales
+from pipeinfer.kernels.e4m3 import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Source, whole
 from pipeinfer.models.weights import DTYPES, Stored, open_weights
 from pipeinfer.settings import ConfigurationError
@@ -26,7 +26,7 @@ SCALE = re.compile(
 )
 
 
-def read_scales(stored: Mapping[str, Stored], layers: int) -> tuple[Scales, ...]:
+def read_scales(stored: Mapping[str, Stored], layers: int) -> tuple[KVScales, ...]:
     """Of each layer; 1 where there is none. `stored`: what `check_checkpoint` gave.
 
     Raises ConfigurationError for a scale that is not one positive number.
@@ -45,7 +45,7 @@ def read_scales(stored: Mapping[str, Stored], layers: int) -> tuple[Scales, ...]
                 f"{entry.file} has two scales of {part.upper()} in layer {match['layer']}: "
                 f"{of_layer[part]:g}, and {scale:g} as {name}"
             )
-    return tuple(Scales(one.get("k", ONES.k), one.get("v", ONES.v)) for one in found)
+    return tuple(KVScales(one.get("k", UNIT_KV_SCALES.k), one.get("v", UNIT_KV_SCALES.v)) for one in found)
 
 
 def _scale(name: str, entry: Stored, stored: Mapping[str, Stored]) -> float:
