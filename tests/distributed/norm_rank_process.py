@@ -57,7 +57,7 @@ def run(folder: Path, rank: int, ranks: int, calls: int) -> None:
     regions = [region(folder, one) for one in range(ranks)]
     addresses = tuple(one.data_ptr() for one in regions)
     fusion = AllReduceNorm(regions[rank], addresses, rank, torch.float32)
-    fusion.shared.counts.fill_(SO_FAR)
+    fusion.shared.expected.fill_(SO_FAR)
     weight, dawdle = torch.linspace(0.5, 1.5, SIZE), random.Random(rank)
     for call in range(calls):
         rows, shots = SHAPES[call % len(SHAPES)]

@@ -24,8 +24,8 @@ from pipeinfer.kernels import fp8_blocks, int4, skinny
 from pipeinfer.kernels.fp8 import quantize_rows
 from pipeinfer.kernels.int4_layout import INT4_TILE_K, dequantize_int4
 from pipeinfer.kernels.int4_tiles import Int4GemmConfig
-from pipeinfer.kernels.norm import rounded_norm
-from pipeinfer.kernels.rounding import round_gated, round_parts
+from pipeinfer.kernels.norm import rms_norm_quantized
+from pipeinfer.kernels.rounding import swiglu_quantize_groups, quantize_groups
 from pipeinfer.kernels.skinny_tiles import GemmConfig, small_m_gemm_config
 
 SHAPES = {"qkv": (7168, 5120), "out": (5120, 5120), "gate-up": (34816, 5120), "down": (5120, 17408)}
@@ -90,7 +90,7 @@ def jobs(kinds, heights):
 def call(kind, x, weight, shape, name):
     """x: in FP8, RoundedRows' two parts."""
     if kind == "int4":
-        return int4.few_rows(
+        return int4.int4_small_m_gemm(
             x, *weight, Int4GemmConfig(*shape), None, None if name in PARTS else arrived()
         )
     made, scales = GemmConfig(*shape), skinny.GemmScales(x[1], weight[1])
@@ -144,8 +144,8 @@ def show(lines, checked, name, width, depth, rows):
     x, plain = operands(width, depth, rows, copies)
     eight = [quantize_rows(weight) for weight in plain]
     four = [in_4_bits(weight) for weight in plain]
-    rounded, by_row = round_parts(x)
-    parts, by_part = round_parts(x, 128)
+    rounded, by_row = quantize_groups(x)
+    parts, by_part = quantize_groups(x, 128)
     blocks = torch.ones(width // 128, depth // 128, device="cuda")
 
     def scaled(weight):
@@ -168,15 +168,15 @@ def show(lines, checked, name, width, depth, rows):
     if usual is not None:
         found["bf16 skinny"] = each_us(lambda w: skinny.small_m_gemm(x, w, usual), plain, times)
     merged = torch.cat((x, x), dim=1)
-    found["round"] = each_us(lambda _: round_parts(x), plain, times)
-    found["swiglu, round"] = each_us(lambda _: round_gated(merged), plain, times)
-    found["norm, round"] = each_us(lambda _: rounded_norm(x, x[0], 1e-6, x), plain, times)
+    found["round"] = each_us(lambda _: quantize_groups(x), plain, times)
+    found["swiglu, round"] = each_us(lambda _: swiglu_quantize_groups(merged), plain, times)
+    found["norm, round"] = each_us(lambda _: rms_norm_quantized(x, x[0], 1e-6, x), plain, times)
     for label, one in (("scaled_mm", scaled), ("sgl", of_sgl), ("blocks", in_blocks)):
         try:
             found[label] = each_us(one, eight, times)
         except Exception as error:
             print(name, rows, label, repr(error)[:200], flush=True)
-    found["decode 4 bits"] = each_us(lambda w: int4.decode(*w, x.dtype), four, times)
+    found["decode 4 bits"] = each_us(lambda w: int4.int4_dequantize(*w, x.dtype), four, times)
     for (of, height, kind, shape), error in checked.items():
         if (of, height) == (name, rows) and isinstance(error, float):
             weights, given = (four, x) if kind == "int4" else (eight, (rounded, by_row))

@@ -14,12 +14,12 @@ from triton.testing import do_bench_cudagraph
 
 from pipeinfer.kernels import gumbel, store
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.moe import experts_mlp
-from pipeinfer.kernels.moe_align import align
+from pipeinfer.kernels.moe import fused_experts
+from pipeinfer.kernels.moe_align import moe_align_block_size
 from pipeinfer.kernels.norm import rms_norm
 from pipeinfer.kernels.skinny import split_k_gemm
 from pipeinfer.kernels.skinny_tiles import small_m_gemm_config
-from pipeinfer.kernels.softmax_choice import softmax_choice
+from pipeinfer.kernels.softmax_choice import topk_softmax
 from pipeinfer.kernels.swiglu import swiglu
 
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200
@@ -132,15 +132,15 @@ def time_moe() -> None:
         bytes_read = len(chosen.unique()) * 3 * inter * hidden * 2
         flop = tokens * top_k * 6 * inter * hidden
         floor = max(bytes_read / BYTES_PER_US, flop / FLOP_PER_US)
-        run = partial(experts_mlp, x, gate_up, down, weights, chosen)
+        run = partial(fused_experts, x, gate_up, down, weights, chosen)
         line(f"moe, {tokens} tokens", run, floor)
     time_router(experts, hidden, top_k)
     scores = randn(8192, experts)
-    _, chosen = softmax_choice(scores, top_k, True, torch.bfloat16)
+    _, chosen = topk_softmax(scores, top_k, True, torch.bfloat16)
     for tokens in (1, 256, 8192):
-        run = partial(softmax_choice, scores[:tokens], top_k, True, torch.bfloat16)
+        run = partial(topk_softmax, scores[:tokens], top_k, True, torch.bfloat16)
         line(f"moe choice, {tokens} tokens", run, 0.0)
-        line(f"moe align, {tokens} tokens", partial(align, chosen[:tokens], experts, 64), 0.0)
+        line(f"moe align, {tokens} tokens", partial(moe_align_block_size, chosen[:tokens], experts, 64), 0.0)
 
 
 def time_router(experts: int, hidden: int, top_k: int) -> None:
@@ -151,12 +151,12 @@ def time_router(experts: int, hidden: int, top_k: int) -> None:
 
         def by_library(x: torch.Tensor = x) -> object:
             scores = torch.nn.functional.linear(x, weight)
-            return softmax_choice(scores, top_k, True, x.dtype)
+            return topk_softmax(scores, top_k, True, x.dtype)
 
         def by_ours(x: torch.Tensor = x) -> object:
             cut = small_m_gemm_config("narrow", x.shape[0], experts, hidden)
             assert cut is not None
-            return softmax_choice(split_k_gemm(x, weight, cut), top_k, True, x.dtype)
+            return topk_softmax(split_k_gemm(x, weight, cut), top_k, True, x.dtype)
 
         line(f"router by the library's product, {tokens} tokens", by_library, 0.0)
         line(f"router by ours, {tokens} tokens", by_ours, 0.0)

@@ -23,9 +23,9 @@ import torch
 from graph_timing import each_us
 
 from pipeinfer.kernels import moe_e4m3
-from pipeinfer.kernels.moe import experts_mlp, gated_products, sums, weighted_products
-from pipeinfer.kernels.moe_align import align
-from pipeinfer.kernels.moe_e4m3 import MIDDLE, rounded_by_pair
+from pipeinfer.kernels.moe import fused_experts, gate_up_gemm, moe_sum, down_gemm
+from pipeinfer.kernels.moe_align import moe_align_block_size
+from pipeinfer.kernels.moe_e4m3 import INTERMEDIATE_GROUP, fused_experts_w8a8_by_pair
 from pipeinfer.kernels.moe_tiles import (
     MOE_CONFIGS_W8A16,
     MOE_CONFIGS_W16,
@@ -35,7 +35,7 @@ from pipeinfer.kernels.moe_tiles import (
     moe_w8a8_config,
     moe_config,
 )
-from pipeinfer.kernels.rounding import round_parts
+from pipeinfer.kernels.rounding import quantize_groups
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 GATE_UP, DOWN = "gate_up", "down"
@@ -77,7 +77,7 @@ def cuts(kind, form, rows):
             continue
         if form == BLOCKS and (columns > SIDE or depth > SIDE):
             continue
-        if form == ROWS and (columns not in (64, 128) or depth != (SIDE if both == 2 else MIDDLE)):
+        if form == ROWS and (columns not in (64, 128) or depth != (SIDE if both == 2 else INTERMEDIATE_GROUP)):
             continue
         if form == ROWS and not turned and rows < 64:  # no tensor cores for e4m3 are so narrow
             continue
@@ -136,20 +136,20 @@ def run(kind, stack, rows, cut, operand):
     tile = shape(rows, cut)
     if isinstance(x, tuple):
         if kind == GATE_UP:
-            return moe_e4m3.gated_products(x, stack[kind], plans[rows], TOP_K, tile)
-        return moe_e4m3.weighted_products(middle, stack[kind], weights, plans[rows], tile)
+            return moe_e4m3.gate_up_gemm_w8a8(x, stack[kind], plans[rows], TOP_K, tile)
+        return moe_e4m3.down_gemm_w8a8(middle, stack[kind], weights, plans[rows], tile)
     if kind == GATE_UP:
-        return gated_products(x, *stack[kind], plans[rows], TOP_K, tile)
-    return weighted_products(middle, *stack[kind], weights, plans[rows], tile)
+        return gate_up_gemm(x, *stack[kind], plans[rows], TOP_K, tile)
+    return down_gemm(middle, *stack[kind], weights, plans[rows], tile)
 
 
 def operand(form, tokens, experts, rows):
     """Tokens, what is between the products, weights, and the order for each number of rows."""
     weights, chosen = routed(tokens, experts)
-    plans = {height: align(chosen, experts, height) for height in rows}
+    plans = {height: moe_align_block_size(chosen, experts, height) for height in rows}
     x, middle = randn(tokens, HIDDEN), randn(tokens * TOP_K, INTER)
     if form == ROWS:
-        x, middle = round_parts(x, SIDE), round_parts(middle, MIDDLE)
+        x, middle = quantize_groups(x, SIDE), quantize_groups(middle, INTERMEDIATE_GROUP)
     return (x, middle, weights, plans), chosen
 
 
@@ -261,10 +261,10 @@ def layers(form, stack, tokens, operands, best):
     def whole(one, shape):
         (x, _, weights, _), chosen = one
         if form == ROWS:
-            by_pair = rounded_by_pair(x, stack[GATE_UP], stack[DOWN], weights, chosen, shape=shape)
-            return sums(by_pair, chosen, None, EXPERTS)
+            by_pair = fused_experts_w8a8_by_pair(x, stack[GATE_UP], stack[DOWN], weights, chosen, config=shape)
+            return moe_sum(by_pair, chosen, None, EXPERTS)
         scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-        return experts_mlp(x, gate_up, down, weights, chosen, shape, **scales)
+        return fused_experts(x, gate_up, down, weights, chosen, shape, **scales)
 
     times = {
         name: each_us(partial(whole, shape=shape), operands, 1) for name, shape in shapes.items()

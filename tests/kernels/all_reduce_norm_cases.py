@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import all_reduce_norm as all_reduce_norm_module
 from pipeinfer.kernels.all_reduce_norm import (
-    ARRIVALS_BYTES,
-    PROGRAMS,
-    Shared,
+    SIGNAL_BYTES,
+    MAX_PROGRAMS,
+    SymmetricMemory,
     all_reduce_norm,
     all_reduce_norm_reference,
 )
@@ -31,7 +31,7 @@ class Ranks:
         nbytes = -(-partials[0].nbytes // 256) * 256
         self.results, self.end = GAP + nbytes, GAP + 2 * nbytes
         self.regions = [
-            torch.full((self.end + ARRIVALS_BYTES,), 77, dtype=torch.uint8, device=DEVICE)
+            torch.full((self.end + SIGNAL_BYTES,), 77, dtype=torch.uint8, device=DEVICE)
             for _ in partials
         ]
         for region, partial in zip(self.regions, partials, strict=True):
@@ -47,8 +47,8 @@ class Ranks:
     ) -> list[torch.Tensor]:
         outs = []
         for rank, (region, residual) in enumerate(zip(self.regions, residuals, strict=True)):
-            counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=DEVICE)
-            shared = Shared(self.addresses, rank, self.end, counts)
+            counts = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=DEVICE)
+            shared = SymmetricMemory(self.addresses, rank, self.end, counts)
             results = self.results if two_shots else None
             out = self.part(region, self.results) if two_shots else torch.empty_like(residual)
             all_reduce_norm(shared, GAP, out, residual, weight, 1e-6, results, barriers=False)

@@ -10,7 +10,7 @@ from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative
 from pipeinfer.kernels import fp8_blocks, int4, rounding
 from pipeinfer.kernels.int4_layout import dequantize_int4, pack_int4, unpack_int4
 from pipeinfer.kernels.int4_tiles import Int4GemmConfig
-from pipeinfer.kernels.norm import rms_norm, rounded_norm, rounded_norm_reference
+from pipeinfer.kernels.norm import rms_norm, rms_norm_quantized, rms_norm_quantized_reference
 
 DTYPES = [torch.float32, *HALVES]
 
@@ -20,8 +20,8 @@ def test_rows_are_rounded_by_their_largest(part):
     wide = randn(0, 5, 768) * 100
     wide[2, :384] = 0.0
     x = wide[:, :384]
-    got, scale = rounding.round_parts(x, part)
-    expected, scales = rounding.round_parts_reference(x, part)
+    got, scale = rounding.quantize_groups(x, part)
+    expected, scales = rounding.quantize_groups_reference(x, part)
     assert torch.equal(scale, scales) and got.dtype == torch.float8_e4m3fn
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     assert got[2].float().abs().max() == 0
@@ -46,7 +46,7 @@ def place(values):
 def test_swiglu_may_end_in_rounded_rows(dtype, part):
     merged = randn(1, 4, 1536, dtype=dtype)[:, :768]
     merged[1] = 0.0
-    almost(rounding.round_gated(merged, part), rounding.round_gated_reference(merged, part))
+    almost(rounding.swiglu_quantize_groups(merged, part), rounding.swiglu_quantize_groups_reference(merged, part))
 
 
 @pytest.mark.parametrize("part", [0, 128])
@@ -58,19 +58,19 @@ def test_a_norm_may_end_in_rounded_rows(offset, dtype, part):
     for more in ((None, None), residuals):
         got, expected = (
             norm(x, weight, 1e-6, residual, offset, part)
-            for norm, residual in zip((rounded_norm, rounded_norm_reference), more, strict=True)
+            for norm, residual in zip((rms_norm_quantized, rms_norm_quantized_reference), more, strict=True)
         )
         almost(got, expected)
     assert relative_error(*residuals) < TOLERANCE[dtype]
     parts = randn(5, 3, 4, 384)
     got, expected = (
         norm(parts, weight, 1e-6, residual.clone(), offset, part)
-        for norm, residual in zip((rounded_norm, rounded_norm_reference), residuals, strict=True)
+        for norm, residual in zip((rms_norm_quantized, rms_norm_quantized_reference), residuals, strict=True)
     )
     almost(got, expected)
-    assert rounded_norm(x[:0], weight, 1e-6)[0].shape == (0, 384)
+    assert rms_norm_quantized(x[:0], weight, 1e-6)[0].shape == (0, 384)
     plain, expected = torch.empty_like(x), rms_norm(x, weight, 1e-6)
-    kept, alone = rounded_norm(x, weight, 1e-6, plain=plain), rounded_norm(x, weight, 1e-6)
+    kept, alone = rms_norm_quantized(x, weight, 1e-6, unquantized_out=plain), rms_norm_quantized(x, weight, 1e-6)
     assert torch.equal(plain, expected)
     assert torch.equal(kept[0].float(), alone[0].float()) and torch.equal(kept[1], alone[1])
 
@@ -78,7 +78,7 @@ def test_a_norm_may_end_in_rounded_rows(offset, dtype, part):
 @pytest.mark.parametrize("rows", [3, 65, 140])
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
-    x, x_scale = rounding.round_parts_reference(randn(0, rows, 256), 128)
+    x, x_scale = rounding.quantize_groups_reference(randn(0, rows, 256), 128)
     weight = (randn(1, 384, 256) * 50).to(torch.float8_e4m3fn)
     scale, bias = randn(2, 3, 2).abs() / 100, randn(3, 384) if biased else None
     got = fp8_blocks.block_scaled_gemm(x, x_scale, weight, scale, torch.float32, bias)
@@ -109,7 +109,7 @@ def plain_of(values, dtype):
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 512])
 def test_weights_in_4_bits_are_decoded(group, dtype):
     values = in_4_bits(group, dtype)
-    assert torch.equal(int4.decode(*values, dtype), plain_of(values, dtype))
+    assert torch.equal(int4.int4_dequantize(*values, dtype), plain_of(values, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,13 +119,13 @@ def test_few_rows_are_multiplied_with_weights_in_4_bits(splits, group, rows, dty
     wide, values = randn(5, rows, 1024, dtype=dtype), in_4_bits(group, dtype)
     x, bias = wide[:, :512], randn(6, 64)
     how = Int4GemmConfig(16, 64, 1 if splits == 4 else 2, splits, 4)
-    got = int4.few_rows(x, *values, how, bias)
+    got = int4.int4_small_m_gemm(x, *values, how, bias)
     assert got.shape == (splits, rows, 64) and got.dtype == torch.float32
     expected = torch.nn.functional.linear(x.float(), plain_of(values, dtype).float(), bias)
     assert relative_error(got.sum(0), expected) < 2 * TOLERANCE[dtype]
     arrived = torch.zeros(2, dtype=torch.int32, device=x.device)
     for _ in range(2):
-        [whole] = int4.few_rows(x, *values, how, bias, arrived)
+        [whole] = int4.int4_small_m_gemm(x, *values, how, bias, arrived)
         assert torch.equal(whole, in_order(got).to(dtype)) and not arrived.any()
 
 

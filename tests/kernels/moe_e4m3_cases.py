@@ -9,14 +9,14 @@ from kernels.moe_cases import in_8_bits, routed
 from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, randn, relative_error
 from pipeinfer.checkpoint.quantization import Fp8, Quantization
 from pipeinfer.kernels.fp8 import SCALE_BLOCK
-from pipeinfer.kernels.moe import experts_mlp_reference, sums
+from pipeinfer.kernels.moe import fused_experts_reference, moe_sum
 from pipeinfer.kernels.moe_e4m3 import (
-    MIDDLE,
-    rounded_by_pair,
-    rounded_by_pair_reference,
+    INTERMEDIATE_GROUP,
+    fused_experts_w8a8_by_pair,
+    fused_experts_w8a8_reference,
 )
 from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A8, MoeGemmConfig, MoeConfig
-from pipeinfer.kernels.rounding import round_parts
+from pipeinfer.kernels.rounding import quantize_groups
 from pipeinfer.layers import fp8_products
 from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.moe import SparseMLP
@@ -31,14 +31,14 @@ from pipeinfer.layers.routing import SoftmaxRouter
 # rounded the other way is a whole unit in the last place apart, where rounding costs 0.29 of a unit
 # on average (1 / sqrt(12)): sqrt(0.1) / 0.29 = 1.1 times what rounding costs, which is below 0.04.
 ERROR = 8e-3 if INTERPRETED else 4e-2
-SMALL = MoeConfig(16, MoeGemmConfig(64, SCALE_BLOCK, 4, 2), MoeGemmConfig(32, MIDDLE, 4, 2), group_m=2)
-TURNED = MoeConfig(16, MoeGemmConfig(128, SCALE_BLOCK, 4, 2, swap_ab=True), MoeGemmConfig(64, MIDDLE, 4, 2, swap_ab=True))
+SMALL = MoeConfig(16, MoeGemmConfig(64, SCALE_BLOCK, 4, 2), MoeGemmConfig(32, INTERMEDIATE_GROUP, 4, 2), group_m=2)
+TURNED = MoeConfig(16, MoeGemmConfig(128, SCALE_BLOCK, 4, 2, swap_ab=True), MoeGemmConfig(64, INTERMEDIATE_GROUP, 4, 2, swap_ab=True))
 
 
 def operands(tokens, hidden, inter, blocks, experts=4, top_k=2):
     """(what the kernel takes, the same for the reference)"""
     x = randn(1, tokens, hidden, dtype=torch.float16) * torch.linspace(0.1, 9, hidden).to(DEVICE)
-    rows = round_parts(x.half(), SCALE_BLOCK)
+    rows = quantize_groups(x.half(), SCALE_BLOCK)
     gate_up, gate_up_scale, plain = in_8_bits(randn(2, experts, 2 * inter, hidden) / 40, blocks)
     down, down_scale, plain_down = in_8_bits(randn(3, experts, hidden, inter) / 8, blocks)
     weights, chosen = routed(tokens, experts, top_k)
@@ -55,48 +55,48 @@ def test_rows_and_experts_in_8_bits_are_those_of_the_reference(
     tokens, hidden, inter, blocks, shape
 ):
     given, wanted = operands(tokens, hidden, inter, blocks)
-    got = rounded_by_pair(*given, shape=shape)
-    expected = rounded_by_pair_reference(*wanted)
+    got = fused_experts_w8a8_by_pair(*given, config=shape)
+    expected = fused_experts_w8a8_reference(*wanted)
     assert got.dtype == torch.bfloat16 and relative_error(got, expected) < ERROR
     rows, plain, plain_down, weights, chosen = wanted
     x = rows[0].float() * rows[1].repeat_interleave(SCALE_BLOCK, 1)
-    exact = experts_mlp_reference(x, plain, plain_down, weights, chosen)
-    summed = sums(got, chosen, None, 4)
+    exact = fused_experts_reference(x, plain, plain_down, weights, chosen)
+    summed = moe_sum(got, chosen, None, 4)
     assert relative_error(summed.float(), exact) < 0.04, "no more than rounding costs"
 
 
 def test_every_tile_shape_for_rows_in_8_bits_computes_the_same():
     given, wanted = operands(70, 256, 128, False, experts=2, top_k=1)
-    expected = rounded_by_pair_reference(*wanted)
+    expected = fused_experts_w8a8_reference(*wanted)
     for _, shape in MOE_CONFIGS_W8A8:
-        assert relative_error(rounded_by_pair(*given, shape=shape), expected) < ERROR
+        assert relative_error(fused_experts_w8a8_by_pair(*given, config=shape), expected) < ERROR
 
 
 def test_a_token_in_8_bits_gets_the_same_result_in_any_batch():
     (rows, gate_up, down, weights, chosen), _ = operands(20, 128, 128, True)
-    together = rounded_by_pair(rows, gate_up, down, weights, chosen, shape=SMALL)
+    together = fused_experts_w8a8_by_pair(rows, gate_up, down, weights, chosen, config=SMALL)
     some = slice(5, 9)
     few = [one[some] for one in rows]
-    alone = rounded_by_pair(few, gate_up, down, weights[some], chosen[some], shape=SMALL)
+    alone = fused_experts_w8a8_by_pair(few, gate_up, down, weights[some], chosen[some], config=SMALL)
     assert torch.equal(alone, together[some])
 
 
 def test_experts_in_8_bits_of_several_ranks_add_up_to_all():
     (rows, gate_up, down, weights, chosen), wanted = operands(37, 128, 128, False, experts=8)
-    expected = rounded_by_pair_reference(*wanted).sum(1)
+    expected = fused_experts_w8a8_reference(*wanted).sum(1)
     total = torch.zeros_like(expected)
     for a, b in [(0, 3), (3, 8)]:
         part = [[each[a:b] for each in one] for one in (gate_up, down)]
-        by_pair = rounded_by_pair(rows, *part, weights, chosen, (a, 8), SMALL)
-        total += sums(by_pair, chosen, a, b - a).float()
+        by_pair = fused_experts_w8a8_by_pair(rows, *part, weights, chosen, (a, 8), SMALL)
+        total += moe_sum(by_pair, chosen, a, b - a).float()
     assert relative_error(total, expected) < 2 * ERROR
 
 
 def test_rows_of_zeros_and_none_in_8_bits_give_as_much():
-    rows = round_parts(torch.zeros(3, SCALE_BLOCK, dtype=torch.float16, device=DEVICE), SCALE_BLOCK)
+    rows = quantize_groups(torch.zeros(3, SCALE_BLOCK, dtype=torch.float16, device=DEVICE), SCALE_BLOCK)
     _, gate_up, down, weights, chosen = operands(3, SCALE_BLOCK, SCALE_BLOCK, True)[0]
-    assert not rounded_by_pair(rows, gate_up, down, weights, chosen, shape=SMALL).any()
-    assert rounded_by_pair(
+    assert not fused_experts_w8a8_by_pair(rows, gate_up, down, weights, chosen, config=SMALL).any()
+    assert fused_experts_w8a8_by_pair(
         [one[:0] for one in rows], gate_up, down, weights[:0], chosen[:0]
     ).shape == (0, 2, SCALE_BLOCK)
 

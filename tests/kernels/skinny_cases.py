@@ -11,7 +11,7 @@ from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative
 from pipeinfer.kernels import skinny
 from pipeinfer.kernels.fp8 import quantize_rows
 from pipeinfer.kernels.norm import rms_norm_reference
-from pipeinfer.kernels.rounding import round_parts_reference
+from pipeinfer.kernels.rounding import quantize_groups_reference
 from pipeinfer.kernels.skinny_tiles import GemmConfig
 from pipeinfer.layers.skinny import SkinnyProducts
 
@@ -108,7 +108,7 @@ def in_fp8(width, blocks):
 @pytest.mark.parametrize(("tile", "rows"), [(SQUARE, 3), (TALL, 65)])
 def test_skinny_products_of_both_sides_in_fp8(tile, rows, dtype, blocks):
     wide, part = randn(0, rows, DEPTH, dtype=dtype), 128 if blocks else 0
-    x, x_scale = round_parts_reference(wide, part)
+    x, x_scale = quantize_groups_reference(wide, part)
     weight, scale, plain = in_fp8(256, blocks)
     scales, bias = skinny.GemmScales(x_scale, scale), randn(2, 256, dtype=dtype)
     exact = x.float() * x_scale.repeat_interleave(part or DEPTH, 1)

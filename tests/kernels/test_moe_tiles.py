@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.kernels.moe_e4m3 import MIDDLE
+from pipeinfer.kernels.moe_e4m3 import INTERMEDIATE_GROUP
 from pipeinfer.kernels.moe_tiles import (
     MOE_CONFIGS_BY_WEIGHT_BITS,
     MOE_CONFIGS_W8A16,
@@ -33,8 +33,8 @@ def test_tiles_of_fewer_bits_stay_within_what_shares_a_scale():
         for cut in (shape.gate_up, shape.down):
             assert SIDE % cut.block_n == SIDE % cut.block_k == 0
     for _, shape in MOE_CONFIGS_W8A8:
-        assert shape.gate_up.block_n % MIDDLE == SIDE % shape.gate_up.block_n == 0
-        assert shape.gate_up.block_k == SIDE and shape.down.block_k == MIDDLE
+        assert shape.gate_up.block_n % INTERMEDIATE_GROUP == SIDE % shape.gate_up.block_n == 0
+        assert shape.gate_up.block_k == SIDE and shape.down.block_k == INTERMEDIATE_GROUP
         assert shape.down.block_n in (SIDE // 2, SIDE)
 
 

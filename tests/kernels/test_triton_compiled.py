@@ -255,9 +255,9 @@ def test_choices_of_experts(experts, top_k, partials):
     constants = {
         "PARTIALS": partials, "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
         "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
-        "ROWS": softmax_choice.ROWS, "EARLY": True,
+        "ROWS": softmax_choice.TOKENS_PER_PROGRAM, "EARLY": True,
     }  # fmt: skip
-    made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.ROWS)
+    made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.TOKENS_PER_PROGRAM)
     assert made.asm["ptx"]
 
 
@@ -324,7 +324,7 @@ def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, bloc
         constants = {
             "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": shape.rows, "COLUMNS": each.columns,
             "DEPTH": each.depth, "TURNED": each.turned, "BLOCKS": blocks if gated else blocks and 6,
-            "PART": moe_e4m3.MIDDLE, "GROUP": 8, "MOST": 448.0, "LEAST_SCALE": 1e-12, "EARLY": True,
+            "PART": moe_e4m3.INTERMEDIATE_GROUP, "GROUP": 8, "MOST": 448.0, "LEAST_SCALE": 1e-12, "EARLY": True,
         }  # fmt: skip
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}

@@ -25,7 +25,7 @@ ONE_SHOT = {2: MOST_BYTES, 4: 256 * 2**10, 8: 128 * 2**10}
 # In every rank's region: [ parts, even calls | parts, odd calls | norms of two shots | arrivals ]
 RESULTS = 2 * MOST_BYTES
 ARRIVALS = 3 * MOST_BYTES
-REGION_BYTES = ARRIVALS + kernel.ARRIVALS_BYTES
+REGION_BYTES = ARRIVALS + kernel.SIGNAL_BYTES
 
 
 def shots(rows: int, row_bytes: int, ranks: int) -> Shots:
@@ -48,8 +48,8 @@ class AllReduceNorm:
     def __init__(
         self, region: torch.Tensor, addresses: tuple[int, ...], rank: int, dtype: torch.dtype
     ) -> None:
-        counts = torch.zeros(kernel.PROGRAMS, dtype=torch.int32, device=region.device)
-        self.shared = kernel.Shared(addresses, rank, ARRIVALS, counts)
+        counts = torch.zeros(kernel.MAX_PROGRAMS, dtype=torch.int32, device=region.device)
+        self.shared = kernel.SymmetricMemory(addresses, rank, ARRIVALS, counts)
         self.ranks = len(addresses)
         self.dtype = dtype
         self._region = region

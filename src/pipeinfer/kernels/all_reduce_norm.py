@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 256  # at the most: two on each of 132 multiprocessors have room for them
-SPACING = tl.constexpr(32)  # bytes from one program's arrivals to the next one's
-ARRIVALS_BYTES = PROGRAMS * SPACING.value
+MAX_PROGRAMS = 256  # at the most: two on each of 132 multiprocessors have room for them
+SIGNAL_STRIDE = tl.constexpr(32)  # bytes from one program's arrivals to the next one's
+SIGNAL_BYTES = MAX_PROGRAMS * SIGNAL_STRIDE.value
 
 
 @dataclass(frozen=True)
-class Shared:
+class SymmetricMemory:
     """One region of memory in each rank, laid out alike, as seen from rank `rank`.
 
     addresses: of every rank's region, a multiple of 16. arrivals: where ARRIVALS_BYTES of it begin,
@@ -33,8 +33,8 @@ class Shared:
 
     addresses: tuple[int, ...]
     rank: int
-    arrivals: int
-    counts: torch.Tensor
+    signals: int
+    expected: torch.Tensor
 
 
 # How ranks wait for each other: program p of every rank adds one to the arrivals of program p of
@@ -51,14 +51,14 @@ def _announce(peers, arrivals, RANKS: tl.constexpr):
     address = tl.zeros((RANKS,), tl.int64)
     for index in tl.static_range(RANKS):
         address = tl.where(peer == index, peers[index], address)
-    address += arrivals + tl.program_id(0) * SPACING
+    address += arrivals + tl.program_id(0) * SIGNAL_STRIDE
     one = tl.full((RANKS,), 1, tl.int32)
     tl.atomic_add(address.to(tl.pointer_type(tl.int32)), one, sem="release", scope="sys")
 
 
 @triton.jit
 def _wait(peers, arrivals, target, RANK: tl.constexpr):
-    mine = (peers[RANK] + arrivals + tl.program_id(0) * SPACING).to(tl.pointer_type(tl.int32))
+    mine = (peers[RANK] + arrivals + tl.program_id(0) * SIGNAL_STRIDE).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - target < 0:
         pass
     tl.debug_barrier()  # what one thread has acquired holds for all
@@ -130,7 +130,7 @@ def _all_reduce_norm(peers, partials, results, arrivals, counts, residual, weigh
 
 
 def all_reduce_norm(
-    shared: Shared,
+    memory: SymmetricMemory,
     partials: int,
     out: torch.Tensor,
     residual: torch.Tensor,
@@ -152,28 +152,28 @@ def all_reduce_norm(
     barriers=False is for one process that plays all ranks.
     """
     rows, size = residual.shape
-    ranks = len(shared.addresses)
-    programs = min(rows if results is None else -(-rows // ranks), PROGRAMS)
+    ranks = len(memory.addresses)
+    programs = min(rows if results is None else -(-rows // ranks), MAX_PROGRAMS)
     if rows:
         _all_reduce_norm[(programs,)](
-            shared.addresses, partials, results or 0, shared.arrivals, shared.counts,
-            residual, weight, out, rows, eps, **_constants(shared, size, results, barriers),
+            memory.addresses, partials, results or 0, memory.signals, memory.expected,
+            residual, weight, out, rows, eps, **_constants(memory, size, results, barriers),
         )  # fmt: skip
 
 
-def compile_all_reduce_norm(shared: Shared, vectors: torch.Tensor, results: int | None) -> None:
+def compile_all_reduce_norm(memory: SymmetricMemory, vectors: torch.Tensor, results: int | None) -> None:
     """Compiles it for `vectors` [T, size] and ranks that wait for each other; nothing runs."""
-    constants = _constants(shared, vectors.shape[1], results, True)
+    constants = _constants(memory, vectors.shape[1], results, True)
     _all_reduce_norm.warmup(
-        shared.addresses, 0, 0, shared.arrivals, shared.counts, vectors, vectors,
+        memory.addresses, 0, 0, memory.signals, memory.expected, vectors, vectors,
         vectors, len(vectors), 1e-6, grid=(1,), **constants,
     )  # fmt: skip
 
 
-def _constants(shared: Shared, size: int, results: int | None, barriers: bool) -> dict[str, object]:
+def _constants(memory: SymmetricMemory, size: int, results: int | None, barriers: bool) -> dict[str, object]:
     block = triton.next_power_of_2(size)
     return {
-        "SIZE": size, "BLOCK": block, "RANK": shared.rank, "RANKS": len(shared.addresses),
+        "SIZE": size, "BLOCK": block, "RANK": memory.rank, "RANKS": len(memory.addresses),
         "TWO_SHOTS": results is not None, "BARRIERS": barriers,
         "num_warps": min(max(block // 1024, 1), 16),
     }  # fmt: skip

@@ -32,8 +32,8 @@ from pipeinfer.kernels.decode_pieces import (
     most_pieces,
 )
 from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.early import pdl_options
+from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
 from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
 
 TILE = 16  # query rows that tensor cores multiply at least
@@ -390,10 +390,10 @@ def _leave(sums_at, scales_at, most, total, sums, real):
 @triton.jit
 def _ahead(k, v, element, COLUMNS: tl.constexpr):
     """Asks for the first keys and values, all but the newest of which are there for long."""
-    LINES: tl.constexpr = (COLUMNS + LINE - 1) // LINE
-    line = tl.arange(0, LINES) * LINE
-    prefetch(k + element[:, None] + line[None, :])
-    prefetch(v + element[:, None] + line[None, :])
+    LINES: tl.constexpr = (COLUMNS + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS
+    line = tl.arange(0, LINES) * L2_LINE_ELEMENTS
+    prefetch_l2(k + element[:, None] + line[None, :])
+    prefetch_l2(v + element[:, None] + line[None, :])
 
 
 class Scratch:
@@ -466,7 +466,7 @@ def decode_attention(
                 TILE=max(TILE, triton.next_power_of_2(group)), SHARED=cut.tile if seats else 0,
                 WINDOWED=window is not None, SINKS=sinks is not None, NARROW=narrow, PIECES=which,
                 num_warps=reads.warps, num_stages=reads.stages,
-                **(early_launch(q.device) if early else {"EARLY": False}),
+                **(pdl_options(q.device) if early else {"EARLY": False}),
             )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ FIRST_CAPABILITY = (9, 0)  # Hopper
 
 
 @lru_cache
-def early_launch(device: torch.device) -> dict[str, bool]:
+def pdl_options(device: torch.device) -> dict[str, bool]:
     """Further arguments of a launch on `device`: EARLY, for a kernel that then waits by itself, and
     on GPUs that can, Triton's own option.
     """

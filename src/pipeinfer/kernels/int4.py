@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.int4_layout import WORDS_PER_THREAD, INT4_PER_WORD, INT4_TILE_K
 from pipeinfer.kernels.int4_tiles import Int4GemmConfig
-from pipeinfer.kernels.prefetch import prefetch
+from pipeinfer.kernels.prefetch import prefetch_l2
 
 COLUMNS = tl.constexpr(INT4_TILE_K)
 WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)  # of a run
@@ -151,7 +151,7 @@ def _few_rows(
     right = numbers + (split * share).to(tl.int64) * (WIDTH * WORDS) + column[:, None] * WORDS
     left = x + row[:, None] * x_stride + split * (share * COLUMNS)
     if EARLY:
-        prefetch(right + tl.arange(0, RUNS)[None, :] * (WIDTH * WORDS))
+        prefetch_l2(right + tl.arange(0, RUNS)[None, :] * (WIDTH * WORDS))
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     right += tl.arange(0, WORDS)[None, :]
@@ -198,13 +198,13 @@ def _decode(
     tl.store(out + row * DEPTH + run * COLUMNS + tl.arange(0, COLUMNS)[None, :], w)
 
 
-def few_rows(
+def int4_small_m_gemm(
     x: torch.Tensor,
-    numbers: torch.Tensor,
-    kept: torch.Tensor,
-    cut: Int4GemmConfig,
+    packed: torch.Tensor,
+    scales_zeros: torch.Tensor,
+    config: Int4GemmConfig,
     bias: torch.Tensor | None = None,
-    arrived: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product of x [T, depth] with the weights' transpose, plus bias [width].
 
@@ -216,38 +216,38 @@ def few_rows(
     arrived: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
     [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
     """
-    (height, depth), width = x.shape, numbers.shape[1]
-    merged = arrived is not None and cut.split_k > 1
+    (height, depth), width = x.shape, packed.shape[1]
+    merged = counters is not None and config.split_k > 1
     parts = torch.empty(
-        cut.split_k, height, width, device=x.device,
-        dtype=x.dtype if arrived is not None and not merged else torch.float32,
+        config.split_k, height, width, device=x.device,
+        dtype=x.dtype if counters is not None and not merged else torch.float32,
     )  # fmt: skip
     out = torch.empty(1, height, width, dtype=x.dtype, device=x.device) if merged else parts
     if height:
-        halves = _halves(x.dtype, x.device)
-        _few_rows[(width // cut.block_n, cut.split_k, triton.cdiv(height, cut.block_m))](
-            x, numbers, kept.view(torch.int32) if halves else kept, bias, parts, out, arrived,
-            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // kept.shape[0],
-            ROWS=cut.block_m, COUNT=cut.block_n, RUNS=cut.k_tiles, SPLITS=cut.split_k,
+        halves = _pairs_at_once(x.dtype, x.device)
+        _few_rows[(width // config.block_n, config.split_k, triton.cdiv(height, config.block_m))](
+            x, packed, scales_zeros.view(torch.int32) if halves else scales_zeros, bias, parts, out, counters,
+            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // scales_zeros.shape[0],
+            ROWS=config.block_m, COUNT=config.block_n, RUNS=config.k_tiles, SPLITS=config.split_k,
             BIASED=bias is not None, MERGED=merged, HALVES=halves,
-            num_warps=cut.num_warps, num_stages=cut.num_stages, **early_launch(x.device),
+            num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
         )  # fmt: skip
     return out
 
 
-def decode(numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def int4_dequantize(packed: torch.Tensor, scales_zeros: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
-    (runs, width, _), columns = numbers.shape, 32
+    (runs, width, _), columns = packed.shape, 32
     depth = runs * INT4_TILE_K
-    out = torch.empty(width, depth, dtype=dtype, device=numbers.device)
-    halves = _halves(dtype, numbers.device)
+    out = torch.empty(width, depth, dtype=dtype, device=packed.device)
+    halves = _pairs_at_once(dtype, packed.device)
     _decode[(width // columns, runs)](
-        numbers, kept.view(torch.int32) if halves else kept, out, WIDTH=width, DEPTH=depth,
-        GROUP=depth // kept.shape[0], COUNT=columns, HALVES=halves, num_warps=4,
+        packed, scales_zeros.view(torch.int32) if halves else scales_zeros, out, WIDTH=width, DEPTH=depth,
+        GROUP=depth // scales_zeros.shape[0], COUNT=columns, HALVES=halves, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _halves(dtype: torch.dtype, device: torch.device) -> bool:
+def _pairs_at_once(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether two weights are made at once: by instructions that the interpreter has not."""
     return device.type == "cuda" and dtype != torch.float32

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.moe_align import Alignment, align
+from pipeinfer.kernels.early import pdl_options
+from pipeinfer.kernels.moe_align import MoeAlignment, moe_align_block_size
 from pipeinfer.kernels.moe_tiles import MoeGemmConfig, MoeConfig, moe_config
-from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
 from pipeinfer.kernels.scaled_dot import (
     BY_BLOCK,
     BY_ROW,
@@ -41,7 +41,7 @@ from pipeinfer.kernels.triton_e4m3 import as_seen
 
 
 @dataclass(frozen=True)
-class Bounded:
+class ClampedSwiglu:
     """What experts have whose SwiGLU is (up + 1) * gate * sigmoid(slope * gate), gate at most
     `limit` and up within it on both sides.
 
@@ -56,7 +56,7 @@ class Bounded:
 
 
 @triton.jit
-def tile_of(row_blocks, column_blocks, GROUP: tl.constexpr):
+def grouped_tile(row_blocks, column_blocks, GROUP: tl.constexpr):
     """(row block, column block) of this program; GROUP row blocks share columns in the L2 cache."""
     program = tl.program_id(0)
     band = program // (GROUP * column_blocks)
@@ -135,7 +135,7 @@ def _gate_up(
     tl.static_assert((SCALES != BY_BLOCK and SCALES != MXFP4) or SIDE % DEPTH == 0)
     rows_first: tl.constexpr = TURNED == 0
     EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
-    block, part = tile_of(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
+    block, part = grouped_tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
     if EARLY:
         gdc_wait()  # for tokens and their order
         gdc_launch_dependents()
@@ -178,7 +178,7 @@ def _gate_up(
 
 
 @triton.jit
-def ahead(
+def prefetch_weights(
     weight, experts, used, block, column, held, HIDDEN: tl.constexpr, INTER: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -191,8 +191,8 @@ def ahead(
         expert = tl.load(experts + block, volatile=True)
         expert = tl.minimum(tl.maximum(expert, 0), held - 1).to(tl.int64)
         row = expert * HIDDEN + tl.minimum(column, HIDDEN - 1)
-        line = tl.arange(0, (DEPTH + LINE - 1) // LINE) * LINE
-        prefetch(weight + row[:, None] * INTER + tl.minimum(line, INTER - 1)[None, :])
+        line = tl.arange(0, (DEPTH + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS) * L2_LINE_ELEMENTS
+        prefetch_l2(weight + row[:, None] * INTER + tl.minimum(line, INTER - 1)[None, :])
 
 
 @triton.jit(do_not_specialize=["size", "row_blocks", "held"])
@@ -210,10 +210,10 @@ def _down(
     rows_first: tl.constexpr = TURNED == 0
     EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
     deep: tl.constexpr = INTER // EACH
-    block, part = tile_of(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
+    block, part = grouped_tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     if EARLY:
-        ahead(weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH)
+        prefetch_weights(weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH)
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
@@ -268,18 +268,18 @@ def _combine(
     tl.store(out + token * HIDDEN + lane, total, mask=lane < HIDDEN)
 
 
-def experts_mlp(
+def fused_experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    shape: MoeConfig | None = None,
-    first: int = 0,
-    of: int = 0,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    config: MoeConfig | None = None,
+    first_expert: int = 0,
+    num_global_experts: int = 0,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
-    bounded: Bounded | None = None,
+    clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """[T, hidden]: the weighted sum of each token's experts.
 
@@ -294,74 +294,74 @@ def experts_mlp(
     the lower bits, and scales are exponents, uint8 [experts, rows, blocks]: one for each 32 columns
     and others, no NaN, that fill them up to a multiple of 4 (ValueError).
     """
-    by_pair = experts_by_pair(
-        x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale, bounded
+    by_pair = fused_experts_by_pair(
+        x, gate_up, down, topk_weights, topk_ids, config, first_expert, num_global_experts, gate_up_scale, down_scale, clamped
     )
     num_experts = down.shape[0]
-    return sums(by_pair, chosen.contiguous(), first if num_experts < of else None, num_experts)
+    return moe_sum(by_pair, topk_ids.contiguous(), first_expert if num_experts < num_global_experts else None, num_experts)
 
 
-def experts_by_pair(
+def fused_experts_by_pair(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    shape: MoeConfig | None = None,
-    first: int = 0,
-    of: int = 0,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    config: MoeConfig | None = None,
+    first_expert: int = 0,
+    num_global_experts: int = 0,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
-    bounded: Bounded | None = None,
+    clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """[T, top_k, hidden], whose sum over the second dimension `experts_mlp` is, of the same
     arguments. Pairs of experts that are not given are not written.
     """
-    (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], chosen.shape[1]
+    (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], topk_ids.shape[1]
     if tokens == 0:
         return x.new_empty(0, top_k, hidden)
-    tile = shape or moe_config(chosen.numel(), of or num_experts, _bits(gate_up))
-    plan = align(chosen, num_experts, tile.block_m, first)
-    bias = None if bounded is None else bounded.down_bias
-    middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile, bounded)
-    by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile, bias)
+    tile = config or moe_config(topk_ids.numel(), num_global_experts or num_experts, _bits(gate_up))
+    plan = moe_align_block_size(topk_ids, num_experts, tile.block_m, first_expert)
+    bias = None if clamped is None else clamped.down_bias
+    middle = gate_up_gemm(x, gate_up, gate_up_scale, plan, top_k, tile, clamped)
+    by_pair = down_gemm(middle, down, down_scale, topk_weights.contiguous(), plan, tile, bias)
     return by_pair.view(tokens, top_k, hidden)
 
 
-def gated_products(
+def gate_up_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
-    plan: Alignment,
+    alignment: MoeAlignment,
     top_k: int,
-    tile: MoeConfig,
-    bounded: Bounded | None = None,
+    config: MoeConfig,
+    clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """[T * top_k, n]: SwiGLU of each pair's token, by its expert; x, weight [experts, 2 n, hidden]
     and scale as `experts_mlp` has them, plan in blocks of tile.rows. Pairs of experts that are not
     in the plan are not written.
     """
-    slope, limit = (1.0, 0.0) if bounded is None else (bounded.slope, bounded.limit)
-    bias = None if bounded is None else bounded.gate_up_bias
-    hidden, inter, cut = x.shape[1], weight.shape[1] // 2, tile.gate_up
+    slope, limit = (1.0, 0.0) if clamped is None else (clamped.slope, clamped.limit)
+    bias = None if clamped is None else clamped.gate_up_bias
+    hidden, inter, cut = x.shape[1], weight.shape[1] // 2, config.gate_up
     out, scaled = x.new_empty(x.shape[0] * top_k, inter), _scaled(weight, scale)
-    blocks = plan.experts.shape[0]
+    blocks = alignment.expert_ids.shape[0]
     _gate_up[(blocks * triton.cdiv(inter, cut.block_n),)](
-        x, *_seen(weight, scale, bias), out, plan.pairs, plan.experts, plan.used, out.shape[0],
-        x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
-        **scaled, GROUP=tile.group_m, BIASED=bias is not None, SLOPE=slope,
-        LIMIT=limit, **of_cut(cut), **early_launch(x.device),
+        x, *_seen(weight, scale, bias), out, alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, out.shape[0],
+        x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=alignment.block_m,
+        **scaled, GROUP=config.group_m, BIASED=bias is not None, SLOPE=slope,
+        LIMIT=limit, **launch_options(cut), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
-def weighted_products(
+def down_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
-    factors: torch.Tensor,
-    plan: Alignment,
-    tile: MoeConfig,
+    topk_weights: torch.Tensor,
+    alignment: MoeAlignment,
+    config: MoeConfig,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix, and
@@ -370,18 +370,18 @@ def weighted_products(
     x [pairs, n] and factors, as many, contiguous; weight [experts, hidden, n]; bias [experts,
     hidden]; the rest as for `gated_products`.
     """
-    (size, inter), (held, hidden, _), cut = x.shape, weight.shape, tile.down
+    (size, inter), (held, hidden, _), cut = x.shape, weight.shape, config.down
     out, scaled = x.new_empty(size, hidden), _scaled(weight, scale)
-    blocks = plan.experts.shape[0]
+    blocks = alignment.expert_ids.shape[0]
     _down[(blocks * triton.cdiv(hidden, cut.block_n),)](
-        x, *_seen(weight, scale, bias), factors, out, plan.pairs, plan.experts, plan.used, size,
-        blocks, held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, **scaled,
-        GROUP=tile.group_m, BIASED=bias is not None, **of_cut(cut), **early_launch(x.device),
+        x, *_seen(weight, scale, bias), topk_weights, out, alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, size,
+        blocks, held, HIDDEN=hidden, INTER=inter, ROWS=alignment.block_m, **scaled,
+        GROUP=config.group_m, BIASED=bias is not None, **launch_options(cut), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
-def of_cut(cut: MoeGemmConfig) -> dict[str, int]:
+def launch_options(cut: MoeGemmConfig) -> dict[str, int]:
     """The options of one product."""
     options = {"COLUMNS": cut.block_n, "DEPTH": cut.block_k, "TURNED": cut.swap_ab}
     return options | {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
@@ -424,7 +424,7 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
     return {"SCALES": BY_BLOCK.value, "BLOCKS": scale.shape[2]}
 
 
-def sums(by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int) -> torch.Tensor:
+def moe_sum(by_pair: torch.Tensor, topk_ids: torch.Tensor, first_expert: int | None, num_local_experts: int) -> torch.Tensor:
     """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only. chosen
     [T, top_k] is contiguous."""
     tokens, top_k, hidden = by_pair.shape
@@ -432,34 +432,34 @@ def sums(by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: i
     block = min(1024, triton.next_power_of_2(hidden))
     if tokens:
         _combine[(tokens, triton.cdiv(hidden, block))](
-            by_pair, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
-            SOME=first is not None, num_warps=4, **early_launch(by_pair.device),
+            by_pair, topk_ids, out, first_expert or 0, num_local_experts, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
+            SOME=first_expert is not None, num_warps=4, **pdl_options(by_pair.device),
         )  # fmt: skip
     return out
 
 
-def experts_mlp_reference(
+def fused_experts_reference(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    bounded: Bounded | None = None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """The same in float32, expert by expert, rounded at the end."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen.unique().tolist():
-        token, choice = torch.nonzero(chosen == expert, as_tuple=True)
+    for expert in topk_ids.unique().tolist():
+        token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
         both = x[token].float() @ gate_up[expert].float().T
-        if bounded is None:
+        if clamped is None:
             gate, up = both.chunk(2, dim=-1)
             one = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
         else:
-            gate, up = (both + bounded.gate_up_bias[expert].float()).chunk(2, dim=-1)
-            gate, up = gate.clamp(max=bounded.limit), up.clamp(-bounded.limit, bounded.limit)
-            middle = (up + 1) * gate * torch.sigmoid(bounded.slope * gate)
+            gate, up = (both + clamped.gate_up_bias[expert].float()).chunk(2, dim=-1)
+            gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+            middle = (up + 1) * gate * torch.sigmoid(clamped.slope * gate)
             one = middle @ down[expert].float().T
-            if bounded.down_bias is not None:
-                one += bounded.down_bias[expert].float()
-        out.index_add_(0, token, one * weights[token, choice, None].float())
+            if clamped.down_bias is not None:
+                one += clamped.down_bias[expert].float()
+        out.index_add_(0, token, one * topk_weights[token, choice, None].float())
     return out.to(x.dtype)

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.early import pdl_options
 
 CHUNK = 16384  # pairs looked at in one go
 
 
 @dataclass(frozen=True)
-class Alignment:
+class MoeAlignment:
     """`pairs` is cut into blocks of `block` entries; all pairs of a block have one expert.
 
     pairs int32 [capacity]: pair t * top_k + j is choice j of token t; entries that fill up a block
@@ -32,10 +32,10 @@ class Alignment:
     many entries of `pairs` mean anything; blocks past that are undefined.
     """
 
-    pairs: torch.Tensor
-    experts: torch.Tensor
-    used: torch.Tensor
-    block: int
+    sorted_pair_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_padded_pairs: torch.Tensor
+    block_m: int
 
 
 @triton.jit(do_not_specialize=["size", "num_experts", "name_of_0"])
@@ -75,41 +75,41 @@ def _align(
     tl.store(pairs + rest, rest * 0 + size, mask=rest < (first + mine) * BLOCK)
 
 
-def align(chosen: torch.Tensor, num_experts: int, block: int, first: int = 0) -> Alignment:
+def moe_align_block_size(topk_ids: torch.Tensor, num_experts: int, block_m: int, first_expert: int = 0) -> MoeAlignment:
     """Groups the pairs of `chosen`, int [T, top_k]. No synchronisation.
 
     Expert e of the result is `first` + e of `chosen`; pairs of others are left out.
     """
-    size = chosen.numel()
-    chosen = chosen.contiguous()
-    blocks = min(size, num_experts + size // block)
-    result = Alignment(
-        pairs=torch.empty(blocks * block, dtype=torch.int32, device=chosen.device),
-        experts=torch.empty(blocks, dtype=torch.int32, device=chosen.device),
-        used=torch.empty(1, dtype=torch.int32, device=chosen.device),
-        block=block,
+    size = topk_ids.numel()
+    topk_ids = topk_ids.contiguous()
+    blocks = min(size, num_experts + size // block_m)
+    result = MoeAlignment(
+        sorted_pair_ids=torch.empty(blocks * block_m, dtype=torch.int32, device=topk_ids.device),
+        expert_ids=torch.empty(blocks, dtype=torch.int32, device=topk_ids.device),
+        num_padded_pairs=torch.empty(1, dtype=torch.int32, device=topk_ids.device),
+        block_m=block_m,
     )
     chunk = min(CHUNK, max(triton.next_power_of_2(size), 16))
     _align[(num_experts,)](
-        chosen, result.pairs, result.experts, result.used, size, num_experts, first,
-        EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk,
-        num_warps=16 if chunk > 4096 else 8, **early_launch(chosen.device),
+        topk_ids, result.sorted_pair_ids, result.expert_ids, result.num_padded_pairs, size, num_experts, first_expert,
+        EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block_m, CHUNK=chunk,
+        num_warps=16 if chunk > 4096 else 8, **pdl_options(topk_ids.device),
     )  # fmt: skip
     return result
 
 
-def align_reference(
-    chosen: torch.Tensor, num_experts: int, block: int, first: int = 0
-) -> Alignment:
+def moe_align_block_size_reference(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, first_expert: int = 0
+) -> MoeAlignment:
     """The same, expert by expert on the host; no longer than what is used."""
-    flat = chosen.flatten().cpu() - first
+    flat = topk_ids.flatten().cpu() - first_expert
     pairs, experts = [], []
     for expert in range(num_experts):
         mine = torch.nonzero(flat == expert).flatten()
-        blocks = -(-len(mine) // block)
-        filling = mine.new_full((blocks * block - len(mine),), len(flat))
+        blocks = -(-len(mine) // block_m)
+        filling = mine.new_full((blocks * block_m - len(mine),), len(flat))
         pairs.append(torch.cat((mine, filling)))
         experts += [expert] * blocks
     ordered = torch.cat(pairs).to(torch.int32)
     used = torch.tensor([len(ordered)], dtype=torch.int32)
-    return Alignment(ordered, torch.tensor(experts, dtype=torch.int32), used, block)
+    return MoeAlignment(ordered, torch.tensor(experts, dtype=torch.int32), used, block_m)

@@ -19,12 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels import fp8
 from pipeinfer.kernels.e4m3 import E4M3_MAX
-from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.fp8 import MIN_SCALE
-from pipeinfer.kernels.moe import ahead, of_cut, tile_of
-from pipeinfer.kernels.moe_align import Alignment, align
+from pipeinfer.kernels.moe import prefetch_weights, launch_options, grouped_tile
+from pipeinfer.kernels.moe_align import MoeAlignment, moe_align_block_size
 from pipeinfer.kernels.moe_tiles import MoeGemmConfig, MoeConfig, moe_w8a8_config
-from pipeinfer.kernels.rounding import Room, round_parts_reference, store_tile
+from pipeinfer.kernels.rounding import Fp8Output, quantize_groups_reference, store_quantized_tile
 from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
 from pipeinfer.kernels.triton_e4m3 import as_seen
 
@@ -32,13 +32,13 @@ from pipeinfer.kernels.triton_e4m3 import as_seen
 # Tokens have a scale for each SIDE of their values, what is between the products one for each
 # MIDDLE, so that tiles of so few columns can round it. A product of so many values is a sum of the
 # tensor cores; these are scaled and added in float32, in order. No atomics.
-MIDDLE = 64
+INTERMEDIATE_GROUP = 64
 
 
 # Values in e4m3 and their scales, float32; both contiguous. Of rows [rows, n]: [rows, parts]. Of
 # matrices [experts, rows, columns]: [experts, rows, 1], or of blocks of 128 x 128, [experts,
 # rows / 128, columns / 128].
-Scaled = tuple[torch.Tensor, torch.Tensor]
+Fp8Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _gate_up(
     rows_first: tl.constexpr = TURNED == 0
     parts: tl.constexpr = HIDDEN // DEPTH
     ups: tl.constexpr = INTER // SIDE * BLOCKS  # scales of gate, before those of up
-    block, part = tile_of(row_blocks, INTER // COLUMNS, GROUP)
+    block, part = grouped_tile(row_blocks, INTER // COLUMNS, GROUP)
     if EARLY:
         gdc_wait()  # for tokens and their order
         gdc_launch_dependents()
@@ -92,7 +92,7 @@ def _gate_up(
     if BLOCKS == 0:
         total *= along_columns(tl.load(scale + expert * (2 * INTER) + column), rows_first)
     value = _swiglu(tl.trans(total) if TURNED else total, ROWS, COLUMNS)
-    store_tile(
+    store_quantized_tile(
         value, out, out_scale, pair.to(tl.int64), real, part * COLUMNS, INTER, COLUMNS, PART, MOST,
         LEAST_SCALE,
     )  # fmt: skip
@@ -110,10 +110,10 @@ def _down(
     BLOCKS]; held: experts."""
     rows_first: tl.constexpr = TURNED == 0
     parts: tl.constexpr = INTER // DEPTH
-    block, part = tile_of(row_blocks, HIDDEN // COLUMNS, GROUP)
+    block, part = grouped_tile(row_blocks, HIDDEN // COLUMNS, GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     if EARLY:
-        ahead(weight, experts, used, block, column, held, HIDDEN, INTER, ROWS, DEPTH)
+        prefetch_weights(weight, experts, used, block, column, held, HIDDEN, INTER, ROWS, DEPTH)
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
@@ -143,14 +143,14 @@ def _down(
     tl.store(out + row[:, None] * HIDDEN + column[None, :], total, mask=real[:, None])
 
 
-def rounded_by_pair(
-    x: Scaled,
-    gate_up: Scaled,
-    down: Scaled,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    span: tuple[int, int] = (0, 0),
-    shape: MoeConfig | None = None,
+def fused_experts_w8a8_by_pair(
+    x: Fp8Scaled,
+    gate_up: Fp8Scaled,
+    down: Fp8Scaled,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_range: tuple[int, int] = (0, 0),
+    config: MoeConfig | None = None,
 ) -> torch.Tensor:
     """bfloat16 [T, top_k, hidden], for `moe.sums`: each token's experts, times their weights.
 
@@ -159,73 +159,73 @@ def rounded_by_pair(
     top_k]. span: (the first expert that is given, of how many; 0: these are all); pairs of others
     are not written.
     """
-    (tokens, hidden), top_k = x[0].shape, chosen.shape[1]
-    num_experts, (first, of) = len(down[0]), span
+    (tokens, hidden), top_k = x[0].shape, topk_ids.shape[1]
+    num_experts, (first, of) = len(down[0]), expert_range
     if tokens == 0:
         return x[1].new_empty(0, top_k, hidden, dtype=torch.bfloat16)
-    tile = shape or moe_w8a8_config(chosen.numel(), of or num_experts)
-    plan = align(chosen, num_experts, tile.block_m, first)
-    middle = gated_products(x, gate_up, plan, top_k, tile)
-    by_pair = weighted_products(middle, down, weights.contiguous(), plan, tile)
+    tile = config or moe_w8a8_config(topk_ids.numel(), of or num_experts)
+    plan = moe_align_block_size(topk_ids, num_experts, tile.block_m, first)
+    middle = gate_up_gemm_w8a8(x, gate_up, plan, top_k, tile)
+    by_pair = down_gemm_w8a8(middle, down, topk_weights.contiguous(), plan, tile)
     return by_pair.view(tokens, top_k, hidden)
 
 
-def gated_products(x: Scaled, matrices: Scaled, plan: Alignment, top_k: int, tile: MoeConfig) -> Scaled:
+def gate_up_gemm_w8a8(x: Fp8Scaled, matrices: Fp8Scaled, alignment: MoeAlignment, top_k: int, config: MoeConfig) -> Fp8Scaled:
     """[T * top_k, n], MIDDLE to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
     of tile.rows."""
     (values, scale), weight = x, matrices[0]
-    (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, tile.gate_up
-    pairs, blocks = tokens * top_k, plan.experts.shape[0]
-    room = Room.on(values.device, pairs, inter, MIDDLE)
+    (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, config.gate_up
+    pairs, blocks = tokens * top_k, alignment.expert_ids.shape[0]
+    room = Fp8Output.empty(values.device, pairs, inter, INTERMEDIATE_GROUP)
     _gate_up[(blocks * (inter // cut.block_n),)](
-        as_seen(values), scale, as_seen(weight), matrices[1], *room.targets, plan.pairs,
-        plan.experts, plan.used, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
-        PART=MIDDLE, MOST=E4M3_MAX, LEAST_SCALE=MIN_SCALE,
-        **_options(matrices, plan, cut, tile.group_m),
+        as_seen(values), scale, as_seen(weight), matrices[1], *room.kernel_args, alignment.sorted_pair_ids,
+        alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
+        PART=INTERMEDIATE_GROUP, MOST=E4M3_MAX, LEAST_SCALE=MIN_SCALE,
+        **_options(matrices, alignment, cut, config.group_m),
     )  # fmt: skip
-    return room.filled
+    return room.result
 
 
-def weighted_products(
-    x: Scaled, matrices: Scaled, factors: torch.Tensor, plan: Alignment, tile: MoeConfig
+def down_gemm_w8a8(
+    x: Fp8Scaled, matrices: Fp8Scaled, topk_weights: torch.Tensor, alignment: MoeAlignment, config: MoeConfig
 ) -> torch.Tensor:
     """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
     with its expert's matrix; a scale to tile.down.depth values of x."""
     (values, scale), weight = x, matrices[0]
     (pairs, inter), (held, hidden, _) = values.shape, weight.shape
-    cut, blocks = tile.down, plan.experts.shape[0]
+    cut, blocks = config.down, alignment.expert_ids.shape[0]
     out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=values.device)
     _down[(blocks * (hidden // cut.block_n),)](
-        as_seen(values), scale, as_seen(weight), matrices[1], factors, out, plan.pairs,
-        plan.experts, plan.used, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
-        **_options(matrices, plan, cut, tile.group_m),
+        as_seen(values), scale, as_seen(weight), matrices[1], topk_weights, out, alignment.sorted_pair_ids,
+        alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
+        **_options(matrices, alignment, cut, config.group_m),
     )  # fmt: skip
     return out
 
 
-def _options(matrices: Scaled, plan: Alignment, cut: MoeGemmConfig, group: int) -> dict[str, int]:
+def _options(matrices: Fp8Scaled, plan: MoeAlignment, cut: MoeGemmConfig, group: int) -> dict[str, int]:
     """What both products are launched with. BLOCKS: with a scale of their own, in a row of a
     matrix; 0 where rows have one."""
     weight, scale = matrices
     by_row = scale.shape[1] == weight.shape[1]
-    options = {"ROWS": plan.block, "GROUP": group, "BLOCKS": 0 if by_row else scale.shape[2]}
-    return options | of_cut(cut) | early_launch(weight.device)
+    options = {"ROWS": plan.block_m, "GROUP": group, "BLOCKS": 0 if by_row else scale.shape[2]}
+    return options | launch_options(cut) | pdl_options(weight.device)
 
 
-def rounded_by_pair_reference(
-    x: Scaled,
+def fused_experts_w8a8_reference(
+    x: Fp8Scaled,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
 ) -> torch.Tensor:
     """The same in plain torch, float32, of matrices as the numbers that they stand for."""
     rows = x[0].float() * x[1].repeat_interleave(fp8.SCALE_BLOCK, 1)
-    out = rows.new_zeros(*chosen.shape, rows.shape[1])
-    for expert in chosen.unique().tolist():
-        token, choice = torch.nonzero(chosen == expert, as_tuple=True)
+    out = rows.new_zeros(*topk_ids.shape, rows.shape[1])
+    for expert in topk_ids.unique().tolist():
+        token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
         gate, up = (rows[token] @ gate_up[expert].T).chunk(2, dim=-1)
-        middle, scale = round_parts_reference(torch.nn.functional.silu(gate) * up, MIDDLE)
-        wide = middle.float() * scale.repeat_interleave(MIDDLE, 1)
-        out[token, choice] = wide @ down[expert].T * weights[token, choice, None].float()
+        middle, scale = quantize_groups_reference(torch.nn.functional.silu(gate) * up, INTERMEDIATE_GROUP)
+        wide = middle.float() * scale.repeat_interleave(INTERMEDIATE_GROUP, 1)
+        out[token, choice] = wide @ down[expert].T * topk_weights[token, choice, None].float()
     return out

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.rounding import Room, round_parts_reference, store_rounded
+from pipeinfer.kernels.early import pdl_options
+from pipeinfer.kernels.rounding import Fp8Output, quantize_groups_reference, store_quantized
 
-THREAD = 4  # values of a vector that a thread has, at most
+NORM_VALUES_PER_THREAD = 4  # values of a vector that a thread has, at most
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _norm(
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     normed = value * scale * factor
     if PART:
-        store_rounded(normed, out, out_scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+        store_quantized(normed, out, out_scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
         if KEEPS:
             tl.store(plain + row * SIZE + lane, normed, mask=inside)
     else:
@@ -82,25 +82,25 @@ def rms_norm(
     return out
 
 
-def rounded_norm(
+def rms_norm_quantized(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
-    part: int = 0,
-    plain: torch.Tensor | None = None,
+    group_size: int = 0,
+    unquantized_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rms_norm`, or as `sum_norm` for x float32 [P, T, size]: (e4m3 [T, size], float32 scales
     [T, size / part]), rounded once; part 0: a scale a row. plain: [T, size], contiguous, where the
     norm itself is wanted, too."""
-    room = Room.on(x.device, *x.shape[-2:], part)
+    room = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
     values, scale = room.targets
-    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale, plain)
+    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale, unquantized_out)
     return room.filled
 
 
-def sum_norm(
+def sum_rms_norm(
     partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """`rms_norm` of residual [T, size] plus the sum of partials [P, T, size], any float dtype.
@@ -118,8 +118,8 @@ def _block(x: torch.Tensor) -> dict[str, Any]:
     block = triton.next_power_of_2(x.shape[-1])
     return {
         "SIZE": x.shape[-1], "BLOCK": block, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0,
-        "num_warps": min(max(block // (32 * THREAD), 1), 16),
-    } | early_launch(x.device)  # fmt: skip
+        "num_warps": min(max(block // (32 * NORM_VALUES_PER_THREAD), 1), 16),
+    } | pdl_options(x.device)  # fmt: skip
 
 
 def _launch(
@@ -157,16 +157,16 @@ def rms_norm_reference(
     return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), factor, eps).to(x.dtype)
 
 
-def rounded_norm_reference(
+def rms_norm_quantized_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
-    part: int = 0,
+    group_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rounded_norm` in plain torch."""
     total = x.float().sum(0) if x.dim() == 3 else x.float()
     if residual is not None:
         total = residual.copy_(total + residual.float()).float()
-    return round_parts_reference(rms_norm_reference(total, weight, eps, offset=offset), part)
+    return quantize_groups_reference(rms_norm_reference(total, weight, eps, offset=offset), group_size)

@@ -19,12 +19,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.e4m3 import E4M3, E4M3_MAX
-from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.fp8 import MIN_SCALE, quantize_rows
 from pipeinfer.kernels.swiglu import swiglu_reference
 from pipeinfer.kernels.triton_e4m3 import as_seen, nearest
 
-THREAD = 16  # values of a thread, where a program may have so many
+QUANTIZE_VALUES_PER_THREAD = 16  # values of a thread, where a program may have so many
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _store_parts(
 
 
 @triton.jit
-def store_rounded(
+def store_quantized(
     values, out, scale, row, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def store_rounded(
 
 
 @triton.jit
-def store_tile(
+def store_quantized_tile(
     values, out, scale, row, real, begin, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _round(
 
 
 @dataclass(frozen=True)
-class Room:
+class Fp8Output:
     """For rows [T, size] in e4m3 and their scales, and what kernels that fill it have to know.
 
     part: values that share a scale, 0: all of a row.
@@ -138,61 +138,61 @@ class Room:
     scale: torch.Tensor
 
     @classmethod
-    def on(cls, device: torch.device, rows: int, size: int, part: int) -> Room:
+    def empty(cls, device: torch.device, rows: int, size: int, part: int) -> Fp8Output:
         return cls(
             torch.empty(rows, size, dtype=E4M3, device=device),
             torch.empty(rows, size // (part or size), dtype=torch.float32, device=device),
         )
 
     @property
-    def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernel_args(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As kernels are to be given them."""
         return as_seen(self.values), self.scale
 
     @property
-    def filled(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.values, self.scale
 
     @property
-    def options(self) -> dict[str, float]:
+    def launch_options(self) -> dict[str, float]:
         """Of a launch with a program a row, but for blocks and warps."""
         size = self.values.shape[1]
         given: dict[str, float] = {"SIZE": size, "PART": size // self.scale.shape[1]}
         given |= {"MOST": E4M3_MAX, "LEAST_SCALE": MIN_SCALE}
-        return given | early_launch(self.values.device)
+        return given | pdl_options(self.values.device)
 
 
-def _rounded(
+def _quantized(
     x: torch.Tensor, size: int, part: int, gated: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    room = Room.on(x.device, len(x), size, part)
+    room = Fp8Output.empty(x.device, len(x), size, part)
     block = 1 << (size.bit_length() - 1)
     rest = max(triton.next_power_of_2(size - block), part, 1)
     if len(x):
         _round[(len(x),)](
-            x, *room.targets, x.stride(0), BLOCK=block, REST=rest, GATED=gated,
-            num_warps=min(max(block // (32 * THREAD), 1), 32), **room.options,
+            x, *room.kernel_args, x.stride(0), BLOCK=block, REST=rest, GATED=gated,
+            num_warps=min(max(block // (32 * QUANTIZE_VALUES_PER_THREAD), 1), 32), **room.launch_options,
         )  # fmt: skip
-    return room.filled
+    return room.result
 
 
-def round_parts(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_groups(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [T, n], float32 scales [T, n / part]) of x [T, n], any float dtype, strided rows; part
     0: all of a row."""
-    return _rounded(x, x.shape[1], part, gated=False)
+    return _quantized(x, x.shape[1], group_size, gated=False)
 
 
-def round_gated(merged: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize_groups(merged: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """As `round_parts`, of SwiGLU of merged [T, 2 n], gate first, which is not rounded before."""
-    return _rounded(merged, merged.shape[1] // 2, part, gated=True)
+    return _quantized(merged, merged.shape[1] // 2, group_size, gated=True)
 
 
-def round_parts_reference(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_groups_reference(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
-    rounded, scale = quantize_rows(x.unflatten(1, (-1, part or x.shape[1])))
+    rounded, scale = quantize_rows(x.unflatten(1, (-1, group_size or x.shape[1])))
     return rounded.flatten(1), scale.flatten(1)
 
 
-def round_gated_reference(merged: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize_groups_reference(merged: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
-    return round_parts_reference(swiglu_reference(merged.float()), part)
+    return quantize_groups_reference(swiglu_reference(merged.float()), group_size)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.early import pdl_options
+from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
 from pipeinfer.kernels.scaled_dot import BY_BLOCK, BY_ROW, SIDE, UNSCALED, dot, nothing
 from pipeinfer.kernels.skinny_tiles import GemmConfig
 
@@ -56,11 +56,11 @@ def _product(
     depth = split * share + tl.arange(0, STEP)
     right = weight + column.to(tl.int64)[:, None] * DEPTH + depth[None, :]
     if EARLY:
-        lines = tl.arange(0, AHEAD * STEP // LINE) * LINE
+        lines = tl.arange(0, AHEAD * STEP // L2_LINE_ELEMENTS) * L2_LINE_ELEMENTS
         first = weight + column.to(tl.int64)[:, None] * DEPTH + split * share + lines[None, :]
-        prefetch(first)
+        prefetch_l2(first)
         if GATED:
-            prefetch(first + WIDTH * DEPTH)
+            prefetch_l2(first + WIDTH * DEPTH)
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     left = x + row[:, None] * x_stride + depth[None, :]
@@ -121,7 +121,7 @@ def _launch(
         ROWS=config.block_m, COLUMNS=config.block_n, STEP=config.block_k, SPLITS=config.split_k, GATED=gated,
         BIASED=bias is not None, SCALES=kind.value,
         AHEAD=min(PREFETCHED_STEPS, depth // (config.split_k * config.block_k)),
-        num_warps=config.num_warps, num_stages=config.num_stages, **early_launch(x.device),
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
     )  # fmt: skip
 
 

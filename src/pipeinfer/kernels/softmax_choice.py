@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.early import pdl_options
 
-ROWS = 4  # tokens of a program, each by a warp of its own
+TOKENS_PER_PROGRAM = 4  # tokens of a program, each by a warp of its own
 LEAST = tl.constexpr(-(1 << 63))
 
 
@@ -69,8 +69,8 @@ def _choose(
     tl.store(chosen + at, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=kept)
 
 
-def softmax_choice(
-    scores: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype
+def topk_softmax(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights of `dtype`, experts int32), both [T, top_k], the best first.
 
@@ -79,27 +79,27 @@ def softmax_choice(
     lower expert's comes first. normalize: the weights add up to one, in float32. Scores that are no
     numbers give weights that are none, of experts that there are.
     """
-    rows, experts = scores.shape[-2:]
-    weights = torch.empty(rows, top_k, dtype=dtype, device=scores.device)
-    chosen = torch.empty(rows, top_k, dtype=torch.int32, device=scores.device)
+    rows, experts = router_logits.shape[-2:]
+    weights = torch.empty(rows, top_k, dtype=dtype, device=router_logits.device)
+    chosen = torch.empty(rows, top_k, dtype=torch.int32, device=router_logits.device)
     if rows:
-        _choose[(triton.cdiv(rows, ROWS),)](
-            scores, weights, chosen, rows, scores.stride(-2), scores.stride(0),
-            PARTIALS=scores.shape[0] if scores.dim() == 3 else 0, EXPERTS=experts,
+        _choose[(triton.cdiv(rows, TOKENS_PER_PROGRAM),)](
+            router_logits, weights, chosen, rows, router_logits.stride(-2), router_logits.stride(0),
+            PARTIALS=router_logits.shape[0] if router_logits.dim() == 3 else 0, EXPERTS=experts,
             BLOCK=triton.next_power_of_2(experts), TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k), NORMALIZE=normalize, ROWS=ROWS, num_warps=ROWS,
-            **early_launch(scores.device),
+            CHOICES=triton.next_power_of_2(top_k), NORMALIZE=renormalize, ROWS=TOKENS_PER_PROGRAM, num_warps=TOKENS_PER_PROGRAM,
+            **pdl_options(router_logits.device),
         )  # fmt: skip
     return weights, chosen
 
 
-def softmax_choice_reference(
-    scores: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype
+def topk_softmax_reference(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
-    wide = scores.float() if scores.dim() == 2 else scores.sum(0).to(dtype).float()
+    wide = router_logits.float() if router_logits.dim() == 2 else router_logits.sum(0).to(dtype).float()
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = wide.softmax(-1).gather(1, chosen)
-    if normalize:
+    if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(dtype), chosen.int()

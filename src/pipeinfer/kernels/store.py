@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels import e4m3
-from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.hadamard import hadamard_half_block, hadamard_transform
 from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
 
@@ -190,7 +190,7 @@ def rotate_and_store(
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
             NORM=q_norm is not None, OFFSET=offset, TABLE=positions is not None,
             SHIFT=narrow and shift is not None, RUN=hadamard_half_block(dim) if narrow else 0, NARROW=narrow,
-            num_warps=max(group * block // 256, 1), **early_launch(qkv.device),
+            num_warps=max(group * block // 256, 1), **pdl_options(qkv.device),
         )  # fmt: skip
     return queries
 

@@ -49,8 +49,8 @@ class Int4Products:
         how = int4_gemm_config(x.shape[0], values.numbers.shape[1], x.shape[1])
         if how is not None:
             kept = values.numbers, values.kept
-            return self._kernels.few_rows(x, *kept, how, bias, self._arrived)[0]
-        weight = self._kernels.decode(values.numbers, values.kept, x.dtype)
+            return self._kernels.int4_small_m_gemm(x, *kept, how, bias, self._arrived)[0]
+        weight = self._kernels.int4_dequantize(values.numbers, values.kept, x.dtype)
         return functional.linear(x, weight, bias)
 
     def later(
@@ -59,5 +59,5 @@ class Int4Products:
         how = int4_gemm_config(x.shape[0], values.numbers.shape[1], x.shape[1])
         if how is None:
             return None
-        parts = self._kernels.few_rows(x, values.numbers, values.kept, how, bias)
+        parts = self._kernels.int4_small_m_gemm(x, values.numbers, values.kept, how, bias)
         return PartialSum(parts, self._skinny)

@@ -20,8 +20,8 @@ from pipeinfer.layers.rounded import RowRounding, Rows
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeinfer.kernels.moe import Bounded
-    from pipeinfer.kernels.moe_e4m3 import Scaled
+    from pipeinfer.kernels.moe import ClampedSwiglu
+    from pipeinfer.kernels.moe_e4m3 import Fp8Scaled
     from pipeinfer.layers.placement import Placement
 
 Grouped = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ class StackedExperts:
     down: tuple[torch.Tensor, torch.Tensor | None]
     first: int
     of: int
-    bounded: Bounded | None = None
+    bounded: ClampedSwiglu | None = None
     rounding: RowRounding | None = None
 
     @property
@@ -61,14 +61,14 @@ class TritonExperts:
         """x [T, hidden], weights and experts [T, top_k] to the weighted sums [T, hidden]."""
         stack = self._stack
         if stack.rounding is not None:
-            from pipeinfer.kernels.moe import sums
+            from pipeinfer.kernels.moe import moe_sum
 
             by_pair = self._by_pair_in_fp8(stack.rounding, x, weights, experts)
             first = stack.first if stack.count < stack.of else None
-            return sums(by_pair, experts.contiguous(), first, stack.count)
-        from pipeinfer.kernels.moe import experts_mlp
+            return moe_sum(by_pair, experts.contiguous(), first, stack.count)
+        from pipeinfer.kernels.moe import fused_experts
 
-        return experts_mlp(*self._arguments(x, weights, experts))
+        return fused_experts(*self._arguments(x, weights, experts))
 
     def unsummed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """[top_k, T, hidden], of which `summed` are the sums; all experts are this rank's."""
@@ -76,9 +76,9 @@ class TritonExperts:
         if stack.rounding is not None:
             by_pair = self._by_pair_in_fp8(stack.rounding, x, weights, experts)
         else:
-            from pipeinfer.kernels.moe import experts_by_pair
+            from pipeinfer.kernels.moe import fused_experts_by_pair
 
-            by_pair = experts_by_pair(*self._arguments(x, weights, experts))
+            by_pair = fused_experts_by_pair(*self._arguments(x, weights, experts))
         return by_pair.transpose(0, 1)
 
     def _arguments(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> tuple[Any, ...]:
@@ -90,12 +90,12 @@ class TritonExperts:
     def _by_pair_in_fp8(
         self, rounding: RowRounding, x: Rows, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        from pipeinfer.kernels.moe_e4m3 import rounded_by_pair
+        from pipeinfer.kernels.moe_e4m3 import fused_experts_w8a8_by_pair
 
         stack, rows = self._stack, x if x.dtype == E4M3 else rounding.rows(x)
         taken, span = (rows.values, rows.scale), (stack.first, stack.of)
-        gate_up, down = cast("Scaled", stack.gate_up), cast("Scaled", stack.down)
-        return rounded_by_pair(taken, gate_up, down, weights, experts, span)
+        gate_up, down = cast("Fp8Scaled", stack.gate_up), cast("Fp8Scaled", stack.down)
+        return fused_experts_w8a8_by_pair(taken, gate_up, down, weights, experts, span)
 
 
 class TorchExperts:

@@ -53,9 +53,9 @@ class RowRounding:
         from pipeinfer.kernels import norm, rounding
 
         self._part, self._keeps = part, keeps
-        self._norm = norm.rounded_norm
-        self._gated = rounding.round_gated
-        self._rows = rounding.round_parts
+        self._norm = norm.rms_norm_quantized
+        self._gated = rounding.swiglu_quantize_groups
+        self._rows = rounding.quantize_groups
 
     def norm(
         self,

@@ -88,9 +88,9 @@ def _choice_on(device: torch.device) -> Choice:
     kernel on a GPU, which also sums scores [P, T, experts]."""
     if device.type != "cuda":
         return _by_torch
-    from pipeinfer.kernels.softmax_choice import softmax_choice
+    from pipeinfer.kernels.softmax_choice import topk_softmax
 
-    return softmax_choice
+    return topk_softmax
 
 
 def _by_torch(

@@ -61,7 +61,7 @@ class SkinnyProducts:
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the splits [P, T, size] of a product; see Summing."""
-        return self._norm.sum_norm(partial, residual, weight, eps), residual
+        return self._norm.sum_rms_norm(partial, residual, weight, eps), residual
 
 
 @lru_cache(maxsize=8)
