@@ -32,7 +32,7 @@ from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.decode_pieces import DecodeTiles, Reads  # noqa: E402
+from pipeinfer.kernels.decode_pieces import DecodeConfig, LoadConfig  # noqa: E402
 from pipeinfer.kernels.tables import GraphShape  # noqa: E402
 from pipeinfer.memory import shared_prefixes  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
@@ -162,8 +162,8 @@ def checked(work):
 hurry()
 shared_prefixes.LEAST = 16  # tokens: prompts here are short
 graph_shapes.SHARING = graphs.SHARING = 2
-READ = Reads(block=16, warps=4, stages=2)
-FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
+READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
+FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
 hybrid.cut = lambda *_: FEW
 calibrate.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()

@@ -245,8 +245,8 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
     apply(admitted=admitted, fields=fields, edits=said)
     apply(slots=np.array([3], np.int32), columns=np.array([95], np.int32),
           pages=np.array([77], np.int32))  # fmt: skip
-    assert np.argwhere(state.by_slot.table.numpy()).tolist() == [[3, 95]]
-    assert state.by_slot.table[3, 95] == 77
+    assert np.argwhere(state.by_slot.page_table.numpy()).tolist() == [[3, 95]]
+    assert state.by_slot.page_table[3, 95] == 77
     assert state.edits.counts.nonzero().view(-1).tolist() == [0, 11]
     for one in said:
         assert state.edits.counts[one.slot] == len(one.ids)
@@ -355,16 +355,16 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
         step = alike_decodes(decodes, prompts, 16)
         return graphs.fitting(step if shares else replace(step, shared_prefixes=None))
 
-    assert fitting(130) == Shape(192, 192, 0, shares=True)
+    assert fitting(130) == Shape(192, 192, 0, shared_prefix=True)
     assert fitting(130, shares=False) == Shape(136, 136, 0)
-    assert fitting(SHARING) == Shape(16, 16, 0, shares=True)
+    assert fitting(SHARING) == Shape(16, 16, 0, shared_prefix=True)
     assert fitting(SHARING - 1) == decode_only(8), "so few read as fast each for itself"
-    assert fitting(60, 30) == Shape(128, 64, 32, shares=True)
-    assert fitting(65, 30) == Shape(128, 96, 32, shares=True), "as many decodes as it has room for"
+    assert fitting(60, 30) == Shape(128, 64, 32, shared_prefix=True)
+    assert fitting(65, 30) == Shape(128, 96, 32, shared_prefix=True), "as many decodes as it has room for"
     assert fitting(65, 30, shares=False) == Shape(128, 96, 32)
     graphs.slow = frozenset((128,))
-    assert fitting(60, 30) == Shape(192, 64, 32, shares=True)
-    assert fitting(128) == Shape(128, 128, 0, shares=True), "which has no prompts"
+    assert fitting(60, 30) == Shape(192, 64, 32, shared_prefix=True)
+    assert fitting(128) == Shape(128, 128, 0, shared_prefix=True), "which has no prompts"
     graphs.sharing = ()
     assert fitting(130) == Shape(136, 136, 0), "until those are captured, each reads for itself"
 
@@ -372,7 +372,7 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     usual = [*map(decode_only, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
     few = shared_prefix_variants(usual)
-    assert all(room.shares and room.decodes >= SHARING for room in few)
+    assert all(room.shared_prefix and room.decodes >= SHARING for room in few)
     assert not {replace(room, shares=False) for room in few} - set(usual)
     assert len(few) < len(usual) / 2
     decodes = [room.decodes for room in few if not room.prefills]
@@ -387,8 +387,8 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     assert [replace(room, shares=False) for room in first] == eager_and_deferred(usual)[0], (
         "as many at once"
     )
-    assert [room for room in first if room.shares] == [room for room in first if twin(room) in few]
-    rest = [room for room in left if room.shares]
+    assert [room for room in first if room.shared_prefix] == [room for room in first if twin(room) in few]
+    rest = [room for room in left if room.shared_prefix]
     alone_left = sum(not room.prefills for room in left)
     assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"
 
@@ -423,15 +423,15 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
 
     captured(graphs, first)
     assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
-    assert all(room.shares == (room.decodes >= SHARING) for room in graphs.mixed)
+    assert all(room.shared_prefix == (room.decodes >= SHARING) for room in graphs.mixed)
     for shares in (False, True):
-        assert fitting(40, 0, shares) == Shape(48, 48, 0, shares=True)
-        assert fitting(20, 20, shares) == Shape(128, 64, 32, shares=True)
+        assert fitting(40, 0, shares) == Shape(48, 48, 0, shared_prefix=True)
+        assert fitting(20, 20, shares) == Shape(128, 64, 32, shared_prefix=True)
         assert fitting(4, 0, shares) == decode_only(4)
     step = replace(alike_decodes(48, 0, 16), shared_prefixes=None)
-    assert graphs.like(decode_only(48), step) == Shape(48, 48, 0, shares=True)
+    assert graphs.like(decode_only(48), step) == Shape(48, 48, 0, shared_prefix=True)
     captured(graphs, left)
-    assert not any(room.shares for room in graphs.mixed)
+    assert not any(room.shared_prefix for room in graphs.mixed)
     assert graphs.decodes == decode_ladder(64) and graphs.like(
         decode_only(48), step
     ) == decode_only(48)

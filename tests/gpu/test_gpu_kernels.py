@@ -39,7 +39,7 @@ from kernels.softmax_choice_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
 from pipeinfer.attention.hybrid import cut  # noqa: E402
-from pipeinfer.kernels.decode_pieces import most_pieces, room_for  # noqa: E402
+from pipeinfer.kernels.decode_pieces import max_total_splits, empty_splits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -53,8 +53,8 @@ def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(narrow, dim, 
     if narrow:
         case.in_8_bits(attention.UNIT_KV_SCALES)
     how = cut(rows, 1, dim, narrow)
-    case.pieces = room_for(most_pieces(rows, how), case.q.device)
-    case.scratch = attention.Scratch(rows, len(case.pieces), (4, 1, dim), case.q.device)
+    case.pieces = empty_splits(max_total_splits(rows, how), case.q.device)
+    case.scratch = attention.DecodeWorkspace(rows, len(case.pieces), (4, 1, dim), case.q.device)
     for window in (None, 512):
         expected = case.expected(window)
         assert relative_error(case.run(how, window), expected) < 3 * TOLERANCE[torch.bfloat16]
@@ -69,7 +69,7 @@ def test_kernels_that_start_early_read_nothing_too_early():
         query = torch.zeros_like(case.q)
         query.copy_(case.q)  # the kernel before
         attention.decode_attention(
-            query, case.k, case.v, case.rows(), case.scale, out, case.scratch, cut, early=True
+            query, case.k, case.v, case.rows(), case.scale, out, case.scratch, cut, use_pdl=True
         )
         assert torch.equal(out, expected)
 

@@ -16,12 +16,12 @@ from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
 from pipeinfer.kernels import expand as module
 from pipeinfer.kernels.tables import (
-    BAN_HEAD,
+    BAD_WORDS_HEADER,
     NO_LOGITS,
-    BansBySlot,
-    BySlot,
+    SlotBadWords,
+    SlotTables,
     DeviceStep,
-    EditsBySlot,
+    SlotLogitBias,
     GraphShape,
 )
 
@@ -37,7 +37,7 @@ def ints(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def given(counts, starts, logits_rows, page_size, seed=0) -> tuple[dict, BySlot]:
+def given(counts, starts, logits_rows, page_size, seed=0) -> tuple[dict, SlotTables]:
     """What is uploaded of rows of these counts, 0 for padding, and all that lies in the slots."""
     choose = seeded(seed)
     longest = max(start + count for start, count in zip(starts, counts, strict=True))
@@ -54,9 +54,9 @@ def given(counts, starts, logits_rows, page_size, seed=0) -> tuple[dict, BySlot]
         "logits_rows": ints(logits_rows),
         "tokens": tokens.to(DEVICE),
     }
-    held = BySlot(pages.view(slots, width).to(DEVICE), state.int().to(DEVICE),
+    held = SlotTables(pages.view(slots, width).to(DEVICE), state.int().to(DEVICE),
                   torch.arange(1000, 1000 + slots, device=DEVICE), WIDE, NARROW)  # fmt: skip
-    held.table[-1] = 0
+    held.page_table[-1] = 0
     return uploaded, held
 
 
@@ -65,7 +65,7 @@ def full(*size: int, dtype=torch.int32) -> torch.Tensor:
 
 
 def room(
-    uploaded: dict, held: BySlot, tokens: int, logits: int, prefills=0, listed=0, with_pages=0,
+    uploaded: dict, held: SlotTables, tokens: int, logits: int, prefills=0, listed=0, with_pages=0,
     padded=True,
 ) -> DeviceStep:  # fmt: skip
     """A step with that upload. listed: capacity of kv_indices, 0: they are the whole page table;
@@ -76,8 +76,8 @@ def room(
         input_ids=full(tokens, dtype=long), positions=full(tokens, dtype=long),
         slot_mapping=full(tokens, dtype=long), qo_indptr=full(rows + 1),
         prefill_qo_indptr=full(prefills + 1), seq_lens=full(rows), last_page_len=full(rows),
-        kv_indptr=full(rows + 1), kv_indices=full(listed) if listed else held.table.view(-1),
-        block_table=full(with_pages, held.table.shape[1]), logits_indices=full(logits, dtype=long),
+        kv_indptr=full(rows + 1), kv_indices=full(listed) if listed else held.page_table.view(-1),
+        block_table=full(with_pages, held.page_table.shape[1]), logits_indices=full(logits, dtype=long),
         write_slots=full(logits, dtype=long), sample_positions=full(logits, dtype=long),
         sampling_words=full(WORDS * logits), lists_pages=listed > 0,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_a_row_longer_than_a_program_is_written_whole(monkeypatch):
     given_rows = given([90, 1, 130], [5, 70, 40], [0, 1, 2], 2)
     size = (240, 3, 2, 300, 2)
     mine, theirs = room(*given_rows, *size), room(*given_rows, *size)
-    by_triton.expand(mine, given_rows[1], 2)
+    by_triton.prepare_inputs(mine, given_rows[1], 2)
     expand_reference(theirs, given_rows[1], 2)
     assert_same(mine, theirs)
 
@@ -177,10 +177,10 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
                 if position < int(until[slot, at]):
                     expected[row, column] = float("-inf")
     where = [torch.tensor(part, device=DEVICE) for part in (rows, positions)]
-    none = BansBySlot(
+    none = SlotBadWords(
         ints([[0] * 30] * slots), 4, 8, torch.zeros(slots, dtype=torch.int64, device=DEVICE)
     )
-    kernels.edit(logits, *where, EditsBySlot(ints(counts), words, none), first_id, added)
+    kernels.edit(logits, *where, SlotLogitBias(ints(counts), words, none), first_id, added)
     assert torch.equal(logits.cpu(), expected)
 
 
@@ -192,12 +192,12 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
     recent, room, begin = 4, 8, 5
     choose = numbers(many)
     last = torch.zeros(many, dtype=torch.int64, device=DEVICE)
-    bans = BansBySlot(
-        torch.zeros(many, BAN_HEAD + recent + room + 1 + 40, dtype=torch.int32, device=DEVICE),
+    bans = SlotBadWords(
+        torch.zeros(many, BAD_WORDS_HEADER + recent + room + 1 + 40, dtype=torch.int32, device=DEVICE),
         recent, room, last,
     )  # fmt: skip
     empty = torch.zeros(3, many, 1, dtype=torch.int32, device=DEVICE)
-    edits = EditsBySlot(torch.zeros(many, dtype=torch.int32, device=DEVICE), empty, bans)
+    edits = SlotLogitBias(torch.zeros(many, dtype=torch.int32, device=DEVICE), empty, bans)
     spelled = [
         [choose.integers(0, 2, choose.integers(2, 5)).tolist() for _ in range(choose.integers(9))]
         for _ in range(many)
@@ -208,10 +208,10 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
         ends = np.cumsum([0, *map(len, sequences)])
         head = [len(sequences), begin, begin + 1, max(map(len, sequences), default=0)]
         words = np.zeros(bans.words.shape[1], np.int32)
-        words[:BAN_HEAD], words[BAN_HEAD + begin % recent] = head, outputs[slot][0]
-        words[BAN_HEAD + recent :][: len(ends)] = ends
+        words[:BAD_WORDS_HEADER], words[BAD_WORDS_HEADER + begin % recent] = head, outputs[slot][0]
+        words[BAD_WORDS_HEADER + recent :][: len(ends)] = ends
         listed = [token for sequence in sequences for token in sequence]
-        words[BAN_HEAD + recent + room + 1 :][: ends[-1]] = listed
+        words[BAD_WORDS_HEADER + recent + room + 1 :][: ends[-1]] = listed
         bans.words[slot] = torch.from_numpy(words)
     for position in range(begin + 1, begin + 12):
         slots = choose.permutation(many)

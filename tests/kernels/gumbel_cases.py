@@ -102,9 +102,9 @@ def test_words_are_those_of_the_reference_bit_for_bit_and_variates_almost():
     _draw[(rows,)](
         seeds, torch.from_numpy(POSITIONS).to(DEVICE), words, variates, single, COUNT=count
     )
-    lanes = noise.words(SEEDS[:, None], POSITIONS[:, None], np.arange(count // 4)[None])
+    lanes = noise.philox_words(SEEDS[:, None], POSITIONS[:, None], np.arange(count // 4)[None])
     assert np.array_equal(words.cpu(), np.stack(lanes, axis=-1).reshape(rows, count))
-    expected = noise.gumbel(SEEDS, POSITIONS, count)
+    expected = noise.gumbel_noise(SEEDS, POSITIONS, count)
     assert np.abs(variates.cpu().numpy() - expected).max() < 6e-6
     assert torch.equal(single, variates)
 
@@ -116,7 +116,7 @@ def test_uniforms_are_exact_and_variates_close_over_the_whole_range():
     uniforms, variates = torch.empty(2, 8192, device=DEVICE)
     _convert[(1,)](torch.from_numpy(words).to(DEVICE), uniforms, variates, COUNT=8192)
     exact = words.astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
-    assert np.array_equal(uniforms.cpu(), np.minimum(exact, noise.LARGEST))
+    assert np.array_equal(uniforms.cpu(), np.minimum(exact, noise.LARGEST_UNIFORM))
     expected = -np.log(-np.log1p(-uniforms.cpu().double().numpy()))
     assert np.abs(variates.cpu().numpy() - expected).max() < 6e-6
 

@@ -14,7 +14,7 @@ from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine.sampling import SplitSampler
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import by_triton, gumbel
-from pipeinfer.kernels.offers import choose, offer
+from pipeinfer.kernels.offers import global_argmax, local_argmax
 
 
 def together(logits, knobs, ranks, **target):
@@ -24,8 +24,8 @@ def together(logits, knobs, ranks, **target):
     share = -(-vocab // ranks)
     starts = [min(rank * share, vocab) for rank in range(ranks)]
     parts = [(start, logits[:, start : start + share]) for start in starts]
-    offers = [offer(part, temperature, seeds, positions, start) for start, part in parts]
-    return ids_of(choose(torch.stack(offers), temperature, **target))
+    offers = [local_argmax(part, temperature, seeds, positions, start) for start, part in parts]
+    return ids_of(global_argmax(torch.stack(offers), temperature, **target))
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_offers_stay_small_and_rows_are_the_same_in_any_batch(monkeypatch):
     monkeypatch.setattr(gumbel, "BLOCK", 256)
     logits = randn(6, 9, 500, dtype=torch.bfloat16)
     temperature, *_, seeds, positions = mixed(9, 500, 5)
-    whole = offer(logits, temperature, seeds, positions, 5001)
+    whole = local_argmax(logits, temperature, seeds, positions, 5001)
     assert whole.shape == (9, 2)
-    alone = offer(logits[3:4], temperature[3:4], seeds[3:4], positions[3:4], 5001)
+    alone = local_argmax(logits[3:4], temperature[3:4], seeds[3:4], positions[3:4], 5001)
     assert torch.equal(alone[0], whole[3])
-    none = offer(logits[:0], temperature[:0], seeds[:0], positions[:0], 0)
-    assert choose(torch.stack([none, none]), temperature[:0]).shape == (0, 2)
+    none = local_argmax(logits[:0], temperature[:0], seeds[:0], positions[:0], 0)
+    assert global_argmax(torch.stack([none, none]), temperature[:0]).shape == (0, 2)
 
 
 class OneRank:

@@ -27,9 +27,9 @@ def in_turn(logits, ids, most, ranks):
     share = -(-logits.shape[1] // ranks)
     firsts = [min(rank * share, logits.shape[1]) for rank in range(ranks)]
     parts = [(logits[:, first : first + share], first) for first in firsts]
-    own = torch.stack([by_triton.own_keys(part, ids, first) for part, first in parts]).amax(0)
-    said = [by_triton.survey(part, own, most, first) for part, first in parts]
-    return by_triton.tell(torch.stack(said), own)
+    own = torch.stack([by_triton.logit_keys(part, ids, first) for part, first in parts]).amax(0)
+    said = [by_triton.local_topk(part, own, most, first) for part, first in parts]
+    return by_triton.merge_topk(torch.stack(said), own)
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 20])
@@ -45,22 +45,22 @@ def test_scores_are_the_hosts_whatever_the_blocks_and_ranks(vocab, ranks, dtype,
     logits[1, : vocab // 2] = float("-inf")
     logits[2] = 1.5
     ids = torch.tensor([0, vocab - 1, vocab // 2, 3, 1, 4], device=DEVICE)
-    expected = host.scores(logits.cpu(), ids.cpu(), most)
+    expected = host.logprobs(logits.cpu(), ids.cpu(), most)
     assert differences(in_turn(logits, ids, most, ranks), expected, most) < 1e-5
-    assert differences(by_triton.scores(logits, ids, most), expected, most) < 1e-5
+    assert differences(by_triton.logprobs(logits, ids, most), expected, most) < 1e-5
 
 
 def test_a_row_has_the_same_scores_in_any_batch_and_any_stride():
     wide = randn(3, 5, 9000)
     logits, ids = wide[:, 7:8000], torch.tensor([3, 4000, 7992, 0, 4096], device=DEVICE)
-    whole = by_triton.scores(logits, ids, 5)
-    assert torch.equal(by_triton.scores(logits[2:3], ids[2:3], 5), whole[2:3])
-    expected = host.scores(logits.cpu(), ids.cpu(), 5)
+    whole = by_triton.logprobs(logits, ids, 5)
+    assert torch.equal(by_triton.logprobs(logits[2:3], ids[2:3], 5), whole[2:3])
+    expected = host.logprobs(logits.cpu(), ids.cpu(), 5)
     assert differences(whole, expected, 5) < 1e-5
     drawn = torch.stack((torch.ones_like(ids), ids), dim=1)  # as tokens lie behind their counts
-    assert torch.equal(by_triton.scores(logits, drawn[:, 1], 5), whole)
+    assert torch.equal(by_triton.logprobs(logits, drawn[:, 1], 5), whole)
 
 
 def test_no_rows_have_no_scores():
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    assert by_triton.scores(randn(1, 0, 40), none, 3).shape == (0, 8)
+    assert by_triton.logprobs(randn(1, 0, 40), none, 3).shape == (0, 8)

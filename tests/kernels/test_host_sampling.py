@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drawn_ids import NOTHING, sample
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.host import sampling as sampler
-from pipeinfer.kernels.host.truncation import thresholds
+from pipeinfer.kernels.host.truncation import truncation_thresholds
 from sampling_rows import SamplingRows
 
 
@@ -39,7 +39,7 @@ def rows(
 def kept(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
     """The ids that truncation leaves of one row."""
     x = logits.astype(np.float32)[None] - np.float32(logits.max())
-    floor = thresholds(x, np.array([top_k]), np.array([top_p]), np.array([min_p]))
+    floor = truncation_thresholds(x, np.array([top_k]), np.array([top_p]), np.array([min_p]))
     return np.flatnonzero(x[0] >= floor[0]).tolist()
 
 

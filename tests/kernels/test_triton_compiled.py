@@ -85,8 +85,8 @@ def test_edits(values):
     types |= dict.fromkeys(("slot_count", "most", "first_id", "width", "ban_words"), "i32")
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "VALUES": values, "BLOCK": edits.BLOCK, "LISTED": edits.MOST_ALLOWED,
-        "FILLED": edits.FILLED, "RECENT": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+        "VALUES": values, "BLOCK": edits.BIAS_BLOCK, "LISTED": edits.MAX_ALLOWED_IDS,
+        "FILLED": edits.FILL_BLOCK, "RECENT": LONGEST_BAD, "SEQUENCES": SEQUENCES,
     }  # fmt: skip
     assert compiled(edits._edit, types, constants, num_warps=1).asm["ptx"]
 
@@ -122,7 +122,7 @@ def test_scores():
     whole |= dict.fromkeys(("stride", "width", "first_id", "count", "most"), "i32")
     whole |= dict.fromkeys(("of_row", "of_part"), "i32")
     whole["found"] = "*i32"
-    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MOST, "PARTS": 64, "WHOLE": True}
+    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MAX_KEYS, "PARTS": 64, "WHOLE": True}
     for kernel in (scores._own, scores._scan, scores._fold, scores._tell):
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}
@@ -149,19 +149,19 @@ def decode(
     types |= dict.fromkeys(("shared", "shared_scales"), "*fp32")
     types |= dict.fromkeys(("members", "merges"), "*i32")
     how = cut(rows, kv_heads, dim, pages == EIGHTH)
-    tile, reads = how.tile if shared else 0, how.of_runs if which == 1 else how.reads
+    tile, reads = how.prefix_queries if shared else 0, how.prefix_load if which == 1 else how.load
     assert reads is not None
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block,
-        "SPLITS": how.splits, "TILE": 16, "WINDOWED": not shared, "SINKS": True, "EARLY": True,
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block_n,
+        "SPLITS": how.max_splits, "TILE": 16, "WINDOWED": not shared, "SINKS": True, "EARLY": True,
         "NARROW": pages == EIGHTH, "SHARED": tile, "PIECES": which,
     }  # fmt: skip
     return compiled(
         decode_attention._attend,
         types,
         constants,
-        num_warps=reads.warps,
-        num_stages=reads.stages,
+        num_warps=reads.num_warps,
+        num_stages=reads.num_stages,
     )
 
 
@@ -183,7 +183,7 @@ def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_s
 def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages, group):
     """Four programs on a multiprocessor, as without."""
     how = cut(300, 1, 128, pages == EIGHTH)
-    assert how.tile and how.of_runs is None
+    assert how.prefix_queries and how.prefix_load is None
     assert decode(300, 128, pages, shared=True, group=group).metadata.shared < 227 * 1024 // 4
 
 

@@ -67,9 +67,9 @@ class Fa3Kernel:
     def plan(self, inputs: PlanInputs, begin: int, end: int) -> Fa3Plan:
         step = inputs.step
         return Fa3Plan(
-            step.queries(begin, end),
+            step.qo_indptr_of(begin, end),
             step.seq_lens[begin:end],
-            step.rows_of_pages(begin, end)[:, : inputs.max_pages],
+            step.block_table_of(begin, end)[:, : inputs.max_pages],
             1 if end <= step.shape.decodes else inputs.max_query_len,
         )
 

@@ -129,7 +129,7 @@ class FlashInferKernel:
         }
         return FlashInferPlan(
             by_window,
-            step.queries(begin, end),
+            step.qo_indptr_of(begin, end),
             step.kv_indptr[begin : end + 1],
             step.kv_indices,
             step.last_page_len[begin:end],

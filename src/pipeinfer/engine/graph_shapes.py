@@ -114,7 +114,7 @@ def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
 
 
 def _few_alone(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shares))
+    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shared_prefix))
     few = [shape for shape in alone if _rough(shape.decodes)]
     return few + [shape for shape in alone[-1:] if shape not in few]
 
@@ -124,7 +124,7 @@ def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     largest: dict[int, GraphShape] = {}
     for shape in shapes:
         most = largest.get(shape.tokens, _NO_SHAPE).rows
-        if shape.prefills and not shape.shares and shape.rows > most:
+        if shape.prefills and not shape.shared_prefix and shape.rows > most:
             largest[shape.tokens] = shape
     return list(largest.values())
 
@@ -136,7 +136,7 @@ def _rough(size: int) -> bool:
 def _worth(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
     once saves more than prompts' graphs of the right size."""
-    return shape.prefills > 0 and not shape.shares, shape.shares, shape
+    return shape.prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
 
 
 def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:

@@ -75,7 +75,7 @@ class Graphs:
     @property
     def planned(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
-        later = (shape for shape in self.left if shape.prefills and not shape.shares)
+        later = (shape for shape in self.left if shape.prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
 
     def like(self, shape: GraphShape, step: Step) -> GraphShape | None:
@@ -144,7 +144,7 @@ class Graphs:
         self.decodes = tuple(sorted({shape.decodes for shape in every if not shape.prefills}))
         mixed = {self._either(replace(shape, shares=False)) for shape in every if shape.prefills}
         self.mixed = tuple(sorted(mixed))
-        self.sharing = tuple(shape for shape in every if shape.shares)
+        self.sharing = tuple(shape for shape in every if shape.shared_prefix)
 
     def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,

@@ -268,7 +268,7 @@ class Runner:
         where = logits.device
         at = tensor_of(rows).to(where, non_blocking=True)
         there = self._sampler.masks(words.to(where, non_blocking=True))
-        self._kernels.mask(logits, at, there, self._sampler.first_id)
+        self._kernels.apply_token_bitmask(logits, at, there, self._sampler.first_id)
         with self.phases.span("sample", packed.step.number):
             self._sample(packed, launched)
 
@@ -361,7 +361,7 @@ class Runner:
         samples. What `scores` wants to know of them and of others it is given."""
         attend = StepAttention(self._backend, plan, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
-        if samples and not views.every_token:
+        if samples and not views.logits_of_every_token:
             rows = views.logits_indices
         if scores is not None and scores.of_prompts:
             rows = scores.tokens(views.logits_indices)
@@ -380,7 +380,7 @@ class Runner:
     def _edit(self, logits: torch.Tensor, views: DeviceStep, values: bool = False) -> None:
         edits, first = self._state.edits, self._sampler.first_id
         where = views.write_slots, views.sample_positions
-        self._kernels.edit(logits, *where, edits, first, values)
+        self._kernels.apply_logit_bias(logits, *where, edits, first, values)
 
     def _drawn(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""

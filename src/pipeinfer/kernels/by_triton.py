@@ -8,24 +8,24 @@ from __future__ import annotations
 import torch
 
 from pipeinfer.kernels import gumbel, offers
-from pipeinfer.kernels.edits import edit
-from pipeinfer.kernels.expand import expand, write_words
+from pipeinfer.kernels.edits import apply_logit_bias
+from pipeinfer.kernels.expand import prepare_inputs, scatter_words
 from pipeinfer.kernels.interface import SamplingTensors
-from pipeinfer.kernels.masks import mask
-from pipeinfer.kernels.scores import own_keys, scores, survey, tell
+from pipeinfer.kernels.masks import apply_token_bitmask
+from pipeinfer.kernels.scores import logit_keys, logprobs, local_topk, merge_topk
 
 __all__ = [
-    "choose",
-    "edit",
-    "expand",
-    "mask",
-    "offer",
-    "own_keys",
+    "global_argmax",
+    "apply_logit_bias",
+    "prepare_inputs",
+    "apply_token_bitmask",
+    "local_argmax",
+    "logit_keys",
     "sample",
-    "scores",
-    "survey",
-    "tell",
-    "write_words",
+    "logprobs",
+    "local_topk",
+    "merge_topk",
+    "scatter_words",
 ]
 
 
@@ -47,11 +47,11 @@ def sample(
     )
 
 
-def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
-    return offers.offer(
+def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
+    return offers.local_argmax(
         logits, sampling["temperature"], sampling["seed"], sampling["sample_positions"], first_id
     )
 
 
-def choose(made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor) -> torch.Tensor:
-    return offers.choose(made, sampling["temperature"], last_token, sampling["write_slots"])
+def global_argmax(made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor) -> torch.Tensor:
+    return offers.global_argmax(made, sampling["temperature"], last_token, sampling["write_slots"])

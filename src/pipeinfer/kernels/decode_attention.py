@@ -24,23 +24,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.decode_pieces import (
     MERGE_WORDS,
-    SPLIT,
-    WORDS,
-    DecodeTiles,
-    Runs,
-    most_of_runs,
-    most_pieces,
+    SPLIT_COUNT_UNIT,
+    SPLIT_WORDS,
+    DecodeConfig,
+    DecodePrefixes,
+    max_prefix_splits,
+    max_total_splits,
 )
 from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
 from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
 
-TILE = 16  # query rows that tensor cores multiply at least
+MIN_QUERY_ROWS = 16  # query rows that tensor cores multiply at least
 LOG2E = math.log2(math.e)
 # Which pieces a launch works off. Launched after each other on a stream, those of runs first, the
 # second begins while the first still ends, and ends after it.
-EVERY, OF_RUNS, OF_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ALL_SPLITS, PREFIX_SPLITS, ROW_SPLITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class DecodeRows:
     runs: what the rows have in common, if anything is to be shared.
     """
 
-    lengths: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    pieces: torch.Tensor
-    runs: Runs | None = None
+    seq_lens: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    splits: torch.Tensor
+    prefixes: DecodePrefixes | None = None
 
 
 @triton.jit
@@ -270,35 +270,35 @@ def _attend(
     head, piece = tl.program_id(0), tl.program_id(1)
     COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
     of_head = head * COLUMNS  # in pages
-    words = pieces + piece * WORDS
+    words = pieces + piece * SPLIT_WORDS
     row = tl.load(words).to(tl.int64)
     rows = tl.load(words + 5) if SHARED > 0 else 0
     other = row < 0
-    if PIECES == OF_RUNS:
+    if PIECES == PREFIX_SPLITS:
         other = other | (rows == 0)
-    elif PIECES == OF_ROWS:
+    elif PIECES == ROW_SPLITS:
         other = other | (rows > 0)
     if other:
         # Some program of such a launch must have waited, even if nothing is to be done.
-        if EARLY and PIECES != EVERY and piece == tl.num_programs(1) - 1:
+        if EARLY and PIECES != ALL_SPLITS and piece == tl.num_programs(1) - 1:
             gdc_wait()
         return
     start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
     begin = tl.load(indptr + row)
     low = tl.load(lengths + row) - window if WINDOWED else 0
     if EARLY:
-        if PIECES != OF_ROWS:
+        if PIECES != ROW_SPLITS:
             page = _pages(indices, begin, start, stop, PAGE, BLOCK)
             element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
             _ahead(k + of_head, v + of_head, element, COLUMNS)
             gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     # What a launch has not waited for itself is read past the nearest cache.
-    CACHE: tl.constexpr = ".cg" if EARLY and PIECES == OF_ROWS else ""
-    if PIECES == EVERY and SHARED > 0:
+    CACHE: tl.constexpr = ".cg" if EARLY and PIECES == ROW_SPLITS else ""
+    if PIECES == ALL_SPLITS and SHARED > 0:
         of_run = rows > 0
     else:
-        of_run: tl.constexpr = PIECES == OF_RUNS
+        of_run: tl.constexpr = PIECES == PREFIX_SPLITS
     if of_run:
         _of_run(q, k + of_head, v + of_head, out, scratch, scales, shared, shared_scales, arrived,
                 indices, members + tl.load(words + 4), merges, sinks, head, piece, rows, begin,
@@ -307,7 +307,7 @@ def _attend(
     else:
         dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
         heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
-        first, every = cut % SPLIT, cut // SPLIT
+        first, every = cut % SPLIT_COUNT_UNIT, cut // SPLIT_COUNT_UNIT
         if SHARED > 0:
             every = tl.load(merges + row * MERGE_WORDS)
         queries_at = q + row * q_stride + (head * GROUP + query) * DIM
@@ -337,7 +337,7 @@ def _attend(
                 else:
                     _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, every, head,
                            KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
-    if EARLY and PIECES == OF_ROWS:
+    if EARLY and PIECES == ROW_SPLITS:
         gdc_wait()
 
 
@@ -396,7 +396,7 @@ def _ahead(k, v, element, COLUMNS: tl.constexpr):
     prefetch_l2(v + element[:, None] + line[None, :])
 
 
-class Scratch:
+class DecodeWorkspace:
     """What pieces of rows leave for each other: for launches of at most so many rows and pieces.
     tile: queries of a piece that several rows share, of which there are at most `runs`.
     """
@@ -413,11 +413,11 @@ class Scratch:
         """heads: query heads, KV heads, and the size of either."""
         queries, kv_heads, dim = heads
         shared = runs * kv_heads * tile
-        self.sums = torch.empty(pieces * queries * dim, device=device)
-        self.scales = torch.empty(pieces * queries * 2, device=device)
-        self.shared_sums = torch.empty(shared * dim, device=device)
-        self.shared_scales = torch.empty(shared * 2, device=device)
-        self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+        self.partial_out = torch.empty(pieces * queries * dim, device=device)
+        self.partial_max_sum = torch.empty(pieces * queries * 2, device=device)
+        self.prefix_partial_out = torch.empty(shared * dim, device=device)
+        self.prefix_partial_max_sum = torch.empty(shared * 2, device=device)
+        self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
 
 
 def decode_attention(
@@ -427,10 +427,10 @@ def decode_attention(
     rows: DecodeRows,
     scale: float,
     out: torch.Tensor,
-    scratch: Scratch,
-    cut: DecodeTiles,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
     window: int | None = None,
-    early: bool = True,
+    use_pdl: bool = True,
     sinks: torch.Tensor | None = None,
     scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
@@ -448,25 +448,25 @@ def decode_attention(
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     k, v, narrow = in_pairs(k), in_pairs(v), k.dtype == E4M3
     if count:
-        group, runs = heads // kv_heads, rows.runs
-        seats = 0 if runs is None else cut.seats(group)
-        pieces = most_pieces(count, cut, seats)
-        launches = [(EVERY, pieces, cut.reads)]
-        if seats and cut.of_runs is not None:
-            runs_alone = most_of_runs(count, cut, seats)
-            launches = [(OF_RUNS, runs_alone, cut.of_runs), (OF_ROWS, pieces, cut.reads)]
+        group, runs = heads // kv_heads, rows.prefixes
+        seats = 0 if runs is None else config.rows_per_prefix_tile(group)
+        pieces = max_total_splits(count, config, seats)
+        launches = [(ALL_SPLITS, pieces, config.load)]
+        if seats and config.prefix_load is not None:
+            runs_alone = max_prefix_splits(count, config, seats)
+            launches = [(PREFIX_SPLITS, runs_alone, config.prefix_load), (ROW_SPLITS, pieces, config.load)]
         for which, most, reads in launches:
             _attend[(kv_heads, most)](
-                q, k, v, out, scratch.sums, scratch.scales, scratch.shared_sums,
-                scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,
-                rows.pieces, runs and runs.members, runs and runs.merges, sinks,
+                q, k, v, out, workspace.partial_out, workspace.partial_max_sum, workspace.prefix_partial_out,
+                workspace.prefix_partial_max_sum, workspace.counters, rows.seq_lens, rows.kv_indptr, rows.kv_indices,
+                rows.splits, runs and runs.members, runs and runs.merges, sinks,
                 scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
                 k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
-                BLOCK=reads.block, SPLITS=cut.splits,
-                TILE=max(TILE, triton.next_power_of_2(group)), SHARED=cut.tile if seats else 0,
+                BLOCK=reads.block_n, SPLITS=config.max_splits,
+                TILE=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)), SHARED=config.prefix_queries if seats else 0,
                 WINDOWED=window is not None, SINKS=sinks is not None, NARROW=narrow, PIECES=which,
-                num_warps=reads.warps, num_stages=reads.stages,
-                **(pdl_options(q.device) if early else {"EARLY": False}),
+                num_warps=reads.num_warps, num_stages=reads.num_stages,
+                **(pdl_options(q.device) if use_pdl else {"EARLY": False}),
             )  # fmt: skip
     return out
 
@@ -484,8 +484,8 @@ def decode_attention_reference(
     """The same in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]
     found = []
-    for row, length in enumerate(rows.lengths.tolist()):
-        pages = rows.indices[int(rows.indptr[row]) :][: -(-length // k.shape[1])].long()
+    for row, length in enumerate(rows.seq_lens.tolist()):
+        pages = rows.kv_indices[int(rows.kv_indptr[row]) :][: -(-length // k.shape[1])].long()
         begin = 0 if window is None else max(length - window, 0)
         keys, values = (
             (cache[pages].flatten(0, 1)[begin:length].float() * one).repeat_interleave(group, dim=1)

@@ -20,23 +20,23 @@ import triton.language as tl
 
 from pipeinfer import packing
 
-WORDS = tl.constexpr(6)  # of a piece
-SPLIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
+SPLIT_WORDS = tl.constexpr(6)  # of a piece
+SPLIT_COUNT_UNIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
 MERGE_WORDS = tl.constexpr(5)
 PART = tl.constexpr(packing.PART)
 MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
 
 
-class Reads(NamedTuple):
+class LoadConfig(NamedTuple):
     """How a program reads a piece: `block` tokens at a time, so many of which are on their way."""
 
-    block: int
-    warps: int
-    stages: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @dataclass(frozen=True)
-class DecodeTiles:
+class DecodeConfig:
     """How rows are cut: into at most `extra` pieces more than there are rows, into at most `splits`
     each, and not below `least` tokens.
 
@@ -46,22 +46,22 @@ class DecodeTiles:
     rows, by the same.
     """
 
-    extra: int
-    splits: int
-    least: int
-    reads: Reads
-    tile: int = 0
-    parts: int = 64
-    least_shared: int = 128
-    of_runs: Reads | None = None
+    extra_splits: int
+    max_splits: int
+    min_tokens: int
+    load: LoadConfig
+    prefix_queries: int = 0
+    extra_prefix_splits: int = 64
+    min_prefix_tokens: int = 128
+    prefix_load: LoadConfig | None = None
 
-    def seats(self, group: int) -> int:
+    def rows_per_prefix_tile(self, group: int) -> int:
         """Rows that share a piece of a run, with `group` query heads to a KV head; 0: none."""
-        return self.tile // group
+        return self.prefix_queries // group
 
 
 @dataclass(frozen=True)
-class Runs:
+class DecodePrefixes:
     """What R rows begin with in common, int32. lines [R]: leader * PART + pages: as many of the
     row's first pages are those of row `leader`, itself perhaps; 0: it has none in common. seats
     [R]: rank * PART + rows: which of the rows with that leader it is, and how many there are. At
@@ -72,8 +72,8 @@ class Runs:
     it, how many that are, and its rank among the rows of that piece.
     """
 
-    lines: torch.Tensor
-    seats: torch.Tensor
+    leaders: torch.Tensor
+    ranks: torch.Tensor
     members: torch.Tensor
     merges: torch.Tensor
 
@@ -126,12 +126,12 @@ def _cut(
     its_begin, its_length = _of(one, row, begin), _of(one, row, length)
     earlier = (size > its_size) | ((size == its_size) & (row < one))
     first = before + tl.sum(tl.where(earlier, splits, 0))
-    at, real = pieces + (first + split) * WORDS, split < its_splits
+    at, real = pieces + (first + split) * SPLIT_WORDS, split < its_splits
     start = its_begin + split * its_size
     tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
     tl.store(at + 1, start, mask=real)
     tl.store(at + 2, tl.minimum(start + its_size, its_length), mask=real)
-    tl.store(at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT, mask=real)
+    tl.store(at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT_COUNT_UNIT, mask=real)
     if SEATS > 0:
         tl.store(at + 5, tl.zeros((SPLITS,), tl.int32), mask=real)
         lead, rank = _of(one, row, leader), _of(one, row, seat // PART)
@@ -148,7 +148,7 @@ def _cut(
         tl.store(merge + 4, rank % SEATS)
         count = _of(one, row, many)
         for tile in range(_of(one, row, tiles)):
-            at, real = pieces + (run_first + tile * its_parts + split) * WORDS, split < its_parts
+            at, real = pieces + (run_first + tile * its_parts + split) * SPLIT_WORDS, split < its_parts
             start = split * its_part
             tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
             tl.store(at + 1, start, mask=real)
@@ -162,37 +162,37 @@ def _cut(
         room = rows + extra
         if SEATS > 0:
             room += most_parts + MOST_RUNS + rows // SEATS
-        tl.store(pieces + rest * WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
+        tl.store(pieces + rest * SPLIT_WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
 
 
-def most_pieces(rows: int, cut: DecodeTiles, seats: int = 0) -> int:
+def max_total_splits(rows: int, config: DecodeConfig, prefix_rows: int = 0) -> int:
     """Of so many rows, of which `seats` share a piece of a run; 0: they have no runs."""
-    return rows + cut.extra + most_of_runs(rows, cut, seats)
+    return rows + config.extra_splits + max_prefix_splits(rows, config, prefix_rows)
 
 
-def most_of_runs(rows: int, cut: DecodeTiles, seats: int) -> int:
+def max_prefix_splits(rows: int, config: DecodeConfig, prefix_rows: int) -> int:
     """Pieces of runs, which stand before all others."""
-    return cut.parts + packing.MOST_RUNS + rows // seats if seats else 0
+    return config.extra_prefix_splits + packing.MOST_RUNS + rows // prefix_rows if prefix_rows else 0
 
 
-def room_for(pieces: int, device: torch.device) -> torch.Tensor:
+def empty_splits(count: int, device: torch.device) -> torch.Tensor:
     """What `cut_rows` writes so many pieces into."""
-    return torch.empty((pieces, WORDS.value), dtype=torch.int32, device=device)
+    return torch.empty((count, SPLIT_WORDS.value), dtype=torch.int32, device=device)
 
 
-def room_for_runs(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_prefix_merges(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Members and merges of so many rows."""
     members = torch.empty(rows, dtype=torch.int32, device=device)
     return members, torch.empty((rows, MERGE_WORDS.value), dtype=torch.int32, device=device)
 
 
-def cut_rows(
+def split_rows(
     lengths: torch.Tensor,
-    pieces: torch.Tensor,
-    cut: DecodeTiles,
+    splits: torch.Tensor,
+    config: DecodeConfig,
     window: int | None = None,
-    runs: Runs | None = None,
-    seats: int = 0,
+    prefixes: DecodePrefixes | None = None,
+    prefix_rows: int = 0,
     page_size: int = 1,
 ) -> None:
     """Writes `pieces`, int32 [most_pieces, WORDS], for lengths int32 [R]; R is at most 32,768.
@@ -209,34 +209,34 @@ def cut_rows(
     """
     rows = len(lengths)
     if rows:
-        shared, block = (None,) * 4, cut.reads.block
-        if runs is not None:
-            shared = runs.lines, runs.seats, runs.members, runs.merges
+        shared, block = (None,) * 4, config.load.block_n
+        if prefixes is not None:
+            shared = prefixes.leaders, prefixes.ranks, prefixes.members, prefixes.merges
         _cut[(rows,)](
-            lengths, pieces, *shared, rows, cut.extra, cut.least, cut.parts, cut.least_shared,
-            window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=block,
-            RUN_BLOCK=block if cut.of_runs is None else cut.of_runs.block,
-            REST=triton.next_power_of_2(most_pieces(rows, cut, seats)), PAGE=page_size,
-            SEATS=0 if runs is None else seats, num_warps=4,
+            lengths, splits, *shared, rows, config.extra_splits, config.min_tokens, config.extra_prefix_splits, config.min_prefix_tokens,
+            window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=config.max_splits, BLOCK=block,
+            RUN_BLOCK=block if config.prefix_load is None else config.prefix_load.block_n,
+            REST=triton.next_power_of_2(max_total_splits(rows, config, prefix_rows)), PAGE=page_size,
+            SEATS=0 if prefixes is None else prefix_rows, num_warps=4,
         )  # fmt: skip
 
 
-def cut_rows_reference(
-    lengths: torch.Tensor, cut: DecodeTiles, window: int | None = None
+def split_rows_reference(
+    lengths: torch.Tensor, config: DecodeConfig, window: int | None = None
 ) -> list[tuple[int, int, int, int, int]]:
     """(row, first token, token after the last, first piece of the row, its pieces) of all pieces
     in order, in plain Python."""
     spans = []
     for row, length in enumerate(lengths.tolist()):
-        begin = max(length - (window or 2**30), 0) // cut.reads.block * cut.reads.block
+        begin = max(length - (window or 2**30), 0) // config.load.block_n * config.load.block_n
         spans.append((row, begin, length))
-    share = max(cut.least, -(-sum(length - begin for _, begin, length in spans) // cut.extra))
+    share = max(config.min_tokens, -(-sum(length - begin for _, begin, length in spans) // config.extra_splits))
     rows = []
     for row, begin, length in spans:
         tokens = length - begin
         if tokens:
-            splits = -(-tokens // max(share, -(-tokens // cut.splits)))
-            size = -(-tokens // (splits * cut.reads.block)) * cut.reads.block
+            splits = -(-tokens // max(share, -(-tokens // config.max_splits)))
+            size = -(-tokens // (splits * config.load.block_n)) * config.load.block_n
             rows.append((size, row, begin, length))
     found: list[tuple[int, int, int, int, int]] = []
     for size, row, begin, length in sorted(rows, key=lambda one: (-one[0], one[1])):

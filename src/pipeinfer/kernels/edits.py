@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.tables import BAN_HEAD, EditsBySlot
+from pipeinfer.kernels.tables import BAD_WORDS_HEADER, SlotLogitBias
 
-BLOCK = 128
-MOST_ALLOWED = 1024  # ids that a row may be left with; they are held in registers
-FILLED = 1024  # logits that are made impossible at a time
-_HEAD = tl.constexpr(BAN_HEAD)
+BIAS_BLOCK = 128
+MAX_ALLOWED_IDS = 1024  # ids that a row may be left with; they are held in registers
+FILL_BLOCK = 1024  # logits that are made impossible at a time
+_HEAD = tl.constexpr(BAD_WORDS_HEADER)
 
 
 @triton.jit
@@ -103,11 +103,11 @@ def _edit(
         )  # fmt: skip
 
 
-def edit(
+def apply_logit_bias(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    edits: EditsBySlot,
+    edits: SlotLogitBias,
     first_id: int = 0,
     values: bool = False,
 ) -> None:
@@ -116,10 +116,10 @@ def edit(
         return
     assert logits.dtype is torch.float32 or not values
     _, slot_count, most = edits.words.shape
-    bans = edits.bans
+    bans = edits.bad_words
     _edit[(len(logits),)](
         logits, slots, positions, edits.counts, edits.words, bans.words, bans.last_token,
         slot_count, most, logits.stride(0), first_id, logits.shape[1], bans.words.shape[1],
-        VALUES=values, BLOCK=BLOCK, LISTED=MOST_ALLOWED, FILLED=FILLED, RECENT=bans.recent,
-        SEQUENCES=bans.sequences, num_warps=1,
+        VALUES=values, BLOCK=BIAS_BLOCK, LISTED=MAX_ALLOWED_IDS, FILLED=FILL_BLOCK, RECENT=bans.history,
+        SEQUENCES=bans.max_sequences, num_warps=1,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.tables import NO_LOGITS, BySlot, DeviceStep
+from pipeinfer.kernels.tables import NO_LOGITS, SlotTables, DeviceStep
 
 BLOCK = 1024  # tokens, pages or words that a program writes at a time
 MOST_PROGRAMS = 8  # that share one row, or what is to be written
@@ -34,7 +34,7 @@ def _write(pairs, count, words, BLOCK: tl.constexpr):
         tl.store(words + index, value, mask=inside)
 
 
-def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
+def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
     """See interface.py, here and below."""
     _write[(MOST_PROGRAMS,)](pairs, count, words, BLOCK=BLOCK, num_warps=4)
 
@@ -145,18 +145,18 @@ def _expand(
                     sample_positions, fields, slot_count, entry_count, WIDE, NARROW)  # fmt: skip
 
 
-def expand(step: DeviceStep, held: BySlot, page_size: int) -> None:
+def prepare_inputs(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     count, capacity = len(step.counts), len(step.positions)
-    width, listed = held.table.shape[1], step.lists_pages
+    width, listed = held.page_table.shape[1], step.lists_pages
     shares = min(triton.cdiv(max(capacity, width), BLOCK), MOST_PROGRAMS)
     _expand[(count + 1, shares)](
         step.slots, step.starts, step.counts, step.logits_rows, step.tokens,
-        held.table, held.fields, held.last_token,
+        held.page_table, held.sampling_words, held.last_token,
         step.positions, step.slot_mapping, step.input_ids, step.qo_indptr, step.prefill_qo_indptr,
         step.seq_lens, step.last_page_len, step.kv_indptr, step.kv_indices, step.block_table,
         step.logits_indices, step.write_slots, step.sample_positions, step.sampling_words,
-        count, capacity, len(step.kv_indices), len(held.table), width, step.shape.decodes,
-        step.query_base, count - len(step.block_table), step.num_logits, PAGE=page_size,
-        PAD=step.padding, LISTED=listed, WIDE=held.wide, NARROW=held.narrow, BLOCK=BLOCK,
+        count, capacity, len(step.kv_indices), len(held.page_table), width, step.shape.decodes,
+        step.prefill_query_base, count - len(step.block_table), step.num_logits, PAGE=page_size,
+        PAD=step.padding_row_tokens, LISTED=listed, WIDE=held.num_wide, NARROW=held.num_narrow, BLOCK=BLOCK,
         num_warps=4,
     )  # fmt: skip

@@ -218,5 +218,5 @@ def _row_reference(
         x[x < ranked[int((mass < p * mass[-1]).sum())]] = -torch.inf
     x[x.exp() < min_p] = -torch.inf
     seeds = np.array([seed], dtype=np.int64).view(np.uint64)
-    drawn = noise.gumbel(seeds, np.array([position]), len(x))[0]
+    drawn = noise.gumbel_noise(seeds, np.array([position]), len(x))[0]
     return int((x + torch.from_numpy(drawn).double()).argmax())

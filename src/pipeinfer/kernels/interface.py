@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.tables import BySlot, DeviceStep, EditsBySlot
+from pipeinfer.kernels.tables import SlotTables, DeviceStep, SlotLogitBias
 
 # Sampling tensors of S rows of logits, by name: the fields of engine/step_builder.py, a seed as the
 # bits of the uint64; sample_positions, write_slots: int64.
@@ -21,18 +21,18 @@ SamplingTensors = Mapping[str, torch.Tensor]
 class Kernels(Protocol):
     """All on the current stream and without a synchronisation; grids depend on capacities only."""
 
-    def write_words(self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /) -> None:
+    def scatter_words(self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /) -> None:
         """words[index] = value for the first `count` int32 [1] of the (index, value) in `pairs`,
         int32 [2n], of which no two have one index and different values."""
         ...
 
-    def expand(self, step: DeviceStep, held: BySlot, page_size: int, /) -> None:
+    def prepare_inputs(self, step: DeviceStep, held: SlotTables, page_size: int, /) -> None:
         """Fills what DeviceStep says from what was uploaded of the step and lies in its slots."""
         ...
 
-    def edit(
+    def apply_logit_bias(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-        edits: EditsBySlot, first_id: int, values: bool, /,
+        edits: SlotLogitBias, first_id: int, values: bool, /,
     ) -> None:  # fmt: skip
         """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S].
 
@@ -42,7 +42,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def mask(
+    def apply_token_bitmask(
         self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int, /
     ) -> None:
         """Makes -inf, in place, of the logits [S, ids], those from `first_id` on, of `rows` int64
@@ -64,7 +64,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def offer(
+    def local_argmax(
         self, logits: torch.Tensor, sampling: SamplingTensors, first_id: int, /
     ) -> torch.Tensor:
         """What a rank offers for rows of logits [S, share], those of ids `first_id` and following:
@@ -72,26 +72,26 @@ class Kernels(Protocol):
         """
         ...
 
-    def choose(
+    def global_argmax(
         self, offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, /
     ) -> torch.Tensor:
         """As `sample`, from the offers of all ranks [ranks, S, ...]; of equal scores the lowest
         id."""
         ...
 
-    def scores(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
         """int32 [N, 2 + 2 most]: the scores (pipeinfer/logprobs.py) of `ids` int64 [N], each with
         `most` alternatives, up to 20, from logits [N, vocab]. Sums are float32. Of equal logits the
         lowest id is the likeliest."""
         ...
 
-    def own_keys(self, logits: torch.Tensor, ids: torch.Tensor, first_id: int, /) -> torch.Tensor:
+    def logit_keys(self, logits: torch.Tensor, ids: torch.Tensor, first_id: int, /) -> torch.Tensor:
         """int64 [N]: each of `ids` int64 [N] with its logit as one number, which orders them as
         their logits do, and of equal ones the lowest id highest; tables.NO_KEY for those that are
         not among logits [N, share] of the ids from `first_id` on."""
         ...
 
-    def survey(
+    def local_topk(
         self, logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int, /
     ) -> torch.Tensor:
         """int64 [N, 2 + most], what a rank says of its share: the bits of float32
@@ -99,7 +99,7 @@ class Kernels(Protocol):
         falling."""
         ...
 
-    def tell(self, records: torch.Tensor, own: torch.Tensor, /) -> torch.Tensor:
+    def merge_topk(self, records: torch.Tensor, own: torch.Tensor, /) -> torch.Tensor:
         """As `scores`, of the ids of `own` keys, from what all ranks have said, int64
         [ranks, N, 2 + most]."""
         ...

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048
+BITMASK_BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=["stride", "width", "first_id", "many"])
@@ -29,11 +29,11 @@ def _mask(logits, rows, words, stride, width, first_id, many, BLOCK: tl.constexp
     tl.store(target, never.to(logits.dtype.element_ty), mask=inside & forbidden)
 
 
-def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
+def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
     """See interface.py."""
     if not len(rows):
         return
     width = logits.shape[1]
-    _mask[(len(rows), triton.cdiv(width, BLOCK))](
-        logits, rows, words, logits.stride(0), width, first_id, words.shape[1], BLOCK=BLOCK
+    _mask[(len(rows), triton.cdiv(width, BITMASK_BLOCK))](
+        logits, rows, words, logits.stride(0), width, first_id, words.shape[1], BLOCK=BITMASK_BLOCK
     )

@@ -68,7 +68,7 @@ def _choose(
     settle(row, token, drawn, last_token, slots, KEEP)
 
 
-def offer(
+def local_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
     start: int,
 ) -> torch.Tensor:  # fmt: skip
@@ -96,7 +96,7 @@ def offer(
     return offers
 
 
-def choose(
+def global_argmax(
     offers: torch.Tensor, temperature: torch.Tensor, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from pipeinfer.kernels.lanes import pack, score_of, token_of
-from pipeinfer.kernels.tables import NO_KEY
+from pipeinfer.kernels.tables import NO_LOGIT_KEY
 from pipeinfer.logprobs import NO_ID
 from pipeinfer.params import MOST_LOGPROBS
 
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 BLOCK = 4096  # logits of one program
-MOST = triton.next_power_of_2(MOST_LOGPROBS)  # keys of a record; one that is compiled for all
+MAX_KEYS = triton.next_power_of_2(MOST_LOGPROBS)  # keys of a record; one that is compiled for all
 _HEAD = tl.constexpr(2)  # words of a record before its keys
-_NO_KEY = tl.constexpr(NO_KEY)
+_NO_KEY = tl.constexpr(NO_LOGIT_KEY)
 _NO_ID = tl.constexpr(NO_ID)
 
 
@@ -138,7 +138,7 @@ def _tell(
         keys = tl.where(keys == best, _NO_KEY, keys)
 
 
-def scores(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
     """See interface.py, here and below."""
     ids = ids.contiguous()
     own = torch.empty_like(ids)
@@ -147,7 +147,7 @@ def scores(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
     return _told(parts, own, blocks, blocks * size, size)
 
 
-def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
     ids = ids.contiguous()
     keys = torch.empty_like(ids)
     if len(ids):
@@ -156,17 +156,17 @@ def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Te
     return keys
 
 
-def survey(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
+def local_topk(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
     parts = _scanned(logits, own, own, most, first_id, whole=False)
     rows, blocks, size = parts.shape
     records = own.new_empty(rows, size)
     if rows:
         room = triton.next_power_of_2(blocks)
-        _fold[(rows,)](parts, records, blocks, most, PARTS=room, MOST=MOST)
+        _fold[(rows,)](parts, records, blocks, most, PARTS=room, MOST=MAX_KEYS)
     return records
 
 
-def tell(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def merge_topk(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     ranks, rows, size = records.shape
     return _told(records.contiguous(), own, ranks, size, rows * size)
 
@@ -196,6 +196,6 @@ def _told(
     if rows:
         room = triton.next_power_of_2(count)
         _tell[(rows,)](
-            records, own, found, count, of_row, of_part, most, PARTS=room, MOST=MOST
+            records, own, found, count, of_row, of_part, most, PARTS=room, MOST=MAX_KEYS
         )  # fmt: skip
     return found

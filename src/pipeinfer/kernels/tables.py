@@ -12,7 +12,7 @@ import torch
 
 NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled behind the row
 NO_SLOT = -1  # in DeviceStep.slot_mapping: keys and values of this token are not kept
-NO_KEY = -(2**63)  # in a record of scores: no id is there
+NO_LOGIT_KEY = -(2**63)  # in a record of scores: no id is there
 GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
 
 
@@ -25,7 +25,7 @@ class GraphShape:
     tokens: int
     decodes: int
     prefills: int
-    shares: bool = False
+    shared_prefix: bool = False
 
     @property
     def rows(self) -> int:
@@ -101,56 +101,56 @@ class DeviceStep:
         return len(self.logits_indices)
 
     @property
-    def every_token(self) -> bool:
+    def logits_of_every_token(self) -> bool:
         """Whether each token has the row of logits of its number: in graphs of decodes."""
         return self.padded and not self.shape.prefills
 
     @property
-    def padding(self) -> int:
+    def padding_row_tokens(self) -> int:
         """Tokens and keys of a padding row: 1 in a step of decodes, which all have one; 0 beside
         prompts, where it must not read or write anything."""
         return int(not self.shape.prefills)
 
     @property
-    def query_base(self) -> int:
+    def prefill_query_base(self) -> int:
         """The token from which prefill_qo_indptr counts: of a graph the first one, because how many
         decode rows are real changes from replay to replay; else the first one behind the decodes.
         """
         return 0 if self.padded else self.shape.decodes
 
-    def queries(self, begin: int, end: int) -> torch.Tensor:
+    def qo_indptr_of(self, begin: int, end: int) -> torch.Tensor:
         """[end - begin + 1], where queries of rows begin..end-1 begin, which are the decodes or all
         the others."""
         return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
 
-    def rows_of_pages(self, begin: int, end: int) -> torch.Tensor:
+    def block_table_of(self, begin: int, end: int) -> torch.Tensor:
         """int32 [end - begin, pages]: block_table of rows begin..end-1."""
         missing = len(self.seq_lens) - len(self.block_table)
         return self.block_table[begin - missing : end - missing]
 
 
 @dataclass(frozen=True)
-class BySlot:
+class SlotTables:
     """What lies on the device by slot; the last slot is the padding slot.
 
     table: int32 [slots, P]. fields: int32 words, field after field, `wide` of two words a slot and
     then `narrow` of one. last_token: int64 [slots].
     """
 
-    table: torch.Tensor
-    fields: torch.Tensor
+    page_table: torch.Tensor
+    sampling_words: torch.Tensor
     last_token: torch.Tensor
-    wide: int
-    narrow: int
+    num_wide: int
+    num_narrow: int
 
 
 # In front of a slot's words in BansBySlot: how many sequences there are, where the output begins,
 # how many tokens were known when its request was admitted, and the ids of the longest sequence.
-BAN_HEAD = 4
+BAD_WORDS_HEADER = 4
 
 
 @dataclass(frozen=True)
-class BansBySlot:
+class SlotBadWords:
     """Sequences of ids that a slot's output must not have. words: int32 [slots, n], in each
 
     | BAN_HEAD | recent ids | 0, ends of sequences | ids, sequence after sequence |
@@ -160,13 +160,13 @@ class BansBySlot:
     """
 
     words: torch.Tensor
-    recent: int
-    sequences: int
+    history: int
+    max_sequences: int
     last_token: torch.Tensor
 
 
 @dataclass(frozen=True)
-class EditsBySlot:
+class SlotLogitBias:
     """int32. counts: [slots], how many edits a slot has; below 0, as many as it would be above, and
     no other id is sampled. words: [3, slots, most]: ids, which differ in a slot; the bits of the
     float32 that is added to the id's logit; and the position before which the id is not sampled.
@@ -174,4 +174,4 @@ class EditsBySlot:
 
     counts: torch.Tensor
     words: torch.Tensor
-    bans: BansBySlot
+    bad_words: SlotBadWords

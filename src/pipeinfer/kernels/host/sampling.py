@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels import noise
-from pipeinfer.kernels.host.truncation import is_truncated, thresholds
+from pipeinfer.kernels.host.truncation import is_truncated, truncation_thresholds
 from pipeinfer.kernels.interface import SamplingTensors
 from pipeinfer.kernels.tables import GREEDY_BELOW
 
-BLOCK_VALUES = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
-SPARSE = 6  # noise for single ids costs that many times more than for a whole row
-NO_ID = 2**52  # a rank without an id of its own loses every tie
+LOGITS_PER_BLOCK = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
+SPARSE_NOISE_COST = 6  # noise for single ids costs that many times more than for a whole row
+NO_CANDIDATE = 2**52  # a rank without an id of its own loses every tie
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def sample(
     return _drawn(ids, finite, sampling, last_token)
 
 
-def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
+def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
     """float64 [S, 3]: | what candidates are compared by | id of the best | the greatest logit |"""
     values, rows = logits.float().numpy(), SamplingRows.of(sampling)
     count, width = values.shape
     mine = np.full((count, 3), -np.inf)
-    mine[:, 1] = NO_ID
+    mine[:, 1] = NO_CANDIDATE
     if width:
         mine[:, 2] = values.max(axis=-1)
         scores, random = values, rows.temperature >= GREEDY_BELOW
@@ -77,14 +77,14 @@ def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> tor
             scores = values.astype(np.float64)
             scores[random] /= rows.temperature[random, None]
             hot = rows.seeds[random], rows.positions[random]
-            scores[random] += noise.gumbel(*hot, width, first_id)
+            scores[random] += noise.gumbel_noise(*hot, width, first_id)
         local = scores.argmax(axis=-1)
         mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
         mine[:, 1] = local + first_id
     return torch.from_numpy(mine)
 
 
-def choose(
+def global_argmax(
     offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
     scores, candidates, greatest = np.moveaxis(offers.numpy(), -1, 0)
@@ -108,7 +108,7 @@ def _drawn(
 def _blocks(chosen: np.ndarray, vocab: int) -> list[np.ndarray]:
     """The indices of the chosen rows, a few at a time."""
     indices = np.flatnonzero(chosen)
-    size = max(BLOCK_VALUES // vocab, 1)
+    size = max(LOGITS_PER_BLOCK // vocab, 1)
     return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
 
 
@@ -127,19 +127,19 @@ def _scaled(
 
 
 def _over_all(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
-    x += noise.gumbel(rows.seeds[block], rows.positions[block], x.shape[1])
+    x += noise.gumbel_noise(rows.seeds[block], rows.positions[block], x.shape[1])
     return x.argmax(axis=-1)
 
 
 def _over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     """Gumbel-max over what truncation leaves; noise is made only for that, if it is little."""
-    keep = x >= thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
+    keep = x >= truncation_thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
     flat = np.flatnonzero(keep)
-    if len(flat) * SPARSE > x.size:
+    if len(flat) * SPARSE_NOISE_COST > x.size:
         x[~keep] = -np.inf
         return _over_all(x, rows, block)
     row, ids = np.divmod(flat, x.shape[1])
-    value = noise.gumbel_at(rows.seeds[block][row], rows.positions[block][row], ids)
+    value = noise.gumbel_noise_at(rows.seeds[block][row], rows.positions[block][row], ids)
     value += x.reshape(-1)[flat]
     # Candidates lie row after row, lowest id first, and every row has one.
     best = np.maximum.reduceat(value, np.searchsorted(row, np.arange(len(x))))

@@ -9,30 +9,30 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeinfer.kernels.tables import NO_KEY
+from pipeinfer.kernels.tables import NO_LOGIT_KEY
 from pipeinfer.logprobs import NO_ID
 
 HIGHEST_ID = 2**31 - 1
-BLOCK = 128  # ids of which the greatest logit is looked at first
+MAX_BLOCK = 128  # ids of which the greatest logit is looked at first
 
 
-def scores(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
     """See interface.py, here and below."""
-    own = own_keys(logits, ids, 0)
-    return tell(survey(logits, own, most, 0)[None], own)
+    own = logit_keys(logits, ids, 0)
+    return merge_topk(local_topk(logits, own, most, 0)[None], own)
 
 
-def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
     columns = ids - first_id
     if not logits.shape[1]:
-        return torch.full_like(columns, NO_KEY)
+        return torch.full_like(columns, NO_LOGIT_KEY)
     held = (columns >= 0) & (columns < logits.shape[1])
     mine = logits.gather(1, torch.where(held, columns, 0)[:, None])[:, 0]
-    return torch.where(held, _keys(mine.float(), ids), NO_KEY)
+    return torch.where(held, _keys(mine.float(), ids), NO_LOGIT_KEY)
 
 
-def survey(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
-    records = np.full((len(logits), 2 + most), NO_KEY)
+def local_topk(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
+    records = np.full((len(logits), 2 + most), NO_LOGIT_KEY)
     room = np.empty(logits.shape[1], dtype=np.float32)
     for record, one, key in zip(records, logits, own.tolist(), strict=True):
         row = one.float().numpy()
@@ -43,7 +43,7 @@ def survey(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) ->
     return torch.from_numpy(records)
 
 
-def tell(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def merge_topk(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     total = records[:, :, 0].int().view(torch.float32).logsumexp(0)
     above = records[:, :, 1].sum(0)
     every = records[:, :, 2:]
@@ -76,13 +76,13 @@ def _best(row: np.ndarray, most: int, first_id: int) -> np.ndarray:
     As many blocks as are asked for have a maximum that is not less than the least of the greatest
     maxima: only ids with logits from there on can be among the best. That takes one pass.
     """
-    blocks = len(row) // BLOCK
+    blocks = len(row) // MAX_BLOCK
     if not most:
         return np.empty(0, dtype=np.int64)
     if blocks <= most:
         columns = np.arange(len(row))
     else:
-        maxima = row[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+        maxima = row[: blocks * MAX_BLOCK].reshape(blocks, MAX_BLOCK).max(axis=1)
         columns = np.flatnonzero(row >= np.partition(maxima, blocks - most)[blocks - most])
     keys = _keys(torch.from_numpy(row[columns]), torch.from_numpy(columns + first_id)).numpy()
     if len(keys) > most:
@@ -107,5 +107,5 @@ def _read(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids = HIGHEST_ID - (keys & 0xFFFFFFFF)
     ordered = (keys >> 32).int()
     logits = torch.where(ordered < 0, ordered ^ HIGHEST_ID, ordered).view(torch.float32)
-    there = keys != NO_KEY
+    there = keys != NO_LOGIT_KEY
     return torch.where(there, ids, NO_ID).int(), torch.where(there, logits, float("-inf"))

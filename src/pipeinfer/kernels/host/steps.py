@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeinfer.kernels.host.bans import ban
-from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, BySlot, DeviceStep, EditsBySlot
+from pipeinfer.kernels.host.bans import apply_bad_words
+from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, SlotTables, DeviceStep, SlotLogitBias
 
 
-def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
+def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
     """See interface.py, here and below."""
     many = int(count)
     if many:
@@ -21,11 +21,11 @@ def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -
         words.numpy()[changes[0::2]] = changes[1::2]
 
 
-def expand(step: DeviceStep, held: BySlot, page_size: int) -> None:
+def prepare_inputs(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     counts, slots = step.counts.numpy(), step.slots.numpy()
     starts, sizes = step.starts.numpy(), counts
     if not counts.all():
-        starts, sizes = np.where(counts, starts, 0), np.where(counts, counts, step.padding)
+        starts, sizes = np.where(counts, starts, 0), np.where(counts, counts, step.padding_row_tokens)
     lengths = starts + sizes
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(sizes, out=firsts[1:])
@@ -34,7 +34,7 @@ def expand(step: DeviceStep, held: BySlot, page_size: int) -> None:
     _logits_rows(step, held, slots, lengths, firsts)
 
 
-def _tokens(step: DeviceStep, held: BySlot, page_size: int, by_row: tuple[np.ndarray, ...]) -> None:
+def _tokens(step: DeviceStep, held: SlotTables, page_size: int, by_row: tuple[np.ndarray, ...]) -> None:
     """What stands once for each token; those past the last row's, and padding, have no slot."""
     slots, starts, counts, sizes, firsts = by_row
     many, row, index = int(firsts[-1]), None, None
@@ -43,7 +43,7 @@ def _tokens(step: DeviceStep, held: BySlot, page_size: int, by_row: tuple[np.nda
         row = np.repeat(np.arange(len(slots)), sizes)
         index = np.arange(many) - firsts[row]
         slot, position = slots[row], starts[row] + index
-    page = held.table.numpy()[slot, position // page_size].astype(np.int64)
+    page = held.page_table.numpy()[slot, position // page_size].astype(np.int64)
     place = page * page_size + position % page_size
     ids = step.tokens.numpy()[:many].astype(np.int64)
     unknown = np.flatnonzero(ids < 0)
@@ -59,16 +59,16 @@ def _tokens(step: DeviceStep, held: BySlot, page_size: int, by_row: tuple[np.nda
 
 
 def _rows(
-    step: DeviceStep, held: BySlot, page_size: int, slots: np.ndarray, lengths: np.ndarray,
+    step: DeviceStep, held: SlotTables, page_size: int, slots: np.ndarray, lengths: np.ndarray,
     firsts: np.ndarray,
 ) -> None:  # fmt: skip
     """What stands once for each row, and pages row after row."""
-    width, used = held.table.shape[1], -(-lengths // page_size)
+    width, used = held.page_table.shape[1], -(-lengths // page_size)
     step.qo_indptr.numpy()[:] = firsts
-    step.prefill_qo_indptr.numpy()[:] = firsts[step.shape.decodes :] - step.query_base
+    step.prefill_qo_indptr.numpy()[:] = firsts[step.shape.decodes :] - step.prefill_query_base
     step.seq_lens.numpy()[:] = lengths
     step.last_page_len.numpy()[:] = lengths - (used - 1) * page_size
-    begins, table = step.kv_indptr.numpy(), held.table.numpy()
+    begins, table = step.kv_indptr.numpy(), held.page_table.numpy()
     if step.lists_pages:
         begins[0] = 0
         np.cumsum(used, out=begins[1:])
@@ -85,7 +85,7 @@ def _rows(
 
 
 def _logits_rows(
-    step: DeviceStep, held: BySlot, slots: np.ndarray, lengths: np.ndarray, firsts: np.ndarray
+    step: DeviceStep, held: SlotTables, slots: np.ndarray, lengths: np.ndarray, firsts: np.ndarray
 ) -> None:
     """What stands once for each row of logits."""
     logits_rows = step.logits_rows.numpy()
@@ -96,23 +96,23 @@ def _logits_rows(
     slot, token, position = slots[of], firsts[of + 1] - 1, lengths[of]
     if entry.min(initial=0) < 0:
         padding = logits_rows[of] < 0
-        slot = np.where(padding, len(held.table) - 1, slot)
+        slot = np.where(padding, len(held.page_table) - 1, slot)
         position = np.where(padding, 0, position)
         token[padding] = 0
     step.logits_indices.numpy()[:] = token
     step.write_slots.numpy()[:] = slot
     step.sample_positions.numpy()[:] = position
-    theirs, mine, wide = held.fields.numpy(), step.sampling_words.numpy(), 2 * held.wide
-    from_here, to_here = wide * len(held.table), wide * len(of)
+    theirs, mine, wide = held.sampling_words.numpy(), step.sampling_words.numpy(), 2 * held.num_wide
+    from_here, to_here = wide * len(held.page_table), wide * len(of)
     for source, target, shape in (
-        (theirs[:from_here], mine[:to_here], (held.wide, -1, 2)),
-        (theirs[from_here:], mine[to_here:], (held.narrow, -1)),
+        (theirs[:from_here], mine[:to_here], (held.num_wide, -1, 2)),
+        (theirs[from_here:], mine[to_here:], (held.num_narrow, -1)),
     ):
         target.reshape(shape)[:] = source.reshape(shape)[:, slot]
 
 
-def edit(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, edits: EditsBySlot,
+def apply_logit_bias(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, edits: SlotLogitBias,
     first_id: int = 0, values: bool = False,
 ) -> None:  # fmt: skip
     slot = slots.numpy()
@@ -129,12 +129,12 @@ def edit(
             logits[row] = float("-inf")
         logits[row, there] = left
         logits[row, torch.from_numpy(column[held & never])] = float("-inf")
-    banned = edits.bans.words.numpy()[slot, 0]
+    banned = edits.bad_words.words.numpy()[slot, 0]
     for row in np.flatnonzero(banned).tolist():
-        ban(logits[row], int(slot[row]), int(positions[row]), edits.bans, first_id, not values)
+        apply_bad_words(logits[row], int(slot[row]), int(positions[row]), edits.bad_words, first_id, not values)
 
 
-def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
+def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
     width = logits.shape[1]
     for row, own in zip(rows.tolist(), words.numpy(), strict=True):
         bits = np.unpackbits(own.view(np.uint8), bitorder="little")[first_id : first_id + width]

@@ -10,10 +10,10 @@ from math import inf
 
 import numpy as np
 
-WIDTHS = (512, 4096)  # candidates looked at before a top-p row sorts its whole vocabulary
+SORTED_WIDTHS = (512, 4096)  # candidates looked at before a top-p row sorts its whole vocabulary
 
 
-def thresholds(
+def truncation_thresholds(
     x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
 ) -> np.ndarray:
     """float32 [F, 1]: row r keeps the candidates with x >= the threshold; the maximum always stays.
@@ -41,8 +41,8 @@ def _ranked(x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
     """
     result = np.empty((len(x), 1), dtype=np.float32)
     todo = np.arange(len(x))
-    first = int(top_k.max()) if top_k.all() else max(int(top_k.max()), WIDTHS[0])
-    for width in (first, *(wide for wide in (*WIDTHS, x.shape[1]) if wide > first)):
+    first = int(top_k.max()) if top_k.all() else max(int(top_k.max()), SORTED_WIDTHS[0])
+    for width in (first, *(wide for wide in (*SORTED_WIDTHS, x.shape[1]) if wide > first)):
         values = _largest(x[todo], width)
         kth = np.take_along_axis(values, np.maximum(top_k[todo], 1) - 1, axis=-1)
         kth[top_k[todo] == 0] = -np.inf
