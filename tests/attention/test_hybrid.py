@@ -33,7 +33,11 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
 def test_many_rows_have_a_launch_for_what_they_begin_with(kv_heads):
     rows = CUTS[-1][0] // kv_heads + 1
     many, few = cut(rows, kv_heads, 128), cut(rows - 1, kv_heads, 128)
-    assert many.prefix_load is not None and many.prefix_queries == 64 and many.extra_prefix_splits * kv_heads == RUNS
+    assert (
+        many.prefix_load is not None
+        and many.prefix_queries == 64
+        and many.extra_prefix_splits * kv_heads == RUNS
+    )
     assert few.prefix_load is None and few.prefix_queries == MANY.prefix_queries
     assert many.min_prefix_tokens % many.prefix_load.block_n == 0
     for other in (cut(rows, kv_heads, 256), cut(rows, kv_heads, 128, narrow=True)):

@@ -360,7 +360,9 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
     assert fitting(SHARING) == Shape(16, 16, 0, shared_prefix=True)
     assert fitting(SHARING - 1) == decode_only(8), "so few read as fast each for itself"
     assert fitting(60, 30) == Shape(128, 64, 32, shared_prefix=True)
-    assert fitting(65, 30) == Shape(128, 96, 32, shared_prefix=True), "as many decodes as it has room for"
+    assert fitting(65, 30) == Shape(128, 96, 32, shared_prefix=True), (
+        "as many decodes as it has room for"
+    )
     assert fitting(65, 30, shares=False) == Shape(128, 96, 32)
     graphs.slow = frozenset((128,))
     assert fitting(60, 30) == Shape(192, 64, 32, shared_prefix=True)
@@ -387,7 +389,9 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     assert [replace(room, shares=False) for room in first] == eager_and_deferred(usual)[0], (
         "as many at once"
     )
-    assert [room for room in first if room.shared_prefix] == [room for room in first if twin(room) in few]
+    assert [room for room in first if room.shared_prefix] == [
+        room for room in first if twin(room) in few
+    ]
     rest = [room for room in left if room.shared_prefix]
     alone_left = sum(not room.prefills for room in left)
     assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"

@@ -25,7 +25,7 @@ from pipeinfer.kernels.fp8 import quantize_rows
 from pipeinfer.kernels.int4_layout import INT4_TILE_K, dequantize_int4
 from pipeinfer.kernels.int4_tiles import Int4GemmConfig
 from pipeinfer.kernels.norm import rms_norm_quantized
-from pipeinfer.kernels.rounding import swiglu_quantize_groups, quantize_groups
+from pipeinfer.kernels.rounding import quantize_groups, swiglu_quantize_groups
 from pipeinfer.kernels.skinny_tiles import GemmConfig, small_m_gemm_config
 
 SHAPES = {"qkv": (7168, 5120), "out": (5120, 5120), "gate-up": (34816, 5120), "down": (5120, 17408)}

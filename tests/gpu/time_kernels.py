@@ -140,7 +140,11 @@ def time_moe() -> None:
     for tokens in (1, 256, 8192):
         run = partial(topk_softmax, scores[:tokens], top_k, True, torch.bfloat16)
         line(f"moe choice, {tokens} tokens", run, 0.0)
-        line(f"moe align, {tokens} tokens", partial(moe_align_block_size, chosen[:tokens], experts, 64), 0.0)
+        line(
+            f"moe align, {tokens} tokens",
+            partial(moe_align_block_size, chosen[:tokens], experts, 64),
+            0.0,
+        )
 
 
 def time_router(experts: int, hidden: int, top_k: int) -> None:

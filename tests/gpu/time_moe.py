@@ -23,17 +23,17 @@ import torch
 from graph_timing import each_us
 
 from pipeinfer.kernels import moe_e4m3
-from pipeinfer.kernels.moe import fused_experts, gate_up_gemm, moe_sum, down_gemm
+from pipeinfer.kernels.moe import down_gemm, fused_experts, gate_up_gemm, moe_sum
 from pipeinfer.kernels.moe_align import moe_align_block_size
 from pipeinfer.kernels.moe_e4m3 import INTERMEDIATE_GROUP, fused_experts_w8a8_by_pair
 from pipeinfer.kernels.moe_tiles import (
+    MOE_CONFIGS_W8A8,
     MOE_CONFIGS_W8A16,
     MOE_CONFIGS_W16,
-    MOE_CONFIGS_W8A8,
-    MoeGemmConfig,
     MoeConfig,
-    moe_w8a8_config,
+    MoeGemmConfig,
     moe_config,
+    moe_w8a8_config,
 )
 from pipeinfer.kernels.rounding import quantize_groups
 
@@ -77,7 +77,9 @@ def cuts(kind, form, rows):
             continue
         if form == BLOCKS and (columns > SIDE or depth > SIDE):
             continue
-        if form == ROWS and (columns not in (64, 128) or depth != (SIDE if both == 2 else INTERMEDIATE_GROUP)):
+        if form == ROWS and (
+            columns not in (64, 128) or depth != (SIDE if both == 2 else INTERMEDIATE_GROUP)
+        ):
             continue
         if form == ROWS and not turned and rows < 64:  # no tensor cores for e4m3 are so narrow
             continue
@@ -261,7 +263,9 @@ def layers(form, stack, tokens, operands, best):
     def whole(one, shape):
         (x, _, weights, _), chosen = one
         if form == ROWS:
-            by_pair = fused_experts_w8a8_by_pair(x, stack[GATE_UP], stack[DOWN], weights, chosen, config=shape)
+            by_pair = fused_experts_w8a8_by_pair(
+                x, stack[GATE_UP], stack[DOWN], weights, chosen, config=shape
+            )
             return moe_sum(by_pair, chosen, None, EXPERTS)
         scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
         return fused_experts(x, gate_up, down, weights, chosen, shape, **scales)

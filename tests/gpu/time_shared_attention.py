@@ -21,12 +21,12 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.decode_pieces import (
     DecodeConfig,
-    LoadConfig,
     DecodePrefixes,
-    split_rows,
-    max_total_splits,
-    empty_splits,
+    LoadConfig,
     empty_prefix_merges,
+    empty_splits,
+    max_total_splits,
+    split_rows,
 )
 from pipeinfer.packing import PART
 
@@ -88,7 +88,11 @@ class Bench:
         # With a tile, but nothing in common: what everybody pays.
         words = [torch.tensor(x if shares else [0] * many, dtype=torch.int32).cuda()
                  for x in (lines, seats)]  # fmt: skip
-        runs = DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda"))) if cut.tile else None
+        runs = (
+            DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda")))
+            if cut.tile
+            else None
+        )
         in_tile = cut.seats(group)
         most = max_total_splits(many, cut, in_tile)
         pieces = empty_splits(most, torch.device("cuda"))
@@ -116,7 +120,11 @@ class Bench:
         lengths, _, lines, seats = self.rows(load)
         many, in_tile = len(lengths), cut.seats(self.heads[0] // self.heads[1])
         words = [torch.tensor(x, dtype=torch.int32).cuda() for x in (lines, seats)]
-        runs = DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda"))) if cut.tile else None
+        runs = (
+            DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda")))
+            if cut.tile
+            else None
+        )
         lengths = torch.tensor(lengths, dtype=torch.int32).cuda()
         pieces = empty_splits(max_total_splits(many, cut, in_tile), torch.device("cuda"))
         return each_us(lambda _: split_rows(lengths, pieces, cut, None, runs, in_tile, PAGE),
@@ -149,7 +157,11 @@ def main():
               flush=True)  # fmt: skip
         for cut in ways:
             apart = bench.time(load, cut, False, False)
-            once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.prefix_queries else "-"
+            once = (
+                f"{bench.time(load, cut, True, True):.1f}"
+                if load[1] and cut.prefix_queries
+                else "-"
+            )
             name = cut.prefix_queries, tuple(cut.prefix_load or ()), cut.extra_prefix_splits
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip

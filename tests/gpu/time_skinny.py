@@ -76,7 +76,11 @@ def tiles(kind, width, depth, rows, height):
 
 
 def run(kind, x, weight, tile):
-    call = {PRODUCT: skinny.small_m_gemm, GATED: skinny.small_m_gemm_swiglu, SPLIT: skinny.split_k_gemm}[kind]
+    call = {
+        PRODUCT: skinny.small_m_gemm,
+        GATED: skinny.small_m_gemm_swiglu,
+        SPLIT: skinny.split_k_gemm,
+    }[kind]
     return call(x, weight, tile)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import all_reduce_norm as all_reduce_norm_module
 from pipeinfer.kernels.all_reduce_norm import (
-    SIGNAL_BYTES,
     MAX_PROGRAMS,
+    SIGNAL_BYTES,
     SymmetricMemory,
     all_reduce_norm,
     all_reduce_norm_reference,

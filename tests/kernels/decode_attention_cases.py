@@ -20,14 +20,14 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.decode_pieces import (
     DecodeConfig,
-    LoadConfig,
     DecodePrefixes,
-    split_rows,
-    split_rows_reference,
+    LoadConfig,
+    empty_prefix_merges,
+    empty_splits,
     max_prefix_splits,
     max_total_splits,
-    empty_splits,
-    empty_prefix_merges,
+    split_rows,
+    split_rows_reference,
 )
 from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.kernels.tables import GraphShape
@@ -283,7 +283,9 @@ class SharedCase(Case):
                 seats[row] = rank * PART + len(rows)
         most = max_total_splits(len(lengths), cut, self.seats)
         heads = self.q.shape[1], *self.k.shape[2:]
-        self.runs = DecodePrefixes(lines.to(DEVICE), seats.to(DEVICE), *empty_prefix_merges(len(lengths), DEVICE))
+        self.runs = DecodePrefixes(
+            lines.to(DEVICE), seats.to(DEVICE), *empty_prefix_merges(len(lengths), DEVICE)
+        )
         self.pieces = empty_splits(most, self.q.device).fill_(-7)
         self.scratch = DecodeWorkspace(len(lengths), most, heads, self.q.device, most, cut.tile)
 
@@ -304,8 +306,22 @@ class SharedCase(Case):
         return self.attend(torch.full_like(self.q, float("nan")), sinks)
 
 
-TILED = DecodeConfig(extra_splits=8, max_splits=4, min_tokens=64, load=LoadConfig(16, 4, 2), prefix_queries=16, min_prefix_tokens=32)
-WIDE = DecodeConfig(extra_splits=32, max_splits=16, min_tokens=16, load=LoadConfig(32, 4, 2), prefix_queries=64, min_prefix_tokens=16)
+TILED = DecodeConfig(
+    extra_splits=8,
+    max_splits=4,
+    min_tokens=64,
+    load=LoadConfig(16, 4, 2),
+    prefix_queries=16,
+    min_prefix_tokens=32,
+)
+WIDE = DecodeConfig(
+    extra_splits=32,
+    max_splits=16,
+    min_tokens=16,
+    load=LoadConfig(32, 4, 2),
+    prefix_queries=64,
+    min_prefix_tokens=16,
+)
 APART = replace(WIDE, of_runs=LoadConfig(64, 4, 2), parts=2)  # in two launches
 SHARING = [
     ([70, 90, 33], [([0, 1], 64)]),

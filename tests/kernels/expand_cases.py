@@ -18,11 +18,11 @@ from pipeinfer.kernels import expand as module
 from pipeinfer.kernels.tables import (
     BAD_WORDS_HEADER,
     NO_LOGITS,
-    SlotBadWords,
-    SlotTables,
     DeviceStep,
-    SlotLogitBias,
     GraphShape,
+    SlotBadWords,
+    SlotLogitBias,
+    SlotTables,
 )
 
 FULL = -7  # what lies in the buffers before, to see what was written

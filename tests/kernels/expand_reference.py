@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, SlotTables, DeviceStep
+from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, DeviceStep, SlotTables
 
 
 def expand_reference(step: DeviceStep, held: SlotTables, page_size: int) -> None:
@@ -50,5 +50,7 @@ def expand_reference(step: DeviceStep, held: SlotTables, page_size: int) -> None
 
 def _words(held: SlotTables, index: int, many: int) -> list[int]:
     """Where the fields of one of `many` slots or entries stand."""
-    wide = [2 * (field * many + index) + word for field in range(held.num_wide) for word in range(2)]
+    wide = [
+        2 * (field * many + index) + word for field in range(held.num_wide) for word in range(2)
+    ]
     return wide + [(2 * held.num_wide + field) * many + index for field in range(held.num_narrow)]

@@ -46,7 +46,10 @@ def place(values):
 def test_swiglu_may_end_in_rounded_rows(dtype, part):
     merged = randn(1, 4, 1536, dtype=dtype)[:, :768]
     merged[1] = 0.0
-    almost(rounding.swiglu_quantize_groups(merged, part), rounding.swiglu_quantize_groups_reference(merged, part))
+    almost(
+        rounding.swiglu_quantize_groups(merged, part),
+        rounding.swiglu_quantize_groups_reference(merged, part),
+    )
 
 
 @pytest.mark.parametrize("part", [0, 128])
@@ -58,19 +61,26 @@ def test_a_norm_may_end_in_rounded_rows(offset, dtype, part):
     for more in ((None, None), residuals):
         got, expected = (
             norm(x, weight, 1e-6, residual, offset, part)
-            for norm, residual in zip((rms_norm_quantized, rms_norm_quantized_reference), more, strict=True)
+            for norm, residual in zip(
+                (rms_norm_quantized, rms_norm_quantized_reference), more, strict=True
+            )
         )
         almost(got, expected)
     assert relative_error(*residuals) < TOLERANCE[dtype]
     parts = randn(5, 3, 4, 384)
     got, expected = (
         norm(parts, weight, 1e-6, residual.clone(), offset, part)
-        for norm, residual in zip((rms_norm_quantized, rms_norm_quantized_reference), residuals, strict=True)
+        for norm, residual in zip(
+            (rms_norm_quantized, rms_norm_quantized_reference), residuals, strict=True
+        )
     )
     almost(got, expected)
     assert rms_norm_quantized(x[:0], weight, 1e-6)[0].shape == (0, 384)
     plain, expected = torch.empty_like(x), rms_norm(x, weight, 1e-6)
-    kept, alone = rms_norm_quantized(x, weight, 1e-6, unquantized_out=plain), rms_norm_quantized(x, weight, 1e-6)
+    kept, alone = (
+        rms_norm_quantized(x, weight, 1e-6, unquantized_out=plain),
+        rms_norm_quantized(x, weight, 1e-6),
+    )
     assert torch.equal(plain, expected)
     assert torch.equal(kept[0].float(), alone[0].float()) and torch.equal(kept[1], alone[1])
 

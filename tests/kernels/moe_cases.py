@@ -12,13 +12,19 @@ from pipeinfer.kernels import moe_align
 from pipeinfer.kernels.fp8 import quantize_rows
 from pipeinfer.kernels.moe import (
     ClampedSwiglu,
-    fused_experts_by_pair,
-    fused_experts,
-    fused_experts_reference,
     down_gemm,
+    fused_experts,
+    fused_experts_by_pair,
+    fused_experts_reference,
 )
 from pipeinfer.kernels.moe_align import moe_align_block_size, moe_align_block_size_reference
-from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A16, MOE_CONFIGS_MXFP4, MOE_CONFIGS_W16, MoeGemmConfig, MoeConfig
+from pipeinfer.kernels.moe_tiles import (
+    MOE_CONFIGS_MXFP4,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_W16,
+    MoeConfig,
+    MoeGemmConfig,
+)
 from pipeinfer.kernels.norm import rms_norm_reference, sum_rms_norm
 from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
@@ -43,7 +49,10 @@ def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0
 )
 def test_pairs_come_by_expert_in_their_order_and_padded(tokens, experts, top_k, skew, block):
     _, chosen = routed(tokens, experts, top_k, skew=skew)
-    got, expected = moe_align_block_size(chosen, experts, block), moe_align_block_size_reference(chosen, experts, block)
+    got, expected = (
+        moe_align_block_size(chosen, experts, block),
+        moe_align_block_size_reference(chosen, experts, block),
+    )
     used = int(got.num_padded_pairs)
     assert used == int(expected.num_padded_pairs) <= len(got.sorted_pair_ids)
     assert torch.equal(got.sorted_pair_ids[:used].cpu(), expected.sorted_pair_ids)
@@ -53,8 +62,13 @@ def test_pairs_come_by_expert_in_their_order_and_padded(tokens, experts, top_k, 
 def test_more_pairs_than_a_program_looks_at_in_one_go_keep_their_order(monkeypatch):
     monkeypatch.setattr(moe_align, "CHUNK", 16)
     _, chosen = routed(30, 5, 3)
-    got, expected = moe_align_block_size(chosen, 5, 16), moe_align_block_size_reference(chosen, 5, 16)
-    assert torch.equal(got.sorted_pair_ids[: int(got.num_padded_pairs)].cpu(), expected.sorted_pair_ids)
+    got, expected = (
+        moe_align_block_size(chosen, 5, 16),
+        moe_align_block_size_reference(chosen, 5, 16),
+    )
+    assert torch.equal(
+        got.sorted_pair_ids[: int(got.num_padded_pairs)].cpu(), expected.sorted_pair_ids
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -264,9 +278,14 @@ def test_experts_of_several_ranks_add_up_to_all(spans):
 
 def test_pairs_of_another_ranks_experts_are_left_out():
     _, chosen = routed(50, 12, 3)
-    got, expected = moe_align_block_size(chosen, 5, 16, first_expert=4), moe_align_block_size_reference(chosen, 5, 16, first_expert=4)
+    got, expected = (
+        moe_align_block_size(chosen, 5, 16, first_expert=4),
+        moe_align_block_size_reference(chosen, 5, 16, first_expert=4),
+    )
     used = int(got.num_padded_pairs)
-    assert used == int(expected.num_padded_pairs) and torch.equal(got.sorted_pair_ids[:used].cpu(), expected.sorted_pair_ids)
+    assert used == int(expected.num_padded_pairs) and torch.equal(
+        got.sorted_pair_ids[:used].cpu(), expected.sorted_pair_ids
+    )
     assert torch.equal(got.expert_ids[: used // 16].cpu(), expected.expert_ids)
 
 

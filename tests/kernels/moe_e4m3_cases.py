@@ -15,7 +15,7 @@ from pipeinfer.kernels.moe_e4m3 import (
     fused_experts_w8a8_by_pair,
     fused_experts_w8a8_reference,
 )
-from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A8, MoeGemmConfig, MoeConfig
+from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
 from pipeinfer.kernels.rounding import quantize_groups
 from pipeinfer.layers import fp8_products
 from pipeinfer.layers.experts import GatedExperts
@@ -31,8 +31,14 @@ from pipeinfer.layers.routing import SoftmaxRouter
 # rounded the other way is a whole unit in the last place apart, where rounding costs 0.29 of a unit
 # on average (1 / sqrt(12)): sqrt(0.1) / 0.29 = 1.1 times what rounding costs, which is below 0.04.
 ERROR = 8e-3 if INTERPRETED else 4e-2
-SMALL = MoeConfig(16, MoeGemmConfig(64, SCALE_BLOCK, 4, 2), MoeGemmConfig(32, INTERMEDIATE_GROUP, 4, 2), group_m=2)
-TURNED = MoeConfig(16, MoeGemmConfig(128, SCALE_BLOCK, 4, 2, swap_ab=True), MoeGemmConfig(64, INTERMEDIATE_GROUP, 4, 2, swap_ab=True))
+SMALL = MoeConfig(
+    16, MoeGemmConfig(64, SCALE_BLOCK, 4, 2), MoeGemmConfig(32, INTERMEDIATE_GROUP, 4, 2), group_m=2
+)
+TURNED = MoeConfig(
+    16,
+    MoeGemmConfig(128, SCALE_BLOCK, 4, 2, swap_ab=True),
+    MoeGemmConfig(64, INTERMEDIATE_GROUP, 4, 2, swap_ab=True),
+)
 
 
 def operands(tokens, hidden, inter, blocks, experts=4, top_k=2):
@@ -77,7 +83,9 @@ def test_a_token_in_8_bits_gets_the_same_result_in_any_batch():
     together = fused_experts_w8a8_by_pair(rows, gate_up, down, weights, chosen, config=SMALL)
     some = slice(5, 9)
     few = [one[some] for one in rows]
-    alone = fused_experts_w8a8_by_pair(few, gate_up, down, weights[some], chosen[some], config=SMALL)
+    alone = fused_experts_w8a8_by_pair(
+        few, gate_up, down, weights[some], chosen[some], config=SMALL
+    )
     assert torch.equal(alone, together[some])
 
 
@@ -93,7 +101,9 @@ def test_experts_in_8_bits_of_several_ranks_add_up_to_all():
 
 
 def test_rows_of_zeros_and_none_in_8_bits_give_as_much():
-    rows = quantize_groups(torch.zeros(3, SCALE_BLOCK, dtype=torch.float16, device=DEVICE), SCALE_BLOCK)
+    rows = quantize_groups(
+        torch.zeros(3, SCALE_BLOCK, dtype=torch.float16, device=DEVICE), SCALE_BLOCK
+    )
     _, gate_up, down, weights, chosen = operands(3, SCALE_BLOCK, SCALE_BLOCK, True)[0]
     assert not fused_experts_w8a8_by_pair(rows, gate_up, down, weights, chosen, config=SMALL).any()
     assert fused_experts_w8a8_by_pair(

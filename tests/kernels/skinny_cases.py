@@ -68,7 +68,9 @@ def test_a_skinny_product_reads_strided_rows():
 
 def test_a_row_of_a_skinny_product_does_not_depend_on_the_others():
     x, weight = randn(0, 16, DEPTH), weights(torch.float32)
-    assert torch.equal(skinny.small_m_gemm(x, weight, SMALL)[3:4], skinny.small_m_gemm(x[3:4], weight, SMALL))
+    assert torch.equal(
+        skinny.small_m_gemm(x, weight, SMALL)[3:4], skinny.small_m_gemm(x[3:4], weight, SMALL)
+    )
 
 
 def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():

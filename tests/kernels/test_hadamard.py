@@ -34,4 +34,6 @@ def test_a_tokens_bits_do_not_depend_on_the_others():
     strided = torch.cat((heads, heads), dim=1)[:, 4:]
     assert torch.equal(hadamard_transform(strided), hadamard_transform(heads))
     for one in (0, 7, 299):
-        assert torch.equal(hadamard_transform(heads[one : one + 1]), hadamard_transform(heads)[one : one + 1])
+        assert torch.equal(
+            hadamard_transform(heads[one : one + 1]), hadamard_transform(heads)[one : one + 1]
+        )

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from pipeinfer.kernels.moe_e4m3 import INTERMEDIATE_GROUP
 from pipeinfer.kernels.moe_tiles import (
-    MOE_CONFIGS_BY_WEIGHT_BITS,
-    MOE_CONFIGS_W8A16,
-    MOE_CONFIGS_MXFP4,
     MANY,
+    MOE_CONFIGS_BY_WEIGHT_BITS,
+    MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A8,
-    moe_w8a8_config,
+    MOE_CONFIGS_W8A16,
     moe_config,
+    moe_w8a8_config,
 )
 
 SIDE = 128  # of a block of weights in FP8 that share a scale, of what has a word of exponents
@@ -38,7 +38,11 @@ def test_tiles_of_fewer_bits_stay_within_what_shares_a_scale():
         assert shape.down.block_n in (SIDE // 2, SIDE)
 
 
-@given(st.integers(1, 100_000), st.integers(1, 512), st.sampled_from(sorted(MOE_CONFIGS_BY_WEIGHT_BITS)))
+@given(
+    st.integers(1, 100_000),
+    st.integers(1, 512),
+    st.sampled_from(sorted(MOE_CONFIGS_BY_WEIGHT_BITS)),
+)
 def test_the_mean_number_of_pairs_decides(pairs, experts, bits):
     assert moe_config(pairs, experts, bits) == moe_config(3 * pairs, 3 * experts, bits)
     assert moe_w8a8_config(pairs, experts) == moe_w8a8_config(3 * pairs, 3 * experts)

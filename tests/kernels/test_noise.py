@@ -80,7 +80,9 @@ def test_blocks_do_not_show_in_the_noise(monkeypatch):
 
 
 def test_noise_follows_the_gumbel_distribution():
-    drawn = np.sort(noise.gumbel_noise(np.arange(20, dtype=np.uint64), np.arange(20), 5000).reshape(-1))
+    drawn = np.sort(
+        noise.gumbel_noise(np.arange(20, dtype=np.uint64), np.arange(20), 5000).reshape(-1)
+    )
     expected = np.exp(-np.exp(-drawn.astype(np.float64)))
     empirical = (np.arange(len(drawn)) + 0.5) / len(drawn)
     # Kolmogorov-Smirnov at 1e-4: 2.23 / sqrt(n)

@@ -29,7 +29,9 @@ def test_a_tile_divides_the_shape_and_fits_into_a_block(kind, rows, width, depth
 @given(st.sampled_from(KINDS), st.integers(1, 128), SIZES, SIZES)
 def test_rows_of_one_class_get_one_tile(kind, rows, width, depth):
     top = next(most for most in (16, 32, 64, 128) if rows <= most)
-    assert small_m_gemm_config(kind, rows, width, depth) == small_m_gemm_config(kind, top, width, depth)
+    assert small_m_gemm_config(kind, rows, width, depth) == small_m_gemm_config(
+        kind, top, width, depth
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,8 +50,15 @@ def test_a_shape_that_no_tile_divides_is_left_to_the_library(kind):
 
 def test_a_router_gets_splits_for_any_step_of_decodes():
     """Of the shape of Qwen3-30B-A3B; a step of prompts is left to the library."""
-    found = {rows: small_m_gemm_config("narrow", rows, 128, 2048) for rows in (1, 16, 17, 64, 65, 256, 512)}
+    found = {
+        rows: small_m_gemm_config("narrow", rows, 128, 2048)
+        for rows in (1, 16, 17, 64, 65, 256, 512)
+    }
     assert all(one is not None and one.split_k == 8 for one in found.values())
     assert found[1] == found[16] and found[65] == found[512]
-    assert small_m_gemm_config("narrow", 513, 128, 2048) is small_m_gemm_config("narrow", 8, 1024, 2048) is None
+    assert (
+        small_m_gemm_config("narrow", 513, 128, 2048)
+        is small_m_gemm_config("narrow", 8, 1024, 2048)
+        is None
+    )
     assert small_m_gemm_config("narrow", 8, 60, 2048) is None

@@ -34,7 +34,13 @@ from pipeinfer.kernels import (
     softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A16, MOE_CONFIGS_MXFP4, MOE_CONFIGS_W16, MOE_CONFIGS_W8A8, MoeGemmConfig
+from pipeinfer.kernels.moe_tiles import (
+    MOE_CONFIGS_MXFP4,
+    MOE_CONFIGS_W8A8,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_W16,
+    MoeGemmConfig,
+)
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -257,7 +263,9 @@ def test_choices_of_experts(experts, top_k, partials):
         "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
         "ROWS": softmax_choice.TOKENS_PER_PROGRAM, "EARLY": True,
     }  # fmt: skip
-    made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.TOKENS_PER_PROGRAM)
+    made = compiled(
+        softmax_choice._choose, types, constants, num_warps=softmax_choice.TOKENS_PER_PROGRAM
+    )
     assert made.asm["ptx"]
 
 

@@ -57,7 +57,9 @@ def test_pages_of_8_bits_take_half_the_bytes_of_bfloat16():
     scales = (UNIT_KV_SCALES, KVScales(0.5, 2.0))
     narrow = KVPool(shapes, 5, 4, torch.bfloat16, scales=scales)
     assert (narrow.dtype, narrow.stored, narrow.scales) == (torch.bfloat16, E4M3, scales)
-    assert (whole.dtype, whole.stored, whole.scales) == (torch.bfloat16,) * 2 + ((UNIT_KV_SCALES, UNIT_KV_SCALES),)
+    assert (whole.dtype, whole.stored, whole.scales) == (torch.bfloat16,) * 2 + (
+        (UNIT_KV_SCALES, UNIT_KV_SCALES),
+    )
     assert 2 * narrow.bytes_per_page == whole.bytes_per_page
     assert narrow.total_bytes == sum(t.numel() * t.element_size() for t in narrow.k + narrow.v)
 

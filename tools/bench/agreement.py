@@ -244,7 +244,9 @@ def _ways(reference: Reference, chats: Sequence[Chat]) -> dict[str, Callable[[],
         ),
         "values alone": partial(reference.rounding, None, ones),
         "weights, scale by the largest": partial(reference.weights, _decoded(quantize_rows)),
-        "weights, best of eight scales": partial(reference.weights, _decoded(quantize_rows_min_error)),
+        "weights, best of eight scales": partial(
+            reference.weights, _decoded(quantize_rows_min_error)
+        ),
     }
 
 

@@ -17,16 +17,21 @@ import torch
 from pipeinfer.attention.fa3_backend import Fa3Kernel
 from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.kernels.decode_attention import MIN_QUERY_ROWS, DecodeRows, DecodeWorkspace, decode_attention
+from pipeinfer.kernels.decode_attention import (
+    MIN_QUERY_ROWS,
+    DecodeRows,
+    DecodeWorkspace,
+    decode_attention,
+)
 from pipeinfer.kernels.decode_pieces import (
     DecodeConfig,
-    LoadConfig,
     DecodePrefixes,
-    split_rows,
+    LoadConfig,
+    empty_prefix_merges,
+    empty_splits,
     max_prefix_splits,
     max_total_splits,
-    empty_splits,
-    empty_prefix_merges,
+    split_rows,
 )
 from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
@@ -38,9 +43,21 @@ from pipeinfer.step import AttentionShape
 CUTS = (
     (32, DecodeConfig(64, 32, 64, LoadConfig(block_n=32, num_warps=2, num_stages=3))),
     (64, DecodeConfig(128, 32, 128, LoadConfig(block_n=32, num_warps=1, num_stages=4))),
-    (384, DecodeConfig(128, 32, 256, LoadConfig(block_n=32, num_warps=2, num_stages=3), prefix_queries=32)),
+    (
+        384,
+        DecodeConfig(
+            128, 32, 256, LoadConfig(block_n=32, num_warps=2, num_stages=3), prefix_queries=32
+        ),
+    ),
 )
-MANY = DecodeConfig(128, 32, 1024, LoadConfig(block_n=32, num_warps=2, num_stages=3), prefix_queries=32, min_prefix_tokens=256)
+MANY = DecodeConfig(
+    128,
+    32,
+    1024,
+    LoadConfig(block_n=32, num_warps=2, num_stages=3),
+    prefix_queries=32,
+    min_prefix_tokens=256,
+)
 OF_RUNS, RUNS = LoadConfig(block_n=64, num_warps=4, num_stages=3), 256
 MEASURED_DIM = 128  # the largest head for which that was
 # Many rows with few KV heads, as ranks have, are not more programs than a GPU runs at once: then it

@@ -18,7 +18,7 @@ import torch
 
 from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
-from pipeinfer.kernels.e4m3 import E4M3, quantize_e4m3, dequantize_e4m3
+from pipeinfer.kernels.e4m3 import E4M3, dequantize_e4m3, quantize_e4m3
 from pipeinfer.kernels.hadamard import hadamard_transform
 from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool, Shift
@@ -131,7 +131,11 @@ def _ready(
     if pool.stored != E4M3:
         return q, k, v
     shift = pool.shifts[layer]
-    return hadamard_transform(q).to(q.dtype), hadamard_transform(k if shift is None else k.float() - shift), v
+    return (
+        hadamard_transform(q).to(q.dtype),
+        hadamard_transform(k if shift is None else k.float() - shift),
+        v,
+    )
 
 
 def _put(

@@ -28,11 +28,11 @@ from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import (
     BAD_WORDS_HEADER,
     NO_LOGITS,
-    SlotBadWords,
-    SlotTables,
     DeviceStep,
-    SlotLogitBias,
     GraphShape,
+    SlotBadWords,
+    SlotLogitBias,
+    SlotTables,
 )
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
 from pipeinfer.step import BadWords, Delta, LogitEdits, Step

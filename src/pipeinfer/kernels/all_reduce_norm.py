@@ -161,7 +161,9 @@ def all_reduce_norm(
         )  # fmt: skip
 
 
-def compile_all_reduce_norm(memory: SymmetricMemory, vectors: torch.Tensor, results: int | None) -> None:
+def compile_all_reduce_norm(
+    memory: SymmetricMemory, vectors: torch.Tensor, results: int | None
+) -> None:
     """Compiles it for `vectors` [T, size] and ranks that wait for each other; nothing runs."""
     constants = _constants(memory, vectors.shape[1], results, True)
     _all_reduce_norm.warmup(
@@ -170,7 +172,9 @@ def compile_all_reduce_norm(memory: SymmetricMemory, vectors: torch.Tensor, resu
     )  # fmt: skip
 
 
-def _constants(memory: SymmetricMemory, size: int, results: int | None, barriers: bool) -> dict[str, object]:
+def _constants(
+    memory: SymmetricMemory, size: int, results: int | None, barriers: bool
+) -> dict[str, object]:
     block = triton.next_power_of_2(size)
     return {
         "SIZE": size, "BLOCK": block, "RANK": memory.rank, "RANKS": len(memory.addresses),

@@ -12,19 +12,19 @@ from pipeinfer.kernels.edits import apply_logit_bias
 from pipeinfer.kernels.expand import prepare_inputs, scatter_words
 from pipeinfer.kernels.interface import SamplingTensors
 from pipeinfer.kernels.masks import apply_token_bitmask
-from pipeinfer.kernels.scores import logit_keys, logprobs, local_topk, merge_topk
+from pipeinfer.kernels.scores import local_topk, logit_keys, logprobs, merge_topk
 
 __all__ = [
-    "global_argmax",
     "apply_logit_bias",
-    "prepare_inputs",
     "apply_token_bitmask",
+    "global_argmax",
     "local_argmax",
-    "logit_keys",
-    "sample",
-    "logprobs",
     "local_topk",
+    "logit_keys",
+    "logprobs",
     "merge_topk",
+    "prepare_inputs",
+    "sample",
     "scatter_words",
 ]
 
@@ -53,5 +53,7 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
     )
 
 
-def global_argmax(made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor) -> torch.Tensor:
+def global_argmax(
+    made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+) -> torch.Tensor:
     return offers.global_argmax(made, sampling["temperature"], last_token, sampling["write_slots"])

@@ -454,7 +454,10 @@ def decode_attention(
         launches = [(ALL_SPLITS, pieces, config.load)]
         if seats and config.prefix_load is not None:
             runs_alone = max_prefix_splits(count, config, seats)
-            launches = [(PREFIX_SPLITS, runs_alone, config.prefix_load), (ROW_SPLITS, pieces, config.load)]
+            launches = [
+                (PREFIX_SPLITS, runs_alone, config.prefix_load),
+                (ROW_SPLITS, pieces, config.load),
+            ]
         for which, most, reads in launches:
             _attend[(kv_heads, most)](
                 q, k, v, out, workspace.partial_out, workspace.partial_max_sum, workspace.prefix_partial_out,

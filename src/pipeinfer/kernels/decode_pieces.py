@@ -21,7 +21,9 @@ import triton.language as tl
 from pipeinfer import packing
 
 SPLIT_WORDS = tl.constexpr(6)  # of a piece
-SPLIT_COUNT_UNIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
+SPLIT_COUNT_UNIT = tl.constexpr(
+    1 << 16
+)  # what one more split adds to the fourth word of a row's pieces
 MERGE_WORDS = tl.constexpr(5)
 PART = tl.constexpr(packing.PART)
 MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
@@ -131,7 +133,9 @@ def _cut(
     tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
     tl.store(at + 1, start, mask=real)
     tl.store(at + 2, tl.minimum(start + its_size, its_length), mask=real)
-    tl.store(at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT_COUNT_UNIT, mask=real)
+    tl.store(
+        at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT_COUNT_UNIT, mask=real
+    )
     if SEATS > 0:
         tl.store(at + 5, tl.zeros((SPLITS,), tl.int32), mask=real)
         lead, rank = _of(one, row, leader), _of(one, row, seat // PART)
@@ -148,7 +152,10 @@ def _cut(
         tl.store(merge + 4, rank % SEATS)
         count = _of(one, row, many)
         for tile in range(_of(one, row, tiles)):
-            at, real = pieces + (run_first + tile * its_parts + split) * SPLIT_WORDS, split < its_parts
+            at, real = (
+                pieces + (run_first + tile * its_parts + split) * SPLIT_WORDS,
+                split < its_parts,
+            )
             start = split * its_part
             tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
             tl.store(at + 1, start, mask=real)
@@ -172,7 +179,9 @@ def max_total_splits(rows: int, config: DecodeConfig, prefix_rows: int = 0) -> i
 
 def max_prefix_splits(rows: int, config: DecodeConfig, prefix_rows: int) -> int:
     """Pieces of runs, which stand before all others."""
-    return config.extra_prefix_splits + packing.MOST_RUNS + rows // prefix_rows if prefix_rows else 0
+    return (
+        config.extra_prefix_splits + packing.MOST_RUNS + rows // prefix_rows if prefix_rows else 0
+    )
 
 
 def empty_splits(count: int, device: torch.device) -> torch.Tensor:
@@ -230,7 +239,10 @@ def split_rows_reference(
     for row, length in enumerate(lengths.tolist()):
         begin = max(length - (window or 2**30), 0) // config.load.block_n * config.load.block_n
         spans.append((row, begin, length))
-    share = max(config.min_tokens, -(-sum(length - begin for _, begin, length in spans) // config.extra_splits))
+    share = max(
+        config.min_tokens,
+        -(-sum(length - begin for _, begin, length in spans) // config.extra_splits),
+    )
     rows = []
     for row, begin, length in spans:
         tokens = length - begin

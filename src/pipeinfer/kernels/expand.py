@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.tables import NO_LOGITS, SlotTables, DeviceStep
+from pipeinfer.kernels.tables import NO_LOGITS, DeviceStep, SlotTables
 
 BLOCK = 1024  # tokens, pages or words that a program writes at a time
 MOST_PROGRAMS = 8  # that share one row, or what is to be written

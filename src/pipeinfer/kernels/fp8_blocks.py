@@ -87,5 +87,7 @@ def block_scaled_gemm_reference(
 ) -> torch.Tensor:
     """The same in plain torch: float32."""
     left = x.float() * x_scale.repeat_interleave(SCALE_BLOCK, 1)
-    right = weight.float() * scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(SCALE_BLOCK, 1)
+    right = weight.float() * scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(
+        SCALE_BLOCK, 1
+    )
     return torch.nn.functional.linear(left, right, None if bias is None else bias.float())

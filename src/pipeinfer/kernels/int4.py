@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.int4_layout import WORDS_PER_THREAD, INT4_PER_WORD, INT4_TILE_K
+from pipeinfer.kernels.int4_layout import INT4_PER_WORD, INT4_TILE_K, WORDS_PER_THREAD
 from pipeinfer.kernels.int4_tiles import Int4GemmConfig
 from pipeinfer.kernels.prefetch import prefetch_l2
 
@@ -235,7 +235,9 @@ def int4_small_m_gemm(
     return out
 
 
-def int4_dequantize(packed: torch.Tensor, scales_zeros: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def int4_dequantize(
+    packed: torch.Tensor, scales_zeros: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
     (runs, width, _), columns = packed.shape, 32
     depth = runs * INT4_TILE_K

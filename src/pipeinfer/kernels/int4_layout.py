@@ -53,4 +53,8 @@ def int4_tile_k(columns: int) -> int:
 
 def _thread_layout(columns: int) -> tuple[int, int]:
     """Threads that share a run, and the words of each; a run of other columns has no order."""
-    return (INT4_TILE_K // INT4_PER_WORD // WORDS_PER_THREAD, WORDS_PER_THREAD) if columns % INT4_TILE_K == 0 else (1, columns // INT4_PER_WORD)
+    return (
+        (INT4_TILE_K // INT4_PER_WORD // WORDS_PER_THREAD, WORDS_PER_THREAD)
+        if columns % INT4_TILE_K == 0
+        else (1, columns // INT4_PER_WORD)
+    )

@@ -50,7 +50,13 @@ def int4_gemm_config(rows: int, width: int, depth: int) -> Int4GemmConfig | None
             else Int4GemmConfig(64, INT4_BLOCK_N, 1, 1, num_stages=4)
         )
     if rows <= INT4_MAX_ROWS:
-        return Int4GemmConfig(INT4_MAX_ROWS, INT4_BLOCK_N, 1, _int4_split_k(runs, tiles, INT4_MIN_PROGRAMS // 4), num_stages=4)
+        return Int4GemmConfig(
+            INT4_MAX_ROWS,
+            INT4_BLOCK_N,
+            1,
+            _int4_split_k(runs, tiles, INT4_MIN_PROGRAMS // 4),
+            num_stages=4,
+        )
     return None
 
 

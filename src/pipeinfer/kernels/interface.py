@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.tables import SlotTables, DeviceStep, SlotLogitBias
+from pipeinfer.kernels.tables import DeviceStep, SlotLogitBias, SlotTables
 
 # Sampling tensors of S rows of logits, by name: the fields of engine/step_builder.py, a seed as the
 # bits of the uint64; sample_positions, write_slots: int64.
@@ -21,7 +21,9 @@ SamplingTensors = Mapping[str, torch.Tensor]
 class Kernels(Protocol):
     """All on the current stream and without a synchronisation; grids depend on capacities only."""
 
-    def scatter_words(self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /) -> None:
+    def scatter_words(
+        self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /
+    ) -> None:
         """words[index] = value for the first `count` int32 [1] of the (index, value) in `pairs`,
         int32 [2n], of which no two have one index and different values."""
         ...

@@ -29,7 +29,9 @@ def _mask(logits, rows, words, stride, width, first_id, many, BLOCK: tl.constexp
     tl.store(target, never.to(logits.dtype.element_ty), mask=inside & forbidden)
 
 
-def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
+def apply_token_bitmask(
+    logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0
+) -> None:
     """See interface.py."""
     if not len(rows):
         return

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.moe_align import MoeAlignment, moe_align_block_size
-from pipeinfer.kernels.moe_tiles import MoeGemmConfig, MoeConfig, moe_config
+from pipeinfer.kernels.moe_tiles import MoeConfig, MoeGemmConfig, moe_config
 from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
 from pipeinfer.kernels.scaled_dot import (
     BY_BLOCK,
@@ -213,7 +213,9 @@ def _down(
     block, part = grouped_tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     if EARLY:
-        prefetch_weights(weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH)
+        prefetch_weights(
+            weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH
+        )
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
@@ -295,10 +297,25 @@ def fused_experts(
     and others, no NaN, that fill them up to a multiple of 4 (ValueError).
     """
     by_pair = fused_experts_by_pair(
-        x, gate_up, down, topk_weights, topk_ids, config, first_expert, num_global_experts, gate_up_scale, down_scale, clamped
+        x,
+        gate_up,
+        down,
+        topk_weights,
+        topk_ids,
+        config,
+        first_expert,
+        num_global_experts,
+        gate_up_scale,
+        down_scale,
+        clamped,
     )
     num_experts = down.shape[0]
-    return moe_sum(by_pair, topk_ids.contiguous(), first_expert if num_experts < num_global_experts else None, num_experts)
+    return moe_sum(
+        by_pair,
+        topk_ids.contiguous(),
+        first_expert if num_experts < num_global_experts else None,
+        num_experts,
+    )
 
 
 def fused_experts_by_pair(
@@ -424,7 +441,9 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
     return {"SCALES": BY_BLOCK.value, "BLOCKS": scale.shape[2]}
 
 
-def moe_sum(by_pair: torch.Tensor, topk_ids: torch.Tensor, first_expert: int | None, num_local_experts: int) -> torch.Tensor:
+def moe_sum(
+    by_pair: torch.Tensor, topk_ids: torch.Tensor, first_expert: int | None, num_local_experts: int
+) -> torch.Tensor:
     """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only. chosen
     [T, top_k] is contiguous."""
     tokens, top_k, hidden = by_pair.shape

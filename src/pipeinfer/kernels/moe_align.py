@@ -75,7 +75,9 @@ def _align(
     tl.store(pairs + rest, rest * 0 + size, mask=rest < (first + mine) * BLOCK)
 
 
-def moe_align_block_size(topk_ids: torch.Tensor, num_experts: int, block_m: int, first_expert: int = 0) -> MoeAlignment:
+def moe_align_block_size(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, first_expert: int = 0
+) -> MoeAlignment:
     """Groups the pairs of `chosen`, int [T, top_k]. No synchronisation.
 
     Expert e of the result is `first` + e of `chosen`; pairs of others are left out.

@@ -21,9 +21,9 @@ from pipeinfer.kernels import fp8
 from pipeinfer.kernels.e4m3 import E4M3_MAX
 from pipeinfer.kernels.early import pdl_options
 from pipeinfer.kernels.fp8 import MIN_SCALE
-from pipeinfer.kernels.moe import prefetch_weights, launch_options, grouped_tile
+from pipeinfer.kernels.moe import grouped_tile, launch_options, prefetch_weights
 from pipeinfer.kernels.moe_align import MoeAlignment, moe_align_block_size
-from pipeinfer.kernels.moe_tiles import MoeGemmConfig, MoeConfig, moe_w8a8_config
+from pipeinfer.kernels.moe_tiles import MoeConfig, MoeGemmConfig, moe_w8a8_config
 from pipeinfer.kernels.rounding import Fp8Output, quantize_groups_reference, store_quantized_tile
 from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
 from pipeinfer.kernels.triton_e4m3 import as_seen
@@ -170,7 +170,9 @@ def fused_experts_w8a8_by_pair(
     return by_pair.view(tokens, top_k, hidden)
 
 
-def gate_up_gemm_w8a8(x: Fp8Scaled, matrices: Fp8Scaled, alignment: MoeAlignment, top_k: int, config: MoeConfig) -> Fp8Scaled:
+def gate_up_gemm_w8a8(
+    x: Fp8Scaled, matrices: Fp8Scaled, alignment: MoeAlignment, top_k: int, config: MoeConfig
+) -> Fp8Scaled:
     """[T * top_k, n], MIDDLE to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
     of tile.rows."""
     (values, scale), weight = x, matrices[0]
@@ -187,7 +189,11 @@ def gate_up_gemm_w8a8(x: Fp8Scaled, matrices: Fp8Scaled, alignment: MoeAlignment
 
 
 def down_gemm_w8a8(
-    x: Fp8Scaled, matrices: Fp8Scaled, topk_weights: torch.Tensor, alignment: MoeAlignment, config: MoeConfig
+    x: Fp8Scaled,
+    matrices: Fp8Scaled,
+    topk_weights: torch.Tensor,
+    alignment: MoeAlignment,
+    config: MoeConfig,
 ) -> torch.Tensor:
     """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
     with its expert's matrix; a scale to tile.down.depth values of x."""
@@ -203,7 +209,9 @@ def down_gemm_w8a8(
     return out
 
 
-def _options(matrices: Fp8Scaled, plan: MoeAlignment, cut: MoeGemmConfig, group: int) -> dict[str, int]:
+def _options(
+    matrices: Fp8Scaled, plan: MoeAlignment, cut: MoeGemmConfig, group: int
+) -> dict[str, int]:
     """What both products are launched with. BLOCKS: with a scale of their own, in a row of a
     matrix; 0 where rows have one."""
     weight, scale = matrices
@@ -225,7 +233,9 @@ def fused_experts_w8a8_reference(
     for expert in topk_ids.unique().tolist():
         token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
         gate, up = (rows[token] @ gate_up[expert].T).chunk(2, dim=-1)
-        middle, scale = quantize_groups_reference(torch.nn.functional.silu(gate) * up, INTERMEDIATE_GROUP)
+        middle, scale = quantize_groups_reference(
+            torch.nn.functional.silu(gate) * up, INTERMEDIATE_GROUP
+        )
         wide = middle.float() * scale.repeat_interleave(INTERMEDIATE_GROUP, 1)
         out[token, choice] = wide @ down[expert].T * topk_weights[token, choice, None].float()
     return out

@@ -38,7 +38,10 @@ MANY = float("inf")
 # Up to which mean number of pairs an expert gets, which tiles. Weights bound small steps,
 # arithmetic large ones.
 MOE_CONFIGS_W16: tuple[tuple[float, MoeConfig], ...] = (
-    (0.06, MoeConfig(16, MoeGemmConfig(64, 128, 4, 4), MoeGemmConfig(128, 128, 4, 4, swap_ab=True))),
+    (
+        0.06,
+        MoeConfig(16, MoeGemmConfig(64, 128, 4, 4), MoeGemmConfig(128, 128, 4, 4, swap_ab=True)),
+    ),
     (0.25, MoeConfig(16, MoeGemmConfig(32, 256, 4, 3), MoeGemmConfig(256, 64, 4, 3, swap_ab=True))),
     (8, MoeConfig(16, MoeGemmConfig(32, 256, 4, 3), MoeGemmConfig(64, 128, 4, 3, swap_ab=True))),
     (24, MoeConfig(32, MoeGemmConfig(128, 128, 8, 2), MoeGemmConfig(128, 64, 4, 5))),
@@ -59,14 +62,35 @@ MOE_CONFIGS_W8A16: tuple[tuple[float, MoeConfig], ...] = (
     (0.06, MoeConfig(16, MoeGemmConfig(64, 128, 4, 4), MoeGemmConfig(128, 128, 4, 4))),
     (0.5, MoeConfig(16, MoeGemmConfig(64, 128, 8, 3), MoeGemmConfig(128, 128, 4, 4))),
     (16, MoeConfig(16, MoeGemmConfig(128, 128, 4, 3), MoeGemmConfig(128, 128, 4, 4))),
-    (32, MoeConfig(32, MoeGemmConfig(64, 128, 4, 3, swap_ab=True), MoeGemmConfig(64, 128, 4, 3, swap_ab=True))),
+    (
+        32,
+        MoeConfig(
+            32,
+            MoeGemmConfig(64, 128, 4, 3, swap_ab=True),
+            MoeGemmConfig(64, 128, 4, 3, swap_ab=True),
+        ),
+    ),
     (128, MoeConfig(64, MoeGemmConfig(64, 64, 4, 3, swap_ab=True), MoeGemmConfig(128, 64, 8, 4))),
     (MANY, MoeConfig(128, MoeGemmConfig(64, 64, 4, 3), MoeGemmConfig(64, 64, 4, 4, swap_ab=True))),
 )
 # Of weights and rows in e4m3; a depth is of what shares a scale in a row.
 MOE_CONFIGS_W8A8: tuple[tuple[float, MoeConfig], ...] = (
-    (8, MoeConfig(16, MoeGemmConfig(64, 128, 4, 5, swap_ab=True), MoeGemmConfig(64, 64, 4, 6, swap_ab=True))),
-    (16, MoeConfig(32, MoeGemmConfig(64, 128, 4, 5, swap_ab=True), MoeGemmConfig(64, 64, 4, 5, swap_ab=True))),
+    (
+        8,
+        MoeConfig(
+            16,
+            MoeGemmConfig(64, 128, 4, 5, swap_ab=True),
+            MoeGemmConfig(64, 64, 4, 6, swap_ab=True),
+        ),
+    ),
+    (
+        16,
+        MoeConfig(
+            32,
+            MoeGemmConfig(64, 128, 4, 5, swap_ab=True),
+            MoeGemmConfig(64, 64, 4, 5, swap_ab=True),
+        ),
+    ),
     (32, MoeConfig(64, MoeGemmConfig(64, 128, 4, 4), MoeGemmConfig(64, 64, 4, 5))),
     (64, MoeConfig(64, MoeGemmConfig(64, 128, 4, 4), MoeGemmConfig(128, 64, 4, 5))),
     (128, MoeConfig(64, MoeGemmConfig(64, 128, 4, 4), MoeGemmConfig(128, 64, 4, 4))),

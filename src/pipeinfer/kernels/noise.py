@@ -40,7 +40,9 @@ def philox(
     return c0, c1, c2, c3
 
 
-def philox_words(seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray) -> list[np.ndarray]:
+def philox_words(
+    seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray
+) -> list[np.ndarray]:
     """Output words 0..3 for seeds (uint64), positions (int64) and id // 4, broadcast together."""
     seeds = seeds.astype(np.uint64)
     where = positions.astype(np.int64).view(np.uint64)
@@ -49,7 +51,9 @@ def philox_words(seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray)
     return list(philox(counter, (seeds & WORD, seeds >> HALF)))
 
 
-def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0) -> np.ndarray:
+def gumbel_noise(
+    seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0
+) -> np.ndarray:
     """float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions` int64,
     for ids start .. start + vocab - 1.
 

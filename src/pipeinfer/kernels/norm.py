@@ -96,7 +96,9 @@ def rms_norm_quantized(
     norm itself is wanted, too."""
     room = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
     values, scale = room.targets
-    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale, unquantized_out)
+    _launch(
+        x, residual, weight, values, eps, _block(x) | room.options, offset, scale, unquantized_out
+    )
     return room.filled
 
 
@@ -169,4 +171,6 @@ def rms_norm_quantized_reference(
     total = x.float().sum(0) if x.dim() == 3 else x.float()
     if residual is not None:
         total = residual.copy_(total + residual.float()).float()
-    return quantize_groups_reference(rms_norm_reference(total, weight, eps, offset=offset), group_size)
+    return quantize_groups_reference(
+        rms_norm_reference(total, weight, eps, offset=offset), group_size
+    )

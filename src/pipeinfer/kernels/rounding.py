@@ -182,17 +182,23 @@ def quantize_groups(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor,
     return _quantized(x, x.shape[1], group_size, gated=False)
 
 
-def swiglu_quantize_groups(merged: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize_groups(
+    merged: torch.Tensor, group_size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `round_parts`, of SwiGLU of merged [T, 2 n], gate first, which is not rounded before."""
     return _quantized(merged, merged.shape[1] // 2, group_size, gated=True)
 
 
-def quantize_groups_reference(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_groups_reference(
+    x: torch.Tensor, group_size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
     rounded, scale = quantize_rows(x.unflatten(1, (-1, group_size or x.shape[1])))
     return rounded.flatten(1), scale.flatten(1)
 
 
-def swiglu_quantize_groups_reference(merged: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantize_groups_reference(
+    merged: torch.Tensor, group_size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
     return quantize_groups_reference(swiglu_reference(merged.float()), group_size)

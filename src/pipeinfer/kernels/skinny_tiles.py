@@ -56,7 +56,9 @@ def small_m_gemm_config(kind: GemmKind, rows: int, width: int, depth: int) -> Ge
         return found if 0 < rows <= NARROW_MAX_SIZE >= width and found.fits(width, depth) else None
     for height, most, side in CLASSES:
         if 0 < rows <= most and min(width, depth) <= side:
-            cut = {"product": _plain_config, "gated": _swiglu_config, "split": _split_k_config}[kind]
+            cut = {"product": _plain_config, "gated": _swiglu_config, "split": _split_k_config}[
+                kind
+            ]
             found = cut(height, rows, width, depth)
             return found if found.fits(width, depth) else None
     return None

@@ -97,7 +97,11 @@ def topk_softmax_reference(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
-    wide = router_logits.float() if router_logits.dim() == 2 else router_logits.sum(0).to(dtype).float()
+    wide = (
+        router_logits.float()
+        if router_logits.dim() == 2
+        else router_logits.sum(0).to(dtype).float()
+    )
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = wide.softmax(-1).gather(1, chosen)
     if renormalize:

@@ -68,7 +68,9 @@ class ClampedExperts:
     def _stacked(self) -> StackedExperts:
         from pipeinfer.kernels.moe import ClampedSwiglu
 
-        bounded = ClampedSwiglu(*self._swiglu, self._row_biases, self._biases if self._adds else None)
+        bounded = ClampedSwiglu(
+            *self._swiglu, self._row_biases, self._biases if self._adds else None
+        )
         gate_up, down = self.gate_up.packed, self.down.packed
         return StackedExperts(gate_up, down, self.held.first, self._num_experts, bounded)
 

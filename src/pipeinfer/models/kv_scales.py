@@ -45,7 +45,9 @@ def read_scales(stored: Mapping[str, Stored], layers: int) -> tuple[KVScales, ..
                 f"{entry.file} has two scales of {part.upper()} in layer {match['layer']}: "
                 f"{of_layer[part]:g}, and {scale:g} as {name}"
             )
-    return tuple(KVScales(one.get("k", UNIT_KV_SCALES.k), one.get("v", UNIT_KV_SCALES.v)) for one in found)
+    return tuple(
+        KVScales(one.get("k", UNIT_KV_SCALES.k), one.get("v", UNIT_KV_SCALES.v)) for one in found
+    )
 
 
 def _scale(name: str, entry: Stored, stored: Mapping[str, Stored]) -> float:

@@ -17,7 +17,9 @@ from pipeinfer.kernels.host.truncation import is_truncated, truncation_threshold
 from pipeinfer.kernels.interface import SamplingTensors
 from pipeinfer.kernels.tables import GREEDY_BELOW
 
-LOGITS_PER_BLOCK = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
+LOGITS_PER_BLOCK = (
+    1 << 18
+)  # logits handled at a time, so that the passes over them stay in the cache
 SPARSE_NOISE_COST = 6  # noise for single ids costs that many times more than for a whole row
 NO_CANDIDATE = 2**52  # a rank without an id of its own loses every tie
 

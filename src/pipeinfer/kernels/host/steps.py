@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels.host.bans import apply_bad_words
-from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, SlotTables, DeviceStep, SlotLogitBias
+from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, DeviceStep, SlotLogitBias, SlotTables
 
 
 def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
@@ -25,7 +25,10 @@ def prepare_inputs(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     counts, slots = step.counts.numpy(), step.slots.numpy()
     starts, sizes = step.starts.numpy(), counts
     if not counts.all():
-        starts, sizes = np.where(counts, starts, 0), np.where(counts, counts, step.padding_row_tokens)
+        starts, sizes = (
+            np.where(counts, starts, 0),
+            np.where(counts, counts, step.padding_row_tokens),
+        )
     lengths = starts + sizes
     firsts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(sizes, out=firsts[1:])
@@ -34,7 +37,9 @@ def prepare_inputs(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     _logits_rows(step, held, slots, lengths, firsts)
 
 
-def _tokens(step: DeviceStep, held: SlotTables, page_size: int, by_row: tuple[np.ndarray, ...]) -> None:
+def _tokens(
+    step: DeviceStep, held: SlotTables, page_size: int, by_row: tuple[np.ndarray, ...]
+) -> None:
     """What stands once for each token; those past the last row's, and padding, have no slot."""
     slots, starts, counts, sizes, firsts = by_row
     many, row, index = int(firsts[-1]), None, None
@@ -131,10 +136,14 @@ def apply_logit_bias(
         logits[row, torch.from_numpy(column[held & never])] = float("-inf")
     banned = edits.bad_words.words.numpy()[slot, 0]
     for row in np.flatnonzero(banned).tolist():
-        apply_bad_words(logits[row], int(slot[row]), int(positions[row]), edits.bad_words, first_id, not values)
+        apply_bad_words(
+            logits[row], int(slot[row]), int(positions[row]), edits.bad_words, first_id, not values
+        )
 
 
-def apply_token_bitmask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
+def apply_token_bitmask(
+    logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0
+) -> None:
     width = logits.shape[1]
     for row, own in zip(rows.tolist(), words.numpy(), strict=True):
         bits = np.unpackbits(own.view(np.uint8), bitorder="little")[first_id : first_id + width]
