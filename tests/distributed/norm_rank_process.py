@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from pipeinfer.distributed import fused_all_reduce
 from pipeinfer.distributed.fused_all_reduce import AllReduceNorm
-from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
+from pipeinfer.kernels.norm import all_reduce_norm_reference
 from quick_interpreter import hurry
 
 SIZE = 24

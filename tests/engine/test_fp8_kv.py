@@ -24,8 +24,7 @@ from kept_logits import logits_of
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.loading import choose, load_engine
-from pipeinfer.kernels.e4m3 import KVScales
-from pipeinfer.kernels.hadamard import hadamard_transform
+from pipeinfer.kernels.formats import KVScales, hadamard_transform
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.params import SamplingParams

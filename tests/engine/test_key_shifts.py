@@ -16,7 +16,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine import kv_store as module
 from pipeinfer.engine.kv_store import key_shifts
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.kernels.hadamard import hadamard_transform
+from pipeinfer.kernels.formats import hadamard_transform
 from pipeinfer.layers.attention import ReadyHeads
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights

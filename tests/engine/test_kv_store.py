@@ -9,8 +9,7 @@ import torch
 from hadamard_matrix import matrix
 from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_kept
-from pipeinfer.kernels.e4m3 import E4M3, KVScales
-from pipeinfer.kernels.hadamard import hadamard_transform
+from pipeinfer.kernels.formats import E4M3, KVScales, hadamard_transform
 from pipeinfer.layers.attention import MergedHeads, ReadyHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard

@@ -30,8 +30,8 @@ from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_buffers import DeviceBuffers, Packer, SlotState, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
-from pipeinfer.kernels.tables import NO_SLOT
-from pipeinfer.kernels.tables import GraphShape as Shape
+from pipeinfer.kernels.interface import NO_SLOT
+from pipeinfer.kernels.interface import GraphShape as Shape
 from pipeinfer.step import LAST_TOKEN, Delta, LogitEdits, Step
 from step_pages import all_pages, pages_of
 
@@ -375,7 +375,7 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     usual = [*map(decode_only, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
     few = shared_prefix_variants(usual)
     assert all(room.shared_prefix and room.decodes >= SHARING for room in few)
-    assert not {replace(room, shares=False) for room in few} - set(usual)
+    assert not {replace(room, shared_prefix=False) for room in few} - set(usual)
     assert len(few) < len(usual) / 2
     decodes = [room.decodes for room in few if not room.prefills]
     assert decodes == [16, 24, 32, 48, 64, 96, 128, 192, 200]
@@ -386,7 +386,7 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
             assert max(other.decodes for other in same) >= room.decodes
     first, left = eager_and_deferred([*usual, *few])
     assert sorted([*first, *left]) == sorted([*usual, *few])
-    assert [replace(room, shares=False) for room in first] == eager_and_deferred(usual)[0], (
+    assert [replace(room, shared_prefix=False) for room in first] == eager_and_deferred(usual)[0], (
         "as many at once"
     )
     assert [room for room in first if room.shared_prefix] == [
@@ -398,7 +398,7 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
 
 
 def twin(room: Shape) -> Shape:
-    return replace(room, shares=True)
+    return replace(room, shared_prefix=True)
 
 
 def captured(graphs: Graphs, rooms: list[Shape]) -> None:

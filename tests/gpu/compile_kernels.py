@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 
 
 def build(job):

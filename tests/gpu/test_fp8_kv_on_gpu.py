@@ -14,8 +14,8 @@ from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import HostLengths, PlanInputs
-from pipeinfer.kernels.e4m3 import E4M3, KVScales, quantize_e4m3
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.formats import E4M3, KVScales, quantize_e4m3
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step import AttentionShape
 

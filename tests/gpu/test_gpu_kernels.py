@@ -39,7 +39,7 @@ from kernels.softmax_choice_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
 from pipeinfer.attention.hybrid import cut  # noqa: E402
-from pipeinfer.kernels.decode_pieces import empty_splits, max_total_splits  # noqa: E402
+from pipeinfer.kernels.decode_splits import empty_splits, max_total_splits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

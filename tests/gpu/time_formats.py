@@ -20,13 +20,11 @@ import torch
 from graph_timing import each_us
 from torch.nn import functional
 
-from pipeinfer.kernels import fp8_blocks, int4, skinny
-from pipeinfer.kernels.fp8 import quantize_rows
-from pipeinfer.kernels.int4_layout import INT4_TILE_K, dequantize_int4
-from pipeinfer.kernels.int4_tiles import Int4GemmConfig
+from pipeinfer.kernels import gemm, int4
+from pipeinfer.kernels.activations import quantize_groups, swiglu_quantize_groups
+from pipeinfer.kernels.formats import INT4_TILE_K, dequantize_int4, quantize_rows
 from pipeinfer.kernels.norm import rms_norm_quantized
-from pipeinfer.kernels.rounding import quantize_groups, swiglu_quantize_groups
-from pipeinfer.kernels.skinny_tiles import GemmConfig, small_m_gemm_config
+from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig, small_m_gemm_config
 
 SHAPES = {"qkv": (7168, 5120), "out": (5120, 5120), "gate-up": (34816, 5120), "down": (5120, 17408)}
 ROWS = (1, 16, 32, 64, 128, 256, 1024, 8192)
@@ -93,10 +91,10 @@ def call(kind, x, weight, shape, name):
         return int4.int4_small_m_gemm(
             x, *weight, Int4GemmConfig(*shape), None, None if name in PARTS else arrived()
         )
-    made, scales = GemmConfig(*shape), skinny.GemmScales(x[1], weight[1])
+    made, scales = GemmConfig(*shape), gemm.GemmScales(x[1], weight[1])
     if made.split_k > 1:
-        return skinny.split_k_gemm(x[0], weight[0], made, None, scales)
-    return skinny.small_m_gemm(x[0], weight[0], made, None, scales, torch.bfloat16)
+        return gemm.split_k_gemm(x[0], weight[0], made, None, scales)
+    return gemm.small_m_gemm(x[0], weight[0], made, None, scales, torch.bfloat16)
 
 
 def check(job):
@@ -160,13 +158,13 @@ def show(lines, checked, name, width, depth, rows):
         return fp8_scaled_mm(rounded, weight[0].t(), by_row, weight[1], x.dtype)
 
     def in_blocks(weight):
-        return fp8_blocks.block_scaled_gemm(parts, by_part, weight[0], blocks, x.dtype)
+        return gemm.block_scaled_gemm(parts, by_part, weight[0], blocks, x.dtype)
 
     times = max(1, 12 // copies)
     found = {"bf16": each_us(lambda weight: functional.linear(x, weight), plain, times)}
     usual = small_m_gemm_config("product", rows, width, depth)
     if usual is not None:
-        found["bf16 skinny"] = each_us(lambda w: skinny.small_m_gemm(x, w, usual), plain, times)
+        found["bf16 skinny"] = each_us(lambda w: gemm.small_m_gemm(x, w, usual), plain, times)
     merged = torch.cat((x, x), dim=1)
     found["round"] = each_us(lambda _: quantize_groups(x), plain, times)
     found["swiglu, round"] = each_us(lambda _: swiglu_quantize_groups(merged), plain, times)

@@ -2,7 +2,7 @@
 
 `python tests/gpu/time_moe.py [SECONDS [FORM ...]]` prints, for each form and number of tokens, the
 best tiles in microseconds of both products at the shape of Qwen3-30B-A3B, and what a whole layer of
-experts takes with them and with those of kernels/moe_tiles.py. One graph holds several routings, so
+experts takes with them and with those of kernels/tile_configs.py. One graph holds several routings, so
 that little is in the L2 cache. $OUT/moe.jsonl has every time.
 """
 
@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 from graph_timing import each_us
 
-from pipeinfer.kernels import moe_e4m3
+from pipeinfer.kernels import moe_fp8
+from pipeinfer.kernels.activations import quantize_groups
 from pipeinfer.kernels.moe import down_gemm, fused_experts, gate_up_gemm, moe_sum
-from pipeinfer.kernels.moe_align import moe_align_block_size
-from pipeinfer.kernels.moe_e4m3 import INTERMEDIATE_GROUP, fused_experts_w8a8_by_pair
-from pipeinfer.kernels.moe_tiles import (
+from pipeinfer.kernels.moe_fp8 import INTERMEDIATE_GROUP, fused_experts_w8a8_by_pair
+from pipeinfer.kernels.moe_routing import moe_align_block_size
+from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_W8A8,
     MOE_CONFIGS_W8A16,
     MOE_CONFIGS_W16,
@@ -35,7 +36,6 @@ from pipeinfer.kernels.moe_tiles import (
     moe_config,
     moe_w8a8_config,
 )
-from pipeinfer.kernels.rounding import quantize_groups
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 GATE_UP, DOWN = "gate_up", "down"
@@ -138,8 +138,8 @@ def run(kind, stack, rows, cut, operand):
     tile = shape(rows, cut)
     if isinstance(x, tuple):
         if kind == GATE_UP:
-            return moe_e4m3.gate_up_gemm_w8a8(x, stack[kind], plans[rows], TOP_K, tile)
-        return moe_e4m3.down_gemm_w8a8(middle, stack[kind], weights, plans[rows], tile)
+            return moe_fp8.gate_up_gemm_w8a8(x, stack[kind], plans[rows], TOP_K, tile)
+        return moe_fp8.down_gemm_w8a8(middle, stack[kind], weights, plans[rows], tile)
     if kind == GATE_UP:
         return gate_up_gemm(x, *stack[kind], plans[rows], TOP_K, tile)
     return down_gemm(middle, *stack[kind], weights, plans[rows], tile)

@@ -19,7 +19,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import (
+from pipeinfer.kernels.decode_splits import (
     DecodeConfig,
     DecodePrefixes,
     LoadConfig,
@@ -34,12 +34,12 @@ LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 # How what rows have in common is read: for so many queries at a time, by the launch of all others
 # or by one of its own, and in how many parts.
 READS = (
-    {}, {"tile": 32, "parts": 64}, {"tile": 32, "parts": 128},
-    *({"tile": 64, "of_runs": LoadConfig(32, 4, 3), "parts": parts} for parts in (8, 16, 32)),
-    *({"tile": 64, "of_runs": LoadConfig(64, 4, 2), "parts": parts} for parts in (16, 32)),
-    *({"tile": 64, "of_runs": LoadConfig(64, 4, 3), "parts": parts} for parts in (16, 32)),
-    *({"tile": 128, "of_runs": LoadConfig(32, 8, 3), "parts": parts} for parts in (8, 16)),
-    *({"tile": 128, "of_runs": LoadConfig(64, 8, stages), "parts": 16} for stages in (2, 3)),
+    {}, {"prefix_queries": 32, "extra_prefix_splits": 64}, {"prefix_queries": 32, "extra_prefix_splits": 128},
+    *({"prefix_queries": 64, "prefix_load": LoadConfig(32, 4, 3), "extra_prefix_splits": parts} for parts in (8, 16, 32)),
+    *({"prefix_queries": 64, "prefix_load": LoadConfig(64, 4, 2), "extra_prefix_splits": parts} for parts in (16, 32)),
+    *({"prefix_queries": 64, "prefix_load": LoadConfig(64, 4, 3), "extra_prefix_splits": parts} for parts in (16, 32)),
+    *({"prefix_queries": 128, "prefix_load": LoadConfig(32, 8, 3), "extra_prefix_splits": parts} for parts in (8, 16)),
+    *({"prefix_queries": 128, "prefix_load": LoadConfig(64, 8, stages), "extra_prefix_splits": 16} for stages in (2, 3)),
 )  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
@@ -90,14 +90,16 @@ class Bench:
                  for x in (lines, seats)]  # fmt: skip
         runs = (
             DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda")))
-            if cut.tile
+            if cut.prefix_queries
             else None
         )
-        in_tile = cut.seats(group)
+        in_tile = cut.rows_per_prefix_tile(group)
         most = max_total_splits(many, cut, in_tile)
         pieces = empty_splits(most, torch.device("cuda"))
         rows = DecodeRows(lengths, sizes, indices, pieces, runs)
-        scratch = DecodeWorkspace(many, most, self.heads, torch.device("cuda"), most, cut.tile)
+        scratch = DecodeWorkspace(
+            many, most, self.heads, torch.device("cuda"), most, cut.prefix_queries
+        )
         split_rows(lengths, pieces, cut, None, runs, in_tile, PAGE)
         q = torch.randn(many, self.heads[0], DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(q)
@@ -118,11 +120,11 @@ class Bench:
     def cutting(self, load, cut):
         """Microseconds of cutting the rows, once a step."""
         lengths, _, lines, seats = self.rows(load)
-        many, in_tile = len(lengths), cut.seats(self.heads[0] // self.heads[1])
+        many, in_tile = len(lengths), cut.rows_per_prefix_tile(self.heads[0] // self.heads[1])
         words = [torch.tensor(x, dtype=torch.int32).cuda() for x in (lines, seats)]
         runs = (
             DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda")))
-            if cut.tile
+            if cut.prefix_queries
             else None
         )
         lengths = torch.tensor(lengths, dtype=torch.int32).cuda()
@@ -150,7 +152,7 @@ def main():
     for load in what.among(LOADS):
         now = what.cut(load[0])
         ways = [now] if chosen else [
-            replace(now, **{"tile": 0, "of_runs": None, **read}) for read in READS
+            replace(now, **{"prefix_queries": 0, "prefix_load": None, **read}) for read in READS
         ]  # fmt: skip
         print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
               f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",

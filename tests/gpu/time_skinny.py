@@ -20,8 +20,8 @@ import torch
 from graph_timing import each_us
 from torch.nn import functional
 
-from pipeinfer.kernels import skinny
-from pipeinfer.kernels.skinny_tiles import GemmConfig
+from pipeinfer.kernels import gemm
+from pipeinfer.kernels.tile_configs import GemmConfig
 
 PRODUCT, GATED, SPLIT = "product", "gated", "split"
 # Hidden, rows of QKV, columns of the output projection, intermediate; after "/", ranks.
@@ -77,9 +77,9 @@ def tiles(kind, width, depth, rows, height):
 
 def run(kind, x, weight, tile):
     call = {
-        PRODUCT: skinny.small_m_gemm,
-        GATED: skinny.small_m_gemm_swiglu,
-        SPLIT: skinny.split_k_gemm,
+        PRODUCT: gemm.small_m_gemm,
+        GATED: gemm.small_m_gemm_swiglu,
+        SPLIT: gemm.split_k_gemm,
     }[kind]
     return call(x, weight, tile)
 
@@ -109,9 +109,9 @@ def check(job):
         got = run(kind, x, weight, tile).float()
         got = got.sum(0) if kind == SPLIT else got
         if kind == GATED:
-            want = skinny.gemm_swiglu_reference(x, weight)
+            want = gemm.gemm_swiglu_reference(x, weight)
         else:
-            want = skinny.gemm_reference(x, weight)
+            want = gemm.gemm_reference(x, weight)
         return job, float((got - want).norm() / want.norm())
     except Exception as error:
         return job, repr(error)[:100]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
-from pipeinfer.kernels import all_reduce_norm as all_reduce_norm_module
-from pipeinfer.kernels.all_reduce_norm import (
+from pipeinfer.kernels import norm as module
+from pipeinfer.kernels.norm import (
     MAX_PROGRAMS,
     SIGNAL_BYTES,
     SymmetricMemory,
@@ -93,7 +93,7 @@ def test_every_rank_gets_the_norm_of_the_sum_and_the_sum(rows, size, ranks, dtyp
 
 @pytest.mark.parametrize("two_shots", [False, True])
 def test_rows_beyond_one_for_each_program_are_done_by_the_same_programs(two_shots, monkeypatch):
-    monkeypatch.setattr(all_reduce_norm_module, "PROGRAMS", 3)
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
     outs, _, _, (norm, _) = run(17, 8, 2, torch.float32, two_shots)
     assert relative_error(outs[1], norm) < 1e-6
 

@@ -18,7 +18,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import (
+from pipeinfer.kernels.decode_splits import (
     DecodeConfig,
     DecodePrefixes,
     LoadConfig,
@@ -29,8 +29,8 @@ from pipeinfer.kernels.decode_pieces import (
     split_rows,
     split_rows_reference,
 )
-from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.step import AttentionShape
@@ -109,7 +109,7 @@ def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     assert all(row == -1 for row, *_ in found[len(expected) :])
     for row, length in enumerate(lengths):  # every key of the window, once
         mine = [(start, stop) for its, start, stop, _, _ in expected if its == row]
-        begin = max(length - (window or length), 0) // cut.reads.block * cut.reads.block
+        begin = max(length - (window or length), 0) // cut.load.block_n * cut.load.block_n
         covered = [token for start, stop in mine for token in range(start, stop)]
         assert covered == list(range(begin, length))
 
@@ -271,7 +271,7 @@ class SharedCase(Case):
     def __init__(self, lengths, groups, cut, **kinds):
         super().__init__(lengths, **kinds)
         self.cut, self.page = cut, kinds.get("page", 16)
-        self.seats = cut.seats(self.q.shape[1] // self.k.shape[2])
+        self.seats = cut.rows_per_prefix_tile(self.q.shape[1] // self.k.shape[2])
         lines, seats = torch.zeros(2, len(lengths), dtype=torch.int32)
         for rows, tokens in groups:
             pages = tokens // self.page
@@ -322,7 +322,7 @@ WIDE = DecodeConfig(
     prefix_queries=64,
     min_prefix_tokens=16,
 )
-APART = replace(WIDE, of_runs=LoadConfig(64, 4, 2), parts=2)  # in two launches
+APART = replace(WIDE, prefix_load=LoadConfig(64, 4, 2), extra_prefix_splits=2)  # in two launches
 SHARING = [
     ([70, 90, 33], [([0, 1], 64)]),
     ([70, 5, 90, 0, 49, 130], [([0, 2, 5], 64), ([1], 0), ([4], 48)]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.kernels.tables import NO_LOGITS, NO_SLOT, DeviceStep, SlotTables
+from pipeinfer.kernels.interface import NO_LOGITS, NO_SLOT, DeviceStep, SlotTables
 
 
 def expand_reference(step: DeviceStep, held: SlotTables, page_size: int) -> None:
-    """See kernels/tables.py."""
+    """See kernels/interface.py."""
     prefills, padding_slot = step.shape.prefills, len(held.page_table) - 1
     total, at, at_page, base = len(step.counts), 0, 0, step.prefill_query_base
     for tensor, value in ((step.positions, 0), (step.slot_mapping, NO_SLOT), (step.input_ids, 0)):

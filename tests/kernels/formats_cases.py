@@ -7,10 +7,10 @@ import torch
 
 from draws import seeded
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
-from pipeinfer.kernels import fp8_blocks, int4, rounding
-from pipeinfer.kernels.int4_layout import dequantize_int4, pack_int4, unpack_int4
-from pipeinfer.kernels.int4_tiles import Int4GemmConfig
+from pipeinfer.kernels import activations, gemm, int4
+from pipeinfer.kernels.formats import dequantize_int4, pack_int4, unpack_int4
 from pipeinfer.kernels.norm import rms_norm, rms_norm_quantized, rms_norm_quantized_reference
+from pipeinfer.kernels.tile_configs import Int4GemmConfig
 
 DTYPES = [torch.float32, *HALVES]
 
@@ -20,8 +20,8 @@ def test_rows_are_rounded_by_their_largest(part):
     wide = randn(0, 5, 768) * 100
     wide[2, :384] = 0.0
     x = wide[:, :384]
-    got, scale = rounding.quantize_groups(x, part)
-    expected, scales = rounding.quantize_groups_reference(x, part)
+    got, scale = activations.quantize_groups(x, part)
+    expected, scales = activations.quantize_groups_reference(x, part)
     assert torch.equal(scale, scales) and got.dtype == torch.float8_e4m3fn
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     assert got[2].float().abs().max() == 0
@@ -47,8 +47,8 @@ def test_swiglu_may_end_in_rounded_rows(dtype, part):
     merged = randn(1, 4, 1536, dtype=dtype)[:, :768]
     merged[1] = 0.0
     almost(
-        rounding.swiglu_quantize_groups(merged, part),
-        rounding.swiglu_quantize_groups_reference(merged, part),
+        activations.swiglu_quantize_groups(merged, part),
+        activations.swiglu_quantize_groups_reference(merged, part),
     )
 
 
@@ -88,11 +88,11 @@ def test_a_norm_may_end_in_rounded_rows(offset, dtype, part):
 @pytest.mark.parametrize("rows", [3, 65, 140])
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
-    x, x_scale = rounding.quantize_groups_reference(randn(0, rows, 256), 128)
+    x, x_scale = activations.quantize_groups_reference(randn(0, rows, 256), 128)
     weight = (randn(1, 384, 256) * 50).to(torch.float8_e4m3fn)
     scale, bias = randn(2, 3, 2).abs() / 100, randn(3, 384) if biased else None
-    got = fp8_blocks.block_scaled_gemm(x, x_scale, weight, scale, torch.float32, bias)
-    expected = fp8_blocks.block_scaled_gemm_reference(x, x_scale, weight, scale, bias)
+    got = gemm.block_scaled_gemm(x, x_scale, weight, scale, torch.float32, bias)
+    expected = gemm.block_scaled_gemm_reference(x, x_scale, weight, scale, bias)
     # Tensor cores add up products of FP8 with fewer bits than float32.
     assert relative_error(got, expected) < (1e-5 if INTERPRETED else 2e-3)
 

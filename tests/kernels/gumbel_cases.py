@@ -12,9 +12,8 @@ import drawn_ids
 from drawn_ids import NOTHING, ids_of
 from draws import numbers, seeded
 from kernels.triton_cases import DEVICE, randn
-from pipeinfer.kernels import gumbel as module
-from pipeinfer.kernels import noise, triton_noise
-from pipeinfer.kernels.gumbel import sample_reference
+from pipeinfer.kernels import noise, sampling
+from pipeinfer.kernels.sampling import sample_reference
 from sampling_rows import SamplingRows
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -27,26 +26,26 @@ def _draw(seeds, positions, words, variates, single, COUNT: tl.constexpr):
     row = tl.program_id(0)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     counters = tl.arange(0, COUNT // 4)
-    w0, w1, w2, w3 = triton_noise.words(seed, position, counters)
+    w0, w1, w2, w3 = sampling.philox_words(seed, position, counters)
     at = row * COUNT + counters * 4
     tl.store(words + at, w0.to(tl.int64))
     tl.store(words + at + 1, w1.to(tl.int64))
     tl.store(words + at + 2, w2.to(tl.int64))
     tl.store(words + at + 3, w3.to(tl.int64))
-    tl.store(variates + at, triton_noise.gumbel(w0))
-    tl.store(variates + at + 1, triton_noise.gumbel(w1))
-    tl.store(variates + at + 2, triton_noise.gumbel(w2))
-    tl.store(variates + at + 3, triton_noise.gumbel(w3))
+    tl.store(variates + at, sampling.gumbel_noise(w0))
+    tl.store(variates + at + 1, sampling.gumbel_noise(w1))
+    tl.store(variates + at + 2, sampling.gumbel_noise(w2))
+    tl.store(variates + at + 3, sampling.gumbel_noise(w3))
     ids = tl.arange(0, COUNT)
-    tl.store(single + row * COUNT + ids, triton_noise.gumbel_at(seed, position, ids))
+    tl.store(single + row * COUNT + ids, sampling.gumbel_noise_at(seed, position, ids))
 
 
 @triton.jit
 def _convert(words, uniforms, variates, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     word = tl.load(words + at).to(tl.uint32)
-    tl.store(uniforms + at, triton_noise.uniform(word))
-    tl.store(variates + at, triton_noise.gumbel(word))
+    tl.store(uniforms + at, sampling.uniform_of_word(word))
+    tl.store(variates + at, sampling.gumbel_noise(word))
 
 
 def parameters(rows: int, seed: int = 0, **values):
@@ -62,7 +61,7 @@ def parameters(rows: int, seed: int = 0, **values):
 
 def sample(*arguments, **named) -> torch.Tensor:
     """Ids, int64 [S]."""
-    return ids_of(module.sample(*arguments, **named))
+    return ids_of(sampling.sample(*arguments, **named))
 
 
 def on_the_cpu(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:
@@ -138,19 +137,19 @@ def test_rows_without_restriction_agree_with_the_references(vocab, dtype):
     ids=["few candidates", "too many of a row", "too many of a block"],
 )  # fmt: skip
 def test_restricted_rows_agree_with_the_references(candidates, per_block, dtype, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 256)
-    monkeypatch.setattr(module, "CHUNK", 1024)
-    monkeypatch.setattr(module, "CANDIDATES", candidates)
-    monkeypatch.setattr(module, "PER_BLOCK", per_block)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 256)
+    monkeypatch.setattr(sampling, "ROW_CHUNK", 1024)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", candidates)
+    monkeypatch.setattr(sampling, "MAX_PER_BLOCK", per_block)
     vocab = 1200
     logits = randn(1, 10, vocab, dtype=dtype) * 3
     assert_all_agree(logits, mixed(10, vocab, 1))
 
 
 def test_candidates_that_stand_together_in_one_block_are_all_found(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 256)
-    monkeypatch.setattr(module, "CHUNK", 1024)
-    monkeypatch.setattr(module, "CANDIDATES", 256)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 256)
+    monkeypatch.setattr(sampling, "ROW_CHUNK", 1024)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 256)
     logits = randn(3, 8, 1500, dtype=torch.bfloat16)
     logits[:, 512:730] += 12
     ids = assert_all_agree(
@@ -160,7 +159,7 @@ def test_candidates_that_stand_together_in_one_block_are_all_found(monkeypatch):
 
 
 def test_large_top_k_and_flat_logits_agree_with_the_references(monkeypatch):
-    monkeypatch.setattr(module, "CANDIDATES", 512)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 512)
     vocab = 6000
     logits = randn(2, 6, vocab, dtype=torch.bfloat16) * 0.1
     knobs = parameters(
@@ -173,8 +172,8 @@ def test_large_top_k_and_flat_logits_agree_with_the_references(monkeypatch):
 
 
 def test_of_equal_logits_the_lowest_id_is_greedy_and_all_survive_top_k(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 128)
-    monkeypatch.setattr(module, "CHUNK", 512)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 128)
+    monkeypatch.setattr(sampling, "ROW_CHUNK", 512)
     logits = torch.full((1, 300), -3.0, device=DEVICE)
     logits[0, [70, 71, 290]] = 2.0
     assert sample(logits, *parameters(1, temperature=0)).tolist() == [70]
@@ -203,7 +202,7 @@ def test_a_row_without_a_finite_maximum_gets_no_id_and_hurts_nobody():
 
 
 def test_suppressed_ids_are_never_drawn_even_where_whole_blocks_are(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 16)
     logits = torch.full((8, 64), float("-inf"), device=DEVICE)
     logits[:, [33, 50]] = torch.tensor([0.0, -1.0], device=DEVICE)
     knobs = parameters(8, top_k=[0, 0, 0, 1, 5, 0, 0, 0], top_p=[1, 1, 1, 1, 1, 0.9, 0.99, 1],
@@ -217,7 +216,7 @@ def test_ids_reach_last_token_at_the_rows_slots_only():
     slots = torch.tensor([7, 2, 9, 0], device=DEVICE)
     out = torch.empty(4, 2, dtype=torch.int64, device=DEVICE)
     knobs = parameters(4, top_k=[0, 3, 0, 3])
-    assert module.sample(logits, *knobs, last_token=last_token, slots=slots, out=out) is out
+    assert sampling.sample(logits, *knobs, last_token=last_token, slots=slots, out=out) is out
     assert last_token[slots].tolist() == ids_of(out).tolist()
     assert last_token[[1, 3, 4, 5, 6, 8]].tolist() == [-5] * 6
 
@@ -245,8 +244,8 @@ def test_an_empty_batch_gives_no_ids():
 
 
 def test_top_k_counts_right_where_every_block_has_one_candidate(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(module, "CHUNK", 128)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 16)
+    monkeypatch.setattr(sampling, "ROW_CHUNK", 128)
     rows = 20
     logits = torch.full((rows, 128), -50.0, device=DEVICE)
     logits[:, 5::16] = torch.tensor([3.0, 1.0, 7.0, 0.0, 2.0, 6.0, 5.0, 4.0], device=DEVICE)
@@ -262,7 +261,7 @@ def test_min_p_of_one_leaves_the_maximum():
 
 
 def test_a_top_p_too_small_for_float32_leaves_the_maximum(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 64)
     logits = randn(9, 8, 300)
     top_p, top_k = [0, 1e-46, 1e-45, 1e-30] * 2, [0] * 4 + [9] * 4
     knobs = parameters(8, temperature=5, top_p=top_p, top_k=top_k)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
-from pipeinfer.kernels import moe_align
-from pipeinfer.kernels.fp8 import quantize_rows
+from pipeinfer.kernels import moe_routing
+from pipeinfer.kernels.formats import quantize_rows
 from pipeinfer.kernels.moe import (
     ClampedSwiglu,
     down_gemm,
@@ -17,22 +17,24 @@ from pipeinfer.kernels.moe import (
     fused_experts_by_pair,
     fused_experts_reference,
 )
-from pipeinfer.kernels.moe_align import moe_align_block_size, moe_align_block_size_reference
-from pipeinfer.kernels.moe_tiles import (
+from pipeinfer.kernels.moe_routing import moe_align_block_size, moe_align_block_size_reference
+from pipeinfer.kernels.norm import rms_norm_reference, sum_rms_norm
+from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A16,
     MOE_CONFIGS_W16,
     MoeConfig,
     MoeGemmConfig,
 )
-from pipeinfer.kernels.norm import rms_norm_reference, sum_rms_norm
 from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
 CUT = MoeGemmConfig(block_n=16, block_k=16, num_warps=4, num_stages=2)
-SMALL = MoeConfig(16, CUT, replace(CUT, depth=32), group_m=2)
-TURNED = MoeConfig(16, replace(CUT, columns=64, turned=True), replace(CUT, columns=32, turned=True))
+SMALL = MoeConfig(16, CUT, replace(CUT, block_k=32), group_m=2)
+TURNED = MoeConfig(
+    16, replace(CUT, block_n=64, swap_ab=True), replace(CUT, block_n=32, swap_ab=True)
+)
 
 
 def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0.0):
@@ -60,7 +62,7 @@ def test_pairs_come_by_expert_in_their_order_and_padded(tokens, experts, top_k, 
 
 
 def test_more_pairs_than_a_program_looks_at_in_one_go_keep_their_order(monkeypatch):
-    monkeypatch.setattr(moe_align, "CHUNK", 16)
+    monkeypatch.setattr(moe_routing, "PAIRS_PER_CHUNK", 16)
     _, chosen = routed(30, 5, 3)
     got, expected = (
         moe_align_block_size(chosen, 5, 16),
@@ -168,9 +170,9 @@ def in_4_bits(weight):
     return values.to(DEVICE), filled.to(DEVICE), plain.transpose(1, 2).contiguous().to(DEVICE)
 
 
-FEW = MoeConfig(16, replace(CUT, depth=64), replace(CUT, columns=32, depth=32), group_m=2)
-TURNED_FEW = MoeConfig(16, replace(CUT, columns=64, depth=128, turned=True),
-                   replace(CUT, columns=64, depth=64, turned=True))  # fmt: skip
+FEW = MoeConfig(16, replace(CUT, block_k=64), replace(CUT, block_n=32, block_k=32), group_m=2)
+TURNED_FEW = MoeConfig(16, replace(CUT, block_n=64, block_k=128, swap_ab=True),
+                   replace(CUT, block_n=64, block_k=64, swap_ab=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", HALVES)

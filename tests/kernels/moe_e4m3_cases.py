@@ -8,15 +8,15 @@ import torch
 from kernels.moe_cases import in_8_bits, routed
 from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, randn, relative_error
 from pipeinfer.checkpoint.quantization import Fp8, Quantization
-from pipeinfer.kernels.fp8 import SCALE_BLOCK
+from pipeinfer.kernels.activations import quantize_groups
+from pipeinfer.kernels.formats import SCALE_BLOCK
 from pipeinfer.kernels.moe import fused_experts_reference, moe_sum
-from pipeinfer.kernels.moe_e4m3 import (
+from pipeinfer.kernels.moe_fp8 import (
     INTERMEDIATE_GROUP,
     fused_experts_w8a8_by_pair,
     fused_experts_w8a8_reference,
 )
-from pipeinfer.kernels.moe_tiles import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
-from pipeinfer.kernels.rounding import quantize_groups
+from pipeinfer.kernels.tile_configs import MOE_CONFIGS_W8A8, MoeConfig, MoeGemmConfig
 from pipeinfer.layers import fp8_products
 from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.moe import SparseMLP

@@ -13,8 +13,8 @@ from kernels.gumbel_cases import NAMES, mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine.sampling import SplitSampler
 from pipeinfer.engine.step_builder import FIELDS
-from pipeinfer.kernels import by_triton, gumbel
-from pipeinfer.kernels.offers import global_argmax, local_argmax
+from pipeinfer.kernels import by_triton, sampling
+from pipeinfer.kernels.sampling import global_argmax, local_argmax
 
 
 def together(logits, knobs, ranks, **target):
@@ -35,7 +35,7 @@ def together(logits, knobs, ranks, **target):
 )  # fmt: skip
 def test_ranks_choose_what_one_rank_samples(vocab, ranks, dtype, monkeypatch):
     """A share of 2, 132, 100 or 501 ids: noise is made for four at a time, wherever they lie."""
-    monkeypatch.setattr(gumbel, "BLOCK", 256)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 256)
     logits = randn(vocab, 8, vocab, dtype=dtype) * 3
     knobs = parameters(8, vocab, temperature=[0, 0, 0.3, 0.6, 1, 1, 1.7, 5])
     ids = together(logits, knobs, ranks)
@@ -43,7 +43,7 @@ def test_ranks_choose_what_one_rank_samples(vocab, ranks, dtype, monkeypatch):
 
 
 def test_the_lowest_of_equal_logits_wins_across_ranks_and_blocks(monkeypatch):
-    monkeypatch.setattr(gumbel, "BLOCK", 16)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 16)
     logits = torch.full((3, 200), -4.0, device=DEVICE)
     for row, equal in enumerate(([90, 30, 199], [150, 151], [160, 40, 41])):
         logits[row, equal] = 2.5
@@ -51,7 +51,7 @@ def test_the_lowest_of_equal_logits_wins_across_ranks_and_blocks(monkeypatch):
 
 
 def test_bad_logits_of_one_rank_leave_no_id_on_all_and_hurt_no_other_row(monkeypatch):
-    monkeypatch.setattr(gumbel, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 64)
     logits = randn(3, 6, 500)
     knobs = parameters(6, temperature=[1, 0, 1, 1, 0, 1])
     good = sample(logits, *knobs, truncate=False)
@@ -66,7 +66,7 @@ def test_bad_logits_of_one_rank_leave_no_id_on_all_and_hurt_no_other_row(monkeyp
 
 def test_a_rank_that_may_offer_nothing_is_never_chosen(monkeypatch):
     """All of its ids are suppressed, or it has none at all."""
-    monkeypatch.setattr(gumbel, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 64)
     logits = randn(4, 5, 64)
     logits[:, :32] = float("-inf")
     knobs = parameters(5, temperature=[0, 1, 2, 1, 0])
@@ -77,7 +77,7 @@ def test_a_rank_that_may_offer_nothing_is_never_chosen(monkeypatch):
 
 
 def test_offers_stay_small_and_rows_are_the_same_in_any_batch(monkeypatch):
-    monkeypatch.setattr(gumbel, "BLOCK", 256)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 256)
     logits = randn(6, 9, 500, dtype=torch.bfloat16)
     temperature, *_, seeds, positions = mixed(9, 500, 5)
     whole = local_argmax(logits, temperature, seeds, positions, 5001)
@@ -103,7 +103,7 @@ class OneRank:
 
 
 def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
-    monkeypatch.setattr(gumbel, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "SAMPLING_BLOCK", 64)
     rows, vocab, ranks = 7, 200, OneRank()
     logits = randn(7, rows, vocab)
     knobs = parameters(rows, 8, top_k=[0, 3, 0, 0, 5, 0, 0], top_p=[1, 1, 1, 0.5, 1, 1, 1])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
-from pipeinfer.kernels import skinny
-from pipeinfer.kernels.fp8 import quantize_rows
+from pipeinfer.kernels import gemm
+from pipeinfer.kernels.activations import quantize_groups_reference
+from pipeinfer.kernels.formats import quantize_rows
 from pipeinfer.kernels.norm import rms_norm_reference
-from pipeinfer.kernels.rounding import quantize_groups_reference
-from pipeinfer.kernels.skinny_tiles import GemmConfig
+from pipeinfer.kernels.tile_configs import GemmConfig
 from pipeinfer.layers.skinny import SkinnyProducts
 
 WIDTH, DEPTH = 64, 256
@@ -30,21 +30,21 @@ def weights(dtype, width=WIDTH):
 def test_skinny_product_is_that_of_the_reference(tile, rows, dtype):
     x, weight, bias = randn(0, rows, DEPTH, dtype=dtype), weights(dtype), randn(2, WIDTH)
     bound = 4 * TOLERANCE[dtype]  # a row of 64 values: if half of them are the other neighbour
-    expected = skinny.gemm_reference(x, weight)
-    assert relative_error(skinny.small_m_gemm(x, weight, tile), expected) < bound
+    expected = gemm.gemm_reference(x, weight)
+    assert relative_error(gemm.small_m_gemm(x, weight, tile), expected) < bound
     bias = bias.to(dtype)
-    expected = skinny.gemm_reference(x, weight, bias)
-    assert relative_error(skinny.small_m_gemm(x, weight, tile, bias), expected) < bound
+    expected = gemm.gemm_reference(x, weight, bias)
+    assert relative_error(gemm.small_m_gemm(x, weight, tile, bias), expected) < bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tile", "rows"), [(SMALL, 3), (TALL, 64)])
 def test_gate_and_up_are_one_skinny_product(tile, rows, dtype):
     x, weight = randn(0, rows, DEPTH, dtype=dtype), weights(dtype, 2 * WIDTH)
-    got = skinny.small_m_gemm_swiglu(x, weight, tile)
+    got = gemm.small_m_gemm_swiglu(x, weight, tile)
     assert got.shape == (rows, WIDTH)
     # The reference is not rounded, and a few large values may all be rounded far: by 2^-8 at most.
-    assert relative_error(got, skinny.gemm_swiglu_reference(x, weight)) < 4 * TOLERANCE[dtype]
+    assert relative_error(got, gemm.gemm_swiglu_reference(x, weight)) < 4 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -53,23 +53,23 @@ def test_splits_of_a_skinny_product_add_up_and_count_the_bias_once(splits, biase
     tile = GemmConfig(block_m=16, block_n=32, block_k=64, split_k=splits, num_warps=4, num_stages=3)
     x, weight = randn(0, 5, DEPTH), weights(torch.float32)
     bias = randn(2, WIDTH) if biased else None
-    got = skinny.split_k_gemm(x, weight, tile, bias)
+    got = gemm.split_k_gemm(x, weight, tile, bias)
     assert got.shape == (splits, 5, WIDTH)
     assert got.dtype == torch.float32
-    expected = skinny.gemm_reference(x, weight, bias)
+    expected = gemm.gemm_reference(x, weight, bias)
     assert relative_error(got.sum(0), expected) < TOLERANCE[torch.float32] * 2
 
 
 def test_a_skinny_product_reads_strided_rows():
     wide, weight = randn(0, 4, 2 * DEPTH), weights(torch.float32)
-    got = skinny.small_m_gemm(wide[:, :DEPTH], weight, SMALL)
-    assert torch.equal(got, skinny.small_m_gemm(wide[:, :DEPTH].contiguous(), weight, SMALL))
+    got = gemm.small_m_gemm(wide[:, :DEPTH], weight, SMALL)
+    assert torch.equal(got, gemm.small_m_gemm(wide[:, :DEPTH].contiguous(), weight, SMALL))
 
 
 def test_a_row_of_a_skinny_product_does_not_depend_on_the_others():
     x, weight = randn(0, 16, DEPTH), weights(torch.float32)
     assert torch.equal(
-        skinny.small_m_gemm(x, weight, SMALL)[3:4], skinny.small_m_gemm(x[3:4], weight, SMALL)
+        gemm.small_m_gemm(x, weight, SMALL)[3:4], gemm.small_m_gemm(x[3:4], weight, SMALL)
     )
 
 
@@ -79,7 +79,7 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
     x, weight = randn(0, 3, depth, dtype=torch.float16), randn(1, size, depth, dtype=torch.float16)
     scale, residual = randn(2, size, dtype=torch.float16), randn(3, 3, size, dtype=torch.float16)
     weight /= 16
-    expected_sum = residual.float() + skinny.gemm_reference(x, weight)
+    expected_sum = residual.float() + gemm.gemm_reference(x, weight)
     partial = products.later(x, weight, None)
     assert partial is not None
     normed, total = partial.add_norm(residual, scale, 1e-6)
@@ -112,13 +112,13 @@ def test_skinny_products_of_both_sides_in_fp8(tile, rows, dtype, blocks):
     wide, part = randn(0, rows, DEPTH, dtype=dtype), 128 if blocks else 0
     x, x_scale = quantize_groups_reference(wide, part)
     weight, scale, plain = in_fp8(256, blocks)
-    scales, bias = skinny.GemmScales(x_scale, scale), randn(2, 256, dtype=dtype)
+    scales, bias = gemm.GemmScales(x_scale, scale), randn(2, 256, dtype=dtype)
     exact = x.float() * x_scale.repeat_interleave(part or DEPTH, 1)
-    expected = skinny.gemm_reference(exact, plain, bias)
+    expected = gemm.gemm_reference(exact, plain, bias)
     # Tensor cores add up products of FP8 with fewer bits than float32, and the reference is not
     # rounded.
     bound = 4 * TOLERANCE[dtype] if INTERPRETED else max(4 * TOLERANCE[dtype], 2e-3)
-    got = skinny.small_m_gemm(x, weight, tile, bias, scales, dtype)
+    got = gemm.small_m_gemm(x, weight, tile, bias, scales, dtype)
     assert got.dtype == dtype and relative_error(got, expected) < bound
-    got = skinny.split_k_gemm(x, weight, replace(tile, splits=2), bias, scales)
+    got = gemm.split_k_gemm(x, weight, replace(tile, split_k=2), bias, scales)
     assert got.dtype == torch.float32 and relative_error(got.sum(0), expected) < bound

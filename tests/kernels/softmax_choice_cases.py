@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, INTERPRETED, TOLERANCE, randn, relative_error
-from pipeinfer.kernels.softmax_choice import topk_softmax, topk_softmax_reference
+from pipeinfer.kernels.moe_routing import topk_softmax, topk_softmax_reference
 
 SHAPES = [(1, 8, 2), (3, 128, 8), (9, 60, 4), (6, 5, 5), (2, 1, 1)]
 

@@ -10,7 +10,7 @@ from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
-from pipeinfer.kernels.e4m3 import E4M3, E4M3_MAX, KVScales, dequantize_e4m3, quantize_e4m3
+from pipeinfer.kernels.formats import E4M3, E4M3_MAX, KVScales, dequantize_e4m3, quantize_e4m3
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize

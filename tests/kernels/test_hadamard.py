@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hadamard_matrix import matrix
-from pipeinfer.kernels.hadamard import hadamard_half_block, hadamard_transform
+from pipeinfer.kernels.formats import hadamard_half_block, hadamard_transform
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, sample
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.kernels.host import sampling as sampler
-from pipeinfer.kernels.host.truncation import truncation_thresholds
+from pipeinfer.kernels import host as sampler
+from pipeinfer.kernels.host import truncation_thresholds
 from sampling_rows import SamplingRows
 
 
@@ -113,7 +113,7 @@ def test_blocks_of_rows_do_not_show_in_the_tokens(monkeypatch):
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(1))
     mixed = rows(40, top_k=[0, 30] * 20, top_p=[1.0, 1.0, 0.7, 0.7] * 10)
     together = sample(logits, mixed)
-    monkeypatch.setattr(sampler, "BLOCK_VALUES", 1500)
+    monkeypatch.setattr(sampler, "LOGITS_PER_BLOCK", 1500)
     assert torch.equal(sample(logits, mixed), together)
 
 
@@ -121,7 +121,7 @@ def test_noise_for_few_and_for_all_candidates_is_the_same(monkeypatch):
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(2))
     mixed = rows(40, top_k=60)
     sparse = sample(logits, mixed)
-    monkeypatch.setattr(sampler, "SPARSE", 10**9)
+    monkeypatch.setattr(sampler, "SPARSE_NOISE_COST", 10**9)
     assert torch.equal(sample(logits, mixed), sparse)
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.kernels.int4_layout import INT4_TILE_K
-from pipeinfer.kernels.int4_tiles import INT4_BLOCK_N, INT4_MAX_ROWS, int4_gemm_config
+from pipeinfer.kernels.formats import INT4_TILE_K
+from pipeinfer.kernels.tile_configs import INT4_BLOCK_N, INT4_MAX_ROWS, int4_gemm_config
 
 
 @given(rows=st.integers(1, 300), tiles=st.integers(1, 600), runs=st.integers(1, 150))

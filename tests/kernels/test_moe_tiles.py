@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.kernels.moe_e4m3 import INTERMEDIATE_GROUP
-from pipeinfer.kernels.moe_tiles import (
+from pipeinfer.kernels.moe_fp8 import INTERMEDIATE_GROUP
+from pipeinfer.kernels.tile_configs import (
     MANY,
     MOE_CONFIGS_BY_WEIGHT_BITS,
     MOE_CONFIGS_MXFP4,

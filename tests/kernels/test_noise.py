@@ -74,7 +74,7 @@ def test_blocks_do_not_show_in_the_noise(monkeypatch):
     whole = noise.gumbel_noise(seeds, positions, 50)
     ids = np.arange(9) * 5
     single = noise.gumbel_noise_at(seeds, positions, ids)
-    monkeypatch.setattr(noise, "BLOCK_WORDS", 100)
+    monkeypatch.setattr(noise, "WORDS_PER_BLOCK", 100)
     assert np.array_equal(noise.gumbel_noise(seeds, positions, 50), whole)
     assert np.array_equal(noise.gumbel_noise_at(seeds, positions, ids), single)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.kernels.skinny_tiles import GemmConfig, small_m_gemm_config
+from pipeinfer.kernels.tile_configs import GemmConfig, small_m_gemm_config
 
 SHARED_BYTES = 227 * 1024  # of a block on the GPUs that the tiles were chosen for
 KINDS = ["product", "gated", "split"]

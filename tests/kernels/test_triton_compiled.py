@@ -19,22 +19,19 @@ from triton.compiler import ASTSource
 from pipeinfer.attention.hybrid import cut
 from pipeinfer.engine.step_buffers import SEQUENCES
 from pipeinfer.kernels import (
+    activations,
     decode_attention,
-    edits,
-    fp8_blocks,
-    geglu,
+    gemm,
     int4,
+    logits_processing,
+    logprobs,
     moe,
-    moe_align,
-    moe_e4m3,
+    moe_fp8,
+    moe_routing,
     norm,
-    rounding,
-    scores,
-    skinny,
-    softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import (
+from pipeinfer.kernels.tile_configs import (
     MOE_CONFIGS_MXFP4,
     MOE_CONFIGS_W8A8,
     MOE_CONFIGS_W8A16,
@@ -91,10 +88,10 @@ def test_edits(values):
     types |= dict.fromkeys(("slot_count", "most", "first_id", "width", "ban_words"), "i32")
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "VALUES": values, "BLOCK": edits.BIAS_BLOCK, "LISTED": edits.MAX_ALLOWED_IDS,
-        "FILLED": edits.FILL_BLOCK, "RECENT": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+        "VALUES": values, "BLOCK": logits_processing.BIAS_BLOCK, "LISTED": logits_processing.MAX_ALLOWED_IDS,
+        "FILLED": logits_processing.FILL_BLOCK, "RECENT": LONGEST_BAD, "SEQUENCES": SEQUENCES,
     }  # fmt: skip
-    assert compiled(edits._edit, types, constants, num_warps=1).asm["ptx"]
+    assert compiled(logits_processing._edit, types, constants, num_warps=1).asm["ptx"]
 
 
 @pytest.mark.parametrize("pages", [HALF, EIGHTH])
@@ -119,8 +116,8 @@ def test_the_store_of_large_heads(offset, pages):
 
 def test_the_gate():
     types = {"merged": HALF, "out": HALF, "stride": "i32"}
-    constants = {"SIZE": 2048, "BLOCK": 1024, "SLOPE": geglu.SLOPE}
-    assert compiled(geglu._geglu, types, constants, num_warps=4).asm["ptx"]
+    constants = {"SIZE": 2048, "BLOCK": 1024, "SLOPE": activations.SLOPE}
+    assert compiled(activations._geglu, types, constants, num_warps=4).asm["ptx"]
 
 
 def test_scores():
@@ -128,8 +125,8 @@ def test_scores():
     whole |= dict.fromkeys(("stride", "width", "first_id", "count", "most"), "i32")
     whole |= dict.fromkeys(("of_row", "of_part"), "i32")
     whole["found"] = "*i32"
-    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MAX_KEYS, "PARTS": 64, "WHOLE": True}
-    for kernel in (scores._own, scores._scan, scores._fold, scores._tell):
+    constants = {"BLOCK": logprobs.BLOCK, "MOST": logprobs.MAX_KEYS, "PARTS": 64, "WHOLE": True}
+    for kernel in (logprobs._own, logprobs._scan, logprobs._fold, logprobs._tell):
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}
         given = {name: constants[name] for name in names if name in constants}
@@ -205,7 +202,7 @@ def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multi
     assert rest.metadata.shared < 227 * 1024 // programs
 
 
-@pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
+@pytest.mark.parametrize("scales", [gemm.BY_ROW.value, gemm.BY_BLOCK.value])
 def test_few_rows_with_weights_in_8_bits(scales):
     types = {"x": EIGHTH, "x_scale": "*fp32", "weight": EIGHTH, "scale": "*fp32", "bias": HALF}
     types |= {"out": HALF, "rows": "i32", "x_stride": "i32"}
@@ -213,7 +210,7 @@ def test_few_rows_with_weights_in_8_bits(scales):
         "WIDTH": 1024, "DEPTH": 1024, "ROWS": 16, "COLUMNS": 64, "STEP": 128, "SPLITS": 1,
         "GATED": False, "BIASED": False, "SCALES": scales, "AHEAD": 1, "EARLY": True,
     }  # fmt: skip
-    made = compiled(skinny._product, types, constants, num_warps=4, num_stages=6)
+    made = compiled(gemm._product, types, constants, num_warps=4, num_stages=6)
     assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in made.asm["ptx"]
 
 
@@ -223,7 +220,7 @@ def test_rounding_to_8_bits(part):
     constants = {"SIZE": 17408, "PART": part, "BLOCK": 16384, "MOST": 448.0, "LEAST_SCALE": 1e-12}
     constants |= {"EARLY": True, "REST": 1024}
     for gated in (False, True):
-        made = compiled(rounding._round, types, constants | {"GATED": gated}, num_warps=32)
+        made = compiled(activations._round, types, constants | {"GATED": gated}, num_warps=32)
         assert CONVERTED in made.asm["ptx"]
 
 
@@ -231,7 +228,7 @@ def test_many_rows_with_weights_in_blocks_of_8_bits():
     types = {"x": EIGHTH, "x_scale": "*fp32", "weight": EIGHTH, "scale": "*fp32", "bias": HALF}
     types |= {"out": HALF, "rows": "i32", "row_blocks": "i32"}
     constants = {"WIDTH": 5120, "DEPTH": 5120, "ROWS": 128, "SIDE": 128, "GROUP": 8, "BIASED": True}
-    made = compiled(fp8_blocks._product, types, constants, num_warps=8, num_stages=3)
+    made = compiled(gemm._product, types, constants, num_warps=8, num_stages=3)
     assert "wgmma" in made.asm["ptx"] and made.metadata.shared < 227 * 1024
 
 
@@ -261,11 +258,9 @@ def test_choices_of_experts(experts, top_k, partials):
     constants = {
         "PARTIALS": partials, "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
         "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
-        "ROWS": softmax_choice.TOKENS_PER_PROGRAM, "EARLY": True,
+        "ROWS": moe_routing.TOKENS_PER_PROGRAM, "EARLY": True,
     }  # fmt: skip
-    made = compiled(
-        softmax_choice._choose, types, constants, num_warps=softmax_choice.TOKENS_PER_PROGRAM
-    )
+    made = compiled(moe_routing._choose, types, constants, num_warps=moe_routing.TOKENS_PER_PROGRAM)
     assert made.asm["ptx"]
 
 
@@ -277,7 +272,7 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
     types = dict.fromkeys(("pairs", "experts", "used"), "*i32") | {"chosen": chosen}
     types |= dict.fromkeys(("size", "num_experts", "name_of_0"), "i32")
     constants = {"EXPERTS": experts, "BLOCK": 16, "CHUNK": chunk, "EARLY": True}
-    assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
+    assert compiled(moe_routing._align, types, constants, num_warps=warps).asm["ptx"]
 
 
 def experts(kernel: Any, rows: int, cut: MoeGemmConfig, scales: int, bounded: bool = False) -> Any:
@@ -311,10 +306,10 @@ MIXTURES = [(shape, moe.UNSCALED.value) for _, shape in MOE_CONFIGS_W16] + [
 @pytest.mark.parametrize(("shape", "scales"), MIXTURES)
 def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
     for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
-        made = experts(kernel, shape.rows, each, scales)
+        made = experts(kernel, shape.block_m, each, scales)
         assert made.metadata.shared < 227 * 1024
         # Tensor cores at their full speed, where rows or columns are the 64 that these take.
-        full = each.columns if each.turned else shape.rows
+        full = each.block_n if each.swap_ab else shape.block_m
         assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
 
@@ -326,18 +321,18 @@ def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, bloc
     whole |= dict.fromkeys(("x_scale", "hidden_scale", "scale", "out_scale"), "*fp32")
     whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
     whole |= dict.fromkeys(("size", "row_blocks", "held"), "i32")
-    for kernel, each in ((moe_e4m3._gate_up, shape.gate_up), (moe_e4m3._down, shape.down)):
-        gated = kernel is moe_e4m3._gate_up
+    for kernel, each in ((moe_fp8._gate_up, shape.gate_up), (moe_fp8._down, shape.down)):
+        gated = kernel is moe_fp8._gate_up
         whole |= {"out": EIGHTH if gated else HALF, "factors": HALF}
         constants = {
-            "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": shape.rows, "COLUMNS": each.columns,
-            "DEPTH": each.depth, "TURNED": each.turned, "BLOCKS": blocks if gated else blocks and 6,
-            "PART": moe_e4m3.INTERMEDIATE_GROUP, "GROUP": 8, "MOST": 448.0, "LEAST_SCALE": 1e-12, "EARLY": True,
+            "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": shape.block_m, "COLUMNS": each.block_n,
+            "DEPTH": each.block_k, "TURNED": each.swap_ab, "BLOCKS": blocks if gated else blocks and 6,
+            "PART": moe_fp8.INTERMEDIATE_GROUP, "GROUP": 8, "MOST": 448.0, "LEAST_SCALE": 1e-12, "EARLY": True,
         }  # fmt: skip
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}
         given = {name: constants[name] for name in names if name in constants}
-        made = compiled(kernel, types, given, num_warps=each.warps, num_stages=each.stages)
+        made = compiled(kernel, types, given, num_warps=each.num_warps, num_stages=each.num_stages)
         assert made.metadata.shared < 227 * 1024
         assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"]
         assert ".e4m3.e4m3" in made.asm["ptx"], "nothing is widened"
@@ -351,15 +346,15 @@ BOUNDED += [(shape, moe.MXFP4.value) for _, shape in MOE_CONFIGS_MXFP4]
 @pytest.mark.parametrize(("shape", "scales"), BOUNDED)
 def test_experts_with_bounds_and_biases_of_every_tile(shape, scales):
     for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
-        made = experts(kernel, shape.rows, each, scales, bounded=True)
+        made = experts(kernel, shape.block_m, each, scales, bounded=True)
         assert made.metadata.shared < 227 * 1024
         if scales == moe.MXFP4.value:
             assert "wgmma" in made.asm["ptx"]
             assert "mul.bf16" in made.asm["ptx"], "scaled in 16 bits, two by an instruction"
             held = 5 if kernel is moe._gate_up else 3  # rows, and weights and exponents of each
-            assert made.asm["ttgir"].count("async_copy_global") == held * each.stages
+            assert made.asm["ttgir"].count("async_copy_global") == held * each.num_stages
         else:
-            full = each.columns if each.turned else shape.rows
+            full = each.block_n if each.swap_ab else shape.block_m
             assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step import AttentionShape
 

@@ -16,7 +16,7 @@ from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.engine.loading import choose
-from pipeinfer.kernels.fp8 import quantize_rows, quantize_rows_min_error
+from pipeinfer.kernels.formats import quantize_rows, quantize_rows_min_error
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights

@@ -22,9 +22,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.engine.kv_store import TOKENS
-from pipeinfer.kernels.e4m3 import E4M3, E4M3_MAX
-from pipeinfer.kernels.fp8 import quantize_rows, quantize_rows_min_error
-from pipeinfer.kernels.hadamard import hadamard_transform
+from pipeinfer.kernels.formats import (
+    E4M3,
+    E4M3_MAX,
+    hadamard_transform,
+    quantize_rows,
+    quantize_rows_min_error,
+)
 
 CHATS = Path(__file__).with_name("chats.txt")
 ATTENTION = "pipeinfer-bench-agreement"

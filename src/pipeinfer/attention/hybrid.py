@@ -23,7 +23,7 @@ from pipeinfer.kernels.decode_attention import (
     DecodeWorkspace,
     decode_attention,
 )
-from pipeinfer.kernels.decode_pieces import (
+from pipeinfer.kernels.decode_splits import (
     DecodeConfig,
     DecodePrefixes,
     LoadConfig,
@@ -33,7 +33,7 @@ from pipeinfer.kernels.decode_pieces import (
     max_total_splits,
     split_rows,
 )
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -85,18 +85,26 @@ def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeConfi
     found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
     reads = found.load
     if narrow and reads.num_warps > 1:
-        reads = reads._replace(block=2 * reads.block_n)
+        reads = reads._replace(block_n=2 * reads.block_n)
     elif found is MANY:
         parts = max(RUNS // kv_heads, 1)
-        found = replace(found, tile=64, of_runs=OF_RUNS, parts=parts, least_shared=512)
+        found = replace(
+            found,
+            prefix_queries=64,
+            prefix_load=OF_RUNS,
+            extra_prefix_splits=parts,
+            min_prefix_tokens=512,
+        )
         if kv_heads <= FEW_HEADS and dim <= MEASURED_DIM:
             reads = OF_FEW_HEADS
     if dim <= MEASURED_DIM:
-        return replace(found, reads=reads)
+        return replace(found, load=reads)
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
     # has none for queries of several rows.
-    reads = reads._replace(block=max(reads.block_n // 2, MIN_QUERY_ROWS), warps=2 * reads.num_warps)
-    return replace(found, reads=reads, tile=0, of_runs=None)
+    reads = reads._replace(
+        block_n=max(reads.block_n // 2, MIN_QUERY_ROWS), num_warps=2 * reads.num_warps
+    )
+    return replace(found, load=reads, prefix_queries=0, prefix_load=None)
 
 
 class TritonDecodeKernel:

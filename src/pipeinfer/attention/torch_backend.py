@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention.interface import KV, PlanInputs, Traits
-from pipeinfer.kernels.e4m3 import E4M3, KVScales, dequantize_e4m3
+from pipeinfer.kernels.formats import E4M3, KVScales, dequantize_e4m3
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step import AttentionShape
 

@@ -163,7 +163,7 @@ class TorchCollectives:
 
     def _norms(self, hidden: int, fusion: AllReduceNorm) -> bool:
         """The same of sums that are added to a residual and normed, in one shot and in two."""
-        from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
+        from pipeinfer.kernels.norm import all_reduce_norm_reference
 
         good = True
         make = partial(torch.randn, dtype=fusion.dtype, device=self._device)

@@ -1,7 +1,7 @@
 """All-reduce, residual addition and RMSNorm in one kernel, where GPUs map each other's memory.
 
 Says which messages it takes, in how many shots, and where its buffers lie; the kernel is
-kernels/all_reduce_norm.py. Knows no layer and no model.
+kernels/norm.py. Knows no layer and no model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pipeinfer.distributed.custom_all_reduce import ALIGNED, MOST_BYTES
-from pipeinfer.kernels import all_reduce_norm as kernel
+from pipeinfer.kernels import norm as kernel
 
 Shots = Literal[0, 1, 2]
 

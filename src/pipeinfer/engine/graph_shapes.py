@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.step import Step
 from pipeinfer.step_cost import steps_up_to
 
@@ -96,7 +96,7 @@ def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], 
     """
     every = set(shapes)
     first = [
-        twin if (twin := replace(shape, shares=True)) in every else shape
+        twin if (twin := replace(shape, shared_prefix=True)) in every else shape
         for shape in (*_few_alone(shapes), *_largest(shapes))
     ]
     there = set(first)
@@ -110,7 +110,7 @@ def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     beside = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
     beside |= {shape for shape in _largest(shapes) if shape.decodes}
     enough = [shape for shape in (*_few_alone(shapes), *sorted(beside)) if shape.decodes >= SHARING]
-    return [replace(shape, shares=True) for shape in enough]
+    return [replace(shape, shared_prefix=True) for shape in enough]
 
 
 def _few_alone(shapes: Sequence[GraphShape]) -> list[GraphShape]:

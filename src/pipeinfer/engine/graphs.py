@@ -19,7 +19,7 @@ import torch
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device, Work
 from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, decode_only, holds
-from pipeinfer.kernels.tables import DeviceStep, GraphShape
+from pipeinfer.kernels.interface import DeviceStep, GraphShape
 from pipeinfer.step import Step
 
 SMALL = 8
@@ -119,7 +119,7 @@ class Graphs:
 
     def _either(self, shape: GraphShape) -> GraphShape:
         """`shape`, or where that has no graph, the one of that size whose decodes share."""
-        return shape if shape in self else replace(shape, shares=True)
+        return shape if shape in self else replace(shape, shared_prefix=True)
 
     def capture(
         self,
@@ -142,7 +142,9 @@ class Graphs:
         """What was captured, by kind."""
         every = sorted(self._captured)
         self.decodes = tuple(sorted({shape.decodes for shape in every if not shape.prefills}))
-        mixed = {self._either(replace(shape, shares=False)) for shape in every if shape.prefills}
+        mixed = {
+            self._either(replace(shape, shared_prefix=False)) for shape in every if shape.prefills
+        }
         self.mixed = tuple(sorted(mixed))
         self.sharing = tuple(shape for shape in every if shape.shared_prefix)
 

@@ -18,8 +18,7 @@ import torch
 
 from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
-from pipeinfer.kernels.e4m3 import E4M3, dequantize_e4m3, quantize_e4m3
-from pipeinfer.kernels.hadamard import hadamard_transform
+from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
 from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model

@@ -29,7 +29,7 @@ from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
-from pipeinfer.kernels.e4m3 import UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.build import build_model, check_shard

@@ -37,8 +37,7 @@ from pipeinfer.engine.profiling import usual_marks
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MOST_EDITS
-from pipeinfer.kernels.interface import Kernels
-from pipeinfer.kernels.tables import DeviceStep, GraphShape
+from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.models.interface import Model
 from pipeinfer.step import Sampled, Step

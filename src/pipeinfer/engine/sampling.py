@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.step_buffers import Download
-from pipeinfer.kernels.host.truncation import is_truncated
+from pipeinfer.kernels.host import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors
 from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.models.interface import Model

@@ -24,12 +24,12 @@ from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
 from pipeinfer.engine.device import Device
 from pipeinfer.engine.graph_shapes import LargestStep
 from pipeinfer.engine.step_builder import FIELDS, filled
-from pipeinfer.kernels.interface import Kernels
-from pipeinfer.kernels.tables import (
+from pipeinfer.kernels.interface import (
     BAD_WORDS_HEADER,
     NO_LOGITS,
     DeviceStep,
     GraphShape,
+    Kernels,
     SlotBadWords,
     SlotLogitBias,
     SlotTables,
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
         | num_changes | slots | starts | counts | logits_rows | leaders | ranks | tokens | changes |
           ALIGN         R       R        R        R             R         R       T        2n
 
-    R rows and T tokens are those of the shape; kernels/tables.py says what the arrays hold. Changes
+    R rows and T tokens are those of the shape; kernels/interface.py says what the arrays hold. Changes
     are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's prefix_leaders and
     prefix_ranks. Written by Packer, read by the kernels write_words and expand.
     """

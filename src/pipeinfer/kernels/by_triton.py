@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.kernels import gumbel, offers
-from pipeinfer.kernels.edits import apply_logit_bias
-from pipeinfer.kernels.expand import prepare_inputs, scatter_words
+from pipeinfer.kernels import sampling as sampling_kernels
 from pipeinfer.kernels.interface import SamplingTensors
-from pipeinfer.kernels.masks import apply_token_bitmask
-from pipeinfer.kernels.scores import local_topk, logit_keys, logprobs, merge_topk
+from pipeinfer.kernels.logits_processing import apply_logit_bias, apply_token_bitmask
+from pipeinfer.kernels.logprobs import local_topk, logit_keys, logprobs, merge_topk
+from pipeinfer.kernels.prepare_inputs import prepare_inputs, scatter_words
 
 __all__ = [
     "apply_logit_bias",
@@ -33,7 +32,7 @@ def sample(
     logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool
 ) -> torch.Tensor:
     """See interface.py, here and below."""
-    return gumbel.sample(
+    return sampling_kernels.sample(
         logits,
         sampling["temperature"],
         sampling["top_k"],
@@ -48,7 +47,7 @@ def sample(
 
 
 def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
-    return offers.local_argmax(
+    return sampling_kernels.local_argmax(
         logits, sampling["temperature"], sampling["seed"], sampling["sample_positions"], first_id
     )
 
@@ -56,4 +55,6 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
 def global_argmax(
     made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
-    return offers.global_argmax(made, sampling["temperature"], last_token, sampling["write_slots"])
+    return sampling_kernels.global_argmax(
+        made, sampling["temperature"], last_token, sampling["write_slots"]
+    )

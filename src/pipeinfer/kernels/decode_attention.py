@@ -7,10 +7,9 @@ Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/22
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.decode_pieces import (
+from pipeinfer.kernels.decode_splits import (
     MERGE_WORDS,
     SPLIT_COUNT_UNIT,
     SPLIT_WORDS,
@@ -31,10 +30,14 @@ from pipeinfer.kernels.decode_pieces import (
     max_prefix_splits,
     max_total_splits,
 )
-from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
-from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.triton_support import (
+    L2_LINE_ELEMENTS,
+    as_int16_pairs,
+    e4m3_pairs_to_fp16,
+    pdl_options,
+    prefetch_l2,
+)
 
 MIN_QUERY_ROWS = 16  # query rows that tensor cores multiply at least
 LOG2E = math.log2(math.e)
@@ -112,7 +115,7 @@ def _piece(
         total = total * fade + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
         if NARROW:
-            even_values, odd_values = halves(values)
+            even_values, odd_values = e4m3_pairs_to_fp16(values)
             sums = tl.dot(weights, even_values.to(q.dtype), sums * fade[:, None],
                           input_precision="ieee")  # fmt: skip
             odd_sums = tl.dot(weights, odd_values.to(q.dtype), odd_sums * fade[:, None],
@@ -129,7 +132,7 @@ def _piece(
 def _scores(q, odd, keys, NARROW: tl.constexpr):
     """Of queries and keys, float32 [TILE, tokens]."""
     if NARROW:
-        even_keys, odd_keys = halves(keys)
+        even_keys, odd_keys = e4m3_pairs_to_fp16(keys)
         scores = tl.dot(q, even_keys.to(q.dtype), input_precision="ieee")
         scores = tl.dot(odd, odd_keys.to(q.dtype), scores, input_precision="ieee")
     else:
@@ -145,7 +148,7 @@ def _queries(
     their scores. NARROW: their even numbers and their odd ones, since keys come in pairs. Either
     way there are two, of which the second counts only then.
 
-    Numbers of 8 bits become halves in one instruction, bfloat16 in four, and either holds them
+    Numbers of 8 bits become e4m3_pairs_to_fp16 in one instruction, bfloat16 in four, and either holds them
     exactly; queries in bfloat16 are scaled before, so that they have room.
     """
     COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
@@ -443,10 +446,10 @@ def decode_attention(
     the cut has seats. early: nothing that the kernel before writes is read before it has ended,
     but for its pieces: False right after they were cut. sinks [heads]: each head's score of a key
     without a value, that every query sees. scales: of k and v in e4m3, which are multiplied as
-    halves where q is bfloat16. float32 inside.
+    e4m3_pairs_to_fp16 where q is bfloat16. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
-    k, v, narrow = in_pairs(k), in_pairs(v), k.dtype == E4M3
+    k, v, narrow = as_int16_pairs(k), as_int16_pairs(v), k.dtype == E4M3
     if count:
         group, runs = heads // kv_heads, rows.prefixes
         seats = 0 if runs is None else config.rows_per_prefix_tile(group)

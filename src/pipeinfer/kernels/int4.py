@@ -6,8 +6,8 @@ Needs triton. Knows rows and weights, no layer and no file; int4_layout.py has t
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.int4_layout import INT4_PER_WORD, INT4_TILE_K, WORDS_PER_THREAD
-from pipeinfer.kernels.int4_tiles import Int4GemmConfig
-from pipeinfer.kernels.prefetch import prefetch_l2
+from pipeinfer.kernels.formats import INT4_PER_WORD, INT4_TILE_K, WORDS_PER_THREAD
+from pipeinfer.kernels.tile_configs import Int4GemmConfig
+from pipeinfer.kernels.triton_support import pdl_options, prefetch_l2
 
-COLUMNS = tl.constexpr(INT4_TILE_K)
-WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)  # of a run
-BLOCKS = tl.constexpr(WORDS_PER_THREAD)  # words that a thread of a tensor core has side by side
+_TILE_K = tl.constexpr(INT4_TILE_K)
+_TILE_WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)  # of a run
+_THREAD_WORDS = tl.constexpr(
+    WORDS_PER_THREAD
+)  # words that a thread of a tensor core has side by side
 
 
 @triton.jit
-def _number(words, PLACE: tl.constexpr):
-    """float32 of the numbers at PLACE of `words`. As the mantissa's bits from P on they are
+def _integer_at(words, PLACE: tl.constexpr):
+    """float32 of the packed at PLACE of `words`. As the mantissa's bits from P on they are
     2 ** (23 - P) too much, which a subtraction takes off exactly."""
     P: tl.constexpr = 4 * PLACE if PLACE < 5 else 4 * PLACE - 12
     if PLACE >= 5:
@@ -39,130 +40,146 @@ def _number(words, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _ready(kept, at, kind: tl.constexpr, HALVES: tl.constexpr):
-    """(zeros, scales) of kept [.., 2] at pair `at`, as _pair wants them: float32, or int32 of a
-    value twice. The numbers have 128 too much as bfloat16, 1,024 as float16, the zeros so, too."""
-    if HALVES:
-        both = tl.load(kept + at)
+def _load_zeros_scales(scales_zeros, at, kind: tl.constexpr, PAIRS: tl.constexpr):
+    """(zeros, scales) of scales_zeros [.., 2] at pair `at`, as _dequantize_pair wants them: float32, or int32 of a
+    value twice. The packed have 128 too much as bfloat16, 1,024 as float16, the zeros so, too."""
+    if PAIRS:
+        both = tl.load(scales_zeros + at)
         if kind == tl.bfloat16:
-            low = tl.inline_asm_elementwise(
+            zero = tl.inline_asm_elementwise(
                 "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x43004300;"
                 " add.rn.bf16x2 $0, t, u; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
         else:
-            low = tl.inline_asm_elementwise(
+            zero = tl.inline_asm_elementwise(
                 "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x64006400;"
                 " add.rn.f16x2 $0, t, u; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
-        wide = tl.inline_asm_elementwise(
+        scale = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, 0x1010;", "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        wide = tl.load(kept + 2 * at).to(tl.float32)
-        low = tl.load(kept + 2 * at + 1).to(tl.float32)
-    return low, wide
+        scale = tl.load(scales_zeros + 2 * at).to(tl.float32)
+        zero = tl.load(scales_zeros + 2 * at + 1).to(tl.float32)
+    return zero, scale
 
 
 @triton.jit
-def _pair(words, low, wide, P: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr):
-    """[.., 2] of kind: (number - low) * wide, of numbers P and P + 4 of each of `words`."""
-    if HALVES:
+def _dequantize_pair(words, zero, scale, P: tl.constexpr, kind: tl.constexpr, PAIRS: tl.constexpr):
+    """[.., 2] of kind: (number - zero) * scale, of packed P and P + 4 of each of `words`."""
+    if PAIRS:
         shifted = words >> (4 * P)
         if kind == tl.bfloat16:
             first, second = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA;"
                 " sub.rn.bf16x2 t, t, $3; mul.rn.bf16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
-                "=h,=h,r,r,r", [shifted, low, wide], dtype=(tl.bfloat16, tl.bfloat16),
+                "=h,=h,r,r,r", [shifted, zero, scale], dtype=(tl.bfloat16, tl.bfloat16),
                 is_pure=True, pack=1,
             )  # fmt: skip
         else:
             first, second = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA;"
                 " sub.rn.f16x2 t, t, $3; mul.rn.f16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
-                "=h,=h,r,r,r", [shifted, low, wide], dtype=(tl.float16, tl.float16),
+                "=h,=h,r,r,r", [shifted, zero, scale], dtype=(tl.float16, tl.float16),
                 is_pure=True, pack=1,
             )  # fmt: skip
     else:
-        first = ((_number(words, P) - low) * wide).to(kind)
-        second = ((_number(words, P + 4) - low) * wide).to(kind)
+        first = ((_integer_at(words, P) - zero) * scale).to(kind)
+        second = ((_integer_at(words, P + 4) - zero) * scale).to(kind)
     return tl.join(first, second)
 
 
 @triton.jit
-def _group(
-    kept, column, run, P: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr,
+def _group_zeros_scales(
+    scales_zeros, column, run, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, kind: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros and scales [COUNT, WORDS] of pair P of a run's words."""
-    first = run * COLUMNS + P * (2 * WORDS)
-    if GROUP >= 2 * WORDS:
-        low, wide = _ready(kept, first // GROUP * WIDTH + column, kind, HALVES)
-        low, wide = low[:, None], wide[:, None]
+    """Zeros and scales [BLOCK_N, _TILE_WORDS] of pair P of a run's words."""
+    first = run * _TILE_K + P * (2 * _TILE_WORDS)
+    if GROUP >= 2 * _TILE_WORDS:
+        zero, scale = _load_zeros_scales(scales_zeros, first // GROUP * WIDTH + column, kind, PAIRS)
+        zero, scale = zero[:, None], scale[:, None]
     else:  # 16 columns: the upper half of a thread's words has the next group
-        word = tl.arange(0, WORDS)
-        at = first // GROUP + word % BLOCKS // 2
-        low, wide = _ready(kept, at[None, :] * WIDTH + column[:, None], kind, HALVES)
-    return tl.broadcast_to(low, (COUNT, WORDS)), tl.broadcast_to(wide, (COUNT, WORDS))
+        word = tl.arange(0, _TILE_WORDS)
+        at = first // GROUP + word % _THREAD_WORDS // 2
+        zero, scale = _load_zeros_scales(
+            scales_zeros, at[None, :] * WIDTH + column[:, None], kind, PAIRS
+        )
+    return tl.broadcast_to(zero, (BLOCK_N, _TILE_WORDS)), tl.broadcast_to(
+        scale, (BLOCK_N, _TILE_WORDS)
+    )
 
 
 @triton.jit
-def _weights(
-    words, kept, column, run, COUNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    kind: tl.constexpr, HALVES: tl.constexpr,
+def _dequantize_tile(
+    words, scales_zeros, column, run, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    kind: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT, COLUMNS] of kind: those of words [COUNT, WORDS], one run of each column."""
-    low, wide = _group(kept, column, run, 0, COUNT, WIDTH, GROUP, kind, HALVES)
-    a = _pair(words, low, wide, 0, kind, HALVES)
-    if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 1, COUNT, WIDTH, GROUP, kind, HALVES)
-    b = _pair(words, low, wide, 1, kind, HALVES)
-    if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 2, COUNT, WIDTH, GROUP, kind, HALVES)
-    c = _pair(words, low, wide, 2, kind, HALVES)
-    if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 3, COUNT, WIDTH, GROUP, kind, HALVES)
-    d = _pair(words, low, wide, 3, kind, HALVES)
+    """[BLOCK_N, _TILE_K] of kind: those of words [BLOCK_N, _TILE_WORDS], one run of each column."""
+    zero, scale = _group_zeros_scales(
+        scales_zeros, column, run, 0, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+    )
+    a = _dequantize_pair(words, zero, scale, 0, kind, PAIRS)
+    if GROUP < _TILE_K:
+        zero, scale = _group_zeros_scales(
+            scales_zeros, column, run, 1, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+        )
+    b = _dequantize_pair(words, zero, scale, 1, kind, PAIRS)
+    if GROUP < _TILE_K:
+        zero, scale = _group_zeros_scales(
+            scales_zeros, column, run, 2, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+        )
+    c = _dequantize_pair(words, zero, scale, 2, kind, PAIRS)
+    if GROUP < _TILE_K:
+        zero, scale = _group_zeros_scales(
+            scales_zeros, column, run, 3, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+        )
+    d = _dequantize_pair(words, zero, scale, 3, kind, PAIRS)
     # column, thread of four, its word, neighbour, pair's upper and lower bit
     all_four = tl.join(tl.join(a, c), tl.join(b, d))
-    all_four = tl.reshape(all_four, (COUNT, WORDS // BLOCKS, BLOCKS, 2, 2, 2))
-    return tl.reshape(tl.permute(all_four, (0, 4, 5, 2, 1, 3)), (COUNT, COLUMNS))
+    all_four = tl.reshape(all_four, (BLOCK_N, _TILE_WORDS // _THREAD_WORDS, _THREAD_WORDS, 2, 2, 2))
+    return tl.reshape(tl.permute(all_four, (0, 4, 5, 2, 1, 3)), (BLOCK_N, _TILE_K))
 
 
 @triton.jit
-def _few_rows(
-    x, numbers, kept, bias, parts, out, arrived, rows, x_stride, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
-    RUNS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, MERGED: tl.constexpr,
-    HALVES: tl.constexpr, EARLY: tl.constexpr,
+def _int4_small_m_kernel(
+    x, packed, scales_zeros, bias, parts, out, counters, rows, x_stride, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_TILES: tl.constexpr, SPLIT_K: tl.constexpr, BIASED: tl.constexpr, MERGED: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns, split of the depth, rows): one tile of parts [SPLITS, rows, WIDTH].
+    """Program (BLOCK_N columns, split of the depth, rows): one tile of parts [SPLIT_K, rows, WIDTH].
 
-    MERGED: who comes last to a tile, by `arrived`, adds its parts in their order into `out`.
+    MERGED: who comes last to a tile, by `counters`, adds its parts in their order into `out`.
     """
-    share: tl.constexpr = DEPTH // COLUMNS // SPLITS  # runs
+    share: tl.constexpr = DEPTH // _TILE_K // SPLIT_K  # runs
     kind: tl.constexpr = x.dtype.element_ty
-    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = (row < rows)[:, None]
-    total = tl.zeros((COUNT, ROWS), tl.float32)
-    right = numbers + (split * share).to(tl.int64) * (WIDTH * WORDS) + column[:, None] * WORDS
-    left = x + row[:, None] * x_stride + split * (share * COLUMNS)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    right = (
+        packed
+        + (split * share).to(tl.int64) * (WIDTH * _TILE_WORDS)
+        + column[:, None] * _TILE_WORDS
+    )
+    left = x + row[:, None] * x_stride + split * (share * _TILE_K)
     if EARLY:
-        prefetch_l2(right + tl.arange(0, RUNS)[None, :] * (WIDTH * WORDS))
+        prefetch_l2(right + tl.arange(0, K_TILES)[None, :] * (WIDTH * _TILE_WORDS))
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
-    right += tl.arange(0, WORDS)[None, :]
-    left += tl.arange(0, COLUMNS)[None, :]
-    for begin in range(0, share, RUNS):
-        for inner in tl.static_range(RUNS):
+    right += tl.arange(0, _TILE_WORDS)[None, :]
+    left += tl.arange(0, _TILE_K)[None, :]
+    for begin in range(0, share, K_TILES):
+        for inner in tl.static_range(K_TILES):
             run = begin + inner
-            words = tl.load(right + run * (WIDTH * WORDS))
-            a = tl.load(left + run * COLUMNS, mask=real, other=0.0)
-            w = _weights(
-                words, kept, column, split * share + run, COUNT, WIDTH, GROUP, kind, HALVES
+            words = tl.load(right + run * (WIDTH * _TILE_WORDS))
+            a = tl.load(left + run * _TILE_K, mask=real, other=0.0)
+            w = _dequantize_tile(
+                words, scales_zeros, column, split * share + run, BLOCK_N, WIDTH, GROUP, kind, PAIRS
             )
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
@@ -172,11 +189,11 @@ def _few_rows(
     tl.store(parts + split * rows * WIDTH + to, total, mask=real)
     if MERGED:
         tl.debug_barrier()
-        tile = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        tile = counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         before = tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu")
-        if before == SPLITS - 1:
-            whole = tl.zeros((ROWS, COUNT), tl.float32)
-            for part in tl.static_range(SPLITS):
+        if before == SPLIT_K - 1:
+            whole = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for part in tl.static_range(SPLIT_K):
                 whole += tl.load(
                     parts + part * rows * WIDTH + to, mask=real, other=0.0, cache_modifier=".cg"
                 )
@@ -185,17 +202,19 @@ def _few_rows(
 
 
 @triton.jit
-def _decode(
-    numbers, kept, out, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    COUNT: tl.constexpr, HALVES: tl.constexpr,
+def _int4_dequantize_kernel(
+    packed, scales_zeros, out, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns of the product, run of the depth)."""
-    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    """Program (BLOCK_N columns of the product, run of the depth)."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     run = tl.program_id(1)
     row = column.to(tl.int64)[:, None]
-    words = tl.load(numbers + (run * WIDTH + row) * WORDS + tl.arange(0, WORDS)[None, :])
-    w = _weights(words, kept, column, run, COUNT, WIDTH, GROUP, out.dtype.element_ty, HALVES)
-    tl.store(out + row * DEPTH + run * COLUMNS + tl.arange(0, COLUMNS)[None, :], w)
+    words = tl.load(packed + (run * WIDTH + row) * _TILE_WORDS + tl.arange(0, _TILE_WORDS)[None, :])
+    w = _dequantize_tile(
+        words, scales_zeros, column, run, BLOCK_N, WIDTH, GROUP, out.dtype.element_ty, PAIRS
+    )
+    tl.store(out + row * DEPTH + run * _TILE_K + tl.arange(0, _TILE_K)[None, :], w)
 
 
 def int4_small_m_gemm(
@@ -208,12 +227,12 @@ def int4_small_m_gemm(
 ) -> torch.Tensor:
     """The product of x [T, depth] with the weights' transpose, plus bias [width].
 
-    numbers: int32 [runs, width, 16]; kept: [depth / group, width, 2] of x's dtype, scales and
+    packed: int32 [runs, width, 16]; scales_zeros: [depth / group, width, 2] of x's dtype, scales and
     zeros; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
     splits * runs the runs of the depth. Rows of x may be strided. Weights are rounded to x's dtype;
     sums are float32.
 
-    arrived: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
+    counters: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
     [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
     """
     (height, depth), width = x.shape, packed.shape[1]
@@ -225,11 +244,11 @@ def int4_small_m_gemm(
     out = torch.empty(1, height, width, dtype=x.dtype, device=x.device) if merged else parts
     if height:
         halves = _pairs_at_once(x.dtype, x.device)
-        _few_rows[(width // config.block_n, config.split_k, triton.cdiv(height, config.block_m))](
+        _int4_small_m_kernel[(width // config.block_n, config.split_k, triton.cdiv(height, config.block_m))](
             x, packed, scales_zeros.view(torch.int32) if halves else scales_zeros, bias, parts, out, counters,
             height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // scales_zeros.shape[0],
-            ROWS=config.block_m, COUNT=config.block_n, RUNS=config.k_tiles, SPLITS=config.split_k,
-            BIASED=bias is not None, MERGED=merged, HALVES=halves,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, K_TILES=config.k_tiles, SPLIT_K=config.split_k,
+            BIASED=bias is not None, MERGED=merged, PAIRS=halves,
             num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
         )  # fmt: skip
     return out
@@ -243,9 +262,9 @@ def int4_dequantize(
     depth = runs * INT4_TILE_K
     out = torch.empty(width, depth, dtype=dtype, device=packed.device)
     halves = _pairs_at_once(dtype, packed.device)
-    _decode[(width // columns, runs)](
+    _int4_dequantize_kernel[(width // columns, runs)](
         packed, scales_zeros.view(torch.int32) if halves else scales_zeros, out, WIDTH=width, DEPTH=depth,
-        GROUP=depth // scales_zeros.shape[0], COUNT=columns, HALVES=halves, num_warps=4,
+        GROUP=depth // scales_zeros.shape[0], BLOCK_N=columns, PAIRS=halves, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -4,9 +4,8 @@ Needs triton. Knows tokens, chosen experts and stacked weights; no router and no
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -17,22 +16,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.moe_align import MoeAlignment, moe_align_block_size
-from pipeinfer.kernels.moe_tiles import MoeConfig, MoeGemmConfig, moe_config
-from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
-from pipeinfer.kernels.scaled_dot import (
-    BY_BLOCK,
-    BY_ROW,
-    MXFP4,
-    RUN,
-    SIDE,
-    UNSCALED,
-    along_columns,
-    nothing,
-    scaled_dot,
+from pipeinfer.kernels.moe_routing import MoeAlignment, moe_align_block_size
+from pipeinfer.kernels.tile_configs import MoeConfig, MoeGemmConfig, moe_config
+from pipeinfer.kernels.triton_support import (
+    BLOCK_SCALES,
+    L2_LINE_ELEMENTS,
+    MXFP4_GROUP,
+    MXFP4_SCALES,
+    NO_SCALES,
+    ROW_SCALES,
+    SCALE_BLOCK_CE,
+    as_kernel_arg,
+    broadcast_columns,
+    dequantizing_dot,
+    pdl_options,
+    prefetch_l2,
+    zeros_accumulator,
 )
-from pipeinfer.kernels.triton_e4m3 import as_seen
 
 # [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
 # -sum over a token's pairs-> [tokens, hidden]
@@ -86,10 +86,10 @@ def _scales(
 ):  # fmt: skip
     """The address of a matrix's first scale by block for the columns of `part`; or addresses
     [COLUMNS] of their first four exponents. BLOCKS: of a row."""
-    if SCALES == MXFP4:
+    if SCALES == MXFP4_SCALES:
         at = scale + tl.minimum(column, WIDTH - 1) * BLOCKS
     else:
-        at = scale + part * COLUMNS // SIDE * BLOCKS
+        at = scale + part * COLUMNS // SCALE_BLOCK_CE * BLOCKS
     return at
 
 
@@ -115,7 +115,7 @@ def _swiglu(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
 @triton.jit
 def _of_columns(at, column, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr):
     """float32 of a number for each column, so that it broadcasts to a sum."""
-    return along_columns(tl.load(at + column, mask=column < WIDTH, other=0.0), ROWS_FIRST).to(
+    return broadcast_columns(tl.load(at + column, mask=column < WIDTH, other=0.0), ROWS_FIRST).to(
         tl.float32
     )
 
@@ -124,17 +124,19 @@ def _of_columns(at, column, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr):
 def _gate_up(
     x, weight, scale, bias, out, pairs, experts, used, size, x_stride, row_blocks,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, SCALES: tl.constexpr,
     BLOCKS: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, SLOPE: tl.constexpr,
     LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of pairs and columns.
-    scale [experts, 2 INTER], or [experts, 2 INTER / SIDE, BLOCKS], or of MXFP4 int32 [experts,
+    scale [experts, 2 INTER], or [experts, 2 INTER / SCALE_BLOCK_CE, BLOCKS], or of MXFP4_SCALES int32 [experts,
     2 INTER, BLOCKS], four exponents each; bias [experts, 2 INTER]."""
-    tl.static_assert(SCALES != BY_BLOCK or SIDE % COLUMNS == 0)
-    tl.static_assert((SCALES != BY_BLOCK and SCALES != MXFP4) or SIDE % DEPTH == 0)
-    rows_first: tl.constexpr = TURNED == 0
-    EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
+    tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % COLUMNS == 0)
+    tl.static_assert(
+        (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % DEPTH == 0
+    )
+    rows_first: tl.constexpr = SWAP_AB == 0
+    EACH: tl.constexpr = 2 if SCALES == MXFP4_SCALES else 1  # weights in an element
     block, part = grouped_tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
     if EARLY:
         gdc_wait()  # for tokens and their order
@@ -149,20 +151,26 @@ def _gate_up(
     deep: tl.constexpr = HIDDEN // EACH
     element = tl.arange(0, DEPTH // EACH)
     right = weight + expert * (2 * INTER * deep) + column[:, None] * deep + element[None, :]
-    shared: tl.constexpr = 1 if SCALES == MXFP4 else SIDE  # rows with one scale
+    shared: tl.constexpr = 1 if SCALES == MXFP4_SCALES else SCALE_BLOCK_CE  # rows with one scale
     blocks: tl.constexpr = INTER // shared * BLOCKS  # of gate, and as many of up
     scales = scale + expert * (2 * blocks)
     scales = _scales(scales, column, part, BLOCKS, INTER, COLUMNS, SCALES)
-    gate, up = nothing(ROWS, COLUMNS, rows_first), nothing(ROWS, COLUMNS, rows_first)
+    gate, up = (
+        zeros_accumulator(ROWS, COLUMNS, rows_first),
+        zeros_accumulator(ROWS, COLUMNS, rows_first),
+    )
     for begin in range(0, HIDDEN, DEPTH):
         a = _rows(left + begin, real, begin + depth, HIDDEN, DEPTH)
         at, begun = right + begin // EACH, begin // EACH + element
         w = _weights(at, column, begun, INTER, deep, COLUMNS, DEPTH // EACH)
-        first, run = scales + begin // SIDE, begin // RUN % (SIDE // RUN)
-        gate = scaled_dot(a, w, gate, first, rows_first, SCALES, run)
+        first, run = (
+            scales + begin // SCALE_BLOCK_CE,
+            begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP),
+        )
+        gate = dequantizing_dot(a, w, gate, first, rows_first, SCALES, run)
         w = _weights(at + INTER * deep, column, begun, INTER, deep, COLUMNS, DEPTH // EACH)
-        up = scaled_dot(a, w, up, first + blocks, rows_first, SCALES, run)
-    if SCALES == BY_ROW:
+        up = dequantizing_dot(a, w, up, first + blocks, rows_first, SCALES, run)
+    if SCALES == ROW_SCALES:
         at = scale + expert * (2 * INTER)
         gate *= _of_columns(at, column, INTER, rows_first)
         up *= _of_columns(at + INTER, column, INTER, rows_first)
@@ -171,7 +179,7 @@ def _gate_up(
         gate += _of_columns(at, column, INTER, rows_first)
         up += _of_columns(at + INTER, column, INTER, rows_first)
     value = _swiglu(gate, up, SLOPE, LIMIT)
-    if TURNED:
+    if SWAP_AB:
         value = tl.trans(value)
     target = out + pair.to(tl.int64)[:, None] * INTER + column[None, :]
     tl.store(target, value, mask=real[:, None] & (column < INTER)[None, :])
@@ -199,16 +207,18 @@ def prefetch_weights(
 def _down(
     hidden, weight, scale, bias, factors, out, pairs, experts, used, size, row_blocks, held,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+    DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = factors[pair] * (hidden[pair] @ weight.T + bias) for one tile of pairs, columns.
-    scale [experts, HIDDEN], or [experts, HIDDEN / SIDE, BLOCKS], or of MXFP4 int32 [experts,
+    scale [experts, HIDDEN], or [experts, HIDDEN / SCALE_BLOCK_CE, BLOCKS], or of MXFP4_SCALES int32 [experts,
     HIDDEN, BLOCKS], four exponents each; bias [experts, HIDDEN]; held: experts."""
-    tl.static_assert(SCALES != BY_BLOCK or SIDE % COLUMNS == 0)
-    tl.static_assert((SCALES != BY_BLOCK and SCALES != MXFP4) or SIDE % DEPTH == 0)
-    rows_first: tl.constexpr = TURNED == 0
-    EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
+    tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % COLUMNS == 0)
+    tl.static_assert(
+        (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % DEPTH == 0
+    )
+    rows_first: tl.constexpr = SWAP_AB == 0
+    EACH: tl.constexpr = 2 if SCALES == MXFP4_SCALES else 1  # weights in an element
     deep: tl.constexpr = INTER // EACH
     block, part = grouped_tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
@@ -226,21 +236,24 @@ def _down(
     left = hidden + pair.to(tl.int64)[:, None] * INTER + depth[None, :]
     element = tl.arange(0, DEPTH // EACH)
     right = weight + expert * (HIDDEN * deep) + column[:, None] * deep + element[None, :]
-    shared: tl.constexpr = 1 if SCALES == MXFP4 else SIDE  # rows with one scale
+    shared: tl.constexpr = 1 if SCALES == MXFP4_SCALES else SCALE_BLOCK_CE  # rows with one scale
     scales = scale + expert * (HIDDEN // shared * BLOCKS)
     scales = _scales(scales, column, part, BLOCKS, HIDDEN, COLUMNS, SCALES)
-    total = nothing(ROWS, COLUMNS, rows_first)
+    total = zeros_accumulator(ROWS, COLUMNS, rows_first)
     for begin in range(0, INTER, DEPTH):
         a = _rows(left + begin, real, begin + depth, INTER, DEPTH)
         at, begun = right + begin // EACH, begin // EACH + element
         w = _weights(at, column, begun, HIDDEN, deep, COLUMNS, DEPTH // EACH)
-        first, run = scales + begin // SIDE, begin // RUN % (SIDE // RUN)
-        total = scaled_dot(a, w, total, first, rows_first, SCALES, run)
-    if SCALES == BY_ROW:
+        first, run = (
+            scales + begin // SCALE_BLOCK_CE,
+            begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP),
+        )
+        total = dequantizing_dot(a, w, total, first, rows_first, SCALES, run)
+    if SCALES == ROW_SCALES:
         total *= _of_columns(scale + expert * HIDDEN, column, HIDDEN, rows_first)
     if BIASED:
         total += _of_columns(bias + expert * HIDDEN, column, HIDDEN, rows_first)
-    if TURNED:
+    if SWAP_AB:
         total = tl.trans(total)
     total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
     target = out + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
@@ -288,11 +301,11 @@ def fused_experts(
     x [T, hidden], rows may be strided; gate_up [experts, 2 n, hidden], gate first; down [experts,
     hidden, n]; both contiguous. weights, any float dtype, and chosen int, [T, top_k]. The weights
     given are those of experts `first` and following, out of `of` (0: these are all); the choices
-    of others count nothing. Scales: float32, of matrices in FP8, which become x's dtype: [experts,
+    of others count zeros_accumulator. Scales: float32, of matrices in FP8, which become x's dtype: [experts,
     rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
     whole blocks (ValueError). bounded: for another SwiGLU, and biases.
 
-    In MXFP4, for x of 16 bits, matrices are uint8 [experts, rows, columns / 2], the first of two in
+    In MXFP4_SCALES, for x of 16 bits, matrices are uint8 [experts, rows, columns / 2], the first of two in
     the lower bits, and scales are exponents, uint8 [experts, rows, blocks]: one for each 32 columns
     and others, no NaN, that fill them up to a multiple of 4 (ValueError).
     """
@@ -400,7 +413,7 @@ def down_gemm(
 
 def launch_options(cut: MoeGemmConfig) -> dict[str, int]:
     """The options of one product."""
-    options = {"COLUMNS": cut.block_n, "DEPTH": cut.block_k, "TURNED": cut.swap_ab}
+    options = {"COLUMNS": cut.block_n, "DEPTH": cut.block_k, "SWAP_AB": cut.swap_ab}
     return options | {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
 
 
@@ -410,7 +423,7 @@ def _seen(
     """Weights, scales and biases as kernels are given them; weights again where there are none."""
     if weight.dtype == torch.uint8 and scale is not None:
         scale = scale.view(torch.int32)
-    return as_seen(weight), *(weight if one is None else one for one in (scale, bias))
+    return as_kernel_arg(weight), *(weight if one is None else one for one in (scale, bias))
 
 
 def _bits(weight: torch.Tensor) -> int:
@@ -422,23 +435,23 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
     """What has a scale of its own, and how many a row has; ValueError if that does not divide the
     weights."""
     if scale is None:
-        return {"SCALES": UNSCALED.value, "BLOCKS": 0}
+        return {"SCALES": NO_SCALES.value, "BLOCKS": 0}
     if weight.dtype == torch.uint8:
         runs = scale.shape[2]
-        if runs % 4 or RUN.value * runs < 2 * weight.shape[2]:
+        if runs % 4 or MXFP4_GROUP.value * runs < 2 * weight.shape[2]:
             raise ValueError(f"{tuple(scale.shape)} exponents for {tuple(weight.shape)} bytes")
-        return {"SCALES": MXFP4.value, "BLOCKS": runs // 4}
+        return {"SCALES": MXFP4_SCALES.value, "BLOCKS": runs // 4}
     if scale.shape[1:] == (weight.shape[1], 1):
-        return {"SCALES": BY_ROW.value, "BLOCKS": 0}
+        return {"SCALES": ROW_SCALES.value, "BLOCKS": 0}
     if any(
-        size != blocks * SIDE.value
+        size != blocks * SCALE_BLOCK_CE.value
         for size, blocks in zip(weight.shape[1:], scale.shape[1:], strict=True)
     ):
         raise ValueError(
             f"scales {tuple(scale.shape)} are not those of rows, nor of whole blocks of "
-            f"{SIDE.value} x {SIDE.value}, of weights {tuple(weight.shape)}"
+            f"{SCALE_BLOCK_CE.value} x {SCALE_BLOCK_CE.value}, of weights {tuple(weight.shape)}"
         )
-    return {"SCALES": BY_BLOCK.value, "BLOCKS": scale.shape[2]}
+    return {"SCALES": BLOCK_SCALES.value, "BLOCKS": scale.shape[2]}
 
 
 def moe_sum(

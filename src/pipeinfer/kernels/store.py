@@ -5,8 +5,8 @@ in a pool (page * page_size + offset), no request and no page table.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels import e4m3
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.hadamard import hadamard_half_block, hadamard_transform
-from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
+from pipeinfer.kernels import formats
+from pipeinfer.kernels.formats import hadamard_half_block, hadamard_transform
+from pipeinfer.kernels.triton_support import as_kernel_arg, pdl_options, scale_to_e4m3
 
 # Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
 # bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
@@ -83,8 +82,8 @@ def _rotated(
     if RUN:
         low, high = _turned(low, high, GROUP, BLOCK, RUN)
     if NARROW:
-        low = narrowed(low, to_scale, target.dtype.element_ty)
-        high = narrowed(high, to_scale, target.dtype.element_ty)
+        low = scale_to_e4m3(low, to_scale, target.dtype.element_ty)
+        high = scale_to_e4m3(high, to_scale, target.dtype.element_ty)
     tl.store(target + at, low, mask=inside)
     tl.store(target + at + half, high, mask=inside)
 
@@ -100,7 +99,7 @@ def _copied(
     at = heads * DIM + lane
     values = tl.load(source + at, mask=inside, other=0.0)
     if NARROW:
-        values = narrowed(values.to(tl.float32), to_scale, target.dtype.element_ty)
+        values = scale_to_e4m3(values.to(tl.float32), to_scale, target.dtype.element_ty)
     tl.store(target + at, values, mask=inside)
 
 
@@ -173,18 +172,18 @@ def rotate_and_store(
     page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm of each
     head, `offset` added. out: contiguous. Raises ValueError for a layout it cannot write.
 
-    Caches in e4m3: k_scale, v_scale are theirs (e4m3.py); queries and keys are turned alike
+    Caches in e4m3: k_scale, v_scale are theirs (formats.py); queries and keys are turned alike
     (hadamard.py), keys less `shift` before, float32 [kv_heads, head_dim].
     """
     kv_heads, dim = k_cache.shape[2:]
     _check(qkv, k_cache, v_cache, num_heads)
-    tokens, narrow = qkv.shape[0], k_cache.dtype == e4m3.E4M3
+    tokens, narrow = qkv.shape[0], k_cache.dtype == formats.E4M3
     queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
     if tokens:
         _store[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
-            qkv, queries, as_seen(k_cache), as_seen(v_cache), cos, sin, positions, places, q_norm,
+            qkv, queries, as_kernel_arg(k_cache), as_kernel_arg(v_cache), cos, sin, positions, places, q_norm,
             k_norm, eps, shift, k_scale, v_scale, qkv.stride(0), cos.stride(0), k_cache.stride(1),
             v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
@@ -240,13 +239,13 @@ def rotate_and_store_reference(
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
     q, k = rotate(q), rotate(k)
-    if k_cache.dtype == e4m3.E4M3:
+    if k_cache.dtype == formats.E4M3:
         q, k = hadamard_transform(q), hadamard_transform(k if shift is None else k - shift)
     stored = places >= 0
     at = places[stored].long()
     for cache, values, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        if cache.dtype == e4m3.E4M3:
-            narrow = e4m3.quantize_e4m3(values[stored], scale).view(torch.uint8)
+        if cache.dtype == formats.E4M3:
+            narrow = formats.quantize_e4m3(values[stored], scale).view(torch.uint8)
             cache.view(torch.uint8).flatten(0, 1)[at] = narrow
         else:
             cache.flatten(0, 1)[at] = values[stored].to(cache.dtype)

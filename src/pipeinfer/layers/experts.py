@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.fp8 import SCALE_BLOCK
+from pipeinfer.kernels.formats import SCALE_BLOCK
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.moe_backends import Grouped, StackedExperts, backend_on
 from pipeinfer.layers.placement import Placement, Shard, Source

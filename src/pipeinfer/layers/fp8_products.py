@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
-from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.fp8 import SCALE_BLOCK
-from pipeinfer.kernels.skinny_tiles import Fp8GemmKind as Kind
-from pipeinfer.kernels.skinny_tiles import GemmConfig, fp8_gemm_config
+from pipeinfer.kernels.formats import E4M3, SCALE_BLOCK
+from pipeinfer.kernels.tile_configs import Fp8GemmKind as Kind
+from pipeinfer.kernels.tile_configs import GemmConfig, fp8_gemm_config
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement
@@ -64,7 +63,7 @@ class Fp8Products:
     """Products (kept.py), in bfloat16. blocks: weights have a scale for each 128 x 128."""
 
     def __init__(self, skinny: SkinnyProducts, blocks: bool) -> None:
-        from pipeinfer.kernels import skinny as kernels
+        from pipeinfer.kernels import gemm as kernels
 
         self.rounding = RowRounding(SCALE_BLOCK if blocks else 0)
         self._skinny, self._blocks = skinny, blocks
@@ -97,7 +96,7 @@ class Fp8Products:
 
 
 def _by_block() -> Many:
-    from pipeinfer.kernels.fp8_blocks import block_scaled_gemm
+    from pipeinfer.kernels.gemm import block_scaled_gemm
 
     def many(
         rows: RoundedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
-from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.fp8 import quantize_rows_min_error
+from pipeinfer.kernels.formats import E4M3, quantize_rows_min_error
 from pipeinfer.layers.placement import DUMMY_STD, Placement, Rounding, Source
 from pipeinfer.settings import ConfigurationError
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.kernels.int4_layout import INT4_TILE_K
-from pipeinfer.kernels.int4_tiles import INT4_BLOCK_N, int4_gemm_config
+from pipeinfer.kernels.formats import INT4_TILE_K
+from pipeinfer.kernels.tile_configs import INT4_BLOCK_N, int4_gemm_config
 from pipeinfer.layers.int4_values import Int4Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement

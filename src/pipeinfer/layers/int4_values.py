@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.kernels.int4_layout import INT4_PER_WORD, dequantize_int4, int4_tile_k, pack_int4
+from pipeinfer.kernels.formats import INT4_PER_WORD, dequantize_int4, int4_tile_k, pack_int4
 from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source, Target
 from pipeinfer.settings import ConfigurationError
 

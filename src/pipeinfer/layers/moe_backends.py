@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeinfer.close_names import did_you_mean
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.rounded import RowRounding, Rows
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:
     from pipeinfer.kernels.moe import ClampedSwiglu
-    from pipeinfer.kernels.moe_e4m3 import Fp8Scaled
+    from pipeinfer.kernels.moe_fp8 import Fp8Scaled
     from pipeinfer.layers.placement import Placement
 
 Grouped = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -90,7 +90,7 @@ class TritonExperts:
     def _by_pair_in_fp8(
         self, rounding: RowRounding, x: Rows, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        from pipeinfer.kernels.moe_e4m3 import fused_experts_w8a8_by_pair
+        from pipeinfer.kernels.moe_fp8 import fused_experts_w8a8_by_pair
 
         stack, rows = self._stack, x if x.dtype == E4M3 else rounding.rows(x)
         taken, span = (rows.values, rows.scale), (stack.first, stack.of)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class RowRounding:
     norms and rows, as they were, too. Needs triton."""
 
     def __init__(self, part: int = 0, keeps: bool = False) -> None:
-        from pipeinfer.kernels import norm, rounding
+        from pipeinfer.kernels import activations, norm
 
         self._part, self._keeps = part, keeps
         self._norm = norm.rms_norm_quantized
-        self._gated = rounding.swiglu_quantize_groups
-        self._rows = rounding.quantize_groups
+        self._gated = activations.swiglu_quantize_groups
+        self._rows = activations.quantize_groups
 
     def norm(
         self,

@@ -88,7 +88,7 @@ def _choice_on(device: torch.device) -> Choice:
     kernel on a GPU, which also sums scores [P, T, experts]."""
     if device.type != "cuda":
         return _by_torch
-    from pipeinfer.kernels.softmax_choice import topk_softmax
+    from pipeinfer.kernels.moe_routing import topk_softmax
 
     return topk_softmax
 

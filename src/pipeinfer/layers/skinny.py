@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from pipeinfer.kernels.skinny_tiles import small_m_gemm_config as choose
+from pipeinfer.kernels.tile_configs import small_m_gemm_config as choose
 from pipeinfer.layers.fused import HALVES
 from pipeinfer.layers.partial_sum import PartialSum
 
@@ -22,9 +22,9 @@ class SkinnyProducts:
     Needs triton."""
 
     def __init__(self) -> None:
-        from pipeinfer.kernels import norm, skinny
+        from pipeinfer.kernels import gemm, norm
 
-        self._products = skinny
+        self._products = gemm
         self._norm = norm
 
     def product(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 

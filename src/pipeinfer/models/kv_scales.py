@@ -12,7 +12,7 @@ from math import isfinite
 
 import torch
 
-from pipeinfer.kernels.e4m3 import UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Source, whole
 from pipeinfer.models.weights import DTYPES, Stored, open_weights
 from pipeinfer.settings import ConfigurationError

@@ -1,16 +1,15 @@
-"""Rows rounded to FP8 (e4m3), with a scale for each, or for each 128 of its values: by themselves,
-or as the last thing that another operation does.
+"""SwiGLU in Triton: silu(gate) * up of a merged gate and up product, in one launch.
 
-Needs triton. Knows tensors; fp8.py has the same in plain torch. Source:
-https://arxiv.org/abs/2412.19437, 3.3.2.
+For devices on which no library's kernel is better; needs triton. Knows no layer.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +17,85 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.e4m3 import E4M3, E4M3_MAX
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.fp8 import MIN_SCALE, quantize_rows
-from pipeinfer.kernels.swiglu import swiglu_reference
-from pipeinfer.kernels.triton_e4m3 import as_seen, nearest
+from pipeinfer.kernels.formats import E4M3, E4M3_MAX, MIN_SCALE, quantize_rows
+from pipeinfer.kernels.triton_support import as_kernel_arg, pdl_options, to_e4m3
+
+ACTIVATION_BLOCK = 1024
+
+
+@triton.jit
+def _swiglu_kernel(merged, out, stride, SIZE: tl.constexpr, ACTIVATION_BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
+    inside = lane < SIZE
+    gate = tl.load(merged + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(merged + row * stride + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + lane, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+def swiglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, 2 n], gate first, to [T, n]; rows may be strided. float32 inside, rounded once."""
+    tokens, size = merged.shape[0], merged.shape[1] // 2
+    out = merged.new_empty(tokens, size) if out is None else out
+    if tokens:
+        block = min(ACTIVATION_BLOCK, triton.next_power_of_2(size))
+        _swiglu_kernel[(tokens, triton.cdiv(size, block))](
+            merged,
+            out,
+            merged.stride(0),
+            SIZE=size,
+            ACTIVATION_BLOCK=block,
+            num_warps=max(block // 256, 1),
+        )
+    return out
+
+
+def swiglu_reference(merged: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    gate, up = merged.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(merged.dtype)
+
+
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+
+
+@triton.jit
+def _geglu_kernel(
+    merged,
+    out,
+    stride,
+    SIZE: tl.constexpr,
+    ACTIVATION_BLOCK: tl.constexpr,
+    GELU_SLOPE: tl.constexpr,
+):
+    """With weights 0.5 (1 + tanh z), which is sigmoid(2 z)."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
+    inside = lane < SIZE
+    gate = tl.load(merged + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(merged + row * stride + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.sigmoid(GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))
+    tl.store(out + row * SIZE + lane, gate * weight * up, mask=inside)
+
+
+def geglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, 2 n], gate first, to [T, n]; rows may be strided. float32 inside, rounded once."""
+    tokens, size = merged.shape[0], merged.shape[1] // 2
+    out = merged.new_empty(tokens, size) if out is None else out
+    if tokens:
+        block = min(ACTIVATION_BLOCK, triton.next_power_of_2(size))
+        _geglu_kernel[(tokens, triton.cdiv(size, block))](
+            merged, out, merged.stride(0), SIZE=size, ACTIVATION_BLOCK=block, GELU_SLOPE=GELU_SLOPE,
+            num_warps=max(block // 256, 1),
+        )  # fmt: skip
+    return out
+
+
+def geglu_reference(merged: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    gate, up = merged.float().chunk(2, dim=-1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(merged.dtype)
+
 
 QUANTIZE_VALUES_PER_THREAD = 16  # values of a thread, where a program may have so many
 
@@ -33,13 +106,13 @@ def _scale_of(most, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _store(values, scale, out, lane, inside):
+def _store_scaled(values, scale, out, lane, inside):
     inverse = tl.math.div_rn(1.0, scale)  # a division of each value would take most of the time
-    tl.store(out + lane, nearest(values * inverse, out.dtype.element_ty), mask=inside)
+    tl.store(out + lane, to_e4m3(values * inverse, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _store_parts(
+def _store_groups(
     values, out, scale, begin, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +123,7 @@ def _store_parts(
     found = _scale_of(tl.max(tl.abs(parts), axis=1), MOST, LEAST_SCALE)
     tl.store(scale + begin // PART + part, found, mask=inside)
     lane = begin + part[:, None] * PART + tl.arange(0, PART)[None, :]
-    _store(parts, found[:, None], out, lane, inside[:, None])
+    _store_scaled(parts, found[:, None], out, lane, inside[:, None])
 
 
 @triton.jit
@@ -66,9 +139,9 @@ def store_quantized(
         lane = tl.arange(0, BLOCK)
         found = _scale_of(tl.max(tl.abs(values), axis=0), MOST, LEAST_SCALE)
         tl.store(scale, found)
-        _store(values, found, out, lane, lane < SIZE)
+        _store_scaled(values, found, out, lane, lane < SIZE)
     else:
-        _store_parts(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+        _store_groups(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
 
 
 @triton.jit
@@ -86,11 +159,11 @@ def store_quantized_tile(
     tl.store(at, found, mask=real[:, None])
     scaled = tl.reshape(by_part * tl.math.div_rn(1.0, found)[:, :, None], (ROWS, COLUMNS))
     at = out + row[:, None] * SIZE + begin + tl.arange(0, COLUMNS)[None, :]
-    tl.store(at, nearest(scaled, out.dtype.element_ty), mask=real[:, None])
+    tl.store(at, to_e4m3(scaled, out.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
-def _values(x, lane, SIZE: tl.constexpr, GATED: tl.constexpr):
+def _load_values(x, lane, SIZE: tl.constexpr, GATED: tl.constexpr):
     """float32 values of a row at x; GATED: SwiGLU of 2 SIZE of them, gate first."""
     inside = lane < SIZE
     values = tl.load(x + lane, mask=inside, other=0.0).to(tl.float32)
@@ -101,7 +174,7 @@ def _values(x, lane, SIZE: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _round(
+def _quantize_kernel(
     x, out, scale, x_stride, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -113,18 +186,18 @@ def _round(
         gdc_launch_dependents()
     x += row * x_stride
     lane, later = tl.arange(0, BLOCK), BLOCK + tl.arange(0, REST)
-    values, rest = _values(x, lane, SIZE, GATED), _values(x, later, SIZE, GATED)
+    values, rest = _load_values(x, lane, SIZE, GATED), _load_values(x, later, SIZE, GATED)
     out += row * SIZE
     scale += row * (SIZE // PART)
     if PART == SIZE:
         most = tl.maximum(tl.max(tl.abs(values), axis=0), tl.max(tl.abs(rest), axis=0))
         found = _scale_of(most, MOST, LEAST_SCALE)
         tl.store(scale, found)
-        _store(values, found, out, lane, lane < SIZE)
-        _store(rest, found, out, later, later < SIZE)
+        _store_scaled(values, found, out, lane, lane < SIZE)
+        _store_scaled(rest, found, out, later, later < SIZE)
     else:
-        _store_parts(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
-        _store_parts(rest, out, scale, BLOCK, SIZE, PART, REST, MOST, LEAST_SCALE)
+        _store_groups(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+        _store_groups(rest, out, scale, BLOCK, SIZE, PART, REST, MOST, LEAST_SCALE)
 
 
 @dataclass(frozen=True)
@@ -147,7 +220,7 @@ class Fp8Output:
     @property
     def kernel_args(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As kernels are to be given them."""
-        return as_seen(self.values), self.scale
+        return as_kernel_arg(self.values), self.scale
 
     @property
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +242,7 @@ def _quantized(
     block = 1 << (size.bit_length() - 1)
     rest = max(triton.next_power_of_2(size - block), part, 1)
     if len(x):
-        _round[(len(x),)](
+        _quantize_kernel[(len(x),)](
             x, *room.kernel_args, x.stride(0), BLOCK=block, REST=rest, GATED=gated,
             num_warps=min(max(block // (32 * QUANTIZE_VALUES_PER_THREAD), 1), 32), **room.launch_options,
         )  # fmt: skip

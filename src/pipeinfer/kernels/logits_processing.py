@@ -5,8 +5,8 @@ slot changes nothing costs two loads. Needs triton.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.tables import BAD_WORDS_HEADER, SlotLogitBias
+from pipeinfer.kernels.interface import BAD_WORDS_HEADER, SlotLogitBias
 
 BIAS_BLOCK = 128
 MAX_ALLOWED_IDS = 1024  # ids that a row may be left with; they are held in registers
@@ -23,7 +23,7 @@ _HEAD = tl.constexpr(BAD_WORDS_HEADER)
 
 
 @triton.jit
-def _allow(row, width, stored, count, first_id, LISTED: tl.constexpr, FILLED: tl.constexpr):
+def _mask_all_but(row, width, stored, count, first_id, LISTED: tl.constexpr, FILLED: tl.constexpr):
     """Makes all logits of the row impossible but those of the `count` ids that are stored there."""
     at = tl.arange(0, LISTED)
     column = tl.load(stored + at, mask=at < count, other=-1) - first_id
@@ -39,7 +39,7 @@ def _allow(row, width, stored, count, first_id, LISTED: tl.constexpr, FILLED: tl
 
 
 @triton.jit
-def _ban(
+def _mask_bad_words(
     row, width, ban, sequences, position, last_token, first_id,
     NOTE: tl.constexpr, RECENT: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _ban(
 
 
 @triton.jit(do_not_specialize=["slot_count", "most", "stride", "first_id", "width", "ban_words"])
-def _edit(
+def _logit_bias_kernel(
     logits, slots, positions, counts, words, bans, last_token, slot_count, most, stride, first_id,
     width, ban_words, VALUES: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
     FILLED: tl.constexpr, RECENT: tl.constexpr, SEQUENCES: tl.constexpr,
@@ -81,7 +81,7 @@ def _edit(
     sequences = tl.load(ban)
     if count < 0:
         count = -count
-        _allow(row, width, words + slot * most, count, first_id, LISTED, FILLED)
+        _mask_all_but(row, width, words + slot * most, count, first_id, LISTED, FILLED)
     for begin in range(0, count, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         inside = at < count
@@ -97,7 +97,7 @@ def _edit(
         else:
             tl.store(target, tl.full((BLOCK,), float("-inf"), tl.float32), mask=held & never)
     if sequences > 0:
-        _ban(
+        _mask_bad_words(
             row, width, ban, sequences, position, last_token + slot, first_id,
             not VALUES, RECENT, SEQUENCES,
         )  # fmt: skip
@@ -117,9 +117,37 @@ def apply_logit_bias(
     assert logits.dtype is torch.float32 or not values
     _, slot_count, most = edits.words.shape
     bans = edits.bad_words
-    _edit[(len(logits),)](
+    _logit_bias_kernel[(len(logits),)](
         logits, slots, positions, edits.counts, edits.words, bans.words, bans.last_token,
         slot_count, most, logits.stride(0), first_id, logits.shape[1], bans.words.shape[1],
         VALUES=values, BLOCK=BIAS_BLOCK, LISTED=MAX_ALLOWED_IDS, FILLED=FILL_BLOCK, RECENT=bans.history,
         SEQUENCES=bans.max_sequences, num_warps=1,
     )  # fmt: skip
+
+
+BITMASK_BLOCK = 2048
+
+
+@triton.jit(do_not_specialize=["stride", "width", "first_id", "many"])
+def _bitmask_kernel(logits, rows, words, stride, width, first_id, many, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = column + first_id
+    inside = column < width
+    word = tl.load(words + entry * many + token // 32, mask=inside & (token // 32 < many), other=0)
+    forbidden = ((word >> (token % 32)) & 1) == 0
+    target = logits + tl.load(rows + entry) * stride + column
+    never = tl.full((BLOCK,), float("-inf"), tl.float32)
+    tl.store(target, never.to(logits.dtype.element_ty), mask=inside & forbidden)
+
+
+def apply_token_bitmask(
+    logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0
+) -> None:
+    """See interface.py."""
+    if not len(rows):
+        return
+    width = logits.shape[1]
+    _bitmask_kernel[(len(rows), triton.cdiv(width, BITMASK_BLOCK))](
+        logits, rows, words, logits.stride(0), width, first_id, words.shape[1], BLOCK=BITMASK_BLOCK
+    )

@@ -6,9 +6,8 @@ https://arxiv.org/abs/2412.19437, 3.3.2.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -17,19 +16,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels import fp8
-from pipeinfer.kernels.e4m3 import E4M3_MAX
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.fp8 import MIN_SCALE
+from pipeinfer.kernels import formats
+from pipeinfer.kernels.activations import Fp8Output, quantize_groups_reference, store_quantized_tile
+from pipeinfer.kernels.formats import E4M3_MAX, MIN_SCALE
 from pipeinfer.kernels.moe import grouped_tile, launch_options, prefetch_weights
-from pipeinfer.kernels.moe_align import MoeAlignment, moe_align_block_size
-from pipeinfer.kernels.moe_tiles import MoeConfig, MoeGemmConfig, moe_w8a8_config
-from pipeinfer.kernels.rounding import Fp8Output, quantize_groups_reference, store_quantized_tile
-from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
-from pipeinfer.kernels.triton_e4m3 import as_seen
+from pipeinfer.kernels.moe_routing import MoeAlignment, moe_align_block_size
+from pipeinfer.kernels.tile_configs import MoeConfig, MoeGemmConfig, moe_w8a8_config
+from pipeinfer.kernels.triton_support import (
+    SCALE_BLOCK_CE,
+    as_kernel_arg,
+    broadcast_columns,
+    broadcast_rows,
+    fp8_dot,
+    pdl_options,
+    zeros_accumulator,
+)
 
 # [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
-# Tokens have a scale for each SIDE of their values, what is between the products one for each
+# Tokens have a scale for each SCALE_BLOCK_CE of their values, what is between the products one for each
 # MIDDLE, so that tiles of so few columns can round it. A product of so many values is a sum of the
 # tensor cores; these are scaled and added in float32, in order. No atomics.
 INTERMEDIATE_GROUP = 64
@@ -52,16 +56,16 @@ def _swiglu(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _gate_up(
     x, x_scale, weight, scale, out, out_scale, pairs, experts, used, size, row_blocks,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr, BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, BLOCKS: tl.constexpr,
     PART: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of pairs and columns.
     x_scale [tokens, HIDDEN / DEPTH]; out_scale [pairs, INTER / PART]; scale [experts, 2 INTER], or
-    [experts, 2 INTER / SIDE, BLOCKS]."""
-    rows_first: tl.constexpr = TURNED == 0
+    [experts, 2 INTER / SCALE_BLOCK_CE, BLOCKS]."""
+    rows_first: tl.constexpr = SWAP_AB == 0
     parts: tl.constexpr = HIDDEN // DEPTH
-    ups: tl.constexpr = INTER // SIDE * BLOCKS  # scales of gate, before those of up
+    ups: tl.constexpr = INTER // SCALE_BLOCK_CE * BLOCKS  # scales of gate, before those of up
     block, part = grouped_tile(row_blocks, INTER // COLUMNS, GROUP)
     if EARLY:
         gdc_wait()  # for tokens and their order
@@ -76,22 +80,22 @@ def _gate_up(
     column = both // COLUMNS * INTER + part * COLUMNS + both % COLUMNS
     left = x + token.to(tl.int64)[:, None] * HIDDEN + depth[None, :]
     right = weight + expert * (2 * INTER * HIDDEN) + column[:, None] * HIDDEN + depth[None, :]
-    total = nothing(ROWS, 2 * COLUMNS, rows_first)
+    total = zeros_accumulator(ROWS, 2 * COLUMNS, rows_first)
     of_row = tl.load(x_scale + token * parts, mask=real, other=0.0)
-    by_block = scale + expert * (2 * ups) + part * COLUMNS // SIDE * BLOCKS
+    by_block = scale + expert * (2 * ups) + part * COLUMNS // SCALE_BLOCK_CE * BLOCKS
     for step in range(parts):
-        factor = along_rows(of_row, rows_first)
+        factor = broadcast_rows(of_row, rows_first)
         more = real & (step + 1 < parts)  # asked for a step ahead
         of_row = tl.load(x_scale + token * parts + step + 1, mask=more, other=0.0)
         a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
         if BLOCKS > 0:
-            at = by_block + step * DEPTH // SIDE
+            at = by_block + step * DEPTH // SCALE_BLOCK_CE
             of_block = tl.where(both < COLUMNS, tl.load(at), tl.load(at + ups))
-            factor *= along_columns(of_block, rows_first)
-        total += rounded_dot(a, tl.load(right + step * DEPTH), rows_first) * factor
+            factor *= broadcast_columns(of_block, rows_first)
+        total += fp8_dot(a, tl.load(right + step * DEPTH), rows_first) * factor
     if BLOCKS == 0:
-        total *= along_columns(tl.load(scale + expert * (2 * INTER) + column), rows_first)
-    value = _swiglu(tl.trans(total) if TURNED else total, ROWS, COLUMNS)
+        total *= broadcast_columns(tl.load(scale + expert * (2 * INTER) + column), rows_first)
+    value = _swiglu(tl.trans(total) if SWAP_AB else total, ROWS, COLUMNS)
     store_quantized_tile(
         value, out, out_scale, pair.to(tl.int64), real, part * COLUMNS, INTER, COLUMNS, PART, MOST,
         LEAST_SCALE,
@@ -102,13 +106,13 @@ def _gate_up(
 def _down(
     hidden, hidden_scale, weight, scale, factors, out, pairs, experts, used, size, row_blocks, held,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TURNED: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = factors[pair] * (hidden[pair] @ weight.T) for one tile of pairs, columns.
-    hidden_scale [pairs, INTER / DEPTH]; scale [experts, HIDDEN], or [experts, HIDDEN / SIDE,
+    hidden_scale [pairs, INTER / DEPTH]; scale [experts, HIDDEN], or [experts, HIDDEN / SCALE_BLOCK_CE,
     BLOCKS]; held: experts."""
-    rows_first: tl.constexpr = TURNED == 0
+    rows_first: tl.constexpr = SWAP_AB == 0
     parts: tl.constexpr = INTER // DEPTH
     block, part = grouped_tile(row_blocks, HIDDEN // COLUMNS, GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
@@ -123,21 +127,25 @@ def _down(
     expert, row = tl.load(experts + block).to(tl.int64), pair.to(tl.int64)
     left = hidden + row[:, None] * INTER + depth[None, :]
     right = weight + expert * (HIDDEN * INTER) + column[:, None] * INTER + depth[None, :]
-    by_block = scale + expert * (HIDDEN // SIDE * BLOCKS) + part * COLUMNS // SIDE * BLOCKS
-    total = nothing(ROWS, COLUMNS, rows_first)
+    by_block = (
+        scale
+        + expert * (HIDDEN // SCALE_BLOCK_CE * BLOCKS)
+        + part * COLUMNS // SCALE_BLOCK_CE * BLOCKS
+    )
+    total = zeros_accumulator(ROWS, COLUMNS, rows_first)
     of_row = tl.load(hidden_scale + pair * parts, mask=real, other=0.0)
     for step in range(parts):
-        factor = along_rows(of_row, rows_first)
+        factor = broadcast_rows(of_row, rows_first)
         more = real & (step + 1 < parts)  # asked for a step ahead
         of_row = tl.load(hidden_scale + pair * parts + step + 1, mask=more, other=0.0)
         a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
         w = tl.load(right + step * DEPTH)
         if BLOCKS > 0:
-            factor *= tl.load(by_block + step * DEPTH // SIDE)
-        total += rounded_dot(a, w, rows_first) * factor
+            factor *= tl.load(by_block + step * DEPTH // SCALE_BLOCK_CE)
+        total += fp8_dot(a, w, rows_first) * factor
     if BLOCKS == 0:
-        total *= along_columns(tl.load(scale + expert * HIDDEN + column), rows_first)
-    if TURNED:
+        total *= broadcast_columns(tl.load(scale + expert * HIDDEN + column), rows_first)
+    if SWAP_AB:
         total = tl.trans(total)
     total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * HIDDEN + column[None, :], total, mask=real[:, None])
@@ -180,7 +188,7 @@ def gate_up_gemm_w8a8(
     pairs, blocks = tokens * top_k, alignment.expert_ids.shape[0]
     room = Fp8Output.empty(values.device, pairs, inter, INTERMEDIATE_GROUP)
     _gate_up[(blocks * (inter // cut.block_n),)](
-        as_seen(values), scale, as_seen(weight), matrices[1], *room.kernel_args, alignment.sorted_pair_ids,
+        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], *room.kernel_args, alignment.sorted_pair_ids,
         alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
         PART=INTERMEDIATE_GROUP, MOST=E4M3_MAX, LEAST_SCALE=MIN_SCALE,
         **_options(matrices, alignment, cut, config.group_m),
@@ -202,7 +210,7 @@ def down_gemm_w8a8(
     cut, blocks = config.down, alignment.expert_ids.shape[0]
     out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=values.device)
     _down[(blocks * (hidden // cut.block_n),)](
-        as_seen(values), scale, as_seen(weight), matrices[1], topk_weights, out, alignment.sorted_pair_ids,
+        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], topk_weights, out, alignment.sorted_pair_ids,
         alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
         **_options(matrices, alignment, cut, config.group_m),
     )  # fmt: skip
@@ -228,7 +236,7 @@ def fused_experts_w8a8_reference(
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
     """The same in plain torch, float32, of matrices as the numbers that they stand for."""
-    rows = x[0].float() * x[1].repeat_interleave(fp8.SCALE_BLOCK, 1)
+    rows = x[0].float() * x[1].repeat_interleave(formats.SCALE_BLOCK, 1)
     out = rows.new_zeros(*topk_ids.shape, rows.shape[1])
     for expert in topk_ids.unique().tolist():
         token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)

@@ -7,8 +7,8 @@ which tiles, and where the library is the faster.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import pdl_options
-from pipeinfer.kernels.prefetch import L2_LINE_ELEMENTS, prefetch_l2
-from pipeinfer.kernels.scaled_dot import BY_BLOCK, BY_ROW, SIDE, UNSCALED, dot, nothing
-from pipeinfer.kernels.skinny_tiles import GemmConfig
+from pipeinfer.kernels.formats import SCALE_BLOCK
+from pipeinfer.kernels.tile_configs import GemmConfig
+from pipeinfer.kernels.triton_support import (
+    BLOCK_SCALES,
+    L2_LINE_ELEMENTS,
+    NO_SCALES,
+    ROW_SCALES,
+    SCALE_BLOCK_CE,
+    dot_a_bt,
+    pdl_options,
+    prefetch_l2,
+    zeros_accumulator,
+)
 
 PREFETCHED_STEPS = 1  # steps of depth whose weights are asked for before the rows are there
 
 
 @triton.jit
-def _scaled(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
-    """`total`, as `nothing` has it, times the scales of rows and of columns."""
+def _times_scales(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
+    """`total`, as `zeros_accumulator` has it, times the scales of rows and of columns."""
     if ROWS_FIRST:
         total *= by_row[:, None] * by_column[None, :]
     else:
@@ -38,7 +47,7 @@ def _scaled(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _product(
+def _small_m_kernel(
     x, x_scale, weight, scale, bias, out, rows, x_stride, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     SPLITS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr,
@@ -46,8 +55,8 @@ def _product(
 ):  # fmt: skip
     """Program (columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH].
     GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T).
-    x and weight in FP8: x_scale [rows] and scale [WIDTH], or x_scale [rows, DEPTH / SIDE] and scale
-    [WIDTH / SIDE, DEPTH / SIDE]."""
+    x and weight in FP8: x_scale [rows] and scale [WIDTH], or x_scale [rows, DEPTH / SCALE_BLOCK_CE] and scale
+    [WIDTH / SCALE_BLOCK_CE, DEPTH / SCALE_BLOCK_CE]."""
     share: tl.constexpr = DEPTH // SPLITS
     rows_first: tl.constexpr = ROWS >= 64
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -66,24 +75,31 @@ def _product(
     left = x + row[:, None] * x_stride + depth[None, :]
     inside = row < rows
     real = inside[:, None]
-    total, gate = nothing(ROWS, COLUMNS, rows_first), nothing(ROWS, COLUMNS, rows_first)
+    total, gate = (
+        zeros_accumulator(ROWS, COLUMNS, rows_first),
+        zeros_accumulator(ROWS, COLUMNS, rows_first),
+    )
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
-        if SCALES == BY_BLOCK:
-            part = dot(a, w, nothing(ROWS, COLUMNS, rows_first), rows_first)
-            block = (split * share + begin) // SIDE
-            by_row = tl.load(x_scale + row * (DEPTH // SIDE) + block, mask=inside, other=0.0)
-            by_column = tl.load(scale + column // SIDE * (DEPTH // SIDE) + block)
-            total += _scaled(part, by_row, by_column, rows_first)
+        if SCALES == BLOCK_SCALES:
+            part = dot_a_bt(a, w, zeros_accumulator(ROWS, COLUMNS, rows_first), rows_first)
+            block = (split * share + begin) // SCALE_BLOCK_CE
+            by_row = tl.load(
+                x_scale + row * (DEPTH // SCALE_BLOCK_CE) + block, mask=inside, other=0.0
+            )
+            by_column = tl.load(
+                scale + column // SCALE_BLOCK_CE * (DEPTH // SCALE_BLOCK_CE) + block
+            )
+            total += _times_scales(part, by_row, by_column, rows_first)
         else:
-            total = dot(a, w, total, rows_first)
+            total = dot_a_bt(a, w, total, rows_first)
         if GATED:
             w = tl.load(right + begin + WIDTH * DEPTH)
-            gate = dot(a, w, gate, rows_first)
-    if SCALES == BY_ROW:
+            gate = dot_a_bt(a, w, gate, rows_first)
+    if SCALES == ROW_SCALES:
         by_row = tl.load(x_scale + row, mask=inside, other=0.0)
-        total = _scaled(total, by_row, tl.load(scale + column), rows_first)
+        total = _times_scales(total, by_row, tl.load(scale + column), rows_first)
     if GATED:
         total = total * tl.sigmoid(total) * gate
     if not rows_first:
@@ -101,7 +117,7 @@ class GemmScales(NamedTuple):
     weight: torch.Tensor
 
 
-def _launch(
+def _launch_small_m(
     config: GemmConfig,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,11 +128,11 @@ def _launch(
 ) -> None:
     (rows, depth), width = x.shape, out.shape[-1]
     grid = width // config.block_n, config.split_k, triton.cdiv(rows, config.block_m)
-    kind = UNSCALED
+    kind = NO_SCALES
     if scales is not None:
-        kind = BY_ROW if scales.x.shape[1] == 1 else BY_BLOCK
+        kind = ROW_SCALES if scales.x.shape[1] == 1 else BLOCK_SCALES
     x_scale, scale = scales or (None, None)
-    _product[grid](
+    _small_m_kernel[grid](
         x, x_scale, weight, scale, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth,
         ROWS=config.block_m, COLUMNS=config.block_n, STEP=config.block_k, SPLITS=config.split_k, GATED=gated,
         BIASED=bias is not None, SCALES=kind.value,
@@ -139,7 +155,7 @@ def small_m_gemm(
     float32 inside, rounded once. scales: of e4m3; those of blocks want steps of at most 128.
     """
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
-    _launch(config, x, weight, bias, out, scales=scales)
+    _launch_small_m(config, x, weight, bias, out, scales=scales)
     return out
 
 
@@ -149,7 +165,7 @@ def small_m_gemm_swiglu(x: torch.Tensor, weight: torch.Tensor, config: GemmConfi
     As `product` otherwise, without scales. Source: https://arxiv.org/abs/2002.05202.
     """
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(config, x, weight, None, out, gated=True)
+    _launch_small_m(config, x, weight, None, out, gated=True)
     return out
 
 
@@ -166,7 +182,7 @@ def split_k_gemm(
     """
     size = config.split_k, x.shape[0], weight.shape[0]
     out = torch.empty(size, dtype=torch.float32, device=x.device)
-    _launch(config, x, weight, bias, out, scales=scales)
+    _launch_small_m(config, x, weight, bias, out, scales=scales)
     return out
 
 
@@ -182,3 +198,81 @@ def gemm_swiglu_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     """`gated_product` in plain torch: float32."""
     gate, up = gemm_reference(x, weight).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+FULL_HEIGHT_ROWS = 64  # rows from which on tiles are as high as wide
+GROUP_M = 8  # row blocks that share columns in the L2 cache
+
+
+@triton.jit
+def _block_scaled_kernel(
+    x, x_scale, weight, scale, bias, out, rows, row_blocks, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, GROUP_M: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    """One tile of out [rows, WIDTH]: ROWS rows, and the columns of a block."""
+    program = tl.program_id(0)
+    column_blocks: tl.constexpr = WIDTH // SIDE
+    band = program // (GROUP_M * column_blocks)
+    height = tl.minimum(row_blocks - band * GROUP_M, GROUP_M)
+    within = program % (GROUP_M * column_blocks)
+    row = (band * GROUP_M + within % height) * ROWS + tl.arange(0, ROWS)
+    block = within // height
+    column = block * SIDE + tl.arange(0, SIDE)
+    depth = tl.arange(0, SIDE)
+    real = row < rows
+    parts: tl.constexpr = DEPTH // SIDE
+    left = x + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
+    right = weight + column.to(tl.int64)[None, :] * DEPTH + depth[:, None]
+    total = tl.zeros((ROWS, SIDE), tl.float32)
+    for part in range(parts):
+        a = tl.load(left + part * SIDE, mask=real[:, None], other=0.0)
+        b = tl.load(right + part * SIDE)
+        by_row = tl.load(x_scale + row * parts + part, mask=real, other=0.0)
+        by_block = tl.load(scale + block * parts + part)
+        total += tl.dot(a, b) * (by_row * by_block)[:, None]
+    if BIASED:
+        total += tl.load(bias + column).to(tl.float32)[None, :]
+    at = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=real[:, None])
+
+
+def block_scaled_gemm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, width] of `dtype`: x [T, depth] @ weight [width, depth].T + bias [width].
+
+    x, weight: e4m3; x_scale: float32 [T, depth / 128]; scale: float32 [width / 128, depth / 128];
+    all contiguous. Sums are float32, each 128 of the depth are scaled and added in order.
+    """
+    (rows, depth), width = x.shape, weight.shape[0]
+    out = torch.empty(rows, width, dtype=dtype, device=x.device)
+    high = SCALE_BLOCK if rows > FULL_HEIGHT_ROWS else FULL_HEIGHT_ROWS
+    blocks = triton.cdiv(rows, high)
+    if rows:
+        _block_scaled_kernel[(blocks * (width // SCALE_BLOCK),)](
+            x, x_scale, weight, scale, bias, out, rows, blocks, WIDTH=width, DEPTH=depth,
+            ROWS=high, SIDE=SCALE_BLOCK, GROUP_M=GROUP_M, BIASED=bias is not None, num_warps=8 if high > FULL_HEIGHT_ROWS
+            else 4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+def block_scaled_gemm_reference(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same in plain torch: float32."""
+    left = x.float() * x_scale.repeat_interleave(SCALE_BLOCK, 1)
+    right = weight.float() * scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(
+        SCALE_BLOCK, 1
+    )
+    return torch.nn.functional.linear(left, right, None if bias is None else bias.float())

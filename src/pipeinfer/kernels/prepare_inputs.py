@@ -6,8 +6,8 @@ graph. Needs triton. Knows rows, slots and pages; no request and no attention ba
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.tables import NO_LOGITS, DeviceStep, SlotTables
+from pipeinfer.kernels.interface import NO_LOGITS, DeviceStep, SlotTables
 
-BLOCK = 1024  # tokens, pages or words that a program writes at a time
-MOST_PROGRAMS = 8  # that share one row, or what is to be written
+INPUTS_BLOCK = 1024  # tokens, pages or words that a program writes at a time
+MAX_PROGRAMS_PER_ROW = 8  # that share one row, or what is to be written
 _NO_LOGITS = tl.constexpr(NO_LOGITS)
 
 
 @triton.jit
-def _write(pairs, count, words, BLOCK: tl.constexpr):
+def _scatter_words_kernel(pairs, count, words, INPUTS_BLOCK: tl.constexpr):
     many = 2 * tl.load(count)
-    step = tl.num_programs(0) * BLOCK
-    for begin in range(tl.program_id(0) * BLOCK, many // 2, step):
-        at = begin + tl.arange(0, BLOCK)
+    step = tl.num_programs(0) * INPUTS_BLOCK
+    for begin in range(tl.program_id(0) * INPUTS_BLOCK, many // 2, step):
+        at = begin + tl.arange(0, INPUTS_BLOCK)
         inside = 2 * at < many
         index = tl.load(pairs + 2 * at, mask=inside, other=0)
         value = tl.load(pairs + 2 * at + 1, mask=inside, other=0)
@@ -36,16 +36,20 @@ def _write(pairs, count, words, BLOCK: tl.constexpr):
 
 def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
     """See interface.py, here and below."""
-    _write[(MOST_PROGRAMS,)](pairs, count, words, BLOCK=BLOCK, num_warps=4)
+    _scatter_words_kernel[(MAX_PROGRAMS_PER_ROW,)](
+        pairs, count, words, INPUTS_BLOCK=INPUTS_BLOCK, num_warps=4
+    )
 
 
 @triton.jit
-def _before(starts, counts, row, PAGE: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr):
+def _tokens_and_pages_before(
+    starts, counts, row, PAGE: tl.constexpr, PAD: tl.constexpr, INPUTS_BLOCK: tl.constexpr
+):
     """(tokens, pages) of the rows before `row`."""
-    tokens = tl.zeros((BLOCK,), tl.int32)
-    pages = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, row, BLOCK):
-        index = begin + tl.arange(0, BLOCK)
+    tokens = tl.zeros((INPUTS_BLOCK,), tl.int32)
+    pages = tl.zeros((INPUTS_BLOCK,), tl.int32)
+    for begin in range(0, row, INPUTS_BLOCK):
+        index = begin + tl.arange(0, INPUTS_BLOCK)
         inside = index < row
         count = tl.load(counts + index, mask=inside, other=0)
         length = tl.load(starts + index, mask=inside & (count > 0), other=0)
@@ -56,13 +60,13 @@ def _before(starts, counts, row, PAGE: tl.constexpr, PAD: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _tokens(
+def _token_inputs(
     tokens, last_token, slot, pages, positions, places, ids, first, start, count, known, capacity,
-    step, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    step, PAGE: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This program's share of one row's `count` tokens; from `known` on they are nobody's."""
-    for begin in range(tl.program_id(1) * BLOCK, count, step):
-        index = begin + tl.arange(0, BLOCK)
+    for begin in range(tl.program_id(1) * INPUTS_BLOCK, count, step):
+        index = begin + tl.arange(0, INPUTS_BLOCK)
         at = first + index
         inside = (index < count) & (at < capacity)
         real = inside & (index < known)
@@ -77,7 +81,7 @@ def _tokens(
 
 
 @triton.jit
-def _sample(
+def _sampling_inputs(
     its_entry, slot, position, token, state, last, write_slots, sample_positions, fields, slots,
     entries, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -99,23 +103,23 @@ def _sample(
 
 
 # Sizes change from step to step; compiling anew for each kind of number would hold up the step.
-SIZES = ["rows", "capacity", "list_room", "slot_count", "width", "decodes", "base",
+UNSPECIALIZED_SIZES = ["rows", "capacity", "list_room", "slot_count", "width", "decodes", "base",
          "first_gathered", "entry_count"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _expand(
+@triton.jit(do_not_specialize=UNSPECIALIZED_SIZES)
+def _prepare_inputs_kernel(
     slots, starts, counts, entries, tokens, table, state, last_token,
     positions, places, ids, offsets, prompt_offsets, lengths, last_page, begins, listed, gathered,
     last, write_slots, sample_positions, fields,
     rows, capacity, list_room, slot_count, width, decodes, base, first_gathered, entry_count,
     PAGE: tl.constexpr, PAD: tl.constexpr, LISTED: tl.constexpr, WIDE: tl.constexpr,
-    NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, INPUTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of the row); the row after the last fills what tokens are left over."""
     row = tl.program_id(0)
-    step, alone = tl.num_programs(1) * BLOCK, tl.program_id(1) == 0
-    first, first_page = _before(starts, counts, row, PAGE, PAD, BLOCK)
+    step, alone = tl.num_programs(1) * INPUTS_BLOCK, tl.program_id(1) == 0
+    first, first_page = _tokens_and_pages_before(starts, counts, row, PAGE, PAD, INPUTS_BLOCK)
     inside = row < rows
     known = tl.load(counts + row, mask=inside, other=0)
     start = tl.load(starts + row, mask=known > 0, other=0)
@@ -125,15 +129,15 @@ def _expand(
     tl.store(offsets + row, first, mask=alone)
     tl.store(prompt_offsets + row - decodes, first - base, mask=alone & (row >= decodes))
     tl.store(begins + row, first_page if LISTED else slot * width, mask=alone)
-    _tokens(tokens, last_token, slot, pages, positions, places, ids, first, start, count, known,
-            capacity, step, PAGE, BLOCK)  # fmt: skip
+    _token_inputs(tokens, last_token, slot, pages, positions, places, ids, first, start, count, known,
+            capacity, step, PAGE, INPUTS_BLOCK)  # fmt: skip
     if inside:
         length = start + count
         used = (length + PAGE - 1) // PAGE
         tl.store(lengths + row, length, mask=alone)
         tl.store(last_page + row, length - (used - 1) * PAGE, mask=alone)
-        for begin in range(tl.program_id(1) * BLOCK, used, step):
-            index = begin + tl.arange(0, BLOCK)
+        for begin in range(tl.program_id(1) * INPUTS_BLOCK, used, step):
+            index = begin + tl.arange(0, INPUTS_BLOCK)
             page = tl.load(pages + index, mask=index < used, other=0)
             if LISTED:
                 shown = (index < used) & (first_page + index < list_room)
@@ -141,15 +145,15 @@ def _expand(
             target = gathered + (row - first_gathered).to(tl.int64) * width + index
             tl.store(target, page, mask=index < tl.where(row >= first_gathered, used, 0))
         if alone:
-            _sample(entries + row, slot, start + count, first + count - 1, state, last, write_slots,
+            _sampling_inputs(entries + row, slot, start + count, first + count - 1, state, last, write_slots,
                     sample_positions, fields, slot_count, entry_count, WIDE, NARROW)  # fmt: skip
 
 
 def prepare_inputs(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     count, capacity = len(step.counts), len(step.positions)
     width, listed = held.page_table.shape[1], step.lists_pages
-    shares = min(triton.cdiv(max(capacity, width), BLOCK), MOST_PROGRAMS)
-    _expand[(count + 1, shares)](
+    shares = min(triton.cdiv(max(capacity, width), INPUTS_BLOCK), MAX_PROGRAMS_PER_ROW)
+    _prepare_inputs_kernel[(count + 1, shares)](
         step.slots, step.starts, step.counts, step.logits_rows, step.tokens,
         held.page_table, held.sampling_words, held.last_token,
         step.positions, step.slot_mapping, step.input_ids, step.qo_indptr, step.prefill_qo_indptr,
@@ -157,6 +161,6 @@ def prepare_inputs(step: DeviceStep, held: SlotTables, page_size: int) -> None:
         step.logits_indices, step.write_slots, step.sample_positions, step.sampling_words,
         count, capacity, len(step.kv_indices), len(held.page_table), width, step.shape.decodes,
         step.prefill_query_base, count - len(step.block_table), step.num_logits, PAGE=page_size,
-        PAD=step.padding_row_tokens, LISTED=listed, WIDE=held.num_wide, NARROW=held.num_narrow, BLOCK=BLOCK,
+        PAD=step.padding_row_tokens, LISTED=listed, WIDE=held.num_wide, NARROW=held.num_narrow, INPUTS_BLOCK=INPUTS_BLOCK,
         num_warps=4,
     )  # fmt: skip

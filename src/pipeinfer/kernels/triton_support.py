@@ -1,0 +1,286 @@
+"""Whether a kernel may start while the one before it still ends ("programmatic dependent launch").
+
+Saves the time between two short kernels of a graph. Knows devices only. Source: CUDA C++
+Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from pipeinfer.kernels import formats
+from pipeinfer.kernels.formats import E4M3
+
+FIRST_CAPABILITY = (9, 0)  # Hopper
+
+
+@lru_cache
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Further arguments of a launch on `device`: EARLY, for a kernel that then waits by itself, and
+    on GPUs that can, Triton's own option.
+    """
+    cuda = device.type == "cuda"
+    if cuda and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY:
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
+
+
+L2_LINE_ELEMENTS = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
+
+
+@triton.jit
+def prefetch_l2(at):
+    """The lines of the L2 cache that the addresses `at` lie in."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # decided when triton is imported
+
+
+def as_kernel_arg(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as kernels are to be given it: e4m3 on the CPU as bytes, all else as it is."""
+    bits = cache.dtype == E4M3 and cache.device.type == "cpu"
+    return cache.view(torch.uint8) if bits else cache
+
+
+def as_int16_pairs(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as it is, but two neighbours of e4m3 as one int16, for `e4m3_pairs_to_fp16`: what is read by 16
+    bits can be turned about on the way out of shared memory."""
+    return cache.view(torch.int16) if cache.dtype == E4M3 else cache
+
+
+@triton.jit
+def scale_to_e4m3(values, scale, kind: tl.constexpr):
+    """float32 `values` over `scale`, as elements of kind: e4m3, or bytes of e4m3."""
+    return to_e4m3(tl.math.div_rn(values, scale), kind)
+
+
+@triton.jit
+def to_e4m3(values, kind: tl.constexpr):
+    """float32 `values` as elements of kind; what is too large becomes the largest number."""
+    if kind != tl.float8e4nv:
+        values = tl.where(values > 448.0, 448.0, values)  # comparisons leave NaN as it is
+        values = tl.where(values < -448.0, -448.0, values)
+        return _e4m3_bits(values)
+    return values.to(kind)  # the GPU's own conversion is bounded
+
+
+@triton.jit
+def _e4m3_bits(values):
+    """float32 of at most 448 as bytes: the to_e4m3 e4m3, ties to even."""
+    bits = values.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    large = (bits & 0x7FFFFFFF).to(tl.int32)
+    # Below 2^-6 numbers lie 2^-9 apart: 1.5 * 2^14 is so large that adding it rounds to those.
+    small = (large.to(tl.float32, bitcast=True) + 24576.0).to(tl.int32, bitcast=True) & 0x3FFFFF
+    rounded = (large + 0x7FFFF + ((large >> 20) & 1)) >> 20
+    magnitude = tl.where(large < 0x3C800000, small, rounded - (120 << 3))
+    magnitude = tl.where(values != values, 0x7F, magnitude)
+    return (sign.to(tl.int32) | magnitude).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3(stored, kind: tl.constexpr):
+    """What was loaded from pages as elements of kind, exactly; scales are the caller's business."""
+    if stored.dtype == tl.uint8:
+        # As a half, the bits stand for a number 2^8 times too small.
+        magnitude = (stored & 0x7F).to(tl.uint16)
+        half = (((stored & 0x80).to(tl.uint16) << 8) | (magnitude << 7)).to(
+            tl.float16, bitcast=True
+        )
+        wide = half.to(tl.float32) * 256.0
+        stored = tl.where(magnitude == 0x7F, float("nan"), wide).to(kind)
+    elif stored.dtype == tl.float8e4nv and kind == tl.bfloat16:
+        # The direct way takes an instruction that a Hopper has for 16 values a cycle only.
+        stored = stored.to(tl.float16).to(tl.float32).to(kind)
+    elif stored.dtype == tl.float8e4nv:
+        stored = stored.to(kind)
+    return stored
+
+
+@triton.jit
+def e4m3_pairs_to_fp16(pairs):
+    """(the first, the second) of each of `pairs`, int16 that hold two of e4m3, as float16."""
+    if INTERPRETED:
+        first = from_e4m3((pairs & 0xFF).to(tl.uint8), tl.float16)
+        second = from_e4m3((pairs >> 8 & 0xFF).to(tl.uint8), tl.float16)
+    else:
+        # Two pairs at a time: the instruction takes two neighbours to two.
+        first, second = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return first, second
+
+
+# Lane l of counter c is id 4 c + l, because one call of the generator serves four ids.
+# A packed int64: the score in the high word, ordered_bits; in the low one the id's 31 bits, inverted.
+
+
+@triton.jit
+def load_quads(row, begin, vocab, BLOCK: tl.constexpr):
+    """float32 logits of ids from `begin` on as four lanes, and their counters, id / 4."""
+    # Four logits per thread at a time, because that many share a counter: a thread then makes the
+    # noise of what it loaded, and nothing travels through shared memory.
+    index = begin + tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    flat = tl.load(row + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+    even, odd = tl.split(tl.reshape(flat, (BLOCK // 4, 2, 2)))
+    l0, l2 = tl.split(even)
+    l1, l3 = tl.split(odd)
+    return l0, l1, l2, l3, begin // 4 + tl.arange(0, BLOCK // 4)
+
+
+@triton.jit
+def load_shard_quads(row, begin, num_skipped, start, count, BLOCK: tl.constexpr):
+    """As load_quads of a row that has ids start + num_skipped .. start + num_skipped + count - 1 only;
+
+    `start` is a multiple of 4, `num_skipped` less than 4, and `begin` counts from `start`.
+    """
+    index = begin - num_skipped + tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    held = (index >= 0) & (index < count)
+    flat = tl.load(row + index, mask=held, other=float("-inf")).to(tl.float32)
+    even, odd = tl.split(tl.reshape(flat, (BLOCK // 4, 2, 2)))
+    l0, l2 = tl.split(even)
+    l1, l3 = tl.split(odd)
+    return l0, l1, l2, l3, (start + begin) // 4 + tl.arange(0, BLOCK // 4)
+
+
+@triton.jit
+def ordered_bits(values):
+    """int32 that sorts as the float32 `values` do; both zeros are one."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def pack_logit_key(score, token):
+    """int64 whose largest is the best score, and of equals the lowest token."""
+    return (ordered_bits(score).to(tl.int64) << 32) | (token ^ 0x7FFFFFFF).to(tl.int64)
+
+
+@triton.jit
+def key_token(packed):
+    return (packed & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
+
+
+@triton.jit
+def key_score(packed):
+    bits = (packed >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _larger(a, a_index, b, b_index):
+    """Elementwise the larger and its index_in_quad; of equals the begin."""
+    return tl.where(b > a, b, a), tl.where(b > a, b_index, a_index)
+
+
+@triton.jit
+def best_quad_key(v0, v1, v2, v3, counters):
+    """The best score of all lanes with its id, packed."""
+    low, low_index = _larger(v0, 0, v1, 1)
+    high, high_index = _larger(v2, 2, v3, 3)
+    score, index_in_quad = _larger(low, low_index, high, high_index)
+    return tl.max(pack_logit_key(score, counters * 4 + index_in_quad), axis=0)
+
+
+@triton.jit
+def max_logit(l0, l1, l2, l3):
+    """The largest logit; infinity if held is a NaN."""
+    low = tl.maximum(l0, l1, propagate_nan=tl.PropagateNan.ALL)
+    high = tl.maximum(l2, l3, propagate_nan=tl.PropagateNan.ALL)
+    peaks = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(tl.where(peaks != peaks, float("inf"), peaks), axis=0)
+
+
+SCALE_BLOCK_CE = tl.constexpr(formats.SCALE_BLOCK)
+NO_SCALES, ROW_SCALES, BLOCK_SCALES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MXFP4_SCALES = tl.constexpr(
+    3
+)  # e2m1, two columns a byte, and an exponent for each 32 columns of a row
+MXFP4_GROUP = tl.constexpr(32)  # columns that share an exponent
+
+
+@triton.jit
+def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """An empty sum."""
+    if ROWS_FIRST:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    else:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    return total
+
+
+@triton.jit
+def dot_a_bt(a, w, total, ROWS_FIRST: tl.constexpr):
+    """total + a @ w.T, or its transpose: tensor cores want 64 rows of the first operand."""
+    if ROWS_FIRST:
+        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+    else:
+        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def dequantizing_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr, first=0):
+    """total + a @ w.T of rows a [ROWS, DEPTH] and weights w [COLUMNS, DEPTH], or its transpose.
+
+    at: for SCALES by block the scale's address, or addresses that broadcast to total. In MXFP4_SCALES, for
+    a of 16 bits, w is [COLUMNS, DEPTH / 2], and `at` are the addresses [COLUMNS] of four exponents
+    each, int32, of which `first` is that of the first column.
+    """
+    if SCALES == MXFP4_SCALES:
+        total = _mxfp4_dot(a, w, tl.load(at), first, total, ROWS_FIRST)
+    elif SCALES == BLOCK_SCALES:
+        part = dot_a_bt(a, from_e4m3(w, a.dtype), tl.zeros_like(total), ROWS_FIRST)
+        total += part * tl.load(at)
+    else:
+        total = dot_a_bt(a, from_e4m3(w, a.dtype), total, ROWS_FIRST)
+    return total
+
+
+@triton.jit
+def fp8_dot(a, w, ROWS_FIRST: tl.constexpr):
+    """float32 of a [ROWS, DEPTH] @ w [COLUMNS, DEPTH].T, both e4m3, or its transpose; without their
+    scales. Tensor cores sum it all, at 14 bits or more."""
+    if a.dtype == tl.uint8:  # in the interpreter
+        a, w = from_e4m3(a, tl.float32), from_e4m3(w, tl.float32)
+    return dot_a_bt(a, w, zeros_accumulator(a.shape[0], w.shape[0], ROWS_FIRST), ROWS_FIRST)
+
+
+@triton.jit
+def _mxfp4_dot(a, w, words, first, total, ROWS_FIRST: tl.constexpr):
+    """Exact but for the sum: two bits and a power of two are numbers of 16 bits. Exponents that
+    stand for NaN are not looked for."""
+    kind: tl.constexpr = "bf16" if a.dtype == tl.bfloat16 else "fp16"
+    run = first + tl.arange(0, 2 * w.shape[1] // MXFP4_GROUP)
+    exponents = (words[:, None] >> (8 * run)[None, :]).to(tl.uint8)
+    if ROWS_FIRST:
+        w = tl.trans(w)
+        total = tl.dot_scaled(a, None, kind, w, exponents, "e2m1", total, fast_math=True)
+    else:
+        a = tl.trans(a)
+        total = tl.dot_scaled(w, exponents, "e2m1", a, None, kind, total, fast_math=True)
+    return total
+
+
+@triton.jit
+def broadcast_rows(vector, ROWS_FIRST: tl.constexpr):
+    """A vector [ROWS] so that it broadcasts to a sum."""
+    return vector[:, None] if ROWS_FIRST else vector[None, :]
+
+
+@triton.jit
+def broadcast_columns(vector, ROWS_FIRST: tl.constexpr):
+    """A vector [COLUMNS] so that it broadcasts to a sum."""
+    return vector[None, :] if ROWS_FIRST else vector[:, None]
