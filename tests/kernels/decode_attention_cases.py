@@ -287,7 +287,7 @@ class SharedCase(Case):
             lines.to(DEVICE), seats.to(DEVICE), *empty_prefix_merges(len(lengths), DEVICE)
         )
         self.pieces = empty_splits(most, self.q.device).fill_(-7)
-        self.scratch = DecodeWorkspace(len(lengths), most, heads, self.q.device, most, cut.tile)
+        self.scratch = DecodeWorkspace(len(lengths), most, heads, self.q.device, most, cut.prefix_queries)
 
     def rows(self):
         return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces, self.runs)
@@ -295,7 +295,7 @@ class SharedCase(Case):
     def cut_rows(self):
         split_rows(self.lengths, self.pieces, self.cut, None, self.runs, self.seats, self.page)
 
-    def attend(self, out, sinks=None, q=None, early=False):
+    def attend(self, out, sinks=None, q=None, use_pdl=False):
         return decode_attention(
             self.q if q is None else q, self.k, self.v, self.rows(), self.scale, out, self.scratch,
             self.cut, use_pdl=early, sinks=sinks, scales=self.scales,

@@ -26,11 +26,11 @@ ACTIVATION_BLOCK = 1024
 @triton.jit
 def _swiglu_kernel(merged, out, stride, SIZE: tl.constexpr, ACTIVATION_BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
-    inside = lane < SIZE
-    gate = tl.load(merged + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(merged + row * stride + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + lane, gate * tl.sigmoid(gate) * up, mask=inside)
+    column = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
+    inside = column < SIZE
+    gate = tl.load(merged + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(merged + row * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 def swiglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,12 +70,12 @@ def _geglu_kernel(
 ):
     """With weights 0.5 (1 + tanh z), which is sigmoid(2 z)."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
-    inside = lane < SIZE
-    gate = tl.load(merged + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(merged + row * stride + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
+    column = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
+    inside = column < SIZE
+    gate = tl.load(merged + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(merged + row * stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     weight = tl.sigmoid(GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + row * SIZE + lane, gate * weight * up, mask=inside)
+    tl.store(out + row * SIZE + column, gate * weight * up, mask=inside)
 
 
 def geglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,103 +101,108 @@ QUANTIZE_VALUES_PER_THREAD = 16  # values of a thread, where a program may have 
 
 
 @triton.jit
-def _scale_of(most, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr):
-    return tl.maximum(most / MOST, LEAST_SCALE)
+def _scale_for(amax, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
+    return tl.maximum(amax / E4M3_MAX, MIN_SCALE)
 
 
 @triton.jit
-def _store_scaled(values, scale, out, lane, inside):
-    inverse = tl.math.div_rn(1.0, scale)  # a division of each value would take most of the time
-    tl.store(out + lane, to_e4m3(values * inverse, out.dtype.element_ty), mask=inside)
+def _store_scaled(values, scale, out, column, inside):
+    inverse = tl.math.div_rn(1.0, scale)  # a division of each value would take amax of the time
+    tl.store(out + column, to_e4m3(values * inverse, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _store_groups(
-    values, out, scale, begin, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+    values, out, scale, begin, SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's out [SIZE] and scale [SIZE / PART] those from `begin` on; PART: a power of two."""
-    part = tl.arange(0, BLOCK // PART)
-    inside = begin + part * PART < SIZE
-    parts = tl.reshape(values, (BLOCK // PART, PART))
-    found = _scale_of(tl.max(tl.abs(parts), axis=1), MOST, LEAST_SCALE)
-    tl.store(scale + begin // PART + part, found, mask=inside)
-    lane = begin + part[:, None] * PART + tl.arange(0, PART)[None, :]
-    _store_scaled(parts, found[:, None], out, lane, inside[:, None])
+    """Of a row's out [SIZE] and scale [SIZE / GROUP_SIZE] those from `begin` on; GROUP_SIZE: a power of two."""
+    part = tl.arange(0, BLOCK // GROUP_SIZE)
+    inside = begin + part * GROUP_SIZE < SIZE
+    parts = tl.reshape(values, (BLOCK // GROUP_SIZE, GROUP_SIZE))
+    found = _scale_for(tl.max(tl.abs(parts), axis=1), E4M3_MAX, MIN_SCALE)
+    tl.store(scale + begin // GROUP_SIZE + part, found, mask=inside)
+    column = begin + part[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    _store_scaled(parts, found[:, None], out, column, inside[:, None])
 
 
 @triton.jit
 def store_quantized(
-    values, out, scale, row, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+    values, out, scale, row, SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
     """float32 `values` [BLOCK], zeros from SIZE on, as row `row` of out [rows, SIZE] in e4m3 and of
-    scale [rows, SIZE / PART]. PART: SIZE, or a power of two."""
+    scale [rows, SIZE / GROUP_SIZE]. GROUP_SIZE: SIZE, or a power of two."""
     out += row * SIZE
-    scale += row * (SIZE // PART)
-    if PART == SIZE:
-        lane = tl.arange(0, BLOCK)
-        found = _scale_of(tl.max(tl.abs(values), axis=0), MOST, LEAST_SCALE)
+    scale += row * (SIZE // GROUP_SIZE)
+    if GROUP_SIZE == SIZE:
+        column = tl.arange(0, BLOCK)
+        found = _scale_for(tl.max(tl.abs(values), axis=0), E4M3_MAX, MIN_SCALE)
         tl.store(scale, found)
-        _store_scaled(values, found, out, lane, lane < SIZE)
+        _store_scaled(values, found, out, column, column < SIZE)
     else:
-        _store_groups(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+        _store_groups(values, out, scale, 0, SIZE, GROUP_SIZE, BLOCK, E4M3_MAX, MIN_SCALE)
 
 
 @triton.jit
 def store_quantized_tile(
-    values, out, scale, row, real, begin, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+    values, out, scale, row, real, begin, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `values` [ROWS, COLUMNS], of those `row` [ROWS] of out and scale that are `real`, as
-    `store_rounded` has them, the columns from `begin` on, a multiple of PART."""
+    """float32 `values` [ROWS, BLOCK_N], of those `row` [ROWS] of out and scale that are `real`, as
+    `store_rounded` has them, the columns from `begin` on, a multiple of GROUP_SIZE."""
     ROWS: tl.constexpr = values.shape[0]
-    parts: tl.constexpr = COLUMNS // PART
-    by_part = tl.reshape(values, (ROWS, parts, PART))
-    found = _scale_of(tl.max(tl.abs(by_part), axis=2), MOST, LEAST_SCALE)
-    at = scale + row[:, None] * (SIZE // PART) + begin // PART + tl.arange(0, parts)[None, :]
+    parts: tl.constexpr = BLOCK_N // GROUP_SIZE
+    by_part = tl.reshape(values, (ROWS, parts, GROUP_SIZE))
+    found = _scale_for(tl.max(tl.abs(by_part), axis=2), E4M3_MAX, MIN_SCALE)
+    at = (
+        scale
+        + row[:, None] * (SIZE // GROUP_SIZE)
+        + begin // GROUP_SIZE
+        + tl.arange(0, parts)[None, :]
+    )
     tl.store(at, found, mask=real[:, None])
-    scaled = tl.reshape(by_part * tl.math.div_rn(1.0, found)[:, :, None], (ROWS, COLUMNS))
-    at = out + row[:, None] * SIZE + begin + tl.arange(0, COLUMNS)[None, :]
+    scaled = tl.reshape(by_part * tl.math.div_rn(1.0, found)[:, :, None], (ROWS, BLOCK_N))
+    at = out + row[:, None] * SIZE + begin + tl.arange(0, BLOCK_N)[None, :]
     tl.store(at, to_e4m3(scaled, out.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
-def _load_values(x, lane, SIZE: tl.constexpr, GATED: tl.constexpr):
-    """float32 values of a row at x; GATED: SwiGLU of 2 SIZE of them, gate first."""
-    inside = lane < SIZE
-    values = tl.load(x + lane, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(x + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
+def _load_values(x, column, SIZE: tl.constexpr, SWIGLU: tl.constexpr):
+    """float32 values of a row at x; SWIGLU: SwiGLU of 2 SIZE of them, gate first."""
+    inside = column < SIZE
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(x + SIZE + column, mask=inside, other=0.0).to(tl.float32)
         values = values * tl.sigmoid(values) * up
     return values
 
 
 @triton.jit
 def _quantize_kernel(
-    x, out, scale, x_stride, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, out, scale, x_stride, SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, SWIGLU: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, as two powers of two: BLOCK of its values, and those that REST has room for."""
+    """One row, as two powers of two: BLOCK of its values, and those that TAIL has room for."""
     row = tl.program_id(0).to(tl.int64)
-    if EARLY:
+    if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     x += row * x_stride
-    lane, later = tl.arange(0, BLOCK), BLOCK + tl.arange(0, REST)
-    values, rest = _load_values(x, lane, SIZE, GATED), _load_values(x, later, SIZE, GATED)
+    column, tail_column = tl.arange(0, BLOCK), BLOCK + tl.arange(0, TAIL)
+    values, tail = _load_values(x, column, SIZE, SWIGLU), _load_values(x, tail_column, SIZE, SWIGLU)
     out += row * SIZE
-    scale += row * (SIZE // PART)
-    if PART == SIZE:
-        most = tl.maximum(tl.max(tl.abs(values), axis=0), tl.max(tl.abs(rest), axis=0))
-        found = _scale_of(most, MOST, LEAST_SCALE)
+    scale += row * (SIZE // GROUP_SIZE)
+    if GROUP_SIZE == SIZE:
+        amax = tl.maximum(tl.max(tl.abs(values), axis=0), tl.max(tl.abs(tail), axis=0))
+        found = _scale_for(amax, E4M3_MAX, MIN_SCALE)
         tl.store(scale, found)
-        _store_scaled(values, found, out, lane, lane < SIZE)
-        _store_scaled(rest, found, out, later, later < SIZE)
+        _store_scaled(values, found, out, column, column < SIZE)
+        _store_scaled(tail, found, out, tail_column, tail_column < SIZE)
     else:
-        _store_groups(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
-        _store_groups(rest, out, scale, BLOCK, SIZE, PART, REST, MOST, LEAST_SCALE)
+        _store_groups(values, out, scale, 0, SIZE, GROUP_SIZE, BLOCK, E4M3_MAX, MIN_SCALE)
+        _store_groups(tail, out, scale, BLOCK, SIZE, GROUP_SIZE, TAIL, E4M3_MAX, MIN_SCALE)
 
 
 @dataclass(frozen=True)
@@ -230,8 +235,8 @@ class Fp8Output:
     def launch_options(self) -> dict[str, float]:
         """Of a launch with a program a row, but for blocks and warps."""
         size = self.values.shape[1]
-        given: dict[str, float] = {"SIZE": size, "PART": size // self.scale.shape[1]}
-        given |= {"MOST": E4M3_MAX, "LEAST_SCALE": MIN_SCALE}
+        given: dict[str, float] = {"SIZE": size, "GROUP_SIZE": size // self.scale.shape[1]}
+        given |= {"E4M3_MAX": E4M3_MAX, "MIN_SCALE": MIN_SCALE}
         return given | pdl_options(self.values.device)
 
 
@@ -243,8 +248,9 @@ def _quantized(
     rest = max(triton.next_power_of_2(size - block), part, 1)
     if len(x):
         _quantize_kernel[(len(x),)](
-            x, *room.kernel_args, x.stride(0), BLOCK=block, REST=rest, GATED=gated,
-            num_warps=min(max(block // (32 * QUANTIZE_VALUES_PER_THREAD), 1), 32), **room.launch_options,
+            x, *room.kernel_args, x.stride(0), BLOCK=block, TAIL=rest, SWIGLU=gated,
+            num_warps=min(max(block // (32 * QUANTIZE_VALUES_PER_THREAD), 1), 32),
+            **room.launch_options,
         )  # fmt: skip
     return room.result
 

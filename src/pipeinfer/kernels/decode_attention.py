@@ -61,77 +61,78 @@ class DecodeRows:
 
 
 @triton.jit
-def _pages(indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens at, at + 1 ...: one page if a block lies in one, else [BLOCK]; any for those
+def _load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tokens at, at + 1 ...: at_split page if a block lies in at_split, else [BLOCK]; any for those
     past `stop`."""
     token = at if PAGE % BLOCK == 0 else at + tl.arange(0, BLOCK)
-    return tl.load(indices + first + token // PAGE, mask=token < stop, other=0)
+    return tl.load(kv_indices + first + token // PAGE, mask=token < stop, other=0)
 
 
 @triton.jit
-def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _token_offsets(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """[BLOCK]: where the keys of those tokens lie, from the pool's begin."""
     offset = (at + tl.arange(0, BLOCK)) % PAGE
     return page.to(tl.int64) * page_stride + offset * token_stride
 
 
 @triton.jit
-def _piece(
-    q, odd, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr, CACHE: tl.constexpr,
+def _attend_split(
+    q, odd, k, v, kv_indices, first, start, stop, window_start, scale, page_stride, token_stride,
+    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    WINDOWED: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
-    """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
-    without those before `low`. FULL: they are whole blocks. q, odd: see _queries."""
-    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    """(max_of_all score, sum of weights, weighted sum [QUERY_ROWS, DIM]) over tokens start .. stop - 1,
+    without those before `window_start`. WHOLE_BLOCKS: they are sum_of_all blocks. q, odd: see _load_queries."""
+    COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     column = tl.arange(0, COLUMNS)
-    most = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    sums = tl.zeros((TILE, COLUMNS), tl.float32)
-    odd_sums = sums
-    page = _pages(indices, first, start, stop, PAGE, BLOCK)
+    max_score = tl.full((QUERY_ROWS,), float("-inf"), tl.float32)
+    sum_exp = tl.zeros((QUERY_ROWS,), tl.float32)
+    acc = tl.zeros((QUERY_ROWS, COLUMNS), tl.float32)
+    odd_sums = acc
+    page = _load_pages(kv_indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
-        following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
-        element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
+        following = _load_pages(kv_indices, first, at + BLOCK, stop, PAGE, BLOCK)
+        element = _token_offsets(page, at, page_stride, token_stride, PAGE, BLOCK)
         keys_at = k + element[None, :] + column[:, None]
         values_at = v + element[:, None] + column[None, :]
-        if FULL:
-            scores = _scores(q, odd, tl.load(keys_at, cache_modifier=CACHE), NARROW)
+        if WHOLE_BLOCKS:
+            scores = _scores_of(q, odd, tl.load(keys_at, cache_modifier=CACHE), E4M3_PAGES)
             values = tl.load(values_at, cache_modifier=CACHE)
-            higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
-            weights = tl.exp2(scores * scale - higher[:, None])  # scaled as they are subtracted
+            new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(scores * scale - new_max[:, None])  # scaled as they are subtracted
         else:
             token = at + tl.arange(0, BLOCK)
             inside = token < stop
             if WINDOWED:
-                inside = inside & (token >= low)
+                inside = inside & (token >= window_start)
             keys = tl.load(keys_at, mask=inside[None, :], other=0, cache_modifier=CACHE)
-            scores = _scores(q, odd, keys, NARROW) * scale
+            scores = _scores_of(q, odd, keys, E4M3_PAGES) * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
             values = tl.load(values_at, mask=inside[:, None], other=0, cache_modifier=CACHE)
-            higher = tl.maximum(most, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(most - higher)
-        total = total * fade + tl.sum(weights, axis=1)
+            new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
+        sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
-        if NARROW:
+        if E4M3_PAGES:
             even_values, odd_values = e4m3_pairs_to_fp16(values)
-            sums = tl.dot(weights, even_values.to(q.dtype), sums * fade[:, None],
+            acc = tl.dot(weights, even_values.to(q.dtype), acc * rescale[:, None],
                           input_precision="ieee")  # fmt: skip
-            odd_sums = tl.dot(weights, odd_values.to(q.dtype), odd_sums * fade[:, None],
+            odd_sums = tl.dot(weights, odd_values.to(q.dtype), odd_sums * rescale[:, None],
                               input_precision="ieee")  # fmt: skip
         else:
-            sums = tl.dot(weights, values, sums * fade[:, None], input_precision="ieee")
-        most, page = higher, following
-    if NARROW:
-        sums = tl.interleave(sums, odd_sums)
-    return most, total, sums
+            acc = tl.dot(weights, values, acc * rescale[:, None], input_precision="ieee")
+        max_score, page = new_max, following
+    if E4M3_PAGES:
+        acc = tl.interleave(acc, odd_sums)
+    return max_score, sum_exp, acc
 
 
 @triton.jit
-def _scores(q, odd, keys, NARROW: tl.constexpr):
-    """Of queries and keys, float32 [TILE, tokens]."""
-    if NARROW:
+def _scores_of(q, odd, keys, E4M3_PAGES: tl.constexpr):
+    """Of queries and keys, float32 [QUERY_ROWS, tokens]."""
+    if E4M3_PAGES:
         even_keys, odd_keys = e4m3_pairs_to_fp16(keys)
         scores = tl.dot(q, even_keys.to(q.dtype), input_precision="ieee")
         scores = tl.dot(odd, odd_keys.to(q.dtype), scores, input_precision="ieee")
@@ -141,23 +142,23 @@ def _scores(q, odd, keys, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _queries(
-    at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr, CACHE: tl.constexpr
+def _load_queries(
+    at, real, scale, DIM: tl.constexpr, E4M3_PAGES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Queries [TILE, DIM] that begin `at`, as they are multiplied, and what is left of `scale` for
-    their scores. NARROW: their even numbers and their odd ones, since keys come in pairs. Either
+    """Queries [QUERY_ROWS, DIM] that begin `at`, as they are multiplied, and what is left of `scale` for
+    their scores. E4M3_PAGES: their even numbers and their odd ones, since keys come in pairs. Either
     way there are two, of which the second counts only then.
 
-    Numbers of 8 bits become e4m3_pairs_to_fp16 in one instruction, bfloat16 in four, and either holds them
+    Numbers of 8 bits become e4m3_pairs_to_fp16 in at_split instruction, bfloat16 in four, and either holds them
     exactly; queries in bfloat16 are scaled before, so that they have room.
     """
-    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     places = at[:, None] + (tl.arange(0, COLUMNS) * (DIM // COLUMNS))[None, :]
     queries = tl.load(places, mask=real[:, None], other=0.0, cache_modifier=CACHE)
     odd = queries
-    if NARROW:
+    if E4M3_PAGES:
         odd = tl.load(places + 1, mask=real[:, None], other=0.0, cache_modifier=CACHE)
-    if NARROW and queries.dtype == tl.bfloat16:
+    if E4M3_PAGES and queries.dtype == tl.bfloat16:
         queries = (queries.to(tl.float32) * scale).to(tl.float16)
         odd = (odd.to(tl.float32) * scale).to(tl.float16)
         scale = 1.0
@@ -165,233 +166,270 @@ def _queries(
 
 
 @triton.jit
-def _sink(at, most):
-    """The weight of a key without a value, whose score stands `at`, beside a greatest score."""
-    return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - most)
+def _sink_weight(at, max_score):
+    """The weight of a key without a value, whose score stands `at`, beside a max_of_all score."""
+    return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - max_score)
 
 
 @triton.jit
-def _merge(
-    out, scratch, scales, sinks, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+def _merge_row(
+    out, partial_out, partial_max_sum, sinks, first, splits, head, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of one row and KV head, out of what their programs left, into `out`."""
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    there = split < splits
+    """The splits of at_split row and KV head, out of what their programs left, into `out`."""
+    index, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
+    there = index < splits
     for query in tl.static_range(GROUP):
-        at = ((first + split) * KV_HEADS + head) * GROUP + query
-        most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-        greatest = tl.max(most, axis=0)
-        weight = tl.exp2(most - greatest)
-        sums = tl.load(scratch + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
-                       cache_modifier=".cg")  # fmt: skip
-        whole = tl.sum(total * weight, axis=0)
+        at = ((first + index) * KV_HEADS + head) * GROUP + query
+        max_score = tl.load(
+            partial_max_sum + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg"
+        )
+        sum_exp = tl.load(partial_max_sum + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+        max_of_all = tl.max(max_score, axis=0)
+        weight = tl.exp2(max_score - max_of_all)
+        acc = tl.load(
+            partial_out + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        sum_of_all = tl.sum(sum_exp * weight, axis=0)
         if SINKS:
-            whole += _sink(sinks + head * GROUP + query, greatest)
-        value = tl.sum(sums * weight[:, None], axis=0) / whole
+            sum_of_all += _sink_weight(sinks + head * GROUP + query, max_of_all)
+        value = tl.sum(acc * weight[:, None], axis=0) / sum_of_all
         tl.store(out + query * DIM + dim, value)
 
 
 @triton.jit
-def _greatest(scales, at, stride, count, SPLITS: tl.constexpr):
-    """Of the first `count` pieces of each query, which lie `stride` apart from `at` on."""
-    split = tl.arange(0, SPLITS)
-    places = scales + 2 * (at[:, None] + split[None, :] * stride)
-    there = split[None, :] < count[:, None]
+def _max_of_splits(partial_max_sum, at, stride, count, MAX_SPLITS: tl.constexpr):
+    """Of the first `count` splits of each query, which lie `stride` apart from `at` on."""
+    index = tl.arange(0, MAX_SPLITS)
+    places = partial_max_sum + 2 * (at[:, None] + index[None, :] * stride)
+    there = index[None, :] < count[:, None]
     return tl.max(tl.load(places, mask=there, other=float("-inf"), cache_modifier=".cg"), axis=1)
 
 
 @triton.jit
-def _added(sums, scales, at, stride, count, greatest, whole, value, dim, DIM: tl.constexpr):
-    """`whole` and `value`, whose columns are `dim`, with those pieces, in their order; four are
+def _accumulate_splits(
+    partial_out, partial_max_sum, at, stride, count, max_of_all, sum_of_all, value, dim,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """`sum_of_all` and `value`, whose columns are `dim`, with those splits, in their order; four are
     read at a time."""
     for begin in range(0, tl.max(count, axis=0), 4):
         for step in tl.static_range(4):
-            split = begin + step
-            there, one = split < count, at + split * stride
-            most = tl.load(scales + 2 * one, mask=there, other=float("-inf"), cache_modifier=".cg")
-            total = tl.load(scales + 2 * one + 1, mask=there, other=0.0, cache_modifier=".cg")
-            part = tl.load(sums + one[:, None] * DIM + dim[None, :], mask=there[:, None],
-                           other=0.0, cache_modifier=".cg")  # fmt: skip
-            weight = tl.exp2(most - greatest)
-            whole += total * weight
+            index = begin + step
+            there, at_split = index < count, at + index * stride
+            max_score = tl.load(
+                partial_max_sum + 2 * at_split, mask=there, other=float("-inf"),
+                cache_modifier=".cg",
+            )  # fmt: skip
+            sum_exp = tl.load(
+                partial_max_sum + 2 * at_split + 1, mask=there, other=0.0, cache_modifier=".cg"
+            )
+            part = tl.load(
+                partial_out + at_split[:, None] * DIM + dim[None, :], mask=there[:, None],
+                other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            weight = tl.exp2(max_score - max_of_all)
+            sum_of_all += sum_exp * weight
             value += part * weight[:, None]
-    return whole, value
+    return sum_of_all, value
 
 
 @triton.jit
-def _merge_shared(
-    out, scratch, scales, shared, shared_scales, merges, sinks, row, query, wanted, head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, SINKS: tl.constexpr,
+def _merge_with_prefix(
+    out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, merges, sinks, row, query,
+    wanted, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Of each `wanted` pair of row and query head its own pieces, and then those of its run. Pairs
-    are computed alike, whoever merges them: one row here, or all that share a piece."""
+    """Of each `wanted` pair of row and query head its own_splits splits, and then those of its run. Pairs
+    are computed alike, whoever merges them: at_split row here, or all that share a split."""
     merge = merges + row * MERGE_WORDS
-    of_run = tl.load(merge + 3, mask=wanted, other=0)
-    own = tl.load(merge, mask=wanted, other=0) - of_run
+    prefix_splits = tl.load(merge + 3, mask=wanted, other=0)
+    own_splits = tl.load(merge, mask=wanted, other=0) - prefix_splits
     at = (tl.load(merge + 1, mask=wanted, other=0) * KV_HEADS + head) * GROUP + query
-    seat = tl.load(merge + 4, mask=wanted, other=0) * GROUP + query
-    at_run = (tl.load(merge + 2, mask=wanted, other=0) * KV_HEADS + head) * TILE + seat
-    greatest = _greatest(scales, at, KV_HEADS * GROUP, own, SPLITS)
-    in_run = _greatest(shared_scales, at_run, KV_HEADS * TILE, of_run, SPLITS)
-    greatest = tl.where(wanted, tl.maximum(greatest, in_run), 0.0)
+    rank = tl.load(merge + 4, mask=wanted, other=0) * GROUP + query
+    prefix_at = (tl.load(merge + 2, mask=wanted, other=0) * KV_HEADS + head) * QUERY_ROWS + rank
+    max_of_all = _max_of_splits(partial_max_sum, at, KV_HEADS * GROUP, own_splits, MAX_SPLITS)
+    prefix_max = _max_of_splits(
+        prefix_max_sum, prefix_at, KV_HEADS * QUERY_ROWS, prefix_splits, MAX_SPLITS
+    )
+    max_of_all = tl.where(wanted, tl.maximum(max_of_all, prefix_max), 0.0)
     place = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * DIM
     # As many columns at a time as there are registers for.
     COLUMNS: tl.constexpr = min(DIM, 2048 // query.shape[0])
     for part in tl.static_range(DIM // COLUMNS):
         dim = part * COLUMNS + tl.arange(0, COLUMNS)
-        whole = tl.zeros_like(greatest)
+        sum_of_all = tl.zeros_like(max_of_all)
         value = tl.zeros((query.shape[0], COLUMNS), tl.float32)
-        whole, value = _added(scratch, scales, at, KV_HEADS * GROUP, own, greatest, whole, value,
-                              dim, DIM)  # fmt: skip
-        whole, value = _added(shared, shared_scales, at_run, KV_HEADS * TILE, of_run, greatest,
-                              whole, value, dim, DIM)  # fmt: skip
+        sum_of_all, value = _accumulate_splits(
+            partial_out, partial_max_sum, at, KV_HEADS * GROUP, own_splits, max_of_all, sum_of_all,
+            value, dim, DIM,
+        )  # fmt: skip
+        sum_of_all, value = _accumulate_splits(
+            prefix_out, prefix_max_sum, prefix_at, KV_HEADS * QUERY_ROWS, prefix_splits, max_of_all,
+            sum_of_all, value, dim, DIM,
+        )  # fmt: skip
         if SINKS:
-            whole += _sink(sinks + head * GROUP + query, greatest)
-        tl.store(place + dim[None, :], value / whole[:, None], mask=wanted[:, None])
+            sum_of_all += _sink_weight(sinks + head * GROUP + query, max_of_all)
+        tl.store(place + dim[None, :], value / sum_of_all[:, None], mask=wanted[:, None])
 
 
 @triton.jit
-def _attend(
-    q, k, v, out, scratch, scales, shared, shared_scales, arrived, lengths, indptr, indices, pieces,
-    members, merges, sinks, scale, v_scale, window, q_stride, page_stride, token_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
-    PIECES: tl.constexpr,
+def _decode_attention_kernel(
+    q, k, v, out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, counters, seq_lens,
+    kv_indptr, kv_indices, splits, members, merges, sinks, scale, v_scale, window, q_stride,
+    page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    PREFIX_QUERIES: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    E4M3_PAGES: tl.constexpr, USE_PDL: tl.constexpr, WHICH_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, piece). The last of a row's pieces that ends merges all.
+    """Program (KV head, split). The last of a row's splits that ends merges all.
 
-    NARROW: pages hold pairs of e4m3, values to be multiplied by v_scale; `scale` has that of the
+    E4M3_PAGES: pages hold pairs of e4m3, values to be multiplied by v_scale; `scale` has that of the
     keys.
-    SHARED: queries that a piece of a run is for; 0: rows have no runs. PIECES: which are this
+    PREFIX_QUERIES: queries that a split of a run is for; 0: prefix_rows have no runs. WHICH_SPLITS: which are this
     launch's. Where they are early, that of the runs has waited for the kernel before in full, and
-    that of the rows waits for it when it ends: so what comes next waits for both.
+    that of the prefix_rows waits for it when it ends: so what comes next waits for both.
     """
-    head, piece = tl.program_id(0), tl.program_id(1)
-    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    head, split = tl.program_id(0), tl.program_id(1)
+    COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     of_head = head * COLUMNS  # in pages
-    words = pieces + piece * SPLIT_WORDS
+    words = splits + split * SPLIT_WORDS
     row = tl.load(words).to(tl.int64)
-    rows = tl.load(words + 5) if SHARED > 0 else 0
+    prefix_rows = tl.load(words + 5) if PREFIX_QUERIES > 0 else 0
     other = row < 0
-    if PIECES == PREFIX_SPLITS:
-        other = other | (rows == 0)
-    elif PIECES == ROW_SPLITS:
-        other = other | (rows > 0)
+    if WHICH_SPLITS == PREFIX_SPLITS:
+        other = other | (prefix_rows == 0)
+    elif WHICH_SPLITS == ROW_SPLITS:
+        other = other | (prefix_rows > 0)
     if other:
         # Some program of such a launch must have waited, even if nothing is to be done.
-        if EARLY and PIECES != ALL_SPLITS and piece == tl.num_programs(1) - 1:
+        if USE_PDL and WHICH_SPLITS != ALL_SPLITS and split == tl.num_programs(1) - 1:
             gdc_wait()
         return
-    start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-    begin = tl.load(indptr + row)
-    low = tl.load(lengths + row) - window if WINDOWED else 0
-    if EARLY:
-        if PIECES != ROW_SPLITS:
-            page = _pages(indices, begin, start, stop, PAGE, BLOCK)
-            element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
-            _ahead(k + of_head, v + of_head, element, COLUMNS)
+    start, stop, first_and_count = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    begin = tl.load(kv_indptr + row)
+    window_start = tl.load(seq_lens + row) - window if WINDOWED else 0
+    if USE_PDL:
+        if WHICH_SPLITS != ROW_SPLITS:
+            page = _load_pages(kv_indices, begin, start, stop, PAGE, BLOCK)
+            element = _token_offsets(page, start, page_stride, token_stride, PAGE, BLOCK)
+            _prefetch_keys_values(k + of_head, v + of_head, element, COLUMNS)
             gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     # What a launch has not waited for itself is read past the nearest cache.
-    CACHE: tl.constexpr = ".cg" if EARLY and PIECES == ROW_SPLITS else ""
-    if PIECES == ALL_SPLITS and SHARED > 0:
-        of_run = rows > 0
+    CACHE: tl.constexpr = ".cg" if USE_PDL and WHICH_SPLITS == ROW_SPLITS else ""
+    if WHICH_SPLITS == ALL_SPLITS and PREFIX_QUERIES > 0:
+        in_prefix = prefix_rows > 0
     else:
-        of_run: tl.constexpr = PIECES == PREFIX_SPLITS
-    if of_run:
-        _of_run(q, k + of_head, v + of_head, out, scratch, scales, shared, shared_scales, arrived,
-                indices, members + tl.load(words + 4), merges, sinks, head, piece, rows, begin,
-                start, stop, scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP,
-                DIM, PAGE, BLOCK, SPLITS, SHARED, SINKS, NARROW)  # fmt: skip
+        in_prefix: tl.constexpr = WHICH_SPLITS == PREFIX_SPLITS
+    if in_prefix:
+        _attend_prefix_split(
+            q, k + of_head, v + of_head, out, partial_out, partial_max_sum, prefix_out,
+            prefix_max_sum, counters, kv_indices, members + tl.load(words + 4), merges, sinks, head,
+            split, prefix_rows, begin, start, stop, scale, v_scale, q_stride, page_stride,
+            token_stride, KV_HEADS, GROUP, DIM, PAGE, BLOCK, MAX_SPLITS, PREFIX_QUERIES, SINKS,
+            E4M3_PAGES,
+        )  # fmt: skip
     else:
-        dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
-        heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
-        first, every = cut % SPLIT_COUNT_UNIT, cut // SPLIT_COUNT_UNIT
-        if SHARED > 0:
-            every = tl.load(merges + row * MERGE_WORDS)
+        dim, query = tl.arange(0, DIM), tl.arange(0, QUERY_ROWS)
+        head_offsets, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
+        first, num_splits = first_and_count % SPLIT_COUNT_UNIT, first_and_count // SPLIT_COUNT_UNIT
+        if PREFIX_QUERIES > 0:
+            num_splits = tl.load(merges + row * MERGE_WORDS)
         queries_at = q + row * q_stride + (head * GROUP + query) * DIM
-        queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW, CACHE)
-        most, total, sums = _piece(queries, odd, k + of_head, v + of_head, indices, begin, start,
-                                   stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
-                                   TILE, WINDOWED, False, NARROW, CACHE)  # fmt: skip
-        if NARROW:
-            sums *= v_scale
+        queries, odd, scale = _load_queries(queries_at, real, scale, DIM, E4M3_PAGES, CACHE)
+        max_score, sum_exp, acc = _attend_split(
+            queries, odd, k + of_head, v + of_head, kv_indices, begin, start, stop, window_start,
+            scale, page_stride, token_stride, DIM, PAGE, BLOCK, QUERY_ROWS, WINDOWED, False,
+            E4M3_PAGES, CACHE,
+        )  # fmt: skip
+        if E4M3_PAGES:
+            acc *= v_scale
         target = out + row * (KV_HEADS * GROUP * DIM)
-        if every == 1:
+        if num_splits == 1:
             if SINKS:
-                total += _sink(sinks + head * GROUP + tl.minimum(query, GROUP - 1), most)
-            tl.store(target + heads, sums / total[:, None], mask=real[:, None])
+                sum_exp += _sink_weight(
+                    sinks + head * GROUP + tl.minimum(query, GROUP - 1), max_score
+                )
+            tl.store(target + head_offsets, acc / sum_exp[:, None], mask=real[:, None])
         else:
-            at = (piece * KV_HEADS + head) * GROUP + query
-            _leave(scratch + at[:, None] * DIM + dim[None, :], scales + 2 * at, most, total, sums,
-                   real)  # fmt: skip
-            counter = arrived + row * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == every - 1:
+            at = (split * KV_HEADS + head) * GROUP + query
+            _store_partial(
+                partial_out + at[:, None] * DIM + dim[None, :], partial_max_sum + 2 * at, max_score,
+                sum_exp, acc, real,
+            )  # fmt: skip
+            counter = counters + row * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter, 0)  # for the next launch
-                if SHARED > 0:
-                    alone = tl.zeros((TILE,), tl.int64) + row
-                    _merge_shared(out, scratch, scales, shared, shared_scales, merges, sinks, alone,
-                                  tl.minimum(query, GROUP - 1), real, head, KV_HEADS, GROUP, DIM,
-                                  SPLITS, SHARED, SINKS)  # fmt: skip
+                if PREFIX_QUERIES > 0:
+                    only_row = tl.zeros((QUERY_ROWS,), tl.int64) + row
+                    _merge_with_prefix(
+                        out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, merges,
+                        sinks, only_row, tl.minimum(query, GROUP - 1), real, head, KV_HEADS, GROUP,
+                        DIM, MAX_SPLITS, PREFIX_QUERIES, SINKS,
+                    )  # fmt: skip
                 else:
-                    _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, every, head,
-                           KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
-    if EARLY and PIECES == ROW_SPLITS:
+                    _merge_row(
+                        target + head * GROUP * DIM, partial_out, partial_max_sum, sinks, first,
+                        num_splits, head, KV_HEADS, GROUP, DIM, MAX_SPLITS, SINKS,
+                    )  # fmt: skip
+    if USE_PDL and WHICH_SPLITS == ROW_SPLITS:
         gdc_wait()
 
 
 @triton.jit
-def _of_run(
-    q, k, v, out, scratch, scales, shared, shared_scales, arrived, indices, members, merges, sinks,
-    head, piece, rows, begin, start, stop, scale, v_scale, q_stride, page_stride, token_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
-    NARROW: tl.constexpr,
+def _attend_prefix_split(
+    q, k, v, out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, counters, kv_indices,
+    members, merges, sinks, head, split, prefix_rows, begin, start, stop, scale, v_scale, q_stride,
+    page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    SINKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a run, for the queries of its first `rows` members, side by side. k, v: of the
+    """A split of a run, for the queries of its first `prefix_rows` members, side by side. k, v: of the
     head."""
-    dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
+    dim, query = tl.arange(0, DIM), tl.arange(0, QUERY_ROWS)
     member = query // GROUP
-    real = member < rows
+    real = member < prefix_rows
     row = tl.load(members + member, mask=real, other=0).to(tl.int64)
     queries_at = q + row * q_stride + (head * GROUP + query % GROUP) * DIM
-    queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW, "")
-    most, total, sums = _piece(queries, odd, k, v, indices, begin, start, stop, 0, scale,
-                               page_stride, token_stride, DIM, PAGE, BLOCK, TILE, False,
-                               PAGE % BLOCK == 0, NARROW, "")  # fmt: skip
-    if NARROW:
-        sums *= v_scale
-    at = (piece * KV_HEADS + head) * TILE + query
-    _leave(shared + at[:, None] * DIM + dim[None, :], shared_scales + 2 * at, most, total, sums,
-           real)  # fmt: skip
+    queries, odd, scale = _load_queries(queries_at, real, scale, DIM, E4M3_PAGES, "")
+    max_score, sum_exp, acc = _attend_split(
+        queries, odd, k, v, kv_indices, begin, start, stop, 0, scale, page_stride, token_stride,
+        DIM, PAGE, BLOCK, QUERY_ROWS, False, PAGE % BLOCK == 0, E4M3_PAGES, "",
+    )  # fmt: skip
+    if E4M3_PAGES:
+        acc *= v_scale
+    at = (split * KV_HEADS + head) * QUERY_ROWS + query
+    _store_partial(
+        prefix_out + at[:, None] * DIM + dim[None, :], prefix_max_sum + 2 * at, max_score, sum_exp,
+        acc, real,
+    )  # fmt: skip
     once = real & (query % GROUP == 0)
-    every = tl.load(merges + row * MERGE_WORDS, mask=once, other=0)
-    arrivals = tl.atomic_add(arrived + row * KV_HEADS + head, 1, mask=once, sem="acq_rel")
-    last = (once & (arrivals == every - 1)).to(tl.int32)
+    num_splits = tl.load(merges + row * MERGE_WORDS, mask=once, other=0)
+    arrivals = tl.atomic_add(counters + row * KV_HEADS + head, 1, mask=once, sem="acq_rel")
+    last = (once & (arrivals == num_splits - 1)).to(tl.int32)
     if tl.sum(last) > 0:
-        tl.store(arrived + row * KV_HEADS + head, 0, mask=once & (last > 0))
+        tl.store(counters + row * KV_HEADS + head, 0, mask=once & (last > 0))
         same = member[:, None] == member[None, :]
         wanted = real & (tl.sum(tl.where(same, last[None, :], 0), axis=1) > 0)
-        _merge_shared(out, scratch, scales, shared, shared_scales, merges, sinks, row,
-                      query % GROUP, wanted, head, KV_HEADS, GROUP, DIM, SPLITS, TILE,
-                      SINKS)  # fmt: skip
+        _merge_with_prefix(
+            out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, merges, sinks, row,
+            query % GROUP, wanted, head, KV_HEADS, GROUP, DIM, MAX_SPLITS, QUERY_ROWS, SINKS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _leave(sums_at, scales_at, most, total, sums, real):
-    """What a piece found, for the program that merges its row."""
-    tl.store(sums_at, sums, mask=real[:, None])
-    tl.store(scales_at, most, mask=real)
-    tl.store(scales_at + 1, total, mask=real)
-    tl.debug_barrier()  # what all threads have written, before one of them says so
+def _store_partial(sums_at, scales_at, max_score, sum_exp, acc, real):
+    """What a split found, for the program that merges its row."""
+    tl.store(sums_at, acc, mask=real[:, None])
+    tl.store(scales_at, max_score, mask=real)
+    tl.store(scales_at + 1, sum_exp, mask=real)
+    tl.debug_barrier()  # what all threads have written, before at_split of them says so
 
 
 @triton.jit
-def _ahead(k, v, element, COLUMNS: tl.constexpr):
+def _prefetch_keys_values(k, v, element, COLUMNS: tl.constexpr):
     """Asks for the first keys and values, all but the newest of which are there for long."""
     LINES: tl.constexpr = (COLUMNS + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS
     line = tl.arange(0, LINES) * L2_LINE_ELEMENTS
@@ -462,17 +500,18 @@ def decode_attention(
                 (ROW_SPLITS, pieces, config.load),
             ]
         for which, most, reads in launches:
-            _attend[(kv_heads, most)](
-                q, k, v, out, workspace.partial_out, workspace.partial_max_sum, workspace.prefix_partial_out,
-                workspace.prefix_partial_max_sum, workspace.counters, rows.seq_lens, rows.kv_indptr, rows.kv_indices,
-                rows.splits, runs and runs.members, runs and runs.merges, sinks,
-                scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
-                k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
-                BLOCK=reads.block_n, SPLITS=config.max_splits,
-                TILE=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)), SHARED=config.prefix_queries if seats else 0,
-                WINDOWED=window is not None, SINKS=sinks is not None, NARROW=narrow, PIECES=which,
+            _decode_attention_kernel[(kv_heads, most)](
+                q, k, v, out, workspace.partial_out, workspace.partial_max_sum,
+                workspace.prefix_partial_out, workspace.prefix_partial_max_sum, workspace.counters,
+                rows.seq_lens, rows.kv_indptr, rows.kv_indices, rows.splits, runs and runs.members,
+                runs and runs.merges, sinks, scale * scales.k * LOG2E, scales.v, window or 2**30,
+                q.stride(0), k.stride(0), k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim,
+                PAGE=page_size, BLOCK=reads.block_n, MAX_SPLITS=config.max_splits,
+                QUERY_ROWS=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)),
+                PREFIX_QUERIES=config.prefix_queries if seats else 0, WINDOWED=window is not None,
+                SINKS=sinks is not None, E4M3_PAGES=narrow, WHICH_SPLITS=which,
                 num_warps=reads.num_warps, num_stages=reads.num_stages,
-                **(pdl_options(q.device) if use_pdl else {"EARLY": False}),
+                **pdl_options(q.device) if use_pdl else {"USE_PDL": False},
             )  # fmt: skip
     return out
 

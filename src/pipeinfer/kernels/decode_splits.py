@@ -25,7 +25,7 @@ SPLIT_COUNT_UNIT = tl.constexpr(
     1 << 16
 )  # what one more split adds to the fourth word of a row's pieces
 MERGE_WORDS = tl.constexpr(5)
-PART = tl.constexpr(packing.PART)
+PACKING_BASE = tl.constexpr(packing.PART)
 MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
 
 
@@ -64,9 +64,9 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodePrefixes:
-    """What R rows begin with in common, int32. lines [R]: leader * PART + pages: as many of the
+    """What R rows begin with in common, int32. lines [R]: leader * PACKING_BASE + pages: as many of the
     row's first pages are those of row `leader`, itself perhaps; 0: it has none in common. seats
-    [R]: rank * PART + rows: which of the rows with that leader it is, and how many there are. At
+    [R]: rank * PACKING_BASE + rows: which of the rows with that leader it is, and how many there are. At
     most MOST_RUNS leaders; a row has tokens behind its run.
 
     `cut_rows` writes members [R], rows leader by leader in rank order; and merges [R, MERGE_WORDS]:
@@ -81,95 +81,109 @@ class DecodePrefixes:
 
 
 @triton.jit
-def _size(tokens, most, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the pieces of so many tokens, which have at most about `most`."""
-    most = tl.maximum(most, tl.cdiv(tokens, SPLITS))
+def _split_size(tokens, most, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the splits of so group_rows tokens, which have at most about `most`."""
+    most = tl.maximum(most, tl.cdiv(tokens, MAX_SPLITS))
     return tl.cdiv(tl.cdiv(tokens, tl.maximum(tl.cdiv(tokens, most), 1)), BLOCK) * BLOCK
 
 
 @triton.jit
-def _of(one, row, values):
-    """The value of row `one`."""
-    return tl.sum(tl.where(row == one, values, 0))
+def _value_of_row(own_row, row, values):
+    """The value of row `own_row`."""
+    return tl.sum(tl.where(row == own_row, values, 0))
 
 
 @triton.jit
-def _cut(
-    lengths, pieces, lines, seats, members, merges, rows, extra, least, most_parts, least_shared,
-    window,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
-    REST: tl.constexpr, PAGE: tl.constexpr, SEATS: tl.constexpr,
+def _split_rows_kernel(
+    seq_lens, splits, leaders, ranks, members, merges, rows, extra_splits, min_tokens,
+    extra_prefix_splits, min_prefix_tokens, window, ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, PREFIX_BLOCK: tl.constexpr, PADDED_CAPACITY: tl.constexpr,
+    PAGE: tl.constexpr, PREFIX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): each finds the place of its own pieces by what it knows of all rows.
+    """Program (row): each finds the place of its own splits by what it knows of all rows.
 
-    SEATS: rows that share a piece of a run; 0: nothing is shared.
+    PREFIX_ROWS: rows that share a piece of a run; 0: nothing is shared.
     """
-    one, row, split = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    length = tl.load(lengths + row, mask=row < rows, other=0)
-    if SEATS > 0:
-        line = tl.load(lines + row, mask=row < rows, other=0)
-        begin, leader = line % PART * PAGE, line // PART
-        seat = tl.load(seats + row, mask=row < rows, other=0)
-        many = tl.where((begin > 0) & (leader == row), seat % PART, 0)
-        tiles = tl.cdiv(many, SEATS)
-        most = tl.cdiv(tl.sum(tiles * begin), most_parts)
-        part = _size(begin, tl.maximum(most, least_shared), SPLITS, RUN_BLOCK)
-        part = tl.maximum(part, RUN_BLOCK)
-        parts = tl.where(many > 0, tl.cdiv(begin, part), 0)
-        before = tl.sum(tiles * parts)  # pieces of runs stand before all others
+    own_row, row, index = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, MAX_SPLITS)
+    length = tl.load(seq_lens + row, mask=row < rows, other=0)
+    if PREFIX_ROWS > 0:
+        packed_leader = tl.load(leaders + row, mask=row < rows, other=0)
+        begin, leader = packed_leader % PACKING_BASE * PAGE, packed_leader // PACKING_BASE
+        packed_rank = tl.load(ranks + row, mask=row < rows, other=0)
+        group_rows = tl.where((begin > 0) & (leader == row), packed_rank % PACKING_BASE, 0)
+        tiles = tl.cdiv(group_rows, PREFIX_ROWS)
+        most = tl.cdiv(tl.sum(tiles * begin), extra_prefix_splits)
+        prefix_size = _split_size(
+            begin, tl.maximum(most, min_prefix_tokens), MAX_SPLITS, PREFIX_BLOCK
+        )
+        prefix_size = tl.maximum(prefix_size, PREFIX_BLOCK)
+        prefix_splits = tl.where(group_rows > 0, tl.cdiv(begin, prefix_size), 0)
+        before = tl.sum(tiles * prefix_splits)  # splits of runs stand before all others
     else:
         begin = tl.maximum(length - window, 0) // BLOCK * BLOCK
         before = 0
     tokens = length - begin
-    most = tl.cdiv(tl.sum(tokens), extra)
-    size = _size(tokens, tl.maximum(most, least), SPLITS, BLOCK)
-    splits = tl.cdiv(tokens, tl.maximum(size, BLOCK))
-    its_size, its_splits = _of(one, row, size), _of(one, row, splits)
-    its_begin, its_length = _of(one, row, begin), _of(one, row, length)
-    earlier = (size > its_size) | ((size == its_size) & (row < one))
-    first = before + tl.sum(tl.where(earlier, splits, 0))
-    at, real = pieces + (first + split) * SPLIT_WORDS, split < its_splits
-    start = its_begin + split * its_size
-    tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
-    tl.store(at + 1, start, mask=real)
-    tl.store(at + 2, tl.minimum(start + its_size, its_length), mask=real)
-    tl.store(
-        at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT_COUNT_UNIT, mask=real
+    most = tl.cdiv(tl.sum(tokens), extra_splits)
+    size = _split_size(tokens, tl.maximum(most, min_tokens), MAX_SPLITS, BLOCK)
+    num_splits = tl.cdiv(tokens, tl.maximum(size, BLOCK))
+    own_size, own_splits = (
+        _value_of_row(own_row, row, size),
+        _value_of_row(own_row, row, num_splits),
     )
-    if SEATS > 0:
-        tl.store(at + 5, tl.zeros((SPLITS,), tl.int32), mask=real)
-        lead, rank = _of(one, row, leader), _of(one, row, seat // PART)
-        shares = its_begin > 0
-        its_part, its_parts = _of(lead, row, part), tl.where(shares, _of(lead, row, parts), 0)
-        run_first = tl.sum(tl.where(row < lead, tiles * parts, 0))
-        member = tl.sum(tl.where(row < lead, many, 0))
-        tl.store(members + member + rank, one, mask=shares)
-        merge = merges + one * MERGE_WORDS
-        tl.store(merge, its_splits + its_parts)
+    own_begin, own_length = _value_of_row(own_row, row, begin), _value_of_row(own_row, row, length)
+    earlier = (size > own_size) | ((size == own_size) & (row < own_row))
+    first = before + tl.sum(tl.where(earlier, num_splits, 0))
+    at, real = splits + (first + index) * SPLIT_WORDS, index < own_splits
+    start = own_begin + index * own_size
+    tl.store(at, tl.full((MAX_SPLITS,), own_row, tl.int32), mask=real)
+    tl.store(at + 1, start, mask=real)
+    tl.store(at + 2, tl.minimum(start + own_size, own_length), mask=real)
+    tl.store(
+        at + 3, tl.zeros((MAX_SPLITS,), tl.int32) + first + own_splits * SPLIT_COUNT_UNIT, mask=real
+    )
+    if PREFIX_ROWS > 0:
+        tl.store(at + 5, tl.zeros((MAX_SPLITS,), tl.int32), mask=real)
+        own_leader, own_rank = (
+            _value_of_row(own_row, row, leader),
+            _value_of_row(own_row, row, packed_rank // PACKING_BASE),
+        )
+        has_prefix = own_begin > 0
+        own_prefix_size, own_prefix_splits = (
+            _value_of_row(own_leader, row, prefix_size),
+            tl.where(has_prefix, _value_of_row(own_leader, row, prefix_splits), 0),
+        )
+        first_prefix_split = tl.sum(tl.where(row < own_leader, tiles * prefix_splits, 0))
+        member = tl.sum(tl.where(row < own_leader, group_rows, 0))
+        tl.store(members + member + own_rank, own_row, mask=has_prefix)
+        merge = merges + own_row * MERGE_WORDS
+        tl.store(merge, own_splits + own_prefix_splits)
         tl.store(merge + 1, first)
-        tl.store(merge + 2, run_first + rank // SEATS * its_parts)
-        tl.store(merge + 3, its_parts)
-        tl.store(merge + 4, rank % SEATS)
-        count = _of(one, row, many)
-        for tile in range(_of(one, row, tiles)):
+        tl.store(merge + 2, first_prefix_split + own_rank // PREFIX_ROWS * own_prefix_splits)
+        tl.store(merge + 3, own_prefix_splits)
+        tl.store(merge + 4, own_rank % PREFIX_ROWS)
+        count = _value_of_row(own_row, row, group_rows)
+        for tile in range(_value_of_row(own_row, row, tiles)):
             at, real = (
-                pieces + (run_first + tile * its_parts + split) * SPLIT_WORDS,
-                split < its_parts,
+                splits + (first_prefix_split + tile * own_prefix_splits + index) * SPLIT_WORDS,
+                index < own_prefix_splits,
             )
-            start = split * its_part
-            tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
+            start = index * own_prefix_size
+            tl.store(at, tl.full((MAX_SPLITS,), own_row, tl.int32), mask=real)
             tl.store(at + 1, start, mask=real)
-            tl.store(at + 2, tl.minimum(start + its_part, its_begin), mask=real)
-            at_member = tl.zeros((SPLITS,), tl.int32) + member + tile * SEATS
+            tl.store(at + 2, tl.minimum(start + own_prefix_size, own_begin), mask=real)
+            at_member = tl.zeros((MAX_SPLITS,), tl.int32) + member + tile * PREFIX_ROWS
             tl.store(at + 4, at_member, mask=real)
-            here = tl.minimum(count - tile * SEATS, SEATS)
-            tl.store(at + 5, tl.zeros((SPLITS,), tl.int32) + here, mask=real)
-    if one == 0:
-        rest = before + tl.sum(splits) + tl.arange(0, REST)
-        room = rows + extra
-        if SEATS > 0:
-            room += most_parts + MOST_RUNS + rows // SEATS
-        tl.store(pieces + rest * SPLIT_WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
+            here = tl.minimum(count - tile * PREFIX_ROWS, PREFIX_ROWS)
+            tl.store(at + 5, tl.zeros((MAX_SPLITS,), tl.int32) + here, mask=real)
+    if own_row == 0:
+        first_unused = before + tl.sum(num_splits) + tl.arange(0, PADDED_CAPACITY)
+        capacity = rows + extra_splits
+        if PREFIX_ROWS > 0:
+            capacity += extra_prefix_splits + MOST_RUNS + rows // PREFIX_ROWS
+        tl.store(
+            splits + first_unused * SPLIT_WORDS, tl.full((PADDED_CAPACITY,), -1, tl.int32),
+            mask=first_unused < capacity,
+        )  # fmt: skip
 
 
 def max_total_splits(rows: int, config: DecodeConfig, prefix_rows: int = 0) -> int:
@@ -221,12 +235,13 @@ def split_rows(
         shared, block = (None,) * 4, config.load.block_n
         if prefixes is not None:
             shared = prefixes.leaders, prefixes.ranks, prefixes.members, prefixes.merges
-        _cut[(rows,)](
-            lengths, splits, *shared, rows, config.extra_splits, config.min_tokens, config.extra_prefix_splits, config.min_prefix_tokens,
-            window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=config.max_splits, BLOCK=block,
-            RUN_BLOCK=block if config.prefix_load is None else config.prefix_load.block_n,
-            REST=triton.next_power_of_2(max_total_splits(rows, config, prefix_rows)), PAGE=page_size,
-            SEATS=0 if prefixes is None else prefix_rows, num_warps=4,
+        _split_rows_kernel[(rows,)](
+            lengths, splits, *shared, rows, config.extra_splits, config.min_tokens,
+            config.extra_prefix_splits, config.min_prefix_tokens, window or 2**30,
+            ROWS=triton.next_power_of_2(rows), MAX_SPLITS=config.max_splits, BLOCK=block,
+            PREFIX_BLOCK=block if config.prefix_load is None else config.prefix_load.block_n,
+            PADDED_CAPACITY=triton.next_power_of_2(max_total_splits(rows, config, prefix_rows)),
+            PAGE=page_size, PREFIX_ROWS=0 if prefixes is None else prefix_rows, num_warps=4,
         )  # fmt: skip
 
 

@@ -37,9 +37,9 @@ PREFETCHED_STEPS = 1  # steps of depth whose weights are asked for before the ro
 
 
 @triton.jit
-def _times_scales(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
+def _times_scales(total, by_row, by_column, SWAP_AB: tl.constexpr):
     """`total`, as `zeros_accumulator` has it, times the scales of rows and of columns."""
-    if ROWS_FIRST:
+    if not SWAP_AB:
         total *= by_row[:, None] * by_column[None, :]
     else:
         total *= by_row[None, :] * by_column[:, None]
@@ -48,65 +48,61 @@ def _times_scales(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
 
 @triton.jit
 def _small_m_kernel(
-    x, x_scale, weight, scale, bias, out, rows, x_stride, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    SPLITS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    x, x_scale, weight, scale, bias, out, rows, x_stride, N: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH].
-    GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T).
-    x and weight in FP8: x_scale [rows] and scale [WIDTH], or x_scale [rows, DEPTH / SCALE_BLOCK_CE] and scale
-    [WIDTH / SCALE_BLOCK_CE, DEPTH / SCALE_BLOCK_CE]."""
-    share: tl.constexpr = DEPTH // SPLITS
-    rows_first: tl.constexpr = ROWS >= 64
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """Program (columns, split of the depth, rows): one tile of out [SPLIT_K, rows, N].
+    SWIGLU: weight [2 N, K], and out = silu(x @ first.T) * (x @ second.T).
+    x and weight in FP8: x_scale [rows] and scale [N], or x_scale [rows, K / SCALE_BLOCK_CE] and scale
+    [N / SCALE_BLOCK_CE, K / SCALE_BLOCK_CE]."""
+    share: tl.constexpr = K // SPLIT_K
+    swap_ab: tl.constexpr = BLOCK_M < 64
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    depth = split * share + tl.arange(0, STEP)
-    right = weight + column.to(tl.int64)[:, None] * DEPTH + depth[None, :]
-    if EARLY:
-        lines = tl.arange(0, AHEAD * STEP // L2_LINE_ELEMENTS) * L2_LINE_ELEMENTS
-        first = weight + column.to(tl.int64)[:, None] * DEPTH + split * share + lines[None, :]
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    depth = split * share + tl.arange(0, BLOCK_K)
+    right = weight + column.to(tl.int64)[:, None] * K + depth[None, :]
+    if USE_PDL:
+        lines = tl.arange(0, PREFETCH_STEPS * BLOCK_K // L2_LINE_ELEMENTS) * L2_LINE_ELEMENTS
+        first = weight + column.to(tl.int64)[:, None] * K + split * share + lines[None, :]
         prefetch_l2(first)
-        if GATED:
-            prefetch_l2(first + WIDTH * DEPTH)
+        if SWIGLU:
+            prefetch_l2(first + N * K)
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     left = x + row[:, None] * x_stride + depth[None, :]
     inside = row < rows
     real = inside[:, None]
     total, gate = (
-        zeros_accumulator(ROWS, COLUMNS, rows_first),
-        zeros_accumulator(ROWS, COLUMNS, rows_first),
+        zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab),
+        zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab),
     )
-    for begin in range(0, share, STEP):
+    for begin in range(0, share, BLOCK_K):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
         if SCALES == BLOCK_SCALES:
-            part = dot_a_bt(a, w, zeros_accumulator(ROWS, COLUMNS, rows_first), rows_first)
+            part = dot_a_bt(a, w, zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab), swap_ab)
             block = (split * share + begin) // SCALE_BLOCK_CE
-            by_row = tl.load(
-                x_scale + row * (DEPTH // SCALE_BLOCK_CE) + block, mask=inside, other=0.0
-            )
-            by_column = tl.load(
-                scale + column // SCALE_BLOCK_CE * (DEPTH // SCALE_BLOCK_CE) + block
-            )
-            total += _times_scales(part, by_row, by_column, rows_first)
+            by_row = tl.load(x_scale + row * (K // SCALE_BLOCK_CE) + block, mask=inside, other=0.0)
+            by_column = tl.load(scale + column // SCALE_BLOCK_CE * (K // SCALE_BLOCK_CE) + block)
+            total += _times_scales(part, by_row, by_column, swap_ab)
         else:
-            total = dot_a_bt(a, w, total, rows_first)
-        if GATED:
-            w = tl.load(right + begin + WIDTH * DEPTH)
-            gate = dot_a_bt(a, w, gate, rows_first)
+            total = dot_a_bt(a, w, total, swap_ab)
+        if SWIGLU:
+            w = tl.load(right + begin + N * K)
+            gate = dot_a_bt(a, w, gate, swap_ab)
     if SCALES == ROW_SCALES:
         by_row = tl.load(x_scale + row, mask=inside, other=0.0)
-        total = _times_scales(total, by_row, tl.load(scale + column), rows_first)
-    if GATED:
+        total = _times_scales(total, by_row, tl.load(scale + column), swap_ab)
+    if SWIGLU:
         total = total * tl.sigmoid(total) * gate
-    if not rows_first:
+    if swap_ab:
         total = tl.trans(total)
-    if BIASED:
+    if HAS_BIAS:
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
-    tl.store(out + (split * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
+    tl.store(out + (split * rows + row)[:, None] * N + column[None, :], total, mask=real)
 
 
 class GemmScales(NamedTuple):
@@ -133,10 +129,10 @@ def _launch_small_m(
         kind = ROW_SCALES if scales.x.shape[1] == 1 else BLOCK_SCALES
     x_scale, scale = scales or (None, None)
     _small_m_kernel[grid](
-        x, x_scale, weight, scale, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth,
-        ROWS=config.block_m, COLUMNS=config.block_n, STEP=config.block_k, SPLITS=config.split_k, GATED=gated,
-        BIASED=bias is not None, SCALES=kind.value,
-        AHEAD=min(PREFETCHED_STEPS, depth // (config.split_k * config.block_k)),
+        x, x_scale, weight, scale, bias, out, rows, x.stride(0), N=width, K=depth,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k, SWIGLU=gated, HAS_BIAS=bias is not None, SCALES=kind.value,
+        PREFETCH_STEPS=min(PREFETCHED_STEPS, depth // (config.split_k * config.block_k)),
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
     )  # fmt: skip
 
@@ -206,34 +202,34 @@ GROUP_M = 8  # row blocks that share columns in the L2 cache
 
 @triton.jit
 def _block_scaled_kernel(
-    x, x_scale, weight, scale, bias, out, rows, row_blocks, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, GROUP_M: tl.constexpr,
-    BIASED: tl.constexpr,
+    x, x_scale, weight, scale, bias, out, rows, row_blocks, N: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [rows, WIDTH]: ROWS rows, and the columns of a block."""
+    """One tile of out [rows, N]: BLOCK_M rows, and the columns of a block."""
     program = tl.program_id(0)
-    column_blocks: tl.constexpr = WIDTH // SIDE
+    column_blocks: tl.constexpr = N // SCALE_BLOCK
     band = program // (GROUP_M * column_blocks)
     height = tl.minimum(row_blocks - band * GROUP_M, GROUP_M)
     within = program % (GROUP_M * column_blocks)
-    row = (band * GROUP_M + within % height) * ROWS + tl.arange(0, ROWS)
+    row = (band * GROUP_M + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = within // height
-    column = block * SIDE + tl.arange(0, SIDE)
-    depth = tl.arange(0, SIDE)
+    column = block * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
+    depth = tl.arange(0, SCALE_BLOCK)
     real = row < rows
-    parts: tl.constexpr = DEPTH // SIDE
-    left = x + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
-    right = weight + column.to(tl.int64)[None, :] * DEPTH + depth[:, None]
-    total = tl.zeros((ROWS, SIDE), tl.float32)
+    parts: tl.constexpr = K // SCALE_BLOCK
+    left = x + row.to(tl.int64)[:, None] * K + depth[None, :]
+    right = weight + column.to(tl.int64)[None, :] * K + depth[:, None]
+    total = tl.zeros((BLOCK_M, SCALE_BLOCK), tl.float32)
     for part in range(parts):
-        a = tl.load(left + part * SIDE, mask=real[:, None], other=0.0)
-        b = tl.load(right + part * SIDE)
+        a = tl.load(left + part * SCALE_BLOCK, mask=real[:, None], other=0.0)
+        b = tl.load(right + part * SCALE_BLOCK)
         by_row = tl.load(x_scale + row * parts + part, mask=real, other=0.0)
         by_block = tl.load(scale + block * parts + part)
         total += tl.dot(a, b) * (by_row * by_block)[:, None]
-    if BIASED:
+    if HAS_BIAS:
         total += tl.load(bias + column).to(tl.float32)[None, :]
-    at = out + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    at = out + row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -256,9 +252,9 @@ def block_scaled_gemm(
     blocks = triton.cdiv(rows, high)
     if rows:
         _block_scaled_kernel[(blocks * (width // SCALE_BLOCK),)](
-            x, x_scale, weight, scale, bias, out, rows, blocks, WIDTH=width, DEPTH=depth,
-            ROWS=high, SIDE=SCALE_BLOCK, GROUP_M=GROUP_M, BIASED=bias is not None, num_warps=8 if high > FULL_HEIGHT_ROWS
-            else 4, num_stages=3,
+            x, x_scale, weight, scale, bias, out, rows, blocks, N=width, K=depth, BLOCK_M=high,
+            SCALE_BLOCK=SCALE_BLOCK, GROUP_M=GROUP_M, HAS_BIAS=bias is not None,
+            num_warps=8 if high > FULL_HEIGHT_ROWS else 4, num_stages=3,
         )  # fmt: skip
     return out
 

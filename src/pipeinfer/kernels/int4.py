@@ -40,12 +40,12 @@ def _integer_at(words, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _load_zeros_scales(scales_zeros, at, kind: tl.constexpr, PAIRS: tl.constexpr):
+def _load_zeros_scales(scales_zeros, at, dtype: tl.constexpr, PAIRS: tl.constexpr):
     """(zeros, scales) of scales_zeros [.., 2] at pair `at`, as _dequantize_pair wants them: float32, or int32 of a
     value twice. The packed have 128 too much as bfloat16, 1,024 as float16, the zeros so, too."""
     if PAIRS:
         both = tl.load(scales_zeros + at)
-        if kind == tl.bfloat16:
+        if dtype == tl.bfloat16:
             zero = tl.inline_asm_elementwise(
                 "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x43004300;"
                 " add.rn.bf16x2 $0, t, u; }",
@@ -67,11 +67,11 @@ def _load_zeros_scales(scales_zeros, at, kind: tl.constexpr, PAIRS: tl.constexpr
 
 
 @triton.jit
-def _dequantize_pair(words, zero, scale, P: tl.constexpr, kind: tl.constexpr, PAIRS: tl.constexpr):
-    """[.., 2] of kind: (number - zero) * scale, of packed P and P + 4 of each of `words`."""
+def _dequantize_pair(words, zero, scale, P: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """[.., 2] of dtype: (number - zero) * scale, of packed P and P + 4 of each of `words`."""
     if PAIRS:
         shifted = words >> (4 * P)
-        if kind == tl.bfloat16:
+        if dtype == tl.bfloat16:
             first, second = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA;"
                 " sub.rn.bf16x2 t, t, $3; mul.rn.bf16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
@@ -86,26 +86,28 @@ def _dequantize_pair(words, zero, scale, P: tl.constexpr, kind: tl.constexpr, PA
                 is_pure=True, pack=1,
             )  # fmt: skip
     else:
-        first = ((_integer_at(words, P) - zero) * scale).to(kind)
-        second = ((_integer_at(words, P + 4) - zero) * scale).to(kind)
+        first = ((_integer_at(words, P) - zero) * scale).to(dtype)
+        second = ((_integer_at(words, P + 4) - zero) * scale).to(dtype)
     return tl.join(first, second)
 
 
 @triton.jit
 def _group_zeros_scales(
-    scales_zeros, column, run, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, kind: tl.constexpr, PAIRS: tl.constexpr,
+    scales_zeros, column, k_tile, P: tl.constexpr, BLOCK_N: tl.constexpr, N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros and scales [BLOCK_N, _TILE_WORDS] of pair P of a run's words."""
-    first = run * _TILE_K + P * (2 * _TILE_WORDS)
-    if GROUP >= 2 * _TILE_WORDS:
-        zero, scale = _load_zeros_scales(scales_zeros, first // GROUP * WIDTH + column, kind, PAIRS)
+    """Zeros and scales [BLOCK_N, _TILE_WORDS] of pair P of a k_tile's words."""
+    first = k_tile * _TILE_K + P * (2 * _TILE_WORDS)
+    if GROUP_SIZE >= 2 * _TILE_WORDS:
+        zero, scale = _load_zeros_scales(
+            scales_zeros, first // GROUP_SIZE * N + column, dtype, PAIRS
+        )
         zero, scale = zero[:, None], scale[:, None]
     else:  # 16 columns: the upper half of a thread's words has the next group
         word = tl.arange(0, _TILE_WORDS)
-        at = first // GROUP + word % _THREAD_WORDS // 2
+        at = first // GROUP_SIZE + word % _THREAD_WORDS // 2
         zero, scale = _load_zeros_scales(
-            scales_zeros, at[None, :] * WIDTH + column[:, None], kind, PAIRS
+            scales_zeros, at[None, :] * N + column[:, None], dtype, PAIRS
         )
     return tl.broadcast_to(zero, (BLOCK_N, _TILE_WORDS)), tl.broadcast_to(
         scale, (BLOCK_N, _TILE_WORDS)
@@ -114,29 +116,29 @@ def _group_zeros_scales(
 
 @triton.jit
 def _dequantize_tile(
-    words, scales_zeros, column, run, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    kind: tl.constexpr, PAIRS: tl.constexpr,
+    words, scales_zeros, column, k_tile, BLOCK_N: tl.constexpr, N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, _TILE_K] of kind: those of words [BLOCK_N, _TILE_WORDS], one run of each column."""
+    """[BLOCK_N, _TILE_K] of dtype: those of words [BLOCK_N, _TILE_WORDS], one k_tile of each column."""
     zero, scale = _group_zeros_scales(
-        scales_zeros, column, run, 0, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+        scales_zeros, column, k_tile, 0, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
     )
-    a = _dequantize_pair(words, zero, scale, 0, kind, PAIRS)
-    if GROUP < _TILE_K:
+    a = _dequantize_pair(words, zero, scale, 0, dtype, PAIRS)
+    if GROUP_SIZE < _TILE_K:
         zero, scale = _group_zeros_scales(
-            scales_zeros, column, run, 1, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+            scales_zeros, column, k_tile, 1, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
         )
-    b = _dequantize_pair(words, zero, scale, 1, kind, PAIRS)
-    if GROUP < _TILE_K:
+    b = _dequantize_pair(words, zero, scale, 1, dtype, PAIRS)
+    if GROUP_SIZE < _TILE_K:
         zero, scale = _group_zeros_scales(
-            scales_zeros, column, run, 2, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+            scales_zeros, column, k_tile, 2, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
         )
-    c = _dequantize_pair(words, zero, scale, 2, kind, PAIRS)
-    if GROUP < _TILE_K:
+    c = _dequantize_pair(words, zero, scale, 2, dtype, PAIRS)
+    if GROUP_SIZE < _TILE_K:
         zero, scale = _group_zeros_scales(
-            scales_zeros, column, run, 3, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+            scales_zeros, column, k_tile, 3, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
         )
-    d = _dequantize_pair(words, zero, scale, 3, kind, PAIRS)
+    d = _dequantize_pair(words, zero, scale, 3, dtype, PAIRS)
     # column, thread of four, its word, neighbour, pair's upper and lower bit
     all_four = tl.join(tl.join(a, c), tl.join(b, d))
     all_four = tl.reshape(all_four, (BLOCK_N, _TILE_WORDS // _THREAD_WORDS, _THREAD_WORDS, 2, 2, 2))
@@ -145,17 +147,17 @@ def _dequantize_tile(
 
 @triton.jit
 def _int4_small_m_kernel(
-    x, packed, scales_zeros, bias, parts, out, counters, rows, x_stride, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    K_TILES: tl.constexpr, SPLIT_K: tl.constexpr, BIASED: tl.constexpr, MERGED: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    x, packed, scales_zeros, bias, parts, out, counters, rows, x_stride, N: tl.constexpr,
+    K: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_TILES: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, PAIRS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_N columns, split of the depth, rows): one tile of parts [SPLIT_K, rows, WIDTH].
+    """Program (BLOCK_N columns, split of the depth, rows): one tile of parts [SPLIT_K, rows, N].
 
-    MERGED: who comes last to a tile, by `counters`, adds its parts in their order into `out`.
+    MERGE_SPLITS: who comes last to a tile, by `counters`, adds its parts in their order into `out`.
     """
-    share: tl.constexpr = DEPTH // _TILE_K // SPLIT_K  # runs
-    kind: tl.constexpr = x.dtype.element_ty
+    tiles_per_split: tl.constexpr = K // _TILE_K // SPLIT_K  # runs
+    dtype: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -163,31 +165,39 @@ def _int4_small_m_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     right = (
         packed
-        + (split * share).to(tl.int64) * (WIDTH * _TILE_WORDS)
+        + (split * tiles_per_split).to(tl.int64) * (N * _TILE_WORDS)
         + column[:, None] * _TILE_WORDS
     )
-    left = x + row[:, None] * x_stride + split * (share * _TILE_K)
-    if EARLY:
-        prefetch_l2(right + tl.arange(0, K_TILES)[None, :] * (WIDTH * _TILE_WORDS))
+    left = x + row[:, None] * x_stride + split * (tiles_per_split * _TILE_K)
+    if USE_PDL:
+        prefetch_l2(right + tl.arange(0, K_TILES)[None, :] * (N * _TILE_WORDS))
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     right += tl.arange(0, _TILE_WORDS)[None, :]
     left += tl.arange(0, _TILE_K)[None, :]
-    for begin in range(0, share, K_TILES):
+    for first_tile in range(0, tiles_per_split, K_TILES):
         for inner in tl.static_range(K_TILES):
-            run = begin + inner
-            words = tl.load(right + run * (WIDTH * _TILE_WORDS))
-            a = tl.load(left + run * _TILE_K, mask=real, other=0.0)
+            k_tile = first_tile + inner
+            words = tl.load(right + k_tile * (N * _TILE_WORDS))
+            a = tl.load(left + k_tile * _TILE_K, mask=real, other=0.0)
             w = _dequantize_tile(
-                words, scales_zeros, column, split * share + run, BLOCK_N, WIDTH, GROUP, kind, PAIRS
+                words,
+                scales_zeros,
+                column,
+                split * tiles_per_split + k_tile,
+                BLOCK_N,
+                N,
+                GROUP_SIZE,
+                dtype,
+                PAIRS,
             )
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
-    if BIASED:
+    if HAS_BIAS:
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
-    to = row[:, None] * WIDTH + column[None, :]
-    tl.store(parts + split * rows * WIDTH + to, total, mask=real)
-    if MERGED:
+    to = row[:, None] * N + column[None, :]
+    tl.store(parts + split * rows * N + to, total, mask=real)
+    if MERGE_SPLITS:
         tl.debug_barrier()
         tile = counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         before = tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu")
@@ -195,7 +205,7 @@ def _int4_small_m_kernel(
             whole = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for part in tl.static_range(SPLIT_K):
                 whole += tl.load(
-                    parts + part * rows * WIDTH + to, mask=real, other=0.0, cache_modifier=".cg"
+                    parts + part * rows * N + to, mask=real, other=0.0, cache_modifier=".cg"
                 )
             tl.store(out + to, whole, mask=real)
             tl.store(tile, 0)
@@ -203,18 +213,18 @@ def _int4_small_m_kernel(
 
 @triton.jit
 def _int4_dequantize_kernel(
-    packed, scales_zeros, out, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    packed, scales_zeros, out, N: tl.constexpr, K: tl.constexpr, GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_N columns of the product, run of the depth)."""
+    """Program (BLOCK_N columns of the product, k_tile of the depth)."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    run = tl.program_id(1)
+    k_tile = tl.program_id(1)
     row = column.to(tl.int64)[:, None]
-    words = tl.load(packed + (run * WIDTH + row) * _TILE_WORDS + tl.arange(0, _TILE_WORDS)[None, :])
+    words = tl.load(packed + (k_tile * N + row) * _TILE_WORDS + tl.arange(0, _TILE_WORDS)[None, :])
     w = _dequantize_tile(
-        words, scales_zeros, column, run, BLOCK_N, WIDTH, GROUP, out.dtype.element_ty, PAIRS
+        words, scales_zeros, column, k_tile, BLOCK_N, N, GROUP_SIZE, out.dtype.element_ty, PAIRS
     )
-    tl.store(out + row * DEPTH + run * _TILE_K + tl.arange(0, _TILE_K)[None, :], w)
+    tl.store(out + row * K + k_tile * _TILE_K + tl.arange(0, _TILE_K)[None, :], w)
 
 
 def int4_small_m_gemm(
@@ -245,10 +255,11 @@ def int4_small_m_gemm(
     if height:
         halves = _pairs_at_once(x.dtype, x.device)
         _int4_small_m_kernel[(width // config.block_n, config.split_k, triton.cdiv(height, config.block_m))](
-            x, packed, scales_zeros.view(torch.int32) if halves else scales_zeros, bias, parts, out, counters,
-            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // scales_zeros.shape[0],
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, K_TILES=config.k_tiles, SPLIT_K=config.split_k,
-            BIASED=bias is not None, MERGED=merged, PAIRS=halves,
+            x, packed, scales_zeros.view(torch.int32) if halves else scales_zeros, bias, parts, out,
+            counters, height, x.stride(0), N=width, K=depth,
+            GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, K_TILES=config.k_tiles, SPLIT_K=config.split_k,
+            HAS_BIAS=bias is not None, MERGE_SPLITS=merged, PAIRS=halves,
             num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
         )  # fmt: skip
     return out
@@ -263,8 +274,8 @@ def int4_dequantize(
     out = torch.empty(width, depth, dtype=dtype, device=packed.device)
     halves = _pairs_at_once(dtype, packed.device)
     _int4_dequantize_kernel[(width // columns, runs)](
-        packed, scales_zeros.view(torch.int32) if halves else scales_zeros, out, WIDTH=width, DEPTH=depth,
-        GROUP=depth // scales_zeros.shape[0], BLOCK_N=columns, PAIRS=halves, num_warps=4,
+        packed, scales_zeros.view(torch.int32) if halves else scales_zeros, out, N=width, K=depth,
+        GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_N=columns, PAIRS=halves, num_warps=4,
     )  # fmt: skip
     return out
 

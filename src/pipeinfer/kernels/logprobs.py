@@ -203,8 +203,8 @@ def _block_records(
     block_records = own_keys.new_empty(rows, blocks, 2 + num_top)
     if rows:
         _scan_block[(rows, blocks)](
-            logits, ids, own_keys, block_records, logits.stride(0), width, first_id, num_top, BLOCK=BLOCK,
-            WHOLE=whole,
+            logits, ids, own_keys, block_records, logits.stride(0), width, first_id, num_top,
+            BLOCK=BLOCK, WHOLE=whole,
         )  # fmt: skip
     return block_records
 
@@ -218,6 +218,7 @@ def _merged(
     if rows:
         padded = triton.next_power_of_2(count)
         _merge_records[(rows,)](
-            records, own_keys, out, count, row_stride, record_stride, num_top, RECORDS=padded, MAX_KEYS=MAX_KEYS
+            records, own_keys, out, count, row_stride, record_stride, num_top, RECORDS=padded,
+            MAX_KEYS=MAX_KEYS,
         )  # fmt: skip
     return out

@@ -56,49 +56,49 @@ class ClampedSwiglu:
 
 
 @triton.jit
-def grouped_tile(row_blocks, column_blocks, GROUP: tl.constexpr):
-    """(row block, column block) of this program; GROUP row blocks share columns in the L2 cache."""
+def grouped_tile(row_blocks, column_blocks, GROUP_M: tl.constexpr):
+    """(row block, column block) of this program; GROUP_M row blocks share columns in the L2 cache."""
     program = tl.program_id(0)
-    band = program // (GROUP * column_blocks)
-    height = tl.minimum(row_blocks - band * GROUP, GROUP)
-    within = program % (GROUP * column_blocks)
-    return band * GROUP + within % height, within // height
+    band = program // (GROUP_M * column_blocks)
+    height = tl.minimum(row_blocks - band * GROUP_M, GROUP_M)
+    within = program % (GROUP_M * column_blocks)
+    return band * GROUP_M + within % height, within // height
 
 
 @triton.jit
-def _weights(
-    at, column, depth, WIDTH: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+def _load_weights(
+    at, column, depth, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[COLUMNS, DEPTH] of an expert's [WIDTH, DEEP]; zeros outside."""
-    if WIDTH % COLUMNS == 0 and DEEP % DEPTH == 0:
+    """[BLOCK_N, BLOCK_K] of an expert's [N, K]; zeros outside."""
+    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         w = tl.load(at)
     else:
-        inside = (column < WIDTH)[:, None] & (depth < DEEP)[None, :]
+        inside = (column < N)[:, None] & (depth < K)[None, :]
         w = tl.load(at, mask=inside, other=0.0)
     return w
 
 
 @triton.jit
-def _scales(
-    scale, column, part, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+def _scale_pointers(
+    scale, column, part, SCALES_PER_ROW: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
     """The address of a matrix's first scale by block for the columns of `part`; or addresses
-    [COLUMNS] of their first four exponents. BLOCKS: of a row."""
+    [BLOCK_N] of their first four exponents. SCALES_PER_ROW: of a row."""
     if SCALES == MXFP4_SCALES:
-        at = scale + tl.minimum(column, WIDTH - 1) * BLOCKS
+        at = scale + tl.minimum(column, N - 1) * SCALES_PER_ROW
     else:
-        at = scale + part * COLUMNS // SCALE_BLOCK_CE * BLOCKS
+        at = scale + part * BLOCK_N // SCALE_BLOCK_CE * SCALES_PER_ROW
     return at
 
 
 @triton.jit
-def _rows(at, real, depth, DEEP: tl.constexpr, DEPTH: tl.constexpr):
-    """[ROWS, DEPTH] of those that are real; zeros outside."""
+def _load_rows(at, real, depth, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of those that are real; zeros outside."""
     mask = real[:, None]
-    if DEEP % DEPTH != 0:
-        mask = mask & (depth < DEEP)[None, :]
+    if K % BLOCK_K != 0:
+        mask = mask & (depth < K)[None, :]
     return tl.load(at, mask=mask, other=0.0)
 
 
@@ -113,174 +113,184 @@ def _swiglu(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _of_columns(at, column, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr):
+def _load_per_column(at, column, N: tl.constexpr, SWAP_AB: tl.constexpr):
     """float32 of a number for each column, so that it broadcasts to a sum."""
-    return broadcast_columns(tl.load(at + column, mask=column < WIDTH, other=0.0), ROWS_FIRST).to(
+    return broadcast_columns(tl.load(at + column, mask=column < N, other=0.0), SWAP_AB).to(
         tl.float32
     )
 
 
-@triton.jit(do_not_specialize=["size", "row_blocks"])
-def _gate_up(
-    x, weight, scale, bias, out, pairs, experts, used, size, x_stride, row_blocks,
-    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, SCALES: tl.constexpr,
-    BLOCKS: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, SLOPE: tl.constexpr,
-    LIMIT: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs", "row_blocks"])
+def _gate_up_kernel(
+    x, weight, scale, bias, out, sorted_pair_ids, expert_ids, num_padded_pairs, num_pairs, x_stride,
+    row_blocks, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
+    SCALES: tl.constexpr, SCALES_PER_ROW: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of pairs and columns.
-    scale [experts, 2 INTER], or [experts, 2 INTER / SCALE_BLOCK_CE, BLOCKS], or of MXFP4_SCALES int32 [experts,
-    2 INTER, BLOCKS], four exponents each; bias [experts, 2 INTER]."""
-    tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % COLUMNS == 0)
+    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of sorted_pair_ids and columns.
+    scale [expert_ids, 2 INTERMEDIATE], or [expert_ids, 2 INTERMEDIATE / SCALE_BLOCK_CE, SCALES_PER_ROW], or of MXFP4_SCALES int32 [expert_ids,
+    2 INTERMEDIATE, SCALES_PER_ROW], four exponents each; bias [expert_ids, 2 INTERMEDIATE]."""
+    tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % BLOCK_N == 0)
     tl.static_assert(
-        (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % DEPTH == 0
+        (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % BLOCK_K == 0
     )
-    rows_first: tl.constexpr = SWAP_AB == 0
     EACH: tl.constexpr = 2 if SCALES == MXFP4_SCALES else 1  # weights in an element
-    block, part = grouped_tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
-    if EARLY:
+    block, part = grouped_tile(row_blocks, tl.cdiv(INTERMEDIATE, BLOCK_N), GROUP_M)
+    if USE_PDL:
         gdc_wait()  # for tokens and their order
         gdc_launch_dependents()
-    if block * ROWS >= tl.load(used):
+    if block * BLOCK_M >= tl.load(num_padded_pairs):
         return
-    pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    real = pair < size
-    column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    expert = tl.load(experts + block).to(tl.int64)
+    pair = tl.load(sorted_pair_ids + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < num_pairs
+    column, depth = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    expert = tl.load(expert_ids + block).to(tl.int64)
     left = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
-    deep: tl.constexpr = HIDDEN // EACH
-    element = tl.arange(0, DEPTH // EACH)
-    right = weight + expert * (2 * INTER * deep) + column[:, None] * deep + element[None, :]
-    shared: tl.constexpr = 1 if SCALES == MXFP4_SCALES else SCALE_BLOCK_CE  # rows with one scale
-    blocks: tl.constexpr = INTER // shared * BLOCKS  # of gate, and as many of up
-    scales = scale + expert * (2 * blocks)
-    scales = _scales(scales, column, part, BLOCKS, INTER, COLUMNS, SCALES)
-    gate, up = (
-        zeros_accumulator(ROWS, COLUMNS, rows_first),
-        zeros_accumulator(ROWS, COLUMNS, rows_first),
+    packed_k: tl.constexpr = HIDDEN // EACH
+    element = tl.arange(0, BLOCK_K // EACH)
+    right = (
+        weight
+        + expert * (2 * INTERMEDIATE * packed_k)
+        + column[:, None] * packed_k
+        + element[None, :]
     )
-    for begin in range(0, HIDDEN, DEPTH):
-        a = _rows(left + begin, real, begin + depth, HIDDEN, DEPTH)
+    shared: tl.constexpr = 1 if SCALES == MXFP4_SCALES else SCALE_BLOCK_CE  # rows with one scale
+    blocks: tl.constexpr = INTERMEDIATE // shared * SCALES_PER_ROW  # of gate, and as many of up
+    scales = scale + expert * (2 * blocks)
+    scales = _scale_pointers(scales, column, part, SCALES_PER_ROW, INTERMEDIATE, BLOCK_N, SCALES)
+    gate, up = (
+        zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB),
+        zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB),
+    )
+    for begin in range(0, HIDDEN, BLOCK_K):
+        a = _load_rows(left + begin, real, begin + depth, HIDDEN, BLOCK_K)
         at, begun = right + begin // EACH, begin // EACH + element
-        w = _weights(at, column, begun, INTER, deep, COLUMNS, DEPTH // EACH)
+        w = _load_weights(at, column, begun, INTERMEDIATE, packed_k, BLOCK_N, BLOCK_K // EACH)
         first, run = (
             scales + begin // SCALE_BLOCK_CE,
             begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP),
         )
-        gate = dequantizing_dot(a, w, gate, first, rows_first, SCALES, run)
-        w = _weights(at + INTER * deep, column, begun, INTER, deep, COLUMNS, DEPTH // EACH)
-        up = dequantizing_dot(a, w, up, first + blocks, rows_first, SCALES, run)
+        gate = dequantizing_dot(a, w, gate, first, SWAP_AB, SCALES, run)
+        w = _load_weights(
+            at + INTERMEDIATE * packed_k, column, begun, INTERMEDIATE, packed_k, BLOCK_N,
+            BLOCK_K // EACH,
+        )  # fmt: skip
+        up = dequantizing_dot(a, w, up, first + blocks, SWAP_AB, SCALES, run)
     if SCALES == ROW_SCALES:
-        at = scale + expert * (2 * INTER)
-        gate *= _of_columns(at, column, INTER, rows_first)
-        up *= _of_columns(at + INTER, column, INTER, rows_first)
-    if BIASED:
-        at = bias + expert * (2 * INTER)
-        gate += _of_columns(at, column, INTER, rows_first)
-        up += _of_columns(at + INTER, column, INTER, rows_first)
+        at = scale + expert * (2 * INTERMEDIATE)
+        gate *= _load_per_column(at, column, INTERMEDIATE, SWAP_AB)
+        up *= _load_per_column(at + INTERMEDIATE, column, INTERMEDIATE, SWAP_AB)
+    if HAS_BIAS:
+        at = bias + expert * (2 * INTERMEDIATE)
+        gate += _load_per_column(at, column, INTERMEDIATE, SWAP_AB)
+        up += _load_per_column(at + INTERMEDIATE, column, INTERMEDIATE, SWAP_AB)
     value = _swiglu(gate, up, SLOPE, LIMIT)
     if SWAP_AB:
         value = tl.trans(value)
-    target = out + pair.to(tl.int64)[:, None] * INTER + column[None, :]
-    tl.store(target, value, mask=real[:, None] & (column < INTER)[None, :])
+    target = out + pair.to(tl.int64)[:, None] * INTERMEDIATE + column[None, :]
+    tl.store(target, value, mask=real[:, None] & (column < INTERMEDIATE)[None, :])
 
 
 @triton.jit
 def prefetch_weights(
-    weight, experts, used, block, column, held, HIDDEN: tl.constexpr, INTER: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    weight, expert_ids, num_padded_pairs, block, column, num_local_experts, HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights that a program of `_down` will read first.
+    """Asks for the weights that a program of `_down_kernel` will read first.
 
     Which these are was written before the kernel before, whose programs all waited for it. Nothing
-    depends on that: what is read here says only what to ask for, and is held within the weights.
+    depends on that: what is read here says only what to ask for, and is num_local_experts within the weights.
     """
-    if block * ROWS < tl.load(used, volatile=True):
-        expert = tl.load(experts + block, volatile=True)
-        expert = tl.minimum(tl.maximum(expert, 0), held - 1).to(tl.int64)
+    if block * BLOCK_M < tl.load(num_padded_pairs, volatile=True):
+        expert = tl.load(expert_ids + block, volatile=True)
+        expert = tl.minimum(tl.maximum(expert, 0), num_local_experts - 1).to(tl.int64)
         row = expert * HIDDEN + tl.minimum(column, HIDDEN - 1)
-        line = tl.arange(0, (DEPTH + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS) * L2_LINE_ELEMENTS
-        prefetch_l2(weight + row[:, None] * INTER + tl.minimum(line, INTER - 1)[None, :])
-
-
-@triton.jit(do_not_specialize=["size", "row_blocks", "held"])
-def _down(
-    hidden, weight, scale, bias, factors, out, pairs, experts, used, size, row_blocks, held,
-    HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out[pair] = factors[pair] * (hidden[pair] @ weight.T + bias) for one tile of pairs, columns.
-    scale [experts, HIDDEN], or [experts, HIDDEN / SCALE_BLOCK_CE, BLOCKS], or of MXFP4_SCALES int32 [experts,
-    HIDDEN, BLOCKS], four exponents each; bias [experts, HIDDEN]; held: experts."""
-    tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % COLUMNS == 0)
-    tl.static_assert(
-        (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % DEPTH == 0
-    )
-    rows_first: tl.constexpr = SWAP_AB == 0
-    EACH: tl.constexpr = 2 if SCALES == MXFP4_SCALES else 1  # weights in an element
-    deep: tl.constexpr = INTER // EACH
-    block, part = grouped_tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
-    column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    if EARLY:
-        prefetch_weights(
-            weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH
+        line = tl.arange(0, (BLOCK_K + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS) * L2_LINE_ELEMENTS
+        prefetch_l2(
+            weight + row[:, None] * INTERMEDIATE + tl.minimum(line, INTERMEDIATE - 1)[None, :]
         )
+
+
+@triton.jit(do_not_specialize=["num_pairs", "row_blocks", "num_local_experts"])
+def _down_kernel(
+    hidden, weight, scale, bias, topk_weights, out, sorted_pair_ids, expert_ids, num_padded_pairs,
+    num_pairs, row_blocks, num_local_experts, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
+    SCALES: tl.constexpr, SCALES_PER_ROW: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T + bias) for one tile of sorted_pair_ids, columns.
+    scale [expert_ids, HIDDEN], or [expert_ids, HIDDEN / SCALE_BLOCK_CE, SCALES_PER_ROW], or of MXFP4_SCALES int32 [expert_ids,
+    HIDDEN, SCALES_PER_ROW], four exponents each; bias [expert_ids, HIDDEN]; num_local_experts: expert_ids."""
+    tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % BLOCK_N == 0)
+    tl.static_assert(
+        (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % BLOCK_K == 0
+    )
+    EACH: tl.constexpr = 2 if SCALES == MXFP4_SCALES else 1  # weights in an element
+    packed_k: tl.constexpr = INTERMEDIATE // EACH
+    block, part = grouped_tile(row_blocks, tl.cdiv(HIDDEN, BLOCK_N), GROUP_M)
+    column, depth = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    if USE_PDL:
+        prefetch_weights(
+            weight, expert_ids, num_padded_pairs, block, column, num_local_experts, HIDDEN,
+            packed_k, BLOCK_M, BLOCK_K // EACH,
+        )  # fmt: skip
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
-    if block * ROWS >= tl.load(used):
+    if block * BLOCK_M >= tl.load(num_padded_pairs):
         return
-    pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    real = pair < size
-    expert = tl.load(experts + block).to(tl.int64)
-    left = hidden + pair.to(tl.int64)[:, None] * INTER + depth[None, :]
-    element = tl.arange(0, DEPTH // EACH)
-    right = weight + expert * (HIDDEN * deep) + column[:, None] * deep + element[None, :]
+    pair = tl.load(sorted_pair_ids + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < num_pairs
+    expert = tl.load(expert_ids + block).to(tl.int64)
+    left = hidden + pair.to(tl.int64)[:, None] * INTERMEDIATE + depth[None, :]
+    element = tl.arange(0, BLOCK_K // EACH)
+    right = weight + expert * (HIDDEN * packed_k) + column[:, None] * packed_k + element[None, :]
     shared: tl.constexpr = 1 if SCALES == MXFP4_SCALES else SCALE_BLOCK_CE  # rows with one scale
-    scales = scale + expert * (HIDDEN // shared * BLOCKS)
-    scales = _scales(scales, column, part, BLOCKS, HIDDEN, COLUMNS, SCALES)
-    total = zeros_accumulator(ROWS, COLUMNS, rows_first)
-    for begin in range(0, INTER, DEPTH):
-        a = _rows(left + begin, real, begin + depth, INTER, DEPTH)
+    scales = scale + expert * (HIDDEN // shared * SCALES_PER_ROW)
+    scales = _scale_pointers(scales, column, part, SCALES_PER_ROW, HIDDEN, BLOCK_N, SCALES)
+    total = zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB)
+    for begin in range(0, INTERMEDIATE, BLOCK_K):
+        a = _load_rows(left + begin, real, begin + depth, INTERMEDIATE, BLOCK_K)
         at, begun = right + begin // EACH, begin // EACH + element
-        w = _weights(at, column, begun, HIDDEN, deep, COLUMNS, DEPTH // EACH)
+        w = _load_weights(at, column, begun, HIDDEN, packed_k, BLOCK_N, BLOCK_K // EACH)
         first, run = (
             scales + begin // SCALE_BLOCK_CE,
             begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP),
         )
-        total = dequantizing_dot(a, w, total, first, rows_first, SCALES, run)
+        total = dequantizing_dot(a, w, total, first, SWAP_AB, SCALES, run)
     if SCALES == ROW_SCALES:
-        total *= _of_columns(scale + expert * HIDDEN, column, HIDDEN, rows_first)
-    if BIASED:
-        total += _of_columns(bias + expert * HIDDEN, column, HIDDEN, rows_first)
+        total *= _load_per_column(scale + expert * HIDDEN, column, HIDDEN, SWAP_AB)
+    if HAS_BIAS:
+        total += _load_per_column(bias + expert * HIDDEN, column, HIDDEN, SWAP_AB)
     if SWAP_AB:
         total = tl.trans(total)
-    total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
+    total *= tl.load(topk_weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
     target = out + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
     tl.store(target, total, mask=real[:, None] & (column < HIDDEN)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "held"])
-def _combine(
-    by_pair, chosen, out, first, held, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "num_local_experts"])
+def _moe_sum_kernel(
+    by_pair, topk_ids, out, first, num_local_experts, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr, LOCAL_ONLY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows of one token's pairs; SOME: those of experts first .. first + held - 1 only."""
-    if EARLY:
-        gdc_wait()  # for the pairs
+    """Sums the rows of one token's sorted_pair_ids; LOCAL_ONLY: those of expert_ids first .. first + num_local_experts - 1 only."""
+    if USE_PDL:
+        gdc_wait()  # for the sorted_pair_ids
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         width = HIDDEN
-        if SOME:  # nobody has written the others
-            expert = tl.load(chosen + pair)
-            width = tl.where((expert >= first) & (expert < first + held), HIDDEN, 0)
-        at = by_pair + pair * HIDDEN + lane
-        total += tl.load(at, mask=lane < width, other=0.0).to(tl.float32)
-    tl.store(out + token * HIDDEN + lane, total, mask=lane < HIDDEN)
+        if LOCAL_ONLY:  # nobody has written the others
+            expert = tl.load(topk_ids + pair)
+            width = tl.where((expert >= first) & (expert < first + num_local_experts), HIDDEN, 0)
+        at = by_pair + pair * HIDDEN + column
+        total += tl.load(at, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + token * HIDDEN + column, total, mask=column < HIDDEN)
 
 
 def fused_experts(
@@ -350,7 +360,9 @@ def fused_experts_by_pair(
     (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], topk_ids.shape[1]
     if tokens == 0:
         return x.new_empty(0, top_k, hidden)
-    tile = config or moe_config(topk_ids.numel(), num_global_experts or num_experts, _bits(gate_up))
+    tile = config or moe_config(
+        topk_ids.numel(), num_global_experts or num_experts, _weight_bits(gate_up)
+    )
     plan = moe_align_block_size(topk_ids, num_experts, tile.block_m, first_expert)
     bias = None if clamped is None else clamped.down_bias
     middle = gate_up_gemm(x, gate_up, gate_up_scale, plan, top_k, tile, clamped)
@@ -374,13 +386,14 @@ def gate_up_gemm(
     slope, limit = (1.0, 0.0) if clamped is None else (clamped.slope, clamped.limit)
     bias = None if clamped is None else clamped.gate_up_bias
     hidden, inter, cut = x.shape[1], weight.shape[1] // 2, config.gate_up
-    out, scaled = x.new_empty(x.shape[0] * top_k, inter), _scaled(weight, scale)
+    out, scaled = x.new_empty(x.shape[0] * top_k, inter), _scale_options(weight, scale)
     blocks = alignment.expert_ids.shape[0]
-    _gate_up[(blocks * triton.cdiv(inter, cut.block_n),)](
-        x, *_seen(weight, scale, bias), out, alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, out.shape[0],
-        x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=alignment.block_m,
-        **scaled, GROUP=config.group_m, BIASED=bias is not None, SLOPE=slope,
-        LIMIT=limit, **launch_options(cut), **pdl_options(x.device),
+    _gate_up_kernel[(blocks * triton.cdiv(inter, cut.block_n),)](
+        x, *_kernel_weights(weight, scale, bias), out, alignment.sorted_pair_ids,
+        alignment.expert_ids, alignment.num_padded_pairs, out.shape[0], x.stride(0), blocks,
+        TOP_K=top_k, HIDDEN=hidden, INTERMEDIATE=inter, BLOCK_M=alignment.block_m, **scaled,
+        GROUP_M=config.group_m, HAS_BIAS=bias is not None, SLOPE=slope, LIMIT=limit,
+        **launch_options(cut), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -401,23 +414,24 @@ def down_gemm(
     hidden]; the rest as for `gated_products`.
     """
     (size, inter), (held, hidden, _), cut = x.shape, weight.shape, config.down
-    out, scaled = x.new_empty(size, hidden), _scaled(weight, scale)
+    out, scaled = x.new_empty(size, hidden), _scale_options(weight, scale)
     blocks = alignment.expert_ids.shape[0]
-    _down[(blocks * triton.cdiv(hidden, cut.block_n),)](
-        x, *_seen(weight, scale, bias), topk_weights, out, alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, size,
-        blocks, held, HIDDEN=hidden, INTER=inter, ROWS=alignment.block_m, **scaled,
-        GROUP=config.group_m, BIASED=bias is not None, **launch_options(cut), **pdl_options(x.device),
+    _down_kernel[(blocks * triton.cdiv(hidden, cut.block_n),)](
+        x, *_kernel_weights(weight, scale, bias), topk_weights, out, alignment.sorted_pair_ids,
+        alignment.expert_ids, alignment.num_padded_pairs, size, blocks, held, HIDDEN=hidden,
+        INTERMEDIATE=inter, BLOCK_M=alignment.block_m, **scaled, GROUP_M=config.group_m,
+        HAS_BIAS=bias is not None, **launch_options(cut), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
 def launch_options(cut: MoeGemmConfig) -> dict[str, int]:
     """The options of one product."""
-    options = {"COLUMNS": cut.block_n, "DEPTH": cut.block_k, "SWAP_AB": cut.swap_ab}
+    options = {"BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "SWAP_AB": cut.swap_ab}
     return options | {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
 
 
-def _seen(
+def _kernel_weights(
     weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Weights, scales and biases as kernels are given them; weights again where there are none."""
@@ -426,23 +440,23 @@ def _seen(
     return as_kernel_arg(weight), *(weight if one is None else one for one in (scale, bias))
 
 
-def _bits(weight: torch.Tensor) -> int:
+def _weight_bits(weight: torch.Tensor) -> int:
     """Of a weight as it is stored; 16 for those that have more."""
     return 4 if weight.dtype == torch.uint8 else min(8 * weight.element_size(), 16)
 
 
-def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
+def _scale_options(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
     """What has a scale of its own, and how many a row has; ValueError if that does not divide the
     weights."""
     if scale is None:
-        return {"SCALES": NO_SCALES.value, "BLOCKS": 0}
+        return {"SCALES": NO_SCALES.value, "SCALES_PER_ROW": 0}
     if weight.dtype == torch.uint8:
         runs = scale.shape[2]
         if runs % 4 or MXFP4_GROUP.value * runs < 2 * weight.shape[2]:
             raise ValueError(f"{tuple(scale.shape)} exponents for {tuple(weight.shape)} bytes")
-        return {"SCALES": MXFP4_SCALES.value, "BLOCKS": runs // 4}
+        return {"SCALES": MXFP4_SCALES.value, "SCALES_PER_ROW": runs // 4}
     if scale.shape[1:] == (weight.shape[1], 1):
-        return {"SCALES": ROW_SCALES.value, "BLOCKS": 0}
+        return {"SCALES": ROW_SCALES.value, "SCALES_PER_ROW": 0}
     if any(
         size != blocks * SCALE_BLOCK_CE.value
         for size, blocks in zip(weight.shape[1:], scale.shape[1:], strict=True)
@@ -451,7 +465,7 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
             f"scales {tuple(scale.shape)} are not those of rows, nor of whole blocks of "
             f"{SCALE_BLOCK_CE.value} x {SCALE_BLOCK_CE.value}, of weights {tuple(weight.shape)}"
         )
-    return {"SCALES": BLOCK_SCALES.value, "BLOCKS": scale.shape[2]}
+    return {"SCALES": BLOCK_SCALES.value, "SCALES_PER_ROW": scale.shape[2]}
 
 
 def moe_sum(
@@ -463,9 +477,10 @@ def moe_sum(
     out = by_pair.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     if tokens:
-        _combine[(tokens, triton.cdiv(hidden, block))](
-            by_pair, topk_ids, out, first_expert or 0, num_local_experts, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
-            SOME=first_expert is not None, num_warps=4, **pdl_options(by_pair.device),
+        _moe_sum_kernel[(tokens, triton.cdiv(hidden, block))](
+            by_pair, topk_ids, out, first_expert or 0, num_local_experts, TOP_K=top_k,
+            HIDDEN=hidden, BLOCK=block, LOCAL_ONLY=first_expert is not None, num_warps=4,
+            **pdl_options(by_pair.device),
         )  # fmt: skip
     return out
 

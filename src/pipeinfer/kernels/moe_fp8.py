@@ -46,108 +46,116 @@ Fp8Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _swiglu(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] of gate and up side by side."""
-    gate, up = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+def _swiglu_halves(both, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] of gate and up side by side."""
+    gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit(do_not_specialize=["size", "row_blocks"])
-def _gate_up(
-    x, x_scale, weight, scale, out, out_scale, pairs, experts, used, size, row_blocks,
-    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, BLOCKS: tl.constexpr,
-    PART: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
-    EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs", "row_blocks"])
+def _gate_up_w8a8_kernel(
+    x, x_scale, weight, scale, out, out_scale, sorted_pair_ids, expert_ids, num_padded_pairs,
+    num_pairs, row_blocks, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP_AB: tl.constexpr,
+    SCALES_PER_ROW: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_M: tl.constexpr,
+    E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of pairs and columns.
-    x_scale [tokens, HIDDEN / DEPTH]; out_scale [pairs, INTER / PART]; scale [experts, 2 INTER], or
-    [experts, 2 INTER / SCALE_BLOCK_CE, BLOCKS]."""
-    rows_first: tl.constexpr = SWAP_AB == 0
-    parts: tl.constexpr = HIDDEN // DEPTH
-    ups: tl.constexpr = INTER // SCALE_BLOCK_CE * BLOCKS  # scales of gate, before those of up
-    block, part = grouped_tile(row_blocks, INTER // COLUMNS, GROUP)
-    if EARLY:
+    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of sorted_pair_ids and columns.
+    x_scale [tokens, HIDDEN / BLOCK_K]; out_scale [sorted_pair_ids, INTERMEDIATE / GROUP_SIZE]; scale [expert_ids, 2 INTERMEDIATE], or
+    [expert_ids, 2 INTERMEDIATE / SCALE_BLOCK_CE, SCALES_PER_ROW]."""
+    parts: tl.constexpr = HIDDEN // BLOCK_K
+    ups: tl.constexpr = (
+        INTERMEDIATE // SCALE_BLOCK_CE * SCALES_PER_ROW
+    )  # scales of gate, before those of up
+    block, part = grouped_tile(row_blocks, INTERMEDIATE // BLOCK_N, GROUP_M)
+    if USE_PDL:
         gdc_wait()  # for tokens and their order
         gdc_launch_dependents()
-    if block * ROWS >= tl.load(used):
+    if block * BLOCK_M >= tl.load(num_padded_pairs):
         return
-    pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    real = pair < size
-    expert = tl.load(experts + block).to(tl.int64)
-    token, depth = pair // TOP_K, tl.arange(0, DEPTH)
-    both = tl.arange(0, 2 * COLUMNS)  # columns of gate, and the same of up
-    column = both // COLUMNS * INTER + part * COLUMNS + both % COLUMNS
+    pair = tl.load(sorted_pair_ids + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < num_pairs
+    expert = tl.load(expert_ids + block).to(tl.int64)
+    token, depth = pair // TOP_K, tl.arange(0, BLOCK_K)
+    both = tl.arange(0, 2 * BLOCK_N)  # columns of gate, and the same of up
+    column = both // BLOCK_N * INTERMEDIATE + part * BLOCK_N + both % BLOCK_N
     left = x + token.to(tl.int64)[:, None] * HIDDEN + depth[None, :]
-    right = weight + expert * (2 * INTER * HIDDEN) + column[:, None] * HIDDEN + depth[None, :]
-    total = zeros_accumulator(ROWS, 2 * COLUMNS, rows_first)
+    right = (
+        weight + expert * (2 * INTERMEDIATE * HIDDEN) + column[:, None] * HIDDEN + depth[None, :]
+    )
+    total = zeros_accumulator(BLOCK_M, 2 * BLOCK_N, SWAP_AB)
     of_row = tl.load(x_scale + token * parts, mask=real, other=0.0)
-    by_block = scale + expert * (2 * ups) + part * COLUMNS // SCALE_BLOCK_CE * BLOCKS
+    by_block = scale + expert * (2 * ups) + part * BLOCK_N // SCALE_BLOCK_CE * SCALES_PER_ROW
     for step in range(parts):
-        factor = broadcast_rows(of_row, rows_first)
+        factor = broadcast_rows(of_row, SWAP_AB)
         more = real & (step + 1 < parts)  # asked for a step ahead
         of_row = tl.load(x_scale + token * parts + step + 1, mask=more, other=0.0)
-        a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
-        if BLOCKS > 0:
-            at = by_block + step * DEPTH // SCALE_BLOCK_CE
-            of_block = tl.where(both < COLUMNS, tl.load(at), tl.load(at + ups))
-            factor *= broadcast_columns(of_block, rows_first)
-        total += fp8_dot(a, tl.load(right + step * DEPTH), rows_first) * factor
-    if BLOCKS == 0:
-        total *= broadcast_columns(tl.load(scale + expert * (2 * INTER) + column), rows_first)
-    value = _swiglu(tl.trans(total) if SWAP_AB else total, ROWS, COLUMNS)
+        a = tl.load(left + step * BLOCK_K, mask=real[:, None], other=0.0)
+        if SCALES_PER_ROW > 0:
+            at = by_block + step * BLOCK_K // SCALE_BLOCK_CE
+            of_block = tl.where(both < BLOCK_N, tl.load(at), tl.load(at + ups))
+            factor *= broadcast_columns(of_block, SWAP_AB)
+        total += fp8_dot(a, tl.load(right + step * BLOCK_K), SWAP_AB) * factor
+    if SCALES_PER_ROW == 0:
+        total *= broadcast_columns(tl.load(scale + expert * (2 * INTERMEDIATE) + column), SWAP_AB)
+    value = _swiglu_halves(tl.trans(total) if SWAP_AB else total, BLOCK_M, BLOCK_N)
     store_quantized_tile(
-        value, out, out_scale, pair.to(tl.int64), real, part * COLUMNS, INTER, COLUMNS, PART, MOST,
-        LEAST_SCALE,
+        value, out, out_scale, pair.to(tl.int64), real, part * BLOCK_N, INTERMEDIATE, BLOCK_N,
+        GROUP_SIZE, E4M3_MAX, MIN_SCALE,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size", "row_blocks", "held"])
-def _down(
-    hidden, hidden_scale, weight, scale, factors, out, pairs, experts, used, size, row_blocks, held,
-    HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SWAP_AB: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=["num_pairs", "row_blocks", "num_local_experts"])
+def _down_w8a8_kernel(
+    hidden, hidden_scale, weight, scale, topk_weights, out, sorted_pair_ids, expert_ids,
+    num_padded_pairs, num_pairs, row_blocks, num_local_experts, HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP_AB: tl.constexpr, SCALES_PER_ROW: tl.constexpr, GROUP_M: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = factors[pair] * (hidden[pair] @ weight.T) for one tile of pairs, columns.
-    hidden_scale [pairs, INTER / DEPTH]; scale [experts, HIDDEN], or [experts, HIDDEN / SCALE_BLOCK_CE,
-    BLOCKS]; held: experts."""
-    rows_first: tl.constexpr = SWAP_AB == 0
-    parts: tl.constexpr = INTER // DEPTH
-    block, part = grouped_tile(row_blocks, HIDDEN // COLUMNS, GROUP)
-    column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    if EARLY:
-        prefetch_weights(weight, experts, used, block, column, held, HIDDEN, INTER, ROWS, DEPTH)
+    """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T) for one tile of sorted_pair_ids, columns.
+    hidden_scale [sorted_pair_ids, INTERMEDIATE / BLOCK_K]; scale [expert_ids, HIDDEN], or [expert_ids, HIDDEN / SCALE_BLOCK_CE,
+    SCALES_PER_ROW]; num_local_experts: expert_ids."""
+    parts: tl.constexpr = INTERMEDIATE // BLOCK_K
+    block, part = grouped_tile(row_blocks, HIDDEN // BLOCK_N, GROUP_M)
+    column, depth = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    if USE_PDL:
+        prefetch_weights(
+            weight, expert_ids, num_padded_pairs, block, column, num_local_experts, HIDDEN,
+            INTERMEDIATE, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
-    if block * ROWS >= tl.load(used):
+    if block * BLOCK_M >= tl.load(num_padded_pairs):
         return
-    pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    real = pair < size
-    expert, row = tl.load(experts + block).to(tl.int64), pair.to(tl.int64)
-    left = hidden + row[:, None] * INTER + depth[None, :]
-    right = weight + expert * (HIDDEN * INTER) + column[:, None] * INTER + depth[None, :]
+    pair = tl.load(sorted_pair_ids + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < num_pairs
+    expert, row = tl.load(expert_ids + block).to(tl.int64), pair.to(tl.int64)
+    left = hidden + row[:, None] * INTERMEDIATE + depth[None, :]
+    right = (
+        weight + expert * (HIDDEN * INTERMEDIATE) + column[:, None] * INTERMEDIATE + depth[None, :]
+    )
     by_block = (
         scale
-        + expert * (HIDDEN // SCALE_BLOCK_CE * BLOCKS)
-        + part * COLUMNS // SCALE_BLOCK_CE * BLOCKS
+        + expert * (HIDDEN // SCALE_BLOCK_CE * SCALES_PER_ROW)
+        + part * BLOCK_N // SCALE_BLOCK_CE * SCALES_PER_ROW
     )
-    total = zeros_accumulator(ROWS, COLUMNS, rows_first)
+    total = zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB)
     of_row = tl.load(hidden_scale + pair * parts, mask=real, other=0.0)
     for step in range(parts):
-        factor = broadcast_rows(of_row, rows_first)
+        factor = broadcast_rows(of_row, SWAP_AB)
         more = real & (step + 1 < parts)  # asked for a step ahead
         of_row = tl.load(hidden_scale + pair * parts + step + 1, mask=more, other=0.0)
-        a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
-        w = tl.load(right + step * DEPTH)
-        if BLOCKS > 0:
-            factor *= tl.load(by_block + step * DEPTH // SCALE_BLOCK_CE)
-        total += fp8_dot(a, w, rows_first) * factor
-    if BLOCKS == 0:
-        total *= broadcast_columns(tl.load(scale + expert * HIDDEN + column), rows_first)
+        a = tl.load(left + step * BLOCK_K, mask=real[:, None], other=0.0)
+        w = tl.load(right + step * BLOCK_K)
+        if SCALES_PER_ROW > 0:
+            factor *= tl.load(by_block + step * BLOCK_K // SCALE_BLOCK_CE)
+        total += fp8_dot(a, w, SWAP_AB) * factor
+    if SCALES_PER_ROW == 0:
+        total *= broadcast_columns(tl.load(scale + expert * HIDDEN + column), SWAP_AB)
     if SWAP_AB:
         total = tl.trans(total)
-    total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
+    total *= tl.load(topk_weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * HIDDEN + column[None, :], total, mask=real[:, None])
 
 
@@ -187,11 +195,12 @@ def gate_up_gemm_w8a8(
     (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, config.gate_up
     pairs, blocks = tokens * top_k, alignment.expert_ids.shape[0]
     room = Fp8Output.empty(values.device, pairs, inter, INTERMEDIATE_GROUP)
-    _gate_up[(blocks * (inter // cut.block_n),)](
-        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], *room.kernel_args, alignment.sorted_pair_ids,
-        alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
-        PART=INTERMEDIATE_GROUP, MOST=E4M3_MAX, LEAST_SCALE=MIN_SCALE,
-        **_options(matrices, alignment, cut, config.group_m),
+    _gate_up_w8a8_kernel[(blocks * (inter // cut.block_n),)](
+        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], *room.kernel_args,
+        alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks,
+        TOP_K=top_k, HIDDEN=hidden, INTERMEDIATE=inter, GROUP_SIZE=INTERMEDIATE_GROUP,
+        E4M3_MAX=E4M3_MAX, MIN_SCALE=MIN_SCALE,
+        **_kernel_options(matrices, alignment, cut, config.group_m),
     )  # fmt: skip
     return room.result
 
@@ -209,22 +218,27 @@ def down_gemm_w8a8(
     (pairs, inter), (held, hidden, _) = values.shape, weight.shape
     cut, blocks = config.down, alignment.expert_ids.shape[0]
     out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=values.device)
-    _down[(blocks * (hidden // cut.block_n),)](
-        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], topk_weights, out, alignment.sorted_pair_ids,
-        alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
-        **_options(matrices, alignment, cut, config.group_m),
+    _down_w8a8_kernel[(blocks * (hidden // cut.block_n),)](
+        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], topk_weights, out,
+        alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks,
+        held, HIDDEN=hidden, INTERMEDIATE=inter,
+        **_kernel_options(matrices, alignment, cut, config.group_m),
     )  # fmt: skip
     return out
 
 
-def _options(
+def _kernel_options(
     matrices: Fp8Scaled, plan: MoeAlignment, cut: MoeGemmConfig, group: int
 ) -> dict[str, int]:
-    """What both products are launched with. BLOCKS: with a scale of their own, in a row of a
+    """What both products are launched with. SCALES_PER_ROW: with a scale of their own, in a row of a
     matrix; 0 where rows have one."""
     weight, scale = matrices
     by_row = scale.shape[1] == weight.shape[1]
-    options = {"ROWS": plan.block_m, "GROUP": group, "BLOCKS": 0 if by_row else scale.shape[2]}
+    options = {
+        "BLOCK_M": plan.block_m,
+        "GROUP_M": group,
+        "SCALES_PER_ROW": 0 if by_row else scale.shape[2],
+    }
     return options | launch_options(cut) | pdl_options(weight.device)
 
 

@@ -20,12 +20,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pipeinfer.kernels.triton_support import pdl_options
 
 TOKENS_PER_PROGRAM = 4  # tokens of a program, each by a warp of its own
-LEAST = tl.constexpr(-(1 << 63))
+LOWEST_KEY = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
-def _ranked(score, expert):
-    """int64 that are ordered as float32 scores are, then by the lower expert."""
+def _score_key(score, expert):
+    """int64 that are ordered as float32 router_logits are, then by the lower expert."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(score != score, 0x7FC00000, bits)  # before all numbers, whatever its sign
@@ -33,42 +33,44 @@ def _ranked(score, expert):
 
 
 @triton.jit(do_not_specialize=["rows", "partial_stride"])
-def _choose(
-    scores, weights, chosen, rows, stride, partial_stride, PARTIALS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
-    NORMALIZE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+def _topk_softmax_kernel(
+    router_logits, topk_weights, topk_ids, rows, stride, partial_stride, PARTIALS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr,
+    RENORMALIZE: tl.constexpr, TOKENS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i has the tokens from i * ROWS on. PARTIALS: to be summed, 0 if that is done."""
-    if EARLY:
-        gdc_wait()  # for the scores
+    """Program i has the tokens from i * TOKENS on. PARTIALS: to be summed, 0 if that is done."""
+    if USE_PDL:
+        gdc_wait()  # for the router_logits
         gdc_launch_dependents()
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    expert, choice = tl.arange(0, BLOCK)[None, :], tl.arange(0, CHOICES)[None, :]
-    here, real = expert < EXPERTS, row < rows
-    at = scores + row.to(tl.int64) * stride + expert
+    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    expert, choice = tl.arange(0, BLOCK)[None, :], tl.arange(0, TOP_K_PADDED)[None, :]
+    here, real = expert < NUM_EXPERTS, row < rows
+    at = router_logits + row.to(tl.int64) * stride + expert
     score = tl.load(at, mask=here & real, other=0.0).to(tl.float32)
     for partial in tl.static_range(1, PARTIALS):
         score += tl.load(at + partial * partial_stride, mask=here & real, other=0.0)
     if PARTIALS > 0:
-        score = score.to(weights.dtype.element_ty).to(tl.float32)  # as a product would be rounded
-    ranked = tl.where(here, _ranked(score, expert), LEAST)
-    best = tl.zeros((ROWS, CHOICES), tl.int64)
+        score = score.to(topk_weights.dtype.element_ty).to(
+            tl.float32
+        )  # as a product would be rounded
+    keys = tl.where(here, _score_key(score, expert), LOWEST_KEY)
+    best = tl.zeros((TOKENS, TOP_K_PADDED), tl.int64)
     for index in tl.static_range(TOP_K):
-        first = tl.max(ranked, axis=1)[:, None]
+        first = tl.max(keys, axis=1)[:, None]
         best = tl.where(choice == index, first, best)
-        ranked = tl.where(ranked == first, LEAST, ranked)
+        keys = tl.where(keys == first, LOWEST_KEY, keys)
     most = tl.max(tl.where(here, score, float("-inf")), axis=1)[:, None]
     bits = (best >> 32).to(tl.int32)
     value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
     part = tl.where(choice < TOP_K, tl.exp(value - most), 0.0)
-    if NORMALIZE:
+    if RENORMALIZE:
         whole = tl.sum(part, axis=1)[:, None]
     else:
         whole = tl.sum(tl.where(here, tl.exp(score - most), 0.0), axis=1)[:, None]
     at = row.to(tl.int64) * TOP_K + choice
     kept = real & (choice < TOP_K)
-    tl.store(weights + at, tl.math.div_rn(part, whole), mask=kept)
-    tl.store(chosen + at, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=kept)
+    tl.store(topk_weights + at, tl.math.div_rn(part, whole), mask=kept)
+    tl.store(topk_ids + at, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), mask=kept)
 
 
 def topk_softmax(
@@ -85,11 +87,12 @@ def topk_softmax(
     weights = torch.empty(rows, top_k, dtype=dtype, device=router_logits.device)
     chosen = torch.empty(rows, top_k, dtype=torch.int32, device=router_logits.device)
     if rows:
-        _choose[(triton.cdiv(rows, TOKENS_PER_PROGRAM),)](
+        _topk_softmax_kernel[(triton.cdiv(rows, TOKENS_PER_PROGRAM),)](
             router_logits, weights, chosen, rows, router_logits.stride(-2), router_logits.stride(0),
-            PARTIALS=router_logits.shape[0] if router_logits.dim() == 3 else 0, EXPERTS=experts,
+            PARTIALS=router_logits.shape[0] if router_logits.dim() == 3 else 0, NUM_EXPERTS=experts,
             BLOCK=triton.next_power_of_2(experts), TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k), NORMALIZE=renormalize, ROWS=TOKENS_PER_PROGRAM, num_warps=TOKENS_PER_PROGRAM,
+            TOP_K_PADDED=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
+            TOKENS=TOKENS_PER_PROGRAM, num_warps=TOKENS_PER_PROGRAM,
             **pdl_options(router_logits.device),
         )  # fmt: skip
     return weights, chosen
@@ -129,41 +132,46 @@ class MoeAlignment:
     block_m: int
 
 
-@triton.jit(do_not_specialize=["size", "num_experts", "name_of_0"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "first_expert"])
 def _align_kernel(
-    chosen, pairs, experts, used, size, num_experts, name_of_0, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS_PER_CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    topk_ids, sorted_pair_ids, expert_ids, num_padded_pairs, num_pairs, num_experts, first_expert,
+    NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS_PER_CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program e counts the pairs of all experts, and writes the blocks of its own, behind those of
-    the experts before it."""
-    if EARLY:
+    """Program e counts the sorted_pair_ids of all expert_ids, and writes the blocks of its own, behind those of
+    the expert_ids before it."""
+    if USE_PDL:
         gdc_wait()  # for the choice
         gdc_launch_dependents()
     expert = tl.program_id(0)
-    index = tl.arange(0, EXPERTS)
-    counts = tl.zeros((EXPERTS,), tl.int32)
-    for begin in range(0, size, PAIRS_PER_CHUNK):
+    index = tl.arange(0, NUM_EXPERTS)
+    counts = tl.zeros((NUM_EXPERTS,), tl.int32)
+    for begin in range(0, num_pairs, PAIRS_PER_CHUNK):
         pair = begin + tl.arange(0, PAIRS_PER_CHUNK)
-        held = tl.load(chosen + pair, mask=pair < size, other=-1).to(tl.int32) - name_of_0
-        counted = (pair < size) & (held >= 0) & (held < num_experts)
-        counts += tl.histogram(held, EXPERTS, mask=counted)
+        local_id = (
+            tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
+        )
+        counted = (pair < num_pairs) & (local_id >= 0) & (local_id < num_experts)
+        counts += tl.histogram(local_id, NUM_EXPERTS, mask=counted)
     blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(index < expert, blocks, 0), axis=0)
     mine = tl.sum(tl.where(index == expert, blocks, 0), axis=0)
     if expert == 0:
-        tl.store(used, tl.sum(blocks, axis=0) * BLOCK)
+        tl.store(num_padded_pairs, tl.sum(blocks, axis=0) * BLOCK)
     for block in range(first, first + mine):
-        tl.store(experts + block, expert)
+        tl.store(expert_ids + block, expert)
     at = first * BLOCK
-    for begin in range(0, size, PAIRS_PER_CHUNK):
+    for begin in range(0, num_pairs, PAIRS_PER_CHUNK):
         pair = begin + tl.arange(0, PAIRS_PER_CHUNK)
-        held = tl.load(chosen + pair, mask=pair < size, other=-1).to(tl.int32) - name_of_0
-        found = (pair < size) & (held == expert)
+        local_id = (
+            tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
+        )
+        found = (pair < num_pairs) & (local_id == expert)
         rank = tl.cumsum(found.to(tl.int32), axis=0)
-        tl.store(pairs + at + rank - 1, pair, mask=found)
+        tl.store(sorted_pair_ids + at + rank - 1, pair, mask=found)
         at += tl.sum(found.to(tl.int32), axis=0)
     rest = at + tl.arange(0, BLOCK)
-    tl.store(pairs + rest, rest * 0 + size, mask=rest < (first + mine) * BLOCK)
+    tl.store(sorted_pair_ids + rest, rest * 0 + num_pairs, mask=rest < (first + mine) * BLOCK)
 
 
 def moe_align_block_size(
@@ -173,20 +181,20 @@ def moe_align_block_size(
 
     Expert e of the result is `first` + e of `chosen`; pairs of others are left out.
     """
-    size = topk_ids.numel()
+    num_pairs = topk_ids.numel()
     topk_ids = topk_ids.contiguous()
-    blocks = min(size, num_experts + size // block_m)
+    blocks = min(num_pairs, num_experts + num_pairs // block_m)
     result = MoeAlignment(
         sorted_pair_ids=torch.empty(blocks * block_m, dtype=torch.int32, device=topk_ids.device),
         expert_ids=torch.empty(blocks, dtype=torch.int32, device=topk_ids.device),
         num_padded_pairs=torch.empty(1, dtype=torch.int32, device=topk_ids.device),
         block_m=block_m,
     )
-    chunk = min(PAIRS_PER_CHUNK, max(triton.next_power_of_2(size), 16))
+    chunk = min(PAIRS_PER_CHUNK, max(triton.next_power_of_2(num_pairs), 16))
     _align_kernel[(num_experts,)](
-        topk_ids, result.sorted_pair_ids, result.expert_ids, result.num_padded_pairs, size, num_experts, first_expert,
-        EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block_m, PAIRS_PER_CHUNK=chunk,
-        num_warps=16 if chunk > 4096 else 8, **pdl_options(topk_ids.device),
+        topk_ids, result.sorted_pair_ids, result.expert_ids, result.num_padded_pairs, num_pairs,
+        num_experts, first_expert, NUM_EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block_m,
+        PAIRS_PER_CHUNK=chunk, num_warps=16 if chunk > 4096 else 8, **pdl_options(topk_ids.device),
     )  # fmt: skip
     return result
 

@@ -26,41 +26,41 @@ NORM_VALUES_PER_THREAD = 4  # values of a vector that a thread has, at most
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, out_scale, plain, eps, x_stride, partial_stride, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, KEEPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, residual, weight, out, out_scale, unquantized_out, eps, x_stride, partial_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP_SIZE: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
+    STORE_UNQUANTIZED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same.
-    PART: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3. KEEPS:
-    plain, too, gets the result."""
+    """One row. USE_PDL: it starts while the kernel before it ends, and lets the next do the same.
+    GROUP_SIZE: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3. STORE_UNQUANTIZED:
+    unquantized_out, too, gets the result."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < SIZE
-    factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET != 0:
         factor += OFFSET
-    if EARLY:
+    if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
-    value = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     for partial in tl.static_range(1, PARTIALS):
-        at = x + partial * partial_stride + row * x_stride + lane
+        at = x + partial * partial_stride + row * x_stride + column
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        at = residual + row * SIZE + lane
+        at = residual + row * SIZE + column
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, value, mask=inside)
         # The norm is of the sum as it is stored: what a later layer will add to.
         value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     normed = value * scale * factor
-    if PART:
-        store_quantized(normed, out, out_scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
-        if KEEPS:
-            tl.store(plain + row * SIZE + lane, normed, mask=inside)
+    if GROUP_SIZE:
+        store_quantized(normed, out, out_scale, row, SIZE, GROUP_SIZE, BLOCK, E4M3_MAX, MIN_SCALE)
+        if STORE_UNQUANTIZED:
+            tl.store(unquantized_out + row * SIZE + column, normed, mask=inside)
     else:
-        tl.store(out + row * SIZE + lane, normed, mask=inside)
+        tl.store(out + row * SIZE + column, normed, mask=inside)
 
 
 def rms_norm(
@@ -128,7 +128,7 @@ def _block_options(x: torch.Tensor) -> dict[str, Any]:
     """The options of a launch, whose result is not rounded to e4m3."""
     block = triton.next_power_of_2(x.shape[-1])
     return {
-        "SIZE": x.shape[-1], "BLOCK": block, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0,
+        "SIZE": x.shape[-1], "BLOCK": block, "GROUP_SIZE": 0, "E4M3_MAX": 0.0, "MIN_SCALE": 0.0,
         "num_warps": min(max(block // (32 * NORM_VALUES_PER_THREAD), 1), 16),
     } | pdl_options(x.device)  # fmt: skip
 
@@ -149,8 +149,8 @@ def _launch_rms_norm(
     if tokens:
         _rms_norm_kernel[(tokens,)](
             x, residual, weight, out, scale, plain, eps, x.stride(-2), x.stride(0),
-            PARTIALS=partials, ADD=residual is not None, OFFSET=offset, KEEPS=plain is not None,
-            **options,
+            PARTIALS=partials, ADD=residual is not None, OFFSET=offset,
+            STORE_UNQUANTIZED=plain is not None, **options,
         )  # fmt: skip
 
 
@@ -214,19 +214,19 @@ class SymmetricMemory:
 
 
 @triton.jit
-def _signal_peers(peers, arrivals, RANKS: tl.constexpr):
+def _signal_peers(peers, signals, RANKS: tl.constexpr):
     peer = tl.arange(0, RANKS)
     address = tl.zeros((RANKS,), tl.int64)
     for index in tl.static_range(RANKS):
         address = tl.where(peer == index, peers[index], address)
-    address += arrivals + tl.program_id(0) * SIGNAL_STRIDE
+    address += signals + tl.program_id(0) * SIGNAL_STRIDE
     one = tl.full((RANKS,), 1, tl.int32)
     tl.atomic_add(address.to(tl.pointer_type(tl.int32)), one, sem="release", scope="sys")
 
 
 @triton.jit
-def _wait_for_peers(peers, arrivals, target, RANK: tl.constexpr):
-    mine = (peers[RANK] + arrivals + tl.program_id(0) * SIGNAL_STRIDE).to(tl.pointer_type(tl.int32))
+def _wait_for_peers(peers, signals, target, RANK: tl.constexpr):
+    mine = (peers[RANK] + signals + tl.program_id(0) * SIGNAL_STRIDE).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - target < 0:
         pass
     tl.debug_barrier()  # what one thread has acquired holds for all
@@ -251,36 +251,37 @@ def _sum_ranks(peers, partials, at, inside, own, BLOCK: tl.constexpr, RANK: tl.c
     return total + own.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "partials", "results", "arrivals"])
-def _all_reduce_norm_kernel(peers, partials, results, arrivals, counts, residual, weight, out, rows,
-                     eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
-                     RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr,
-                     BARRIERS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "partials", "results", "signals"])
+def _all_reduce_norm_kernel(
+    peers, partials, results, signals, expected, residual, weight, out, rows, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    TWO_SHOTS: tl.constexpr, BARRIERS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < SIZE
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
     if BARRIERS:
-        _signal_peers(peers, arrivals, RANKS)
-    target = tl.load(counts + program) + RANKS
-    scales = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+        _signal_peers(peers, signals, RANKS)
+    target = tl.load(expected + program) + RANKS
+    norm_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     # Row r is that of rank r % RANKS in two shots; in one shot every rank computes every row.
     first = program * RANKS + RANK if TWO_SHOTS else program
     step = tl.num_programs(0) * (RANKS if TWO_SHOTS else 1)
     # What this rank alone has is read while it waits.
-    own = tl.load(residual + tl.minimum(first, rows - 1) * SIZE + lane, mask=inside, other=0.0)
+    own = tl.load(residual + tl.minimum(first, rows - 1) * SIZE + column, mask=inside, other=0.0)
     if BARRIERS:
-        _wait_for_peers(peers, arrivals, target, RANK)
+        _wait_for_peers(peers, signals, target, RANK)
     for row in range(first, rows, step):
-        at = row * SIZE + lane
+        at = row * SIZE + column
         total = _sum_ranks(peers, partials, at, inside, own, BLOCK, RANK, RANKS)
-        following = tl.minimum(row + step, rows - 1) * SIZE + lane
+        following = tl.minimum(row + step, rows - 1) * SIZE + column
         own = tl.load(residual + following, mask=inside, other=0.0)
         rounded = total.to(residual.dtype.element_ty)
         tl.store(residual + at, rounded, mask=inside)
         # The norm is of the sum as it is stored: what a later layer will add to.
         total = rounded.to(tl.float32)
         scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
-        normed = (total * scale * scales).to(residual.dtype.element_ty)
+        normed = (total * scale * norm_weight).to(residual.dtype.element_ty)
         if TWO_SHOTS:
             for turn in tl.static_range(RANKS):
                 theirs = peers[(RANK + 1 + turn) % RANKS] + results
@@ -291,10 +292,10 @@ def _all_reduce_norm_kernel(peers, partials, results, arrivals, counts, residual
     if BARRIERS:
         if TWO_SHOTS:
             tl.debug_barrier()  # all threads have written before one says so
-            _signal_peers(peers, arrivals, RANKS)
+            _signal_peers(peers, signals, RANKS)
             target += RANKS
-            _wait_for_peers(peers, arrivals, target, RANK)
-        tl.store(counts + program, target)
+            _wait_for_peers(peers, signals, target, RANK)
+        tl.store(expected + program, target)
 
 
 def all_reduce_norm(

@@ -147,8 +147,8 @@ def _scaled_logits(logits, row_max, temperature):
 
 @triton.jit
 def _total_above(
-    keys, weights, row, vocab, key, row_max, temperature, WEIGH: tl.constexpr, COLLECTED: tl.constexpr,
-    SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr,
+    keys, weights, row, vocab, key, row_max, temperature, WEIGH: tl.constexpr,
+    COLLECTED: tl.constexpr, SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """How many candidates have a key >= `key` (exact below 2^24), or their sum of exp(x).
 
@@ -195,21 +195,28 @@ def _threshold_key(
     """The key of the last candidate that top-k and top-p leave. `total`: the row_logits row's weight."""
     high_key = (ordered_bits(row_max) >> SHIFT).to(tl.int64) + 1
     if k > 0:
-        low_key = _largest_key(keys, weights, row, vocab, low_key, high_key, k.to(tl.float32), row_max,
-                           temperature, False, COLLECTED, SHIFT, ROW_CHUNK)  # fmt: skip
+        low_key = _largest_key(
+            keys, weights, row, vocab, low_key, high_key, k.to(tl.float32), row_max, temperature,
+            False, COLLECTED, SHIFT, ROW_CHUNK,
+        )  # fmt: skip
         if p < 1.0:
-            total = _total_above(keys, weights, row, vocab, low_key.to(tl.int32), row_max, temperature, True,
-                           COLLECTED, SHIFT, ROW_CHUNK)  # fmt: skip
+            total = _total_above(
+                keys, weights, row, vocab, low_key.to(tl.int32), row_max, temperature, True,
+                COLLECTED, SHIFT, ROW_CHUNK,
+            )  # fmt: skip
     if p < 1.0:
-        low_key = _largest_key(keys, weights, row, vocab, low_key, high_key, total * p, row_max, temperature,
-                           True, COLLECTED, SHIFT, ROW_CHUNK)  # fmt: skip
+        low_key = _largest_key(
+            keys, weights, row, vocab, low_key, high_key, total * p, row_max, temperature, True,
+            COLLECTED, SHIFT, ROW_CHUNK,
+        )  # fmt: skip
     return low_key.to(tl.int32)
 
 
 @triton.jit
 def _sample_from_candidates(
-    logits, local_ids, counts, blocks, low_key, k, p, floor, total, row_max, temperature, seed, position,
-    SHIFT: tl.constexpr, MAX_PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+    logits, local_ids, counts, blocks, low_key, k, p, floor, total, row_max, temperature, seed,
+    position, SHIFT: tl.constexpr, MAX_PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Gumbel-max over those of the collected candidates that the threshold leaves."""
     index = tl.arange(0, MAX_CANDIDATES)
@@ -227,8 +234,10 @@ def _sample_from_candidates(
     x = _scaled_logits(value, row_max, temperature)
     keys = tl.where(inside, ordered_bits(value) >> SHIFT, _LOWEST)
     weights = tl.exp(x)
-    key = _threshold_key(keys, weights, logits, 0, low_key, k, p, total, row_max, temperature, True, SHIFT,
-                     MAX_CANDIDATES)  # fmt: skip
+    key = _threshold_key(
+        keys, weights, logits, 0, low_key, k, p, total, row_max, temperature, True, SHIFT,
+        MAX_CANDIDATES,
+    )  # fmt: skip
     kept = inside & (keys >= key) & (x >= floor)
     score = tl.where(kept, x + gumbel_noise_at(seed, position, ids), float("-inf"))
     return key_token(tl.max(pack_logit_key(score, ids), axis=0))
@@ -243,8 +252,8 @@ def _score_if_kept(logits, word, key, floor, row_max, temperature, SHIFT: tl.con
 
 @triton.jit
 def _sample_from_row(
-    row, vocab, low_key, k, p, floor, total, row_max, temperature, seed, position, SHIFT: tl.constexpr,
-    ROW_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    row, vocab, low_key, k, p, floor, total, row_max, temperature, seed, position,
+    SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gumbel-max over what the threshold leaves of the row_logits row."""
     key = _threshold_key(
@@ -290,7 +299,8 @@ def _lower_bound(maxima, total, row_max, temperature, k, p, min_p, vocab, blocks
 
 @triton.jit
 def _row_statistics(
-    row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab, blocks, BLOCKS: tl.constexpr
+    row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab, blocks,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """(row_max, weight of the row_logits row, lower bound of the threshold, k) of a row."""
     at = row * blocks + tl.arange(0, BLOCKS)
@@ -307,8 +317,8 @@ def _row_statistics(
 
 @triton.jit
 def _collect_candidates(
-    logits, temperatures, top_k, top_p, min_p, block_max, block_sums, candidates, local_ids, counts, stride,
-    vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MAX_PER_BLOCK: tl.constexpr,
+    logits, temperatures, top_k, top_p, min_p, block_max, block_sums, candidates, local_ids, counts,
+    stride, vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MAX_PER_BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block) copies the block's candidates, and in `local_ids` their ids less the first
@@ -318,8 +328,9 @@ def _collect_candidates(
     block = tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if _is_truncated(temperature, top_k + row, top_p + row, min_p + row, vocab, GREEDY):
-        _, _, bound, _ = _row_statistics(row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab,
-                                     blocks, BLOCKS)  # fmt: skip
+        _, _, bound, _ = _row_statistics(
+            row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab, blocks, BLOCKS
+        )
         at = row * blocks + block
         size = row * 0
         if tl.load(block_max + at) >= bound:
@@ -338,17 +349,18 @@ def _collect_candidates(
 
 @triton.jit
 def _sample_truncated_rows(
-    logits, temperatures, top_k, top_p, min_p, seeds, positions, block_max, block_sums, candidates, local_ids,
-    counts, sampled, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
-    MAX_PER_BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, ROW_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr, GREEDY: tl.constexpr, WRITE_LAST: tl.constexpr,
+    logits, temperatures, top_k, top_p, min_p, seeds, positions, block_max, block_sums, candidates,
+    local_ids, counts, sampled, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
+    MAX_PER_BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, ROW_CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr, GREEDY: tl.constexpr, WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
     """One program per row, after _collect_candidates(); does nothing for rows without restriction."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     if _is_truncated(temperature, top_k + row, top_p + row, min_p + row, vocab, GREEDY):
-        row_max, total, bound, k = _row_statistics(row, temperature, top_k, top_p, min_p, block_max, block_sums,
-                                            vocab, blocks, BLOCKS)  # fmt: skip
+        row_max, total, bound, k = _row_statistics(
+            row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab, blocks, BLOCKS
+        )
         token = row * 0 - 1
         if tl.abs(row_max) < float("inf"):
             p, floor = tl.load(top_p + row), tl.log(tl.load(min_p + row))
@@ -359,13 +371,17 @@ def _sample_truncated_rows(
             found = tl.load(row_counts + block, mask=block < blocks, other=0)
             if (tl.max(found, axis=0) <= MAX_PER_BLOCK) & (tl.sum(found, axis=0) <= MAX_CANDIDATES):
                 first = row * blocks * MAX_PER_BLOCK
-                token = _sample_from_candidates(candidates + first, local_ids + first, row_counts, blocks, low_key, k, p, floor,
-                                total, row_max, temperature, seed, position, SHIFT, MAX_PER_BLOCK, BLOCK,
-                                MAX_CANDIDATES)  # fmt: skip
+                token = _sample_from_candidates(
+                    candidates + first, local_ids + first, row_counts, blocks, low_key, k, p, floor,
+                    total, row_max, temperature, seed, position, SHIFT, MAX_PER_BLOCK, BLOCK,
+                    MAX_CANDIDATES,
+                )  # fmt: skip
             else:
                 row_logits = logits + row.to(tl.int64) * stride
-                token = _sample_from_row(row_logits, vocab, low_key, k, p, floor, total, row_max, temperature, seed,
-                                position, SHIFT, ROW_CHUNK, BLOCK)  # fmt: skip
+                token = _sample_from_row(
+                    row_logits, vocab, low_key, k, p, floor, total, row_max, temperature, seed,
+                    position, SHIFT, ROW_CHUNK, BLOCK,
+                )  # fmt: skip
         _store_sample(row, token, sampled, last_token, slots, WRITE_LAST)
 
 
@@ -431,8 +447,8 @@ def _scan_blocks(
 
 @triton.jit
 def _reduce_blocks(
-    temperatures, top_k, top_p, min_p, block_max, block_best, sampled, last_token, slots, vocab, blocks,
-    BLOCKS: tl.constexpr, TRUNCATE: tl.constexpr, WRITE_LAST: tl.constexpr,
+    temperatures, top_k, top_p, min_p, block_max, block_best, sampled, last_token, slots, vocab,
+    blocks, BLOCKS: tl.constexpr, TRUNCATE: tl.constexpr, WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
     """One program per row: the best of its blocks. Does nothing for rows that _sample_truncated_rows() serves."""
     row = tl.program_id(0)
@@ -480,8 +496,9 @@ def sample(
     block_best = logits.new_empty(rows, blocks, dtype=torch.int64)
     parameters = (temperature, top_k, top_p, min_p)
     _scan_blocks[(rows, blocks)](
-        logits, *parameters, seeds, positions, block_max, block_sums, block_best, logits.stride(0), vocab, blocks,
-        0, 0, BLOCK=SAMPLING_BLOCK, TRUNCATE=truncate, SHARDED=False, num_warps=SCAN_WARPS,
+        logits, *parameters, seeds, positions, block_max, block_sums, block_best, logits.stride(0),
+        vocab, blocks, 0, 0, BLOCK=SAMPLING_BLOCK, TRUNCATE=truncate, SHARDED=False,
+        num_warps=SCAN_WARPS,
     )  # fmt: skip
     options = {"BLOCKS": triton.next_power_of_2(blocks), "WRITE_LAST": last_token is not None}
     outputs = (sampled, last_token, slots)
@@ -519,12 +536,14 @@ def _launch_truncated(
         options = options | {"maxnreg": TRUNCATED_MAX_REGISTERS}
     sizes = (logits.stride(0), vocab, blocks)
     _collect_candidates[(rows, blocks)](
-        logits, *parameters, block_max, block_sums, candidates, local_ids, counts, *sizes, BLOCKS=padded, BLOCK=SAMPLING_BLOCK,
-        MAX_PER_BLOCK=per_block, GREEDY=GREEDY_BELOW, num_warps=4,
+        logits, *parameters, block_max, block_sums, candidates, local_ids, counts, *sizes,
+        BLOCKS=padded, BLOCK=SAMPLING_BLOCK, MAX_PER_BLOCK=per_block, GREEDY=GREEDY_BELOW,
+        num_warps=4,
     )  # fmt: skip
     _sample_truncated_rows[(rows,)](
-        logits, *parameters, seeds, positions, block_max, block_sums, candidates, local_ids, counts, *outputs, *sizes,
-        MAX_PER_BLOCK=per_block, MAX_CANDIDATES=MAX_CANDIDATES, ROW_CHUNK=ROW_CHUNK, BLOCK=SAMPLING_BLOCK, GREEDY=GREEDY_BELOW,
+        logits, *parameters, seeds, positions, block_max, block_sums, candidates, local_ids, counts,
+        *outputs, *sizes, MAX_PER_BLOCK=per_block, MAX_CANDIDATES=MAX_CANDIDATES,
+        ROW_CHUNK=ROW_CHUNK, BLOCK=SAMPLING_BLOCK, GREEDY=GREEDY_BELOW,
         SHIFT=_unused_bits(logits.dtype), num_warps=TRUNCATED_WARPS, **options,
     )  # fmt: skip
 
@@ -639,13 +658,13 @@ def local_argmax(
     block_best = logits.new_empty(rows, blocks, dtype=torch.int64)
     unused = (temperature,) * 3
     _scan_blocks[(rows, blocks)](
-        logits, temperature, *unused, seeds, positions, block_max, block_max, block_best, logits.stride(0),
-        width, blocks, num_skipped, start - num_skipped, BLOCK=SAMPLING_BLOCK, TRUNCATE=False, SHARDED=True,
-        num_warps=SCAN_WARPS,
+        logits, temperature, *unused, seeds, positions, block_max, block_max, block_best,
+        logits.stride(0), width, blocks, num_skipped, start - num_skipped, BLOCK=SAMPLING_BLOCK,
+        TRUNCATE=False, SHARDED=True, num_warps=SCAN_WARPS,
     )  # fmt: skip
     _local_argmax[(rows,)](
-        temperature, block_max, block_best, local_best, blocks, BLOCKS=triton.next_power_of_2(blocks),
-        num_warps=1,
+        temperature, block_max, block_best, local_best, blocks,
+        BLOCKS=triton.next_power_of_2(blocks), num_warps=1,
     )  # fmt: skip
     return local_best
 

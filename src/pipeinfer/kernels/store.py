@@ -23,7 +23,9 @@ from pipeinfer.kernels.triton_support import as_kernel_arg, pdl_options, scale_t
 # bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
 # about three units in the last place of bfloat16, and this one is the nearer to exact.
 
-ELEMENTS = 2048  # of one program; each of its threads reads 16 bytes of either half of a head
+ELEMENTS_PER_PROGRAM = (
+    2048  # of one program; each of its threads reads 16 bytes of either half of a head
+)
 
 
 @triton.jit
@@ -36,52 +38,54 @@ def _butterfly(values, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.conste
 
 
 @triton.jit
-def _turned(low, high, GROUP: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
-    """hadamard.py's `turned` of the halves [GROUP, BLOCK] of heads, in blocks of 2 RUN values."""
-    scale: tl.constexpr = (2 * RUN) ** -0.5
+def _hadamard_transform(
+    low, high, GROUP: tl.constexpr, BLOCK: tl.constexpr, HADAMARD_HALF: tl.constexpr,
+):  # fmt: skip
+    """hadamard.py's `turned` of the halves [GROUP, BLOCK] of heads, in blocks of 2 HADAMARD_HALF values."""
+    scale: tl.constexpr = (2 * HADAMARD_HALF) ** -0.5
     low, high = (low + high) * scale, (low - high) * scale
-    for power in tl.static_range(RUN.bit_length() - 1):
+    for power in tl.static_range(HADAMARD_HALF.bit_length() - 1):
         low = _butterfly(low, GROUP, BLOCK, 1 << power)
         high = _butterfly(high, GROUP, BLOCK, 1 << power)
     return low, high
 
 
 @triton.jit
-def _rotated(
-    source, target, first, angles, cos, sin, norm, eps, shift, to_scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, RUN: tl.constexpr,
-    NARROW: tl.constexpr,
+def _store_rotated(
+    source, target, first, angles, cos, sin, norm, eps, key_center, to_scale, HEADS: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    OFFSET: tl.constexpr, CENTER_KEYS: tl.constexpr, HADAMARD_HALF: tl.constexpr,
+    E4M3_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token. SHIFT:
-    less `shift`. RUN: of `_turned`, 0: not turned."""
+    """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token. CENTER_KEYS:
+    less `key_center`. HADAMARD_HALF: of `_hadamard_transform`, 0: not turned."""
     half: tl.constexpr = DIM // 2
     heads = first + tl.arange(0, GROUP)[:, None]
-    lane = tl.arange(0, BLOCK)[None, :]
-    inside = (heads < HEADS) & (lane < half)
-    at = heads * DIM + lane
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (heads < HEADS) & (column < half)
+    at = heads * DIM + column
     left = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source + at + half, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        weight = tl.load(norm + lane, mask=lane < half, other=0.0).to(tl.float32)
+        weight = tl.load(norm + column, mask=column < half, other=0.0).to(tl.float32)
         if OFFSET != 0:
             weight += OFFSET
         left *= scale * weight
-        weight = tl.load(norm + half + lane, mask=lane < half, other=0.0).to(tl.float32)
+        weight = tl.load(norm + half + column, mask=column < half, other=0.0).to(tl.float32)
         if OFFSET != 0:
             weight += OFFSET
         right *= scale * weight
-    c = tl.load(cos + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
-    s = tl.load(sin + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
+    c = tl.load(cos + angles + column, mask=column < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + angles + column, mask=column < half, other=0.0).to(tl.float32)
     low, high = left * c - right * s, right * c + left * s
-    if SHIFT:
-        low -= tl.load(shift + at, mask=inside, other=0.0)
-        high -= tl.load(shift + at + half, mask=inside, other=0.0)
-    if RUN:
-        low, high = _turned(low, high, GROUP, BLOCK, RUN)
-    if NARROW:
+    if CENTER_KEYS:
+        low -= tl.load(key_center + at, mask=inside, other=0.0)
+        high -= tl.load(key_center + at + half, mask=inside, other=0.0)
+    if HADAMARD_HALF:
+        low, high = _hadamard_transform(low, high, GROUP, BLOCK, HADAMARD_HALF)
+    if E4M3_PAGES:
         low = scale_to_e4m3(low, to_scale, target.dtype.element_ty)
         high = scale_to_e4m3(high, to_scale, target.dtype.element_ty)
     tl.store(target + at, low, mask=inside)
@@ -89,34 +93,34 @@ def _rotated(
 
 
 @triton.jit
-def _copied(
+def _store_copied(
     source, target, first, to_scale, HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK: tl.constexpr, E4M3_PAGES: tl.constexpr,
 ):  # fmt: skip
     heads = first + tl.arange(0, GROUP)[:, None]
-    lane = tl.arange(0, 2 * BLOCK)[None, :]
-    inside = (heads < HEADS) & (lane < DIM)
-    at = heads * DIM + lane
+    column = tl.arange(0, 2 * BLOCK)[None, :]
+    inside = (heads < HEADS) & (column < DIM)
+    at = heads * DIM + column
     values = tl.load(source + at, mask=inside, other=0.0)
-    if NARROW:
+    if E4M3_PAGES:
         values = scale_to_e4m3(values.to(tl.float32), to_scale, target.dtype.element_ty)
     tl.store(target + at, values, mask=inside)
 
 
 @triton.jit
-def _store(
-    qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps, shift,
-    k_scale, v_scale, qkv_stride, angle_stride, k_stride, v_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
-    SHIFT: tl.constexpr, RUN: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
+def _rotate_and_store_kernel(
+    qkv, queries, k_cache, v_cache, cos, sin, positions, slot_mapping, q_norm, k_norm, eps,
+    key_center, k_scale, v_scale, qkv_stride, angle_stride, k_stride, v_stride, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, ANGLE_TABLE: tl.constexpr, CENTER_KEYS: tl.constexpr,
+    HADAMARD_HALF: tl.constexpr, E4M3_PAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group): groups of query heads, then of key heads, then of value heads.
 
-    NARROW: pages hold e4m3; SHIFT, RUN: see `_rotated`. EARLY: it starts while the kernel before it
+    E4M3_PAGES: pages hold e4m3; CENTER_KEYS, HADAMARD_HALF: see `_store_rotated`. USE_PDL: it starts while the kernel before it
     ends, and lets the next one start likewise.
     """
-    if EARLY:
+    if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     q_groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
@@ -125,24 +129,25 @@ def _store(
     group = tl.program_id(1)
     source = qkv + token * qkv_stride
     angles = token * angle_stride
-    if TABLE:
+    if ANGLE_TABLE:
         angles = tl.load(positions + token).to(tl.int64) * angle_stride
     if group < q_groups:
-        _rotated(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
-                eps, shift, 1.0, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET, False, RUN,
-                False)  # fmt: skip
+        _store_rotated(
+            source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm, eps,
+            key_center, 1.0, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET, False, HADAMARD_HALF, False,
+        )  # fmt: skip
     else:
-        place = tl.load(places + token).to(tl.int64)
-        if place >= 0:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        if slot >= 0:
             if group < q_groups + kv_groups:
                 first = (group - q_groups) * GROUP
-                _rotated(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
-                        k_norm, eps, shift, k_scale, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET,
-                        SHIFT, RUN, NARROW)  # fmt: skip
+                _store_rotated(source + HEADS * DIM, k_cache + slot * k_stride, first, angles, cos, sin,
+                        k_norm, eps, key_center, k_scale, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET,
+                        CENTER_KEYS, HADAMARD_HALF, E4M3_PAGES)  # fmt: skip
             else:
                 first = (group - q_groups - kv_groups) * GROUP
-                _copied(source + (HEADS + KV_HEADS) * DIM, v_cache + place * v_stride, first,
-                        v_scale, KV_HEADS, DIM, GROUP, BLOCK, NARROW)  # fmt: skip
+                _store_copied(source + (HEADS + KV_HEADS) * DIM, v_cache + slot * v_stride, first,
+                        v_scale, KV_HEADS, DIM, GROUP, BLOCK, E4M3_PAGES)  # fmt: skip
 
 
 def rotate_and_store(
@@ -180,15 +185,15 @@ def rotate_and_store(
     tokens, narrow = qkv.shape[0], k_cache.dtype == formats.E4M3
     queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
     block = triton.next_power_of_2(dim // 2)
-    group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
+    group = max(min(ELEMENTS_PER_PROGRAM // (2 * block), triton.next_power_of_2(num_heads)), 1)
     if tokens:
-        _store[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
-            qkv, queries, as_kernel_arg(k_cache), as_kernel_arg(v_cache), cos, sin, positions, places, q_norm,
-            k_norm, eps, shift, k_scale, v_scale, qkv.stride(0), cos.stride(0), k_cache.stride(1),
-            v_cache.stride(1),
-            HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
-            NORM=q_norm is not None, OFFSET=offset, TABLE=positions is not None,
-            SHIFT=narrow and shift is not None, RUN=hadamard_half_block(dim) if narrow else 0, NARROW=narrow,
+        _rotate_and_store_kernel[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
+            qkv, queries, as_kernel_arg(k_cache), as_kernel_arg(v_cache), cos, sin, positions,
+            places, q_norm, k_norm, eps, shift, k_scale, v_scale, qkv.stride(0), cos.stride(0),
+            k_cache.stride(1), v_cache.stride(1), HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim,
+            GROUP=group, BLOCK=block, NORM=q_norm is not None, OFFSET=offset,
+            ANGLE_TABLE=positions is not None, CENTER_KEYS=narrow and shift is not None,
+            HADAMARD_HALF=hadamard_half_block(dim) if narrow else 0, E4M3_PAGES=narrow,
             num_warps=max(group * block // 256, 1), **pdl_options(qkv.device),
         )  # fmt: skip
     return queries

@@ -24,13 +24,13 @@ FIRST_CAPABILITY = (9, 0)  # Hopper
 
 @lru_cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Further arguments of a launch on `device`: EARLY, for a kernel that then waits by itself, and
+    """Further arguments of a launch on `device`: USE_PDL, for a kernel that then waits by itself, and
     on GPUs that can, Triton's own option.
     """
     cuda = device.type == "cuda"
     if cuda and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY:
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+        return {"USE_PDL": True, "launch_pdl": True}
+    return {"USE_PDL": False}
 
 
 L2_LINE_ELEMENTS = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
@@ -212,9 +212,9 @@ MXFP4_GROUP = tl.constexpr(32)  # columns that share an exponent
 
 
 @triton.jit
-def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_FIRST: tl.constexpr):
+def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
     """An empty sum."""
-    if ROWS_FIRST:
+    if not SWAP_AB:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
     else:
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
@@ -222,9 +222,9 @@ def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_FIRST: tl.
 
 
 @triton.jit
-def dot_a_bt(a, w, total, ROWS_FIRST: tl.constexpr):
+def dot_a_bt(a, w, total, SWAP_AB: tl.constexpr):
     """total + a @ w.T, or its transpose: tensor cores want 64 rows of the first operand."""
-    if ROWS_FIRST:
+    if not SWAP_AB:
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     else:
         total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
@@ -232,7 +232,7 @@ def dot_a_bt(a, w, total, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def dequantizing_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr, first=0):
+def dequantizing_dot(a, w, total, at, SWAP_AB: tl.constexpr, SCALES: tl.constexpr, first=0):
     """total + a @ w.T of rows a [ROWS, DEPTH] and weights w [COLUMNS, DEPTH], or its transpose.
 
     at: for SCALES by block the scale's address, or addresses that broadcast to total. In MXFP4_SCALES, for
@@ -240,32 +240,32 @@ def dequantizing_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.const
     each, int32, of which `first` is that of the first column.
     """
     if SCALES == MXFP4_SCALES:
-        total = _mxfp4_dot(a, w, tl.load(at), first, total, ROWS_FIRST)
+        total = _mxfp4_dot(a, w, tl.load(at), first, total, SWAP_AB)
     elif SCALES == BLOCK_SCALES:
-        part = dot_a_bt(a, from_e4m3(w, a.dtype), tl.zeros_like(total), ROWS_FIRST)
+        part = dot_a_bt(a, from_e4m3(w, a.dtype), tl.zeros_like(total), SWAP_AB)
         total += part * tl.load(at)
     else:
-        total = dot_a_bt(a, from_e4m3(w, a.dtype), total, ROWS_FIRST)
+        total = dot_a_bt(a, from_e4m3(w, a.dtype), total, SWAP_AB)
     return total
 
 
 @triton.jit
-def fp8_dot(a, w, ROWS_FIRST: tl.constexpr):
+def fp8_dot(a, w, SWAP_AB: tl.constexpr):
     """float32 of a [ROWS, DEPTH] @ w [COLUMNS, DEPTH].T, both e4m3, or its transpose; without their
     scales. Tensor cores sum it all, at 14 bits or more."""
     if a.dtype == tl.uint8:  # in the interpreter
         a, w = from_e4m3(a, tl.float32), from_e4m3(w, tl.float32)
-    return dot_a_bt(a, w, zeros_accumulator(a.shape[0], w.shape[0], ROWS_FIRST), ROWS_FIRST)
+    return dot_a_bt(a, w, zeros_accumulator(a.shape[0], w.shape[0], SWAP_AB), SWAP_AB)
 
 
 @triton.jit
-def _mxfp4_dot(a, w, words, first, total, ROWS_FIRST: tl.constexpr):
+def _mxfp4_dot(a, w, words, first, total, SWAP_AB: tl.constexpr):
     """Exact but for the sum: two bits and a power of two are numbers of 16 bits. Exponents that
     stand for NaN are not looked for."""
     kind: tl.constexpr = "bf16" if a.dtype == tl.bfloat16 else "fp16"
     run = first + tl.arange(0, 2 * w.shape[1] // MXFP4_GROUP)
     exponents = (words[:, None] >> (8 * run)[None, :]).to(tl.uint8)
-    if ROWS_FIRST:
+    if not SWAP_AB:
         w = tl.trans(w)
         total = tl.dot_scaled(a, None, kind, w, exponents, "e2m1", total, fast_math=True)
     else:
@@ -275,12 +275,12 @@ def _mxfp4_dot(a, w, words, first, total, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def broadcast_rows(vector, ROWS_FIRST: tl.constexpr):
+def broadcast_rows(vector, SWAP_AB: tl.constexpr):
     """A vector [ROWS] so that it broadcasts to a sum."""
-    return vector[:, None] if ROWS_FIRST else vector[None, :]
+    return vector[None, :] if SWAP_AB else vector[:, None]
 
 
 @triton.jit
-def broadcast_columns(vector, ROWS_FIRST: tl.constexpr):
+def broadcast_columns(vector, SWAP_AB: tl.constexpr):
     """A vector [COLUMNS] so that it broadcasts to a sum."""
-    return vector[None, :] if ROWS_FIRST else vector[:, None]
+    return vector[:, None] if SWAP_AB else vector[None, :]
