@@ -111,7 +111,7 @@ def test_rows_expand_as_they_are_defined(kernels, case, page_size, padded, liste
     for with_pages in {0, prefills, len(counts)}:
         size = (tokens, many, prefills, listed, with_pages, padded)
         mine, theirs = room(uploaded, held, *size), room(uploaded, held, *size)
-        kernels.expand(mine, held, page_size)
+        kernels.prepare_inputs(mine, held, page_size)
         expand_reference(theirs, held, page_size)
         assert_same(mine, theirs)
 
@@ -131,10 +131,10 @@ def test_a_row_longer_than_a_program_is_written_whole(monkeypatch):
 def test_indices_never_leave_a_buffer_that_is_too_small(kernels):
     uploaded, held = given([1, 1, 1], [30, 30, 30], [0, 1, 2], 4)
     out, small = (room(uploaded, held, 3, 3, listed=64) for _ in range(2))
-    kernels.expand(out, held, 4)
+    kernels.prepare_inputs(out, held, 4)
     backing = small.kv_indices
     object.__setattr__(small, "kv_indices", backing[:10])
-    kernels.expand(small, held, 4)
+    kernels.prepare_inputs(small, held, 4)
     assert torch.equal(backing[:10], out.kv_indices[:10])
     assert (backing[10:] == FULL).all()
 
@@ -147,7 +147,7 @@ def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(kernels, c
     pairs = torch.stack((indices, 7 * indices), dim=1).int().view(-1).to(DEVICE)
     expected = words.cpu().clone()
     expected[indices[:count]] = 7 * indices[:count].int()
-    kernels.write_words(pairs, ints([count]), words)
+    kernels.scatter_words(pairs, ints([count]), words)
     assert torch.equal(words.cpu(), expected)
 
 
@@ -180,7 +180,7 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
     none = SlotBadWords(
         ints([[0] * 30] * slots), 4, 8, torch.zeros(slots, dtype=torch.int64, device=DEVICE)
     )
-    kernels.edit(logits, *where, SlotLogitBias(ints(counts), words, none), first_id, added)
+    kernels.apply_logit_bias(logits, *where, SlotLogitBias(ints(counts), words, none), first_id, added)
     assert torch.equal(logits.cpu(), expected)
 
 
@@ -224,10 +224,10 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
                     expected[row, token - first_id] = float("-inf")
         where = [torch.tensor(part, device=DEVICE) for part in (slots, [position] * many)]
         first = logits.clone()
-        kernels.edit(first, *where, edits, first_id, False)
+        kernels.apply_logit_bias(first, *where, edits, first_id, False)
         assert torch.equal(first.cpu(), expected)
         last[:] = 7  # a graph has sampled already, when values are added behind it
-        kernels.edit(logits, *where, edits, first_id, True)
+        kernels.apply_logit_bias(logits, *where, edits, first_id, True)
         assert torch.equal(logits.cpu(), expected)
         for slot in range(many):
             outputs[slot].append(int(choose.integers(0, 2)))
@@ -249,5 +249,5 @@ def test_a_mask_forbids_what_has_no_bit_in_its_rows_alone(kernels, dtype, first_
     for row, own in zip(rows.tolist(), allowed, strict=True):
         own = torch.cat((own, torch.zeros(2100 + first_id, dtype=torch.bool)))
         expected[row, ~own[first_id : first_id + 2100]] = float("-inf")
-    kernels.mask(logits, rows, words, first_id)
+    kernels.apply_token_bitmask(logits, rows, words, first_id)
     assert torch.equal(logits.cpu(), expected)

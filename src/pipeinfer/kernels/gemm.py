@@ -1,9 +1,11 @@
-"""Products of a few rows with a weight matrix: what a decode step is made of beside attention.
+"""GEMMs with a weight matrix: of few rows (small M), in 16 bits or FP8, and with FP8 block scales.
 
-With so few rows a product takes as long as its weights take to read. These kernels start reading
-them while the kernel before still ends, and leave out what comes after a library's product: SwiGLU
-and sums of split products. Needs triton. Knows rows and weights, no layer; skinny_tiles.py says
-which tiles, and where the library is the faster.
+A GEMM of few rows takes as long as its weights take to read. These kernels start reading while the
+kernel before still ends, and save the kernel after a library's GEMM: SwiGLU, or the sum of a split-K
+GEMM, which the following norm makes. GEMMs of many rows are a library's business, except where
+weights have a scale for each block of 128 x 128; source: https://arxiv.org/abs/2412.19437, 3.3.2.
+Needs triton. Knows rows and weights, no layer; tile_configs.py says which tiles, and where a library
+is the faster.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -33,12 +35,14 @@ from pipeinfer.kernels.triton_support import (
     zeros_accumulator,
 )
 
-PREFETCHED_STEPS = 1  # steps of depth whose weights are asked for before the rows are there
+PREFETCHED_STEPS = 1  # steps of BLOCK_K whose weights are prefetched before the rows are there
+LOW_TILE_ROWS = 64  # up to so many rows, tiles of block-scaled GEMMs are so high; else 128
+GROUP_M = 8  # row blocks of a block-scaled GEMM that share columns of the weight in the L2 cache
 
 
 @triton.jit
 def _times_scales(total, by_row, by_column, SWAP_AB: tl.constexpr):
-    """`total`, as `zeros_accumulator` has it, times the scales of rows and of columns."""
+    """`total`, an accumulator, times the scales of rows and of columns."""
     if not SWAP_AB:
         total *= by_row[:, None] * by_column[None, :]
     else:
@@ -53,10 +57,12 @@ def _small_m_kernel(
     SPLIT_K: tl.constexpr, SWIGLU: tl.constexpr, HAS_BIAS: tl.constexpr, SCALES: tl.constexpr,
     PREFETCH_STEPS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, split of the depth, rows): one tile of out [SPLIT_K, rows, N].
-    SWIGLU: weight [2 N, K], and out = silu(x @ first.T) * (x @ second.T).
-    x and weight in FP8: x_scale [rows] and scale [N], or x_scale [rows, K / SCALE_BLOCK_CE] and scale
-    [N / SCALE_BLOCK_CE, K / SCALE_BLOCK_CE]."""
+    """Program (columns, split of K, rows): one tile of out [SPLIT_K, rows, N].
+
+    SWIGLU: weight is [2 N, K], and out = silu(x @ first.T) * (x @ second.T).
+    SCALES: of x and weight in FP8. ROW_SCALES: x_scale [rows], scale [N]; BLOCK_SCALES: x_scale
+        [rows, K / 128], scale [N / 128, K / 128].
+    """
     share: tl.constexpr = K // SPLIT_K
     swap_ab: tl.constexpr = BLOCK_M < 64
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,10 +81,8 @@ def _small_m_kernel(
     left = x + row[:, None] * x_stride + depth[None, :]
     inside = row < rows
     real = inside[:, None]
-    total, gate = (
-        zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab),
-        zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab),
-    )
+    total = zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab)
+    gate = zeros_accumulator(BLOCK_M, BLOCK_N, swap_ab)
     for begin in range(0, share, BLOCK_K):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
@@ -106,8 +110,11 @@ def _small_m_kernel(
 
 
 class GemmScales(NamedTuple):
-    """float32, of x [T, depth] and of weights [width, depth] in FP8: [T, 1] and [width, 1]; or of
-    blocks, [T, depth / 128] and [width / 128, depth / 128], which the shape must have whole."""
+    """float32 scales of x [T, depth] and weight [width, depth] in e4m3.
+
+    x: [T, 1], or [T, depth / 128] for blocks.
+    weight: [width, 1], or [width / 128, depth / 128] for blocks, which must be whole.
+    """
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -145,10 +152,13 @@ def small_m_gemm(
     scales: GemmScales | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] of `dtype`, by default x's.
+    """x @ weight.T + bias: [T, width] of `dtype`, by default x's. float32 inside, rounded once.
 
-    Rows of x may be strided, all else is contiguous; the tile has one split, and divides the shape.
-    float32 inside, rounded once. scales: of e4m3; those of blocks want steps of at most 128.
+    x: [T, depth]; rows may be strided, all else is contiguous.
+    weight: [width, depth].
+    config: split_k is 1; the tile divides the shape. Block scales want a block_k of at most 128.
+    bias: [width].
+    scales: of x and weight in e4m3.
     """
     out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
     _launch_small_m(config, x, weight, bias, out, scales=scales)
@@ -158,7 +168,7 @@ def small_m_gemm(
 def small_m_gemm_swiglu(x: torch.Tensor, weight: torch.Tensor, config: GemmConfig) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T): [T, width], of weight [2 width, depth], gate first.
 
-    As `product` otherwise, without scales. Source: https://arxiv.org/abs/2002.05202.
+    As `small_m_gemm` otherwise, without scales. Source: https://arxiv.org/abs/2002.05202.
     """
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
     _launch_small_m(config, x, weight, None, out, gated=True)
@@ -172,9 +182,9 @@ def split_k_gemm(
     bias: torch.Tensor | None = None,
     scales: GemmScales | None = None,
 ) -> torch.Tensor:
-    """float32 [tile.splits, T, width], whose sum over the first dimension is x @ weight.T + bias.
+    """float32 [split_k, T, width], whose sum over the first dimension is x @ weight.T + bias.
 
-    As `product` otherwise.
+    As `small_m_gemm` otherwise.
     """
     size = config.split_k, x.shape[0], weight.shape[0]
     out = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -185,19 +195,15 @@ def split_k_gemm(
 def gemm_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`product`, or the sum that `split_product` leaves to be made, in plain torch: float32."""
+    """`small_m_gemm`, or the sum of what `split_k_gemm` returns, in plain torch: float32."""
     wide = None if bias is None else bias.float()
     return torch.nn.functional.linear(x.float(), weight.float(), wide)
 
 
 def gemm_swiglu_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`gated_product` in plain torch: float32."""
+    """`small_m_gemm_swiglu` in plain torch: float32."""
     gate, up = gemm_reference(x, weight).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
-
-
-FULL_HEIGHT_ROWS = 64  # rows from which on tiles are as high as wide
-GROUP_M = 8  # row blocks that share columns in the L2 cache
 
 
 @triton.jit
@@ -206,7 +212,7 @@ def _block_scaled_kernel(
     K: tl.constexpr, BLOCK_M: tl.constexpr, SCALE_BLOCK: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [rows, N]: BLOCK_M rows, and the columns of a block."""
+    """One tile of out [rows, N]: BLOCK_M rows, and the columns of a scale block."""
     program = tl.program_id(0)
     column_blocks: tl.constexpr = N // SCALE_BLOCK
     band = program // (GROUP_M * column_blocks)
@@ -241,20 +247,23 @@ def block_scaled_gemm(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, width] of `dtype`: x [T, depth] @ weight [width, depth].T + bias [width].
+    """x @ weight.T + bias: [T, width] of `dtype`. All operands are contiguous.
 
-    x, weight: e4m3; x_scale: float32 [T, depth / 128]; scale: float32 [width / 128, depth / 128];
-    all contiguous. Sums are float32, each 128 of the depth are scaled and added in order.
+    x: e4m3 [T, depth]; x_scale: float32 [T, depth / 128].
+    weight: e4m3 [width, depth]; scale: float32 [width / 128, depth / 128].
+    bias: [width].
+
+    Sums are float32; each 128 of the depth are scaled and added in order.
     """
     (rows, depth), width = x.shape, weight.shape[0]
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
-    high = SCALE_BLOCK if rows > FULL_HEIGHT_ROWS else FULL_HEIGHT_ROWS
-    blocks = triton.cdiv(rows, high)
+    block_m = SCALE_BLOCK if rows > LOW_TILE_ROWS else LOW_TILE_ROWS
+    blocks = triton.cdiv(rows, block_m)
     if rows:
         _block_scaled_kernel[(blocks * (width // SCALE_BLOCK),)](
-            x, x_scale, weight, scale, bias, out, rows, blocks, N=width, K=depth, BLOCK_M=high,
+            x, x_scale, weight, scale, bias, out, rows, blocks, N=width, K=depth, BLOCK_M=block_m,
             SCALE_BLOCK=SCALE_BLOCK, GROUP_M=GROUP_M, HAS_BIAS=bias is not None,
-            num_warps=8 if high > FULL_HEIGHT_ROWS else 4, num_stages=3,
+            num_warps=8 if block_m > LOW_TILE_ROWS else 4, num_stages=3,
         )  # fmt: skip
     return out
 
@@ -266,7 +275,7 @@ def block_scaled_gemm_reference(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch: float32."""
+    """`block_scaled_gemm` in plain torch: float32."""
     left = x.float() * x_scale.repeat_interleave(SCALE_BLOCK, 1)
     right = weight.float() * scale.repeat_interleave(SCALE_BLOCK, 0).repeat_interleave(
         SCALE_BLOCK, 1

@@ -270,12 +270,12 @@ def _down_kernel(
     tl.store(target, total, mask=real[:, None] & (column < HIDDEN)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "num_local_experts"])
+@triton.jit(do_not_specialize=["first_expert", "num_local_experts"])
 def _moe_sum_kernel(
-    by_pair, topk_ids, out, first, num_local_experts, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
+    by_pair, topk_ids, out, first_expert, num_local_experts, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr, LOCAL_ONLY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows of one token's sorted_pair_ids; LOCAL_ONLY: those of expert_ids first .. first + num_local_experts - 1 only."""
+    """Sums the rows of one token's sorted_pair_ids; LOCAL_ONLY: those of expert_ids first_expert .. first_expert + num_local_experts - 1 only."""
     if USE_PDL:
         gdc_wait()  # for the sorted_pair_ids
         gdc_launch_dependents()
@@ -287,7 +287,9 @@ def _moe_sum_kernel(
         width = HIDDEN
         if LOCAL_ONLY:  # nobody has written the others
             expert = tl.load(topk_ids + pair)
-            width = tl.where((expert >= first) & (expert < first + num_local_experts), HIDDEN, 0)
+            width = tl.where(
+                (expert >= first_expert) & (expert < first_expert + num_local_experts), HIDDEN, 0
+            )
         at = by_pair + pair * HIDDEN + column
         total += tl.load(at, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + column, total, mask=column < HIDDEN)

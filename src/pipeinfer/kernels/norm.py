@@ -96,19 +96,19 @@ def rms_norm_quantized(
     [T, size / part]), rounded once; part 0: a scale a row. plain: [T, size], contiguous, where the
     norm itself is wanted, too."""
     room = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
-    values, scale = room.targets
+    values, scale = room.kernel_args
     _launch_rms_norm(
         x,
         residual,
         weight,
         values,
         eps,
-        _block_options(x) | room.options,
+        _block_options(x) | room.launch_options,
         offset,
         scale,
         unquantized_out,
     )
-    return room.filled
+    return room.result
 
 
 def sum_rms_norm(

@@ -1,7 +1,7 @@
-"""Whether a kernel may start while the one before it still ends ("programmatic dependent launch").
+"""What several Triton kernels share: launch options, prefetch, e4m3, logits by fours, dot products.
 
-Saves the time between two short kernels of a graph. Knows devices only. Source: CUDA C++
-Programming Guide, "Programmatic Dependent Launch and Synchronization".
+Functions for other kernels to call. Needs triton. Knows no layer, no request, and no layout of
+weights.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -19,48 +19,64 @@ import triton.language as tl
 from pipeinfer.kernels import formats
 from pipeinfer.kernels.formats import E4M3
 
-FIRST_CAPABILITY = (9, 0)  # Hopper
+FIRST_PDL_CAPABILITY = (9, 0)  # Hopper
+L2_LINE_ELEMENTS = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
+# Decided when triton is imported. The interpreter knows no instruction of a GPU, so kernels that
+# name one have another way there.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+SCALE_BLOCK_CE = tl.constexpr(formats.SCALE_BLOCK)  # as a constant of kernels
+# The scales of a GEMM's weights: none, one a row, one a block of SCALE_BLOCK x SCALE_BLOCK, or those
+# of MXFP4: e2m1, two columns a byte, and an exponent for each MXFP4_GROUP columns of a row.
+NO_SCALES = tl.constexpr(0)
+ROW_SCALES = tl.constexpr(1)
+BLOCK_SCALES = tl.constexpr(2)
+MXFP4_SCALES = tl.constexpr(3)
+MXFP4_GROUP = tl.constexpr(32)
 
 
 @lru_cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Further arguments of a launch on `device`: USE_PDL, for a kernel that then waits by itself, and
-    on GPUs that can, Triton's own option.
+    """Further arguments of a launch on `device`, for programmatic dependent launch (PDL).
+
+    With it a kernel starts while the one before it still ends, which saves the time between two
+    short kernels of a graph. USE_PDL: the kernel waits by itself, before it reads what the kernel
+    before wrote. launch_pdl: Triton's own option, on GPUs that have PDL. Source: CUDA C++
+    Programming Guide, "Programmatic Dependent Launch and Synchronization".
     """
     cuda = device.type == "cuda"
-    if cuda and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY:
+    if cuda and torch.cuda.get_device_capability(device) >= FIRST_PDL_CAPABILITY:
         return {"USE_PDL": True, "launch_pdl": True}
     return {"USE_PDL": False}
 
 
-L2_LINE_ELEMENTS = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
-
-
 @triton.jit
 def prefetch_l2(at):
-    """The lines of the L2 cache that the addresses `at` lie in."""
+    """Fetches the lines of the L2 cache in which the addresses `at` lie. On GPUs only."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
                               dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # decided when triton is imported
+# e4m3 inside of kernels: by the GPU's own conversions, or bit by bit in Triton's interpreter, which
+# rounds ties the wrong way and turns NaN into a number. So kernels see pages as bytes there
+# (`as_kernel_arg`), and do what a GPU of capability 8.9 does.
 
 
 def as_kernel_arg(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as kernels are to be given it: e4m3 on the CPU as bytes, all else as it is."""
+    """`cache` as kernels take it: e4m3 on the CPU as bytes, all else as it is."""
     bits = cache.dtype == E4M3 and cache.device.type == "cpu"
     return cache.view(torch.uint8) if bits else cache
 
 
 def as_int16_pairs(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as it is, but two neighbours of e4m3 as one int16, for `e4m3_pairs_to_fp16`: what is read by 16
-    bits can be turned about on the way out of shared memory."""
+    """`cache` with pairs of e4m3 neighbours as one int16, for `e4m3_pairs_to_fp16`; others as they
+    are. What is read by 16 bits can be transposed on the way out of shared memory."""
     return cache.view(torch.int16) if cache.dtype == E4M3 else cache
 
 
 @triton.jit
 def scale_to_e4m3(values, scale, kind: tl.constexpr):
-    """float32 `values` over `scale`, as elements of kind: e4m3, or bytes of e4m3."""
+    """float32 `values` over `scale`, as elements of `kind`: e4m3, or bytes of e4m3."""
     return to_e4m3(tl.math.div_rn(values, scale), kind)
 
 
@@ -76,7 +92,7 @@ def to_e4m3(values, kind: tl.constexpr):
 
 @triton.jit
 def _e4m3_bits(values):
-    """float32 of at most 448 as bytes: the to_e4m3 e4m3, ties to even."""
+    """float32 of at most 448 as bytes: the nearest e4m3, ties to even."""
     bits = values.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     large = (bits & 0x7FFFFFFF).to(tl.int32)
@@ -90,7 +106,7 @@ def _e4m3_bits(values):
 
 @triton.jit
 def from_e4m3(stored, kind: tl.constexpr):
-    """What was loaded from pages as elements of kind, exactly; scales are the caller's business."""
+    """Stored e4m3, or bytes of e4m3, as elements of `kind`, exactly; without scales."""
     if stored.dtype == tl.uint8:
         # As a half, the bits stand for a number 2^8 times too small.
         magnitude = (stored & 0x7F).to(tl.uint16)
@@ -109,7 +125,7 @@ def from_e4m3(stored, kind: tl.constexpr):
 
 @triton.jit
 def e4m3_pairs_to_fp16(pairs):
-    """(the first, the second) of each of `pairs`, int16 that hold two of e4m3, as float16."""
+    """(first numbers, second numbers) as float16, of `pairs`, int16 that hold two of e4m3 each."""
     if INTERPRETED:
         first = from_e4m3((pairs & 0xFF).to(tl.uint8), tl.float16)
         second = from_e4m3((pairs >> 8 & 0xFF).to(tl.uint8), tl.float16)
@@ -123,13 +139,16 @@ def e4m3_pairs_to_fp16(pairs):
     return first, second
 
 
-# Lane l of counter c is id 4 c + l, because one call of the generator serves four ids.
-# A packed int64: the score in the high word, ordered_bits; in the low one the id's 31 bits, inverted.
+# Logits by fours ("quads"): quad c has ids 4 c .. 4 c + 3, because one call of the noise generator,
+# with counter c, serves four ids. Tensor i of a quad's four has ids 4 c + i.
+#
+# A packed logit key is an int64: the score in the high word, as `ordered_bits`; in the low one the
+# id's 31 bits, inverted.
 
 
 @triton.jit
 def load_quads(row, begin, vocab, BLOCK: tl.constexpr):
-    """float32 logits of ids from `begin` on as four lanes, and their counters, id / 4."""
+    """float32 logits of the ids from `begin` on as four tensors [BLOCK / 4], and their counters."""
     # Four logits per thread at a time, because that many share a counter: a thread then makes the
     # noise of what it loaded, and nothing travels through shared memory.
     index = begin + tl.max_contiguous(tl.arange(0, BLOCK), 4)
@@ -142,9 +161,10 @@ def load_quads(row, begin, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_shard_quads(row, begin, num_skipped, start, count, BLOCK: tl.constexpr):
-    """As load_quads of a row that has ids start + num_skipped .. start + num_skipped + count - 1 only;
+    """As `load_quads`, of a row that has the ids of a shard of the vocabulary only.
 
-    `start` is a multiple of 4, `num_skipped` less than 4, and `begin` counts from `start`.
+    These are start + num_skipped .. start + num_skipped + count - 1; `start` is a multiple of 4,
+    `num_skipped` less than 4, and `begin` counts from `start`.
     """
     index = begin - num_skipped + tl.max_contiguous(tl.arange(0, BLOCK), 4)
     held = (index >= 0) & (index < count)
@@ -181,13 +201,13 @@ def key_score(packed):
 
 @triton.jit
 def _larger(a, a_index, b, b_index):
-    """Elementwise the larger and its index_in_quad; of equals the begin."""
+    """Elementwise the larger and its index; of equals the first."""
     return tl.where(b > a, b, a), tl.where(b > a, b_index, a_index)
 
 
 @triton.jit
 def best_quad_key(v0, v1, v2, v3, counters):
-    """The best score of all lanes with its id, packed."""
+    """The packed key of the best score and its id."""
     low, low_index = _larger(v0, 0, v1, 1)
     high, high_index = _larger(v2, 2, v3, 3)
     score, index_in_quad = _larger(low, low_index, high, high_index)
@@ -196,24 +216,21 @@ def best_quad_key(v0, v1, v2, v3, counters):
 
 @triton.jit
 def max_logit(l0, l1, l2, l3):
-    """The largest logit; infinity if held is a NaN."""
+    """The largest logit; infinity if there is a NaN."""
     low = tl.maximum(l0, l1, propagate_nan=tl.PropagateNan.ALL)
     high = tl.maximum(l2, l3, propagate_nan=tl.PropagateNan.ALL)
     peaks = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
     return tl.max(tl.where(peaks != peaks, float("inf"), peaks), axis=0)
 
 
-SCALE_BLOCK_CE = tl.constexpr(formats.SCALE_BLOCK)
-NO_SCALES, ROW_SCALES, BLOCK_SCALES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-MXFP4_SCALES = tl.constexpr(
-    3
-)  # e2m1, two columns a byte, and an exponent for each 32 columns of a row
-MXFP4_GROUP = tl.constexpr(32)  # columns that share an exponent
+# One step of a GEMM a @ w.T, where w may have fewer bits than a: weights become a's dtype in
+# registers, and their scales are float32. SWAP_AB: the transpose w @ a.T is computed, because
+# tensor cores want 64 rows of the first operand.
 
 
 @triton.jit
 def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.constexpr):
-    """An empty sum."""
+    """float32 [ROWS, COLUMNS], or its transpose if SWAP_AB."""
     if not SWAP_AB:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
     else:
@@ -223,7 +240,7 @@ def zeros_accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAP_AB: tl.con
 
 @triton.jit
 def dot_a_bt(a, w, total, SWAP_AB: tl.constexpr):
-    """total + a @ w.T, or its transpose: tensor cores want 64 rows of the first operand."""
+    """total + a @ w.T, or its transpose."""
     if not SWAP_AB:
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     else:
@@ -235,9 +252,10 @@ def dot_a_bt(a, w, total, SWAP_AB: tl.constexpr):
 def dequantizing_dot(a, w, total, at, SWAP_AB: tl.constexpr, SCALES: tl.constexpr, first=0):
     """total + a @ w.T of rows a [ROWS, DEPTH] and weights w [COLUMNS, DEPTH], or its transpose.
 
-    at: for SCALES by block the scale's address, or addresses that broadcast to total. In MXFP4_SCALES, for
-    a of 16 bits, w is [COLUMNS, DEPTH / 2], and `at` are the addresses [COLUMNS] of four exponents
-    each, int32, of which `first` is that of the first column.
+    SCALES: BLOCK_SCALES: `at` is the address of the scale, or addresses that broadcast to total.
+        MXFP4_SCALES: a has 16 bits, w is [COLUMNS, DEPTH / 2], and `at` are the addresses [COLUMNS]
+        of int32 with four exponents each, of which `first` is that of the first column.
+        Others: scales are applied after the last step.
     """
     if SCALES == MXFP4_SCALES:
         total = _mxfp4_dot(a, w, tl.load(at), first, total, SWAP_AB)
@@ -251,8 +269,8 @@ def dequantizing_dot(a, w, total, at, SWAP_AB: tl.constexpr, SCALES: tl.constexp
 
 @triton.jit
 def fp8_dot(a, w, SWAP_AB: tl.constexpr):
-    """float32 of a [ROWS, DEPTH] @ w [COLUMNS, DEPTH].T, both e4m3, or its transpose; without their
-    scales. Tensor cores sum it all, at 14 bits or more."""
+    """float32 a [ROWS, DEPTH] @ w [COLUMNS, DEPTH].T, both e4m3, or its transpose; without scales.
+    Tensor cores add with 14 bits or more."""
     if a.dtype == tl.uint8:  # in the interpreter
         a, w = from_e4m3(a, tl.float32), from_e4m3(w, tl.float32)
     return dot_a_bt(a, w, zeros_accumulator(a.shape[0], w.shape[0], SWAP_AB), SWAP_AB)
@@ -260,11 +278,11 @@ def fp8_dot(a, w, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def _mxfp4_dot(a, w, words, first, total, SWAP_AB: tl.constexpr):
-    """Exact but for the sum: two bits and a power of two are numbers of 16 bits. Exponents that
-    stand for NaN are not looked for."""
+    """Exact but for the sum, since two bits times a power of two is a number of 16 bits. Exponents
+    that stand for NaN are not recognised."""
     kind: tl.constexpr = "bf16" if a.dtype == tl.bfloat16 else "fp16"
-    run = first + tl.arange(0, 2 * w.shape[1] // MXFP4_GROUP)
-    exponents = (words[:, None] >> (8 * run)[None, :]).to(tl.uint8)
+    group = first + tl.arange(0, 2 * w.shape[1] // MXFP4_GROUP)
+    exponents = (words[:, None] >> (8 * group)[None, :]).to(tl.uint8)
     if not SWAP_AB:
         w = tl.trans(w)
         total = tl.dot_scaled(a, None, kind, w, exponents, "e2m1", total, fast_math=True)
@@ -276,11 +294,11 @@ def _mxfp4_dot(a, w, words, first, total, SWAP_AB: tl.constexpr):
 
 @triton.jit
 def broadcast_rows(vector, SWAP_AB: tl.constexpr):
-    """A vector [ROWS] so that it broadcasts to a sum."""
+    """A vector [ROWS] in the shape that broadcasts to an accumulator."""
     return vector[None, :] if SWAP_AB else vector[:, None]
 
 
 @triton.jit
 def broadcast_columns(vector, SWAP_AB: tl.constexpr):
-    """A vector [COLUMNS] so that it broadcasts to a sum."""
+    """A vector [COLUMNS] in the shape that broadcasts to an accumulator."""
     return vector[:, None] if SWAP_AB else vector[None, :]
