@@ -298,7 +298,7 @@ class SharedCase(Case):
     def attend(self, out, sinks=None, q=None, use_pdl=False):
         return decode_attention(
             self.q if q is None else q, self.k, self.v, self.rows(), self.scale, out, self.scratch,
-            self.cut, use_pdl=early, sinks=sinks, scales=self.scales,
+            self.cut, use_pdl=use_pdl, sinks=sinks, scales=self.scales,
         )  # fmt: skip
 
     def run_shared(self, sinks=None):

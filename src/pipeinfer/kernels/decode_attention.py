@@ -1,9 +1,9 @@
-"""Attention of one query a row over paged keys and values, long rows in several pieces at once.
+"""Split-KV attention of one query a row over paged keys and values.
 
-One launch a layer, and nothing to plan on the host: how rows are cut is found out on the device.
-Keys and values that rows begin with in common are read once for several of them. Needs triton.
-Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
-(the running softmax), https://pytorch.org/blog/flash-decoding (pieces of a row that are merged).
+One launch a layer, and nothing to plan on the host: rows are split on the device
+(decode_splits.py). The keys and values of a shared prefix are read once for several rows. Needs
+triton. Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
+(online softmax), https://pytorch.org/blog/flash-decoding (splits of a row that are merged).
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -39,18 +39,24 @@ from pipeinfer.kernels.triton_support import (
     prefetch_l2,
 )
 
-MIN_QUERY_ROWS = 16  # query rows that tensor cores multiply at least
+MIN_QUERY_ROWS = 16  # rows of the first operand that tensor cores multiply at least
 LOG2E = math.log2(math.e)
-# Which pieces a launch works off. Launched after each other on a stream, those of runs first, the
-# second begins while the first still ends, and ends after it.
-ALL_SPLITS, PREFIX_SPLITS, ROW_SPLITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Which splits a launch computes. Two launches follow each other on a stream, that of the prefixes
+# first; the second begins while the first still ends, and ends after it.
+ALL_SPLITS = tl.constexpr(0)
+PREFIX_SPLITS = tl.constexpr(1)
+ROW_SPLITS = tl.constexpr(2)
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """R rows with one query each, int32. lengths [R]: their keys; a row may have none. indptr
-    [R or more]: where a row's pages begin in `indices`. pieces: of the rows (decode_pieces.py).
-    runs: what the rows have in common, if anything is to be shared.
+    """R rows with one query each, int32.
+
+    seq_lens [R]: keys of each row; a row may have none.
+    kv_indptr [R or more]: where a row's pages begin in kv_indices.
+    kv_indices: pages.
+    splits: of the rows, see decode_splits.py.
+    prefixes: the rows' shared prefixes; None: each row reads all of its keys.
     """
 
     seq_lens: torch.Tensor
@@ -62,15 +68,15 @@ class DecodeRows:
 
 @triton.jit
 def _load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens at, at + 1 ...: at_split page if a block lies in at_split, else [BLOCK]; any for those
-    past `stop`."""
+    """The pages of the tokens at .. at + BLOCK - 1: one if a block lies in one page, else [BLOCK];
+    any page for tokens past `stop`."""
     token = at if PAGE % BLOCK == 0 else at + tl.arange(0, BLOCK)
     return tl.load(kv_indices + first + token // PAGE, mask=token < stop, other=0)
 
 
 @triton.jit
 def _token_offsets(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK]: where the keys of those tokens lie, from the pool's begin."""
+    """[BLOCK]: where the keys of these tokens lie, in elements from the begin of the pool."""
     offset = (at + tl.arange(0, BLOCK)) % PAGE
     return page.to(tl.int64) * page_stride + offset * token_stride
 
@@ -82,8 +88,11 @@ def _attend_split(
     WINDOWED: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
     CACHE: tl.constexpr,
 ):  # fmt: skip
-    """(max_of_all score, sum of weights, weighted sum [QUERY_ROWS, DIM]) over tokens start .. stop - 1,
-    without those before `window_start`. WHOLE_BLOCKS: they are sum_of_all blocks. q, odd: see _load_queries."""
+    """(greatest score [QUERY_ROWS], sum of weights [QUERY_ROWS], weighted sum [QUERY_ROWS, DIM]) over
+    tokens start .. stop - 1, without those before `window_start`.
+
+    q, odd: see _load_queries. WHOLE_BLOCKS: the tokens fill whole blocks.
+    """
     COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     column = tl.arange(0, COLUMNS)
     max_score = tl.full((QUERY_ROWS,), float("-inf"), tl.float32)
@@ -131,7 +140,7 @@ def _attend_split(
 
 @triton.jit
 def _scores_of(q, odd, keys, E4M3_PAGES: tl.constexpr):
-    """Of queries and keys, float32 [QUERY_ROWS, tokens]."""
+    """Scores of queries and keys, float32 [QUERY_ROWS, tokens]."""
     if E4M3_PAGES:
         even_keys, odd_keys = e4m3_pairs_to_fp16(keys)
         scores = tl.dot(q, even_keys.to(q.dtype), input_precision="ieee")
@@ -145,12 +154,14 @@ def _scores_of(q, odd, keys, E4M3_PAGES: tl.constexpr):
 def _load_queries(
     at, real, scale, DIM: tl.constexpr, E4M3_PAGES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Queries [QUERY_ROWS, DIM] that begin `at`, as they are multiplied, and what is left of `scale` for
-    their scores. E4M3_PAGES: their even numbers and their odd ones, since keys come in pairs. Either
-    way there are two, of which the second counts only then.
+    """(queries [QUERY_ROWS, DIM], odd queries, the scale that is left for their scores).
 
-    Numbers of 8 bits become e4m3_pairs_to_fp16 in at_split instruction, bfloat16 in four, and either holds them
-    exactly; queries in bfloat16 are scaled before, so that they have room.
+    at: the addresses of the queries.
+    E4M3_PAGES: even and odd numbers of the queries, [QUERY_ROWS, DIM / 2] each, since keys come in
+        pairs; otherwise the second result is not used.
+
+    Two numbers of e4m3 become float16 in one instruction, bfloat16 in four, and both formats hold
+    them exactly. Queries in bfloat16 are scaled before they become float16, which has less range.
     """
     COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     places = at[:, None] + (tl.arange(0, COLUMNS) * (DIM // COLUMNS))[None, :]
@@ -167,7 +178,7 @@ def _load_queries(
 
 @triton.jit
 def _sink_weight(at, max_score):
-    """The weight of a key without a value, whose score stands `at`, beside a max_of_all score."""
+    """The weight of an attention sink, whose score lies `at`, relative to `max_score`."""
     return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - max_score)
 
 
@@ -176,7 +187,7 @@ def _merge_row(
     out, partial_out, partial_max_sum, sinks, first, splits, head, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The splits of at_split row and KV head, out of what their programs left, into `out`."""
+    """Merges the splits of one row and KV head into `out`."""
     index, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
     there = index < splits
     for query in tl.static_range(GROUP):
@@ -200,7 +211,8 @@ def _merge_row(
 
 @triton.jit
 def _max_of_splits(partial_max_sum, at, stride, count, MAX_SPLITS: tl.constexpr):
-    """Of the first `count` splits of each query, which lie `stride` apart from `at` on."""
+    """The greatest score of the first `count` splits of each query, which lie `stride` apart from
+    `at` on."""
     index = tl.arange(0, MAX_SPLITS)
     places = partial_max_sum + 2 * (at[:, None] + index[None, :] * stride)
     there = index[None, :] < count[:, None]
@@ -212,8 +224,8 @@ def _accumulate_splits(
     partial_out, partial_max_sum, at, stride, count, max_of_all, sum_of_all, value, dim,
     DIM: tl.constexpr,
 ):  # fmt: skip
-    """`sum_of_all` and `value`, whose columns are `dim`, with those splits, in their order; four are
-    read at a time."""
+    """`sum_of_all` and `value` [queries, dim] with these splits added in their order; four are read
+    at a time."""
     for begin in range(0, tl.max(count, axis=0), 4):
         for step in tl.static_range(4):
             index = begin + step
@@ -241,8 +253,9 @@ def _merge_with_prefix(
     wanted, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Of each `wanted` pair of row and query head its own_splits splits, and then those of its run. Pairs
-    are computed alike, whoever merges them: at_split row here, or all that share a split."""
+    """Merges the own splits of each `wanted` pair of row and query head, and then those of its
+    prefix. A pair's result is the same bits whether one row is merged here or all rows that share
+    a split."""
     merge = merges + row * MERGE_WORDS
     prefix_splits = tl.load(merge + 3, mask=wanted, other=0)
     own_splits = tl.load(merge, mask=wanted, other=0) - prefix_splits
@@ -283,17 +296,18 @@ def _decode_attention_kernel(
     PREFIX_QUERIES: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     E4M3_PAGES: tl.constexpr, USE_PDL: tl.constexpr, WHICH_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, split). The last of a row's splits that ends merges all.
+    """Program (KV head, split). The program of a row's last split to end merges all of the row.
 
-    E4M3_PAGES: pages hold pairs of e4m3, values to be multiplied by v_scale; `scale` has that of the
-    keys.
-    PREFIX_QUERIES: queries that a split of a run is for; 0: prefix_rows have no runs. WHICH_SPLITS: which are this
-    launch's. Where they are early, that of the runs has waited for the kernel before in full, and
-    that of the prefix_rows waits for it when it ends: so what comes next waits for both.
+    E4M3_PAGES: pages hold pairs of e4m3; values are multiplied by v_scale, and `scale` includes the
+        scale of the keys.
+    PREFIX_QUERIES: queries that a split of a prefix serves; 0: no prefixes are shared.
+    WHICH_SPLITS: ALL_SPLITS, PREFIX_SPLITS or ROW_SPLITS.
+    USE_PDL: with two launches, that of the prefixes waits for the kernel before it begins, and that
+        of the rows waits for the other one when it ends: so the next kernel waits for both.
     """
     head, split = tl.program_id(0), tl.program_id(1)
     COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
-    of_head = head * COLUMNS  # in pages
+    of_head = head * COLUMNS  # where the head begins in a token's keys
     words = splits + split * SPLIT_WORDS
     row = tl.load(words).to(tl.int64)
     prefix_rows = tl.load(words + 5) if PREFIX_QUERIES > 0 else 0
@@ -303,7 +317,7 @@ def _decode_attention_kernel(
     elif WHICH_SPLITS == ROW_SPLITS:
         other = other | (prefix_rows > 0)
     if other:
-        # Some program of such a launch must have waited, even if nothing is to be done.
+        # One program of such a launch must have waited, even if there is nothing to compute.
         if USE_PDL and WHICH_SPLITS != ALL_SPLITS and split == tl.num_programs(1) - 1:
             gdc_wait()
         return
@@ -317,7 +331,7 @@ def _decode_attention_kernel(
             _prefetch_keys_values(k + of_head, v + of_head, element, COLUMNS)
             gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
-    # What a launch has not waited for itself is read past the nearest cache.
+    # What the launch has not waited for itself must not be read from the L1 cache.
     CACHE: tl.constexpr = ".cg" if USE_PDL and WHICH_SPLITS == ROW_SPLITS else ""
     if WHICH_SPLITS == ALL_SPLITS and PREFIX_QUERIES > 0:
         in_prefix = prefix_rows > 0
@@ -386,8 +400,10 @@ def _attend_prefix_split(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr,
     SINKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """A split of a run, for the queries of its first `prefix_rows` members, side by side. k, v: of the
-    head."""
+    """A split of a shared prefix, for the queries of `prefix_rows` rows at once.
+
+    k, v: of the head. members: the first row that the split serves.
+    """
     dim, query = tl.arange(0, DIM), tl.arange(0, QUERY_ROWS)
     member = query // GROUP
     real = member < prefix_rows
@@ -421,16 +437,16 @@ def _attend_prefix_split(
 
 @triton.jit
 def _store_partial(sums_at, scales_at, max_score, sum_exp, acc, real):
-    """What a split found, for the program that merges its row."""
+    """Leaves the result of a split for the program that merges its row."""
     tl.store(sums_at, acc, mask=real[:, None])
     tl.store(scales_at, max_score, mask=real)
     tl.store(scales_at + 1, sum_exp, mask=real)
-    tl.debug_barrier()  # what all threads have written, before at_split of them says so
+    tl.debug_barrier()  # all threads have written before one of them counts the split as done
 
 
 @triton.jit
 def _prefetch_keys_values(k, v, element, COLUMNS: tl.constexpr):
-    """Asks for the first keys and values, all but the newest of which are there for long."""
+    """Prefetches the first keys and values; all but the newest were written by earlier steps."""
     LINES: tl.constexpr = (COLUMNS + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS
     line = tl.arange(0, LINES) * L2_LINE_ELEMENTS
     prefetch_l2(k + element[:, None] + line[None, :])
@@ -438,24 +454,33 @@ def _prefetch_keys_values(k, v, element, COLUMNS: tl.constexpr):
 
 
 class DecodeWorkspace:
-    """What pieces of rows leave for each other: for launches of at most so many rows and pieces.
-    tile: queries of a piece that several rows share, of which there are at most `runs`.
+    """What the programs of a launch leave for those that merge. Float32, but for the counters.
+
+    partial_out: [splits, heads, dim], weighted sums of values.
+    partial_max_sum: [splits, heads, 2], greatest score and sum of weights.
+    prefix_partial_out, prefix_partial_max_sum: the same of splits of prefixes, [prefix_splits,
+        kv_heads, prefix_queries, ...].
+    counters: int32 [rows, kv_heads], splits that have ended; zeros between launches.
     """
 
     def __init__(
         self,
         rows: int,
-        pieces: int,
+        splits: int,
         heads: tuple[int, int, int],
         device: torch.device,
-        runs: int = 0,
-        tile: int = 0,
+        prefix_splits: int = 0,
+        prefix_queries: int = 0,
     ) -> None:
-        """heads: query heads, KV heads, and the size of either."""
-        queries, kv_heads, dim = heads
-        shared = runs * kv_heads * tile
-        self.partial_out = torch.empty(pieces * queries * dim, device=device)
-        self.partial_max_sum = torch.empty(pieces * queries * 2, device=device)
+        """rows, splits, prefix_splits: of a launch at most.
+
+        heads: query heads, KV heads, and their size.
+        prefix_queries: queries that a split of a prefix serves.
+        """
+        num_heads, kv_heads, dim = heads
+        shared = prefix_splits * kv_heads * prefix_queries
+        self.partial_out = torch.empty(splits * num_heads * dim, device=device)
+        self.partial_max_sum = torch.empty(splits * num_heads * 2, device=device)
         self.prefix_partial_out = torch.empty(shared * dim, device=device)
         self.prefix_partial_max_sum = torch.empty(shared * 2, device=device)
         self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
@@ -475,42 +500,47 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
+    """softmax(q k^T * scale) v of each row's last token: `out`, which is returned. float32 inside.
 
-    q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two,
-    in e4m3 of at least 32.
-    Nothing is written for a row without keys. window: keys that a query sees, its own included; the
-    rows' pieces were cut with the same, and with the same runs, so many of which share a piece as
-    the cut has seats. early: nothing that the kernel before writes is read before it has ended,
-    but for its pieces: False right after they were cut. sinks [heads]: each head's score of a key
-    without a value, that every query sees. scales: of k and v in e4m3, which are multiplied as
-    e4m3_pairs_to_fp16 where q is bfloat16. float32 inside.
+    q: [R, heads, dim]; rows may be strided.
+    k, v: [pages, page_size, kv_heads, dim], laid out alike; dim is a power of two, in e4m3 at least
+        32.
+    rows: split by `split_rows` with the same config, window and prefixes.
+    scale: of scores.
+    out: [R, heads, dim]; rows without keys are not written.
+    workspace: large enough for the rows and their splits.
+    window: keys that a query sees, its own included.
+    use_pdl: False right after the rows were split: the launch reads splits before the kernel before
+        has ended, but nothing else.
+    sinks: [heads], attention sinks: a score without a value that every query of the head sees.
+    scales: of k and v in e4m3, which are multiplied as float16 where q is bfloat16.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
-    k, v, narrow = as_int16_pairs(k), as_int16_pairs(v), k.dtype == E4M3
+    k, v, is_e4m3 = as_int16_pairs(k), as_int16_pairs(v), k.dtype == E4M3
     if count:
-        group, runs = heads // kv_heads, rows.prefixes
-        seats = 0 if runs is None else config.rows_per_prefix_tile(group)
-        pieces = max_total_splits(count, config, seats)
-        launches = [(ALL_SPLITS, pieces, config.load)]
-        if seats and config.prefix_load is not None:
-            runs_alone = max_prefix_splits(count, config, seats)
+        group, prefixes = heads // kv_heads, rows.prefixes
+        prefix_rows = 0 if prefixes is None else config.rows_per_prefix_tile(group)
+        splits = max_total_splits(count, config, prefix_rows)
+        launches = [(ALL_SPLITS, splits, config.load)]
+        if prefix_rows and config.prefix_load is not None:
+            prefix_splits = max_prefix_splits(count, config, prefix_rows)
             launches = [
-                (PREFIX_SPLITS, runs_alone, config.prefix_load),
-                (ROW_SPLITS, pieces, config.load),
+                (PREFIX_SPLITS, prefix_splits, config.prefix_load),
+                (ROW_SPLITS, splits, config.load),
             ]
-        for which, most, reads in launches:
-            _decode_attention_kernel[(kv_heads, most)](
+        for which, programs, load in launches:
+            _decode_attention_kernel[(kv_heads, programs)](
                 q, k, v, out, workspace.partial_out, workspace.partial_max_sum,
                 workspace.prefix_partial_out, workspace.prefix_partial_max_sum, workspace.counters,
-                rows.seq_lens, rows.kv_indptr, rows.kv_indices, rows.splits, runs and runs.members,
-                runs and runs.merges, sinks, scale * scales.k * LOG2E, scales.v, window or 2**30,
-                q.stride(0), k.stride(0), k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim,
-                PAGE=page_size, BLOCK=reads.block_n, MAX_SPLITS=config.max_splits,
+                rows.seq_lens, rows.kv_indptr, rows.kv_indices, rows.splits,
+                prefixes and prefixes.members, prefixes and prefixes.merges, sinks,
+                scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
+                k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
+                BLOCK=load.block_n, MAX_SPLITS=config.max_splits,
                 QUERY_ROWS=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)),
-                PREFIX_QUERIES=config.prefix_queries if seats else 0, WINDOWED=window is not None,
-                SINKS=sinks is not None, E4M3_PAGES=narrow, WHICH_SPLITS=which,
-                num_warps=reads.num_warps, num_stages=reads.num_stages,
+                PREFIX_QUERIES=config.prefix_queries if prefix_rows else 0,
+                WINDOWED=window is not None, SINKS=sinks is not None, E4M3_PAGES=is_e4m3,
+                WHICH_SPLITS=which, num_warps=load.num_warps, num_stages=load.num_stages,
                 **pdl_options(q.device) if use_pdl else {"USE_PDL": False},
             )  # fmt: skip
     return out
@@ -526,7 +556,7 @@ def decode_attention_reference(
     sinks: torch.Tensor | None = None,
     scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
-    """The same in plain torch, row by row in float32: [R, heads, dim]."""
+    """`decode_attention` in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]
     found = []
     for row, length in enumerate(rows.seq_lens.tolist()):

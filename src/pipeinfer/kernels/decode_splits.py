@@ -1,8 +1,8 @@
-"""Cuts the rows of a decode step into pieces of alike length, the longest first, on the device.
+"""Splits the keys of decode rows into parts of similar length, the longest first, on the device.
 
-Once a step: the attention of every layer then works through the same list (decode_attention.py).
-What rows begin with in common is cut into pieces of its own, each for several rows. Needs triton.
-Knows lengths and runs; neither queries nor keys.
+Once a step: the attention of every layer then works through the same list of splits
+(decode_attention.py). A prefix that several rows share has splits of its own, each of which serves
+several rows. Needs triton. Knows lengths and shared prefixes; neither queries nor keys.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -20,17 +20,30 @@ import triton.language as tl
 
 from pipeinfer import packing
 
-SPLIT_WORDS = tl.constexpr(6)  # of a piece
-SPLIT_COUNT_UNIT = tl.constexpr(
-    1 << 16
-)  # what one more split adds to the fourth word of a row's pieces
+# A split is SPLIT_WORDS words:
+#
+# | row | first token | end token | first split of the row, + SPLIT_COUNT_UNIT * splits of the row |
+#                                                                  | first member | rows it serves |
+#
+# row: -1 where there is no such split; of a split of a prefix the leader. first token: a multiple of
+# the block, or the first one after the row's shared prefix. The last two words are of splits of
+# prefixes: where the rows that they serve begin in `members`, and how many these are; 0 in a split
+# of one row.
+SPLIT_WORDS = tl.constexpr(6)
+SPLIT_COUNT_UNIT = tl.constexpr(1 << 16)
+# | splits of the row and its prefix | its first own split | the first split that its prefix has for
+# it | splits of the prefix | rank among the rows that these serve |
 MERGE_WORDS = tl.constexpr(5)
 PACKING_BASE = tl.constexpr(packing.PART)
-MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
+MAX_PREFIXES = tl.constexpr(packing.MOST_RUNS)  # shared prefixes of a step at most
 
 
 class LoadConfig(NamedTuple):
-    """How a program reads a piece: `block` tokens at a time, so many of which are on their way."""
+    """How a program reads the keys and values of a split.
+
+    block_n: tokens of a step.
+    num_warps, num_stages: Triton's; so many steps are in flight.
+    """
 
     block_n: int
     num_warps: int
@@ -39,13 +52,18 @@ class LoadConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How rows are cut: into at most `extra` pieces more than there are rows, into at most `splits`
-    each, and not below `least` tokens.
+    """How rows are split.
 
-    tile: queries, of several rows, that a piece of a run is read for; 0: each row reads for itself.
-    Runs are cut into at most `parts` pieces more than there are such tiles, and not below
-    `least_shared` tokens. of_runs: how these are read, by a launch of their own; None: as those of
-    rows, by the same.
+    extra_splits: splits that there are at most beside one of each row.
+    max_splits: splits of a row at most, a power of two.
+    min_tokens: tokens of a split at least.
+    load: how splits are read.
+    prefix_queries: queries, of several rows, that a split of a shared prefix serves; 0: each row
+        reads its prefix itself.
+    extra_prefix_splits: splits of prefixes at most, beside one of each tile of prefix_queries.
+    min_prefix_tokens: tokens of a split of a prefix at least.
+    prefix_load: how splits of prefixes are read, in a launch of their own; None: as those of rows,
+        in the same launch.
     """
 
     extra_splits: int
@@ -58,20 +76,20 @@ class DecodeConfig:
     prefix_load: LoadConfig | None = None
 
     def rows_per_prefix_tile(self, group: int) -> int:
-        """Rows that share a piece of a run, with `group` query heads to a KV head; 0: none."""
+        """Rows that a split of a prefix serves, with `group` query heads to a KV head; 0: none."""
         return self.prefix_queries // group
 
 
 @dataclass(frozen=True)
 class DecodePrefixes:
-    """What R rows begin with in common, int32. lines [R]: leader * PACKING_BASE + pages: as many of the
-    row's first pages are those of row `leader`, itself perhaps; 0: it has none in common. seats
-    [R]: rank * PACKING_BASE + rows: which of the rows with that leader it is, and how many there are. At
-    most MOST_RUNS leaders; a row has tokens behind its run.
+    """The shared prefixes of R rows, int32. At most MAX_PREFIXES; a row has tokens after its prefix.
 
-    `cut_rows` writes members [R], rows leader by leader in rank order; and merges [R, MERGE_WORDS]:
-    how many pieces a row has with those of its run, its own first, the first that its run has for
-    it, how many that are, and its rank among the rows of that piece.
+    leaders [R]: leader * PACKING_BASE + pages: so many of the row's first pages are those of row
+        `leader`, which may be the row itself; 0: the row shares no prefix.
+    ranks [R]: rank * PACKING_BASE + rows: the row's rank among the rows with this leader, and their
+        number.
+    members [R]: written by `split_rows`: rows leader by leader, in the order of ranks.
+    merges [R, MERGE_WORDS]: written by `split_rows`: which splits make a row.
     """
 
     leaders: torch.Tensor
@@ -82,7 +100,7 @@ class DecodePrefixes:
 
 @triton.jit
 def _split_size(tokens, most, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the splits of so group_rows tokens, which have at most about `most`."""
+    """Tokens of each split of `tokens`, about `most` at most, in whole blocks."""
     most = tl.maximum(most, tl.cdiv(tokens, MAX_SPLITS))
     return tl.cdiv(tl.cdiv(tokens, tl.maximum(tl.cdiv(tokens, most), 1)), BLOCK) * BLOCK
 
@@ -100,9 +118,9 @@ def _split_rows_kernel(
     BLOCK: tl.constexpr, PREFIX_BLOCK: tl.constexpr, PADDED_CAPACITY: tl.constexpr,
     PAGE: tl.constexpr, PREFIX_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): each finds the place of its own splits by what it knows of all rows.
+    """Program (row): each looks at all rows to find where its own splits stand.
 
-    PREFIX_ROWS: rows that share a piece of a run; 0: nothing is shared.
+    PREFIX_ROWS: rows that a split of a prefix serves; 0: no prefixes are shared.
     """
     own_row, row, index = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, MAX_SPLITS)
     length = tl.load(seq_lens + row, mask=row < rows, other=0)
@@ -118,7 +136,7 @@ def _split_rows_kernel(
         )
         prefix_size = tl.maximum(prefix_size, PREFIX_BLOCK)
         prefix_splits = tl.where(group_rows > 0, tl.cdiv(begin, prefix_size), 0)
-        before = tl.sum(tiles * prefix_splits)  # splits of runs stand before all others
+        before = tl.sum(tiles * prefix_splits)  # splits of prefixes stand first
     else:
         begin = tl.maximum(length - window, 0) // BLOCK * BLOCK
         before = 0
@@ -126,11 +144,10 @@ def _split_rows_kernel(
     most = tl.cdiv(tl.sum(tokens), extra_splits)
     size = _split_size(tokens, tl.maximum(most, min_tokens), MAX_SPLITS, BLOCK)
     num_splits = tl.cdiv(tokens, tl.maximum(size, BLOCK))
-    own_size, own_splits = (
-        _value_of_row(own_row, row, size),
-        _value_of_row(own_row, row, num_splits),
-    )
-    own_begin, own_length = _value_of_row(own_row, row, begin), _value_of_row(own_row, row, length)
+    own_size = _value_of_row(own_row, row, size)
+    own_splits = _value_of_row(own_row, row, num_splits)
+    own_begin = _value_of_row(own_row, row, begin)
+    own_length = _value_of_row(own_row, row, length)
     earlier = (size > own_size) | ((size == own_size) & (row < own_row))
     first = before + tl.sum(tl.where(earlier, num_splits, 0))
     at, real = splits + (first + index) * SPLIT_WORDS, index < own_splits
@@ -138,20 +155,16 @@ def _split_rows_kernel(
     tl.store(at, tl.full((MAX_SPLITS,), own_row, tl.int32), mask=real)
     tl.store(at + 1, start, mask=real)
     tl.store(at + 2, tl.minimum(start + own_size, own_length), mask=real)
-    tl.store(
-        at + 3, tl.zeros((MAX_SPLITS,), tl.int32) + first + own_splits * SPLIT_COUNT_UNIT, mask=real
-    )
+    first_and_count = first + own_splits * SPLIT_COUNT_UNIT
+    tl.store(at + 3, tl.zeros((MAX_SPLITS,), tl.int32) + first_and_count, mask=real)
     if PREFIX_ROWS > 0:
         tl.store(at + 5, tl.zeros((MAX_SPLITS,), tl.int32), mask=real)
-        own_leader, own_rank = (
-            _value_of_row(own_row, row, leader),
-            _value_of_row(own_row, row, packed_rank // PACKING_BASE),
-        )
+        own_leader = _value_of_row(own_row, row, leader)
+        own_rank = _value_of_row(own_row, row, packed_rank // PACKING_BASE)
         has_prefix = own_begin > 0
-        own_prefix_size, own_prefix_splits = (
-            _value_of_row(own_leader, row, prefix_size),
-            tl.where(has_prefix, _value_of_row(own_leader, row, prefix_splits), 0),
-        )
+        own_prefix_size = _value_of_row(own_leader, row, prefix_size)
+        own_prefix_splits = _value_of_row(own_leader, row, prefix_splits)
+        own_prefix_splits = tl.where(has_prefix, own_prefix_splits, 0)
         first_prefix_split = tl.sum(tl.where(row < own_leader, tiles * prefix_splits, 0))
         member = tl.sum(tl.where(row < own_leader, group_rows, 0))
         tl.store(members + member + own_rank, own_row, mask=has_prefix)
@@ -163,10 +176,8 @@ def _split_rows_kernel(
         tl.store(merge + 4, own_rank % PREFIX_ROWS)
         count = _value_of_row(own_row, row, group_rows)
         for tile in range(_value_of_row(own_row, row, tiles)):
-            at, real = (
-                splits + (first_prefix_split + tile * own_prefix_splits + index) * SPLIT_WORDS,
-                index < own_prefix_splits,
-            )
+            place = first_prefix_split + tile * own_prefix_splits + index
+            at, real = splits + place * SPLIT_WORDS, index < own_prefix_splits
             start = index * own_prefix_size
             tl.store(at, tl.full((MAX_SPLITS,), own_row, tl.int32), mask=real)
             tl.store(at + 1, start, mask=real)
@@ -179,7 +190,7 @@ def _split_rows_kernel(
         first_unused = before + tl.sum(num_splits) + tl.arange(0, PADDED_CAPACITY)
         capacity = rows + extra_splits
         if PREFIX_ROWS > 0:
-            capacity += extra_prefix_splits + MOST_RUNS + rows // PREFIX_ROWS
+            capacity += extra_prefix_splits + MAX_PREFIXES + rows // PREFIX_ROWS
         tl.store(
             splits + first_unused * SPLIT_WORDS, tl.full((PADDED_CAPACITY,), -1, tl.int32),
             mask=first_unused < capacity,
@@ -187,24 +198,27 @@ def _split_rows_kernel(
 
 
 def max_total_splits(rows: int, config: DecodeConfig, prefix_rows: int = 0) -> int:
-    """Of so many rows, of which `seats` share a piece of a run; 0: they have no runs."""
+    """Splits of `rows` rows at most.
+
+    prefix_rows: rows that a split of a prefix serves; 0: no prefixes are shared.
+    """
     return rows + config.extra_splits + max_prefix_splits(rows, config, prefix_rows)
 
 
 def max_prefix_splits(rows: int, config: DecodeConfig, prefix_rows: int) -> int:
-    """Pieces of runs, which stand before all others."""
-    return (
-        config.extra_prefix_splits + packing.MOST_RUNS + rows // prefix_rows if prefix_rows else 0
-    )
+    """Splits of prefixes at most, which stand before all others."""
+    if not prefix_rows:
+        return 0
+    return config.extra_prefix_splits + packing.MOST_RUNS + rows // prefix_rows
 
 
 def empty_splits(count: int, device: torch.device) -> torch.Tensor:
-    """What `cut_rows` writes so many pieces into."""
+    """int32 [count, SPLIT_WORDS], for `split_rows`."""
     return torch.empty((count, SPLIT_WORDS.value), dtype=torch.int32, device=device)
 
 
 def empty_prefix_merges(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Members and merges of so many rows."""
+    """(members, merges) of DecodePrefixes, for so many rows."""
     members = torch.empty(rows, dtype=torch.int32, device=device)
     return members, torch.empty((rows, MERGE_WORDS.value), dtype=torch.int32, device=device)
 
@@ -218,17 +232,14 @@ def split_rows(
     prefix_rows: int = 0,
     page_size: int = 1,
 ) -> None:
-    """Writes `pieces`, int32 [most_pieces, WORDS], for lengths int32 [R]; R is at most 32,768.
+    """Writes the splits of rows.
 
-    Words of a piece: its row, -1 where there is no such piece; its first token, a multiple of the
-    block or the first behind the row's run; the token after its last; and, in two halves, the row's
-    first piece and how many pieces it has. All pieces of a row stand together, longer ones before
-    those of other rows. window: keys that a query sees: what lies before is left out, but for the
-    rest of a block.
-
-    runs: of rows without window, `seats` of which share a piece. Such pieces stand first; the
-    leader is their row, and their last two words are where the rows that they are for begin in
-    `runs.members`, and how many that are, 0 in a piece of one row.
+    lengths: int32 [R], keys of each row; R is at most 32,768.
+    splits: int32 [max_total_splits, SPLIT_WORDS], written. Splits of prefixes stand first, then
+        those of rows; all splits of a row stand together, longer ones before those of other rows.
+    window: keys that a query sees; earlier ones have no splits, but for the rest of a block.
+    prefixes: of rows without window; members and merges are written.
+    prefix_rows: rows that a split of a prefix serves.
     """
     rows = len(lengths)
     if rows:
@@ -248,8 +259,8 @@ def split_rows(
 def split_rows_reference(
     lengths: torch.Tensor, config: DecodeConfig, window: int | None = None
 ) -> list[tuple[int, int, int, int, int]]:
-    """(row, first token, token after the last, first piece of the row, its pieces) of all pieces
-    in order, in plain Python."""
+    """(row, first token, end token, first split of the row, its splits) of all splits in order, in
+    plain Python."""
     spans = []
     for row, length in enumerate(lengths.tolist()):
         begin = max(length - (window or 2**30), 0) // config.load.block_n * config.load.block_n
