@@ -49,7 +49,7 @@ def time_store() -> None:
         qkv = randn(tokens, (heads + 16) * 128)
         places = torch.randperm(1024 * 16, device="cuda")[:tokens].int()
         positions = torch.randint(0, 4096, (tokens,), device="cuda").int()
-        store.ELEMENTS = elements
+        store.ELEMENTS_PER_PROGRAM = elements
         run = partial(store.rotate_and_store, qkv, *table, places, *pool, heads)
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
@@ -60,10 +60,10 @@ def time_store() -> None:
         stored = tokens * 16 * 128  # a byte each in place of two
         line(
             f"{name}, 8 bits",
-            partial(run, shift=randn(8, 128).float()),
+            partial(run, key_center=randn(8, 128).float()),
             (4 * qkv.numel() - stored) / BYTES_PER_US,
         )
-    store.ELEMENTS = 2048
+    store.ELEMENTS_PER_PROGRAM = 2048
 
 
 def knobs(rows: int, temperature: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):

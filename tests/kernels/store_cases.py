@@ -164,7 +164,7 @@ def test_pages_of_8_bits_are_those_of_the_reference(heads, kv_heads, dim, shifte
     options = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype),
                "k_scale": 0.07, "v_scale": 0.3}  # fmt: skip
     if shifted:
-        options["shift"] = randn(6, kv_heads, dim)
+        options["key_center"] = randn(6, kv_heads, dim)
     got, expected = both(*in_8_bits(7, heads, kv_heads, dim, dtype), heads, **options)
     assert relative_error(got[0], expected[0]) < TOLERANCE[dtype]
     # Values are copied, so they round alike; of keys, a few of which stand between two numbers,
@@ -181,7 +181,7 @@ def test_queries_and_keys_of_8_bits_are_turned_alike_and_keys_shifted_before(dim
     k_plain, v_plain = k_cache.float(), v_cache.float()
     shift = 3 * randn(8, 1, dim)
     plain = rotate_and_store(qkv, cos, sin, places, k_plain, v_plain, 2)
-    queries = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 2, shift=shift)
+    queries = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 2, key_center=shift)
     turn = matrix(dim).to(DEVICE)
     assert relative_error(queries, (plain.double() @ turn).float()) < 1e-5
     exact = ((k_plain.flatten(0, 1)[places] - shift).double() @ turn).float()
@@ -197,7 +197,7 @@ def test_queries_and_keys_of_8_bits_are_turned_alike_and_keys_shifted_before(dim
 def test_a_shift_is_nothing_to_pages_of_16_bits():
     given = inputs(5, 4, 2, 64, torch.bfloat16)
     one, _ = both(*given, 4)
-    other, _ = both(*given, 4, shift=randn(8, 2, 64))
+    other, _ = both(*given, 4, key_center=randn(8, 2, 64))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 

@@ -117,7 +117,7 @@ class FusedStore:
             offset=0.0 if norm is None else norm.offset,
             k_scale=scales.k,
             v_scale=scales.v,
-            shift=pool.shifts[layer],
+            key_center=pool.shifts[layer],
         )
         return queries, None, None
 

@@ -1,6 +1,9 @@
-"""SwiGLU in Triton: silu(gate) * up of a merged gate and up product, in one launch.
+"""SwiGLU and GeGLU, and FP8 quantization of activations with a scale a row or a group of values.
 
-For devices on which no library's kernel is better; needs triton. Knows no layer.
+Quantization runs by itself, or as the last thing that another kernel does (`store_quantized`).
+For devices on which no library's kernel is better. Needs triton; formats.py has quantization in
+plain torch. Knows tensors, no layer. Sources: https://arxiv.org/abs/2002.05202 (GLU variants),
+https://arxiv.org/abs/2412.19437, 3.3.2 (scales of groups).
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -20,7 +23,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pipeinfer.kernels.formats import E4M3, E4M3_MAX, MIN_SCALE, quantize_rows
 from pipeinfer.kernels.triton_support import as_kernel_arg, pdl_options, to_e4m3
 
-ACTIVATION_BLOCK = 1024
+ACTIVATION_BLOCK = 1024  # values of SwiGLU or GeGLU in one program
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)  # of the approximation of GELU by tanh, twice its factor
+QUANTIZE_VALUES_PER_THREAD = 16  # values of a thread, where a program may have so many
 
 
 @triton.jit
@@ -34,7 +39,8 @@ def _swiglu_kernel(merged, out, stride, SIZE: tl.constexpr, ACTIVATION_BLOCK: tl
 
 
 def swiglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, 2 n], gate first, to [T, n]; rows may be strided. float32 inside, rounded once."""
+    """silu(gate) * up, [T, n], of merged [T, 2 n], gate first; rows may be strided. float32 inside,
+    rounded once."""
     tokens, size = merged.shape[0], merged.shape[1] // 2
     out = merged.new_empty(tokens, size) if out is None else out
     if tokens:
@@ -51,12 +57,9 @@ def swiglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 
 
 def swiglu_reference(merged: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """`swiglu` in plain torch."""
     gate, up = merged.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(merged.dtype)
-
-
-GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 
 
 @triton.jit
@@ -68,7 +71,7 @@ def _geglu_kernel(
     ACTIVATION_BLOCK: tl.constexpr,
     GELU_SLOPE: tl.constexpr,
 ):
-    """With weights 0.5 (1 + tanh z), which is sigmoid(2 z)."""
+    """GELU is gate * 0.5 (1 + tanh z), and 0.5 (1 + tanh z) is sigmoid(2 z)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * ACTIVATION_BLOCK + tl.arange(0, ACTIVATION_BLOCK)
     inside = column < SIZE
@@ -79,7 +82,8 @@ def _geglu_kernel(
 
 
 def geglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, 2 n], gate first, to [T, n]; rows may be strided. float32 inside, rounded once."""
+    """gelu(gate) * up, [T, n], of merged [T, 2 n], gate first; rows may be strided. GELU by its
+    approximation with tanh; float32 inside, rounded once."""
     tokens, size = merged.shape[0], merged.shape[1] // 2
     out = merged.new_empty(tokens, size) if out is None else out
     if tokens:
@@ -92,12 +96,9 @@ def geglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor
 
 
 def geglu_reference(merged: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """`geglu` in plain torch."""
     gate, up = merged.float().chunk(2, dim=-1)
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(merged.dtype)
-
-
-QUANTIZE_VALUES_PER_THREAD = 16  # values of a thread, where a program may have so many
 
 
 @triton.jit
@@ -107,7 +108,7 @@ def _scale_for(amax, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr):
 
 @triton.jit
 def _store_scaled(values, scale, out, column, inside):
-    inverse = tl.math.div_rn(1.0, scale)  # a division of each value would take amax of the time
+    inverse = tl.math.div_rn(1.0, scale)  # dividing each value would take most of the time
     tl.store(out + column, to_e4m3(values * inverse, out.dtype.element_ty), mask=inside)
 
 
@@ -116,7 +117,8 @@ def _store_groups(
     values, out, scale, begin, SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's out [SIZE] and scale [SIZE / GROUP_SIZE] those from `begin` on; GROUP_SIZE: a power of two."""
+    """Quantizes `values` [BLOCK] of a row, from its value `begin` on, into out [SIZE] and scale
+    [SIZE / GROUP_SIZE]. GROUP_SIZE: a power of two."""
     part = tl.arange(0, BLOCK // GROUP_SIZE)
     inside = begin + part * GROUP_SIZE < SIZE
     parts = tl.reshape(values, (BLOCK // GROUP_SIZE, GROUP_SIZE))
@@ -131,8 +133,10 @@ def store_quantized(
     values, out, scale, row, SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `values` [BLOCK], zeros from SIZE on, as row `row` of out [rows, SIZE] in e4m3 and of
-    scale [rows, SIZE / GROUP_SIZE]. GROUP_SIZE: SIZE, or a power of two."""
+    """Quantizes `values`, float32 [BLOCK], zeros from SIZE on, as row `row`.
+
+    out: e4m3 [rows, SIZE]. scale: [rows, SIZE / GROUP_SIZE]. GROUP_SIZE: SIZE, or a power of two.
+    """
     out += row * SIZE
     scale += row * (SIZE // GROUP_SIZE)
     if GROUP_SIZE == SIZE:
@@ -149,8 +153,10 @@ def store_quantized_tile(
     values, out, scale, row, real, begin, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP_SIZE: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """float32 `values` [ROWS, BLOCK_N], of those `row` [ROWS] of out and scale that are `real`, as
-    `store_rounded` has them, the columns from `begin` on, a multiple of GROUP_SIZE."""
+    """Quantizes `values`, float32 [ROWS, BLOCK_N], as columns from `begin` on of the rows `row`
+    [ROWS] that are `real`. out, scale, GROUP_SIZE: as for store_quantized; begin is a multiple of
+    GROUP_SIZE.
+    """
     ROWS: tl.constexpr = values.shape[0]
     parts: tl.constexpr = BLOCK_N // GROUP_SIZE
     by_part = tl.reshape(values, (ROWS, parts, GROUP_SIZE))
@@ -169,7 +175,7 @@ def store_quantized_tile(
 
 @triton.jit
 def _load_values(x, column, SIZE: tl.constexpr, SWIGLU: tl.constexpr):
-    """float32 values of a row at x; SWIGLU: SwiGLU of 2 SIZE of them, gate first."""
+    """float32 values of a row at x; SWIGLU: SwiGLU of 2 SIZE values, gate first."""
     inside = column < SIZE
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if SWIGLU:
@@ -184,7 +190,7 @@ def _quantize_kernel(
     TAIL: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, SWIGLU: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, as two powers of two: BLOCK of its values, and those that TAIL has room for."""
+    """One row, in two powers of two: its first BLOCK values, and the TAIL after them."""
     row = tl.program_id(0).to(tl.int64)
     if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
@@ -207,24 +213,26 @@ def _quantize_kernel(
 
 @dataclass(frozen=True)
 class Fp8Output:
-    """For rows [T, size] in e4m3 and their scales, and what kernels that fill it have to know.
+    """Rows in e4m3 that a kernel writes, with their scales.
 
-    part: values that share a scale, 0: all of a row.
+    values: e4m3 [T, size].
+    scale: float32 [T, size / group_size].
     """
 
     values: torch.Tensor
     scale: torch.Tensor
 
     @classmethod
-    def empty(cls, device: torch.device, rows: int, size: int, part: int) -> Fp8Output:
+    def empty(cls, device: torch.device, rows: int, size: int, group_size: int) -> Fp8Output:
+        """group_size: values that share a scale; 0: all of a row."""
         return cls(
             torch.empty(rows, size, dtype=E4M3, device=device),
-            torch.empty(rows, size // (part or size), dtype=torch.float32, device=device),
+            torch.empty(rows, size // (group_size or size), dtype=torch.float32, device=device),
         )
 
     @property
     def kernel_args(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As kernels are to be given them."""
+        """The tensors as kernels take them."""
         return as_kernel_arg(self.values), self.scale
 
     @property
@@ -233,7 +241,7 @@ class Fp8Output:
 
     @property
     def launch_options(self) -> dict[str, float]:
-        """Of a launch with a program a row, but for blocks and warps."""
+        """Options of a launch with a program a row, but for blocks and warps."""
         size = self.values.shape[1]
         given: dict[str, float] = {"SIZE": size, "GROUP_SIZE": size // self.scale.shape[1]}
         given |= {"E4M3_MAX": E4M3_MAX, "MIN_SCALE": MIN_SCALE}
@@ -241,43 +249,46 @@ class Fp8Output:
 
 
 def _quantized(
-    x: torch.Tensor, size: int, part: int, gated: bool
+    x: torch.Tensor, size: int, group_size: int, gated: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    room = Fp8Output.empty(x.device, len(x), size, part)
+    output = Fp8Output.empty(x.device, len(x), size, group_size)
     block = 1 << (size.bit_length() - 1)
-    rest = max(triton.next_power_of_2(size - block), part, 1)
+    tail = max(triton.next_power_of_2(size - block), group_size, 1)
     if len(x):
         _quantize_kernel[(len(x),)](
-            x, *room.kernel_args, x.stride(0), BLOCK=block, TAIL=rest, SWIGLU=gated,
+            x, *output.kernel_args, x.stride(0), BLOCK=block, TAIL=tail, SWIGLU=gated,
             num_warps=min(max(block // (32 * QUANTIZE_VALUES_PER_THREAD), 1), 32),
-            **room.launch_options,
+            **output.launch_options,
         )  # fmt: skip
-    return room.result
+    return output.result
 
 
 def quantize_groups(x: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [T, n], float32 scales [T, n / part]) of x [T, n], any float dtype, strided rows; part
-    0: all of a row."""
+    """(e4m3 [T, n], float32 scales [T, n / group_size]) of x, any float dtype [T, n], strided rows.
+
+    group_size: values that share a scale; 0: all of a row.
+    """
     return _quantized(x, x.shape[1], group_size, gated=False)
 
 
 def swiglu_quantize_groups(
     merged: torch.Tensor, group_size: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_parts`, of SwiGLU of merged [T, 2 n], gate first, which is not rounded before."""
+    """As `quantize_groups`, of SwiGLU of merged [T, 2 n], gate first, which is not rounded
+    before."""
     return _quantized(merged, merged.shape[1] // 2, group_size, gated=True)
 
 
 def quantize_groups_reference(
     x: torch.Tensor, group_size: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch."""
-    rounded, scale = quantize_rows(x.unflatten(1, (-1, group_size or x.shape[1])))
-    return rounded.flatten(1), scale.flatten(1)
+    """`quantize_groups` in plain torch."""
+    quantized, scale = quantize_rows(x.unflatten(1, (-1, group_size or x.shape[1])))
+    return quantized.flatten(1), scale.flatten(1)
 
 
 def swiglu_quantize_groups_reference(
     merged: torch.Tensor, group_size: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch."""
+    """`swiglu_quantize_groups` in plain torch."""
     return quantize_groups_reference(swiglu_reference(merged.float()), group_size)

@@ -88,8 +88,8 @@ def _attend_split(
     WINDOWED: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
     CACHE: tl.constexpr,
 ):  # fmt: skip
-    """(greatest score [QUERY_ROWS], sum of weights [QUERY_ROWS], weighted sum [QUERY_ROWS, DIM]) over
-    tokens start .. stop - 1, without those before `window_start`.
+    """(greatest score [QUERY_ROWS], sum of weights [QUERY_ROWS], weighted sum [QUERY_ROWS, DIM])
+    over tokens start .. stop - 1, without those before `window_start`.
 
     q, odd: see _load_queries. WHOLE_BLOCKS: the tokens fill whole blocks.
     """

@@ -25,8 +25,8 @@ from pipeinfer import packing
 # | row | first token | end token | first split of the row, + SPLIT_COUNT_UNIT * splits of the row |
 #                                                                  | first member | rows it serves |
 #
-# row: -1 where there is no such split; of a split of a prefix the leader. first token: a multiple of
-# the block, or the first one after the row's shared prefix. The last two words are of splits of
+# row: -1 where there is no such split; of a split of a prefix the leader. first token: a multiple
+# of the block, or the first one after the row's shared prefix. The last two words are of splits of
 # prefixes: where the rows that they serve begin in `members`, and how many these are; 0 in a split
 # of one row.
 SPLIT_WORDS = tl.constexpr(6)
@@ -82,7 +82,8 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodePrefixes:
-    """The shared prefixes of R rows, int32. At most MAX_PREFIXES; a row has tokens after its prefix.
+    """The shared prefixes of R rows, int32. At most MAX_PREFIXES; a row has tokens after its
+    prefix.
 
     leaders [R]: leader * PACKING_BASE + pages: so many of the row's first pages are those of row
         `leader`, which may be the row itself; 0: the row shares no prefix.

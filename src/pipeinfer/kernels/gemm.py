@@ -1,11 +1,11 @@
 """GEMMs with a weight matrix: of few rows (small M), in 16 bits or FP8, and with FP8 block scales.
 
 A GEMM of few rows takes as long as its weights take to read. These kernels start reading while the
-kernel before still ends, and save the kernel after a library's GEMM: SwiGLU, or the sum of a split-K
-GEMM, which the following norm makes. GEMMs of many rows are a library's business, except where
-weights have a scale for each block of 128 x 128; source: https://arxiv.org/abs/2412.19437, 3.3.2.
-Needs triton. Knows rows and weights, no layer; tile_configs.py says which tiles, and where a library
-is the faster.
+kernel before still ends, and save the kernel after a library's GEMM: SwiGLU, or the sum of a
+split-K GEMM, which the following norm makes. GEMMs of many rows are a library's business, except
+where weights have a scale for each block of 128 x 128; source: https://arxiv.org/abs/2412.19437,
+3.3.2. Needs triton. Knows rows and weights, no layer; tile_configs.py says which tiles, and where
+a library is the faster.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.

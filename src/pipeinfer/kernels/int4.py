@@ -1,8 +1,10 @@
-"""Products with weights of four bits: of few rows by tensor cores, of many behind decoding.
+"""GEMMs with weights of four bits: of small M by tensor cores; for others the weights are
+dequantized.
 
-A product of few rows takes as long as its weights take to read, if one costs three instructions
-at most: the bits of two become mantissas in one register, and lie where a tensor core wants them.
-Needs triton. Knows rows and weights, no layer and no file; int4_layout.py has the layout.
+A GEMM of few rows takes as long as its weights take to read, if a weight costs three instructions
+at
+most: the bits of two weights become mantissas in one register, and lie where a tensor core wants
+them. Needs triton. Knows rows and weights, no layer and no file; formats.py has the layout.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -22,16 +24,15 @@ from pipeinfer.kernels.tile_configs import Int4GemmConfig
 from pipeinfer.kernels.triton_support import pdl_options, prefetch_l2
 
 _TILE_K = tl.constexpr(INT4_TILE_K)
-_TILE_WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)  # of a run
-_THREAD_WORDS = tl.constexpr(
-    WORDS_PER_THREAD
-)  # words that a thread of a tensor core has side by side
+_TILE_WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)
+_THREAD_WORDS = tl.constexpr(WORDS_PER_THREAD)
+DEQUANTIZE_BLOCK_N = 32  # columns of the product that a program of `int4_dequantize` has
 
 
 @triton.jit
 def _integer_at(words, PLACE: tl.constexpr):
-    """float32 of the packed at PLACE of `words`. As the mantissa's bits from P on they are
-    2 ** (23 - P) too much, which a subtraction takes off exactly."""
+    """float32 of the numbers at PLACE of `words`. As the bits of a mantissa from P on they are
+    2 ** (23 - P) too large, which a subtraction takes off exactly."""
     P: tl.constexpr = 4 * PLACE if PLACE < 5 else 4 * PLACE - 12
     if PLACE >= 5:
         words = words >> 12
@@ -41,8 +42,11 @@ def _integer_at(words, PLACE: tl.constexpr):
 
 @triton.jit
 def _load_zeros_scales(scales_zeros, at, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """(zeros, scales) of scales_zeros [.., 2] at pair `at`, as _dequantize_pair wants them: float32, or int32 of a
-    value twice. The packed have 128 too much as bfloat16, 1,024 as float16, the zeros so, too."""
+    """(zeros, scales) of scales_zeros [.., 2] at `at`, as _dequantize_pair wants them.
+
+    float32; if PAIRS, int32 that hold a value twice. Integers made from mantissas are 128 too large
+    in bfloat16, 1,024 in float16; so are the zeros then.
+    """
     if PAIRS:
         both = tl.load(scales_zeros + at)
         if dtype == tl.bfloat16:
@@ -68,7 +72,7 @@ def _load_zeros_scales(scales_zeros, at, dtype: tl.constexpr, PAIRS: tl.constexp
 
 @triton.jit
 def _dequantize_pair(words, zero, scale, P: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """[.., 2] of dtype: (number - zero) * scale, of packed P and P + 4 of each of `words`."""
+    """[.., 2] of dtype: (number - zero) * scale, of numbers P and P + 4 of each of `words`."""
     if PAIRS:
         shifted = words >> (4 * P)
         if dtype == tl.bfloat16:
@@ -96,7 +100,7 @@ def _group_zeros_scales(
     scales_zeros, column, k_tile, P: tl.constexpr, BLOCK_N: tl.constexpr, N: tl.constexpr,
     GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros and scales [BLOCK_N, _TILE_WORDS] of pair P of a k_tile's words."""
+    """Zeros and scales [BLOCK_N, _TILE_WORDS] of pair P of a tile's words."""
     first = k_tile * _TILE_K + P * (2 * _TILE_WORDS)
     if GROUP_SIZE >= 2 * _TILE_WORDS:
         zero, scale = _load_zeros_scales(
@@ -109,9 +113,8 @@ def _group_zeros_scales(
         zero, scale = _load_zeros_scales(
             scales_zeros, at[None, :] * N + column[:, None], dtype, PAIRS
         )
-    return tl.broadcast_to(zero, (BLOCK_N, _TILE_WORDS)), tl.broadcast_to(
-        scale, (BLOCK_N, _TILE_WORDS)
-    )
+    zero = tl.broadcast_to(zero, (BLOCK_N, _TILE_WORDS))
+    return zero, tl.broadcast_to(scale, (BLOCK_N, _TILE_WORDS))
 
 
 @triton.jit
@@ -119,7 +122,7 @@ def _dequantize_tile(
     words, scales_zeros, column, k_tile, BLOCK_N: tl.constexpr, N: tl.constexpr,
     GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, _TILE_K] of dtype: those of words [BLOCK_N, _TILE_WORDS], one k_tile of each column."""
+    """[BLOCK_N, _TILE_K] of dtype, of words [BLOCK_N, _TILE_WORDS]: one tile of each column."""
     zero, scale = _group_zeros_scales(
         scales_zeros, column, k_tile, 0, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
     )
@@ -152,22 +155,20 @@ def _int4_small_m_kernel(
     K_TILES: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr, PAIRS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_N columns, split of the depth, rows): one tile of parts [SPLIT_K, rows, N].
+    """Program (BLOCK_N columns, split of K, BLOCK_M rows): one tile of parts [SPLIT_K, rows, N].
 
-    MERGE_SPLITS: who comes last to a tile, by `counters`, adds its parts in their order into `out`.
+    MERGE_SPLITS: the last program of a tile, by `counters`, adds its parts in order into `out`.
+    PAIRS: two weights are dequantized at once.
     """
-    tiles_per_split: tl.constexpr = K // _TILE_K // SPLIT_K  # runs
+    tiles_per_split: tl.constexpr = K // _TILE_K // SPLIT_K
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = (row < rows)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    right = (
-        packed
-        + (split * tiles_per_split).to(tl.int64) * (N * _TILE_WORDS)
-        + column[:, None] * _TILE_WORDS
-    )
+    right = packed + (split * tiles_per_split).to(tl.int64) * (N * _TILE_WORDS)
+    right += column[:, None] * _TILE_WORDS
     left = x + row[:, None] * x_stride + split * (tiles_per_split * _TILE_K)
     if USE_PDL:
         prefetch_l2(right + tl.arange(0, K_TILES)[None, :] * (N * _TILE_WORDS))
@@ -180,16 +181,9 @@ def _int4_small_m_kernel(
             k_tile = first_tile + inner
             words = tl.load(right + k_tile * (N * _TILE_WORDS))
             a = tl.load(left + k_tile * _TILE_K, mask=real, other=0.0)
+            of_all = split * tiles_per_split + k_tile
             w = _dequantize_tile(
-                words,
-                scales_zeros,
-                column,
-                split * tiles_per_split + k_tile,
-                BLOCK_N,
-                N,
-                GROUP_SIZE,
-                dtype,
-                PAIRS,
+                words, scales_zeros, column, of_all, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
             )
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
@@ -216,7 +210,7 @@ def _int4_dequantize_kernel(
     packed, scales_zeros, out, N: tl.constexpr, K: tl.constexpr, GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_N columns of the product, k_tile of the depth)."""
+    """Program (BLOCK_N columns of the product, tile of K)."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_tile = tl.program_id(1)
     row = column.to(tl.int64)[:, None]
@@ -235,15 +229,19 @@ def int4_small_m_gemm(
     bias: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of x [T, depth] with the weights' transpose, plus bias [width].
+    """x @ weight.T + bias, for weights of four bits, which are rounded to x's dtype; sums are
+    float32.
 
-    packed: int32 [runs, width, 16]; scales_zeros: [depth / group, width, 2] of x's dtype, scales and
-    zeros; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
-    splits * runs the runs of the depth. Rows of x may be strided. Weights are rounded to x's dtype;
-    sums are float32.
+    x: [T, depth]; rows may be strided.
+    packed: int32 [tiles, width, 16], see formats.py.
+    scales_zeros: [depth / group, width, 2] of x's dtype, scales and zeros; a group is whole tiles,
+        or 16, 32 or 64 columns.
+    config: block_n divides width, and split_k * k_tiles the tiles of the depth.
+    bias: [width].
+    counters: int32, a zero for each tile of the result if there are splits; zeros again afterwards.
 
-    counters: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
-    [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
+    With counters the result is [1, T, width] of x's dtype; without them float32 [split_k, T,
+    width], whose sum over the first dimension remains to be made.
     """
     (height, depth), width = x.shape, packed.shape[1]
     merged = counters is not None and config.split_k > 1
@@ -253,13 +251,14 @@ def int4_small_m_gemm(
     )  # fmt: skip
     out = torch.empty(1, height, width, dtype=x.dtype, device=x.device) if merged else parts
     if height:
-        halves = _pairs_at_once(x.dtype, x.device)
-        _int4_small_m_kernel[(width // config.block_n, config.split_k, triton.cdiv(height, config.block_m))](
-            x, packed, scales_zeros.view(torch.int32) if halves else scales_zeros, bias, parts, out,
+        pairs = _pairs_at_once(x.dtype, x.device)
+        grid = width // config.block_n, config.split_k, triton.cdiv(height, config.block_m)
+        _int4_small_m_kernel[grid](
+            x, packed, scales_zeros.view(torch.int32) if pairs else scales_zeros, bias, parts, out,
             counters, height, x.stride(0), N=width, K=depth,
             GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, K_TILES=config.k_tiles, SPLIT_K=config.split_k,
-            HAS_BIAS=bias is not None, MERGE_SPLITS=merged, PAIRS=halves,
+            HAS_BIAS=bias is not None, MERGE_SPLITS=merged, PAIRS=pairs,
             num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
         )  # fmt: skip
     return out
@@ -268,18 +267,19 @@ def int4_small_m_gemm(
 def int4_dequantize(
     packed: torch.Tensor, scales_zeros: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
-    (runs, width, _), columns = packed.shape, 32
-    depth = runs * INT4_TILE_K
+    """The weights [width, depth] in `dtype`; arguments as for `int4_small_m_gemm`."""
+    tiles, width, _ = packed.shape
+    depth = tiles * INT4_TILE_K
     out = torch.empty(width, depth, dtype=dtype, device=packed.device)
-    halves = _pairs_at_once(dtype, packed.device)
-    _int4_dequantize_kernel[(width // columns, runs)](
-        packed, scales_zeros.view(torch.int32) if halves else scales_zeros, out, N=width, K=depth,
-        GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_N=columns, PAIRS=halves, num_warps=4,
+    pairs = _pairs_at_once(dtype, packed.device)
+    _int4_dequantize_kernel[(width // DEQUANTIZE_BLOCK_N, tiles)](
+        packed, scales_zeros.view(torch.int32) if pairs else scales_zeros, out, N=width, K=depth,
+        GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_N=DEQUANTIZE_BLOCK_N, PAIRS=pairs,
+        num_warps=4,
     )  # fmt: skip
     return out
 
 
 def _pairs_at_once(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether two weights are made at once: by instructions that the interpreter has not."""
+    """Whether two weights are dequantized at once, by instructions that the interpreter lacks."""
     return device.type == "cuda" and dtype != torch.float32

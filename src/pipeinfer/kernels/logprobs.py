@@ -1,9 +1,12 @@
 """Log-probs on the device: one pass over the logits of each row, then a small reduction.
 
-Needs triton. A record of some ids of a row is int64 [2 + num_top]: the bits of float32 log(sum of
-exp(logit)), how many keys lie num_above the key of the row's own_keys token, and the greatest keys, falling.
-Records of blocks make that of a rank, those of ranks the scores. A key is an id with its logit, as
-lanes.py packs them.
+A record of some ids of a row is int64 [2 + num_top]:
+
+| float32 bits of logsumexp(logits) | keys above the row's own key | greatest keys, falling |
+
+Keys are packed logit keys (triton_support.py); the row's own key is that of the token whose
+log-prob is asked for. Records of blocks make that of a rank, those of ranks the log-probs. Needs
+triton.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -23,7 +26,7 @@ from pipeinfer.params import MOST_LOGPROBS
 
 # Fixed, whatever the batch: partial results must not depend on how many rows present are.
 BLOCK = 4096  # logits of one program
-MAX_KEYS = triton.next_power_of_2(MOST_LOGPROBS)  # keys of a record; one that is compiled for all
+MAX_KEYS = triton.next_power_of_2(MOST_LOGPROBS)  # keys of a record at most: compiled once for all
 _HEADER = tl.constexpr(2)  # words of a record before its keys
 _NO_KEY = tl.constexpr(NO_LOGIT_KEY)
 _NO_ID = tl.constexpr(NO_ID)
@@ -31,7 +34,7 @@ _NO_ID = tl.constexpr(NO_ID)
 
 @triton.jit(do_not_specialize=["stride", "width", "first_id"])
 def _logit_keys_kernel(logits, ids, keys, stride, width, first_id):
-    """A program per row: the key of the row's id, where this rank has it."""
+    """Program (row): the key of the row's id, if it lies in this rank's shard."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row)
     column = token - first_id
@@ -42,7 +45,7 @@ def _logit_keys_kernel(logits, ids, keys, stride, width, first_id):
 
 @triton.jit
 def _store_record(record, total, num_above, keys, num_top):
-    """One record of `keys`, of which those that are not present are NO_KEY, and no others equal."""
+    """Writes a record of `keys`. Absent ones are NO_LOGIT_KEY; no others are equal."""
     tl.store(record, total.to(tl.int32, bitcast=True).to(tl.int64))
     tl.store(record + 1, num_above)
     for index in tl.range(0, num_top):
@@ -56,8 +59,11 @@ def _scan_block(
     logits, ids, own_keys, records, stride, width, first_id, num_top, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): the block's record. WHOLE: the logits are those of all ids, and keys of
-    the rows' `ids` go to `own_keys`, where they are else."""
+    """Program (row, block): the block's record.
+
+    WHOLE: logits are those of the whole vocabulary; the keys of the rows' `ids` are written to
+        own_keys, which otherwise has them before.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -81,7 +87,7 @@ def _scan_block(
 
 @triton.jit
 def _log_sum(values):
-    """log(sum of exp(values)); -inf where all are."""
+    """log(sum(exp(values))); -inf if all values are."""
     peak = tl.max(values, axis=0)
     base = tl.where(peak > float("-inf"), peak, 0.0)
     return base + tl.log(tl.sum(tl.exp(values - base), axis=0))
@@ -91,7 +97,8 @@ def _log_sum(values):
 def _load_records(
     records, record_stride, count, num_top, RECORDS: tl.constexpr, MAX_KEYS: tl.constexpr
 ):
-    """(log-sum, num_above, keys [RECORDS * MAX_KEYS]) of `count` records that lie `record_stride` words apart."""
+    """(logsumexp, num_above, keys [RECORDS * MAX_KEYS]) of `count` records, `record_stride` words
+    apart."""
     part = tl.arange(0, RECORDS).to(tl.int64)
     present = part < count
     first = records + part * record_stride
@@ -108,7 +115,7 @@ def _load_records(
 def _merge_blocks(
     block_records, records, count, num_top, RECORDS: tl.constexpr, MAX_KEYS: tl.constexpr
 ):
-    """A program per row: one record of its blocks'."""
+    """Program (row): one record of those of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     size = num_top + _HEADER
     total, num_above, keys = _load_records(
@@ -119,7 +126,7 @@ def _merge_blocks(
 
 @triton.jit
 def _ids_and_logprobs(keys, total):
-    """(ids, log-probs) of keys."""
+    """(ids, bits of float32 log-probs) of keys; NO_ID and -inf for absent ones."""
     present = keys != _NO_KEY
     values = tl.where(present, key_score(keys) - total, float("-inf"))
     return tl.where(present, key_token(keys), _NO_ID), values.to(tl.int32, bitcast=True)
@@ -137,8 +144,11 @@ def _merge_records(
     RECORDS: tl.constexpr,
     MAX_KEYS: tl.constexpr,
 ):
-    """A program per row: its score, from `count` records, a row's `row_stride` words from the next
-    row's, a part's `record_stride` from the next part's."""
+    """Program (row): its log-probs, from `count` records.
+
+    row_stride, record_stride: words from a row's first record to the next row's, and from a record
+        to the next of the row.
+    """
     row = tl.program_id(0).to(tl.int64)
     size = num_top + _HEADER
     total, num_above, keys = _load_records(
@@ -212,7 +222,7 @@ def _block_records(
 def _merged(
     records: torch.Tensor, own_keys: torch.Tensor, count: int, row_stride: int, record_stride: int
 ) -> torch.Tensor:
-    """See _merge_records."""
+    """int32 [N, 2 + 2 num_top]: see _merge_records."""
     rows, num_top = len(own_keys), records.shape[-1] - 2
     out = own_keys.new_empty(rows, 2 + 2 * num_top, dtype=torch.int32)
     if rows:

@@ -1,4 +1,4 @@
-"""The experts of a mixture as two grouped matrix products, with all that is theirs fused in.
+"""The experts of a mixture (MoE) as two grouped GEMMs, with SwiGLU, biases and weights fused in.
 
 Needs triton. Knows tokens, chosen experts and stacked weights; no router and no layer.
 """
@@ -34,19 +34,26 @@ from pipeinfer.kernels.triton_support import (
     zeros_accumulator,
 )
 
-# [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
-# -sum over a token's pairs-> [tokens, hidden]
-# Products and SwiGLU are float32; the two intermediates are rounded to the tokens' dtype, and the
-# sum is float32 again, in the router's order. No atomics: a token's result is always the same.
+# A pair is a token and one of its top_k experts.
+#
+# [tokens, hidden] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs,
+# hidden] -sum over a token's pairs-> [tokens, hidden]
+#
+# GEMMs and SwiGLU are float32; the two intermediates are rounded to the tokens' dtype, and the sum
+# is float32 again, in the router's order. No atomics: a token's result is always the same.
 
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """What experts have whose SwiGLU is (up + 1) * gate * sigmoid(slope * gate), gate at most
-    `limit` and up within it on both sides.
+    """SwiGLU with bounds and biases, as gpt-oss has it: (up + 1) * gate * sigmoid(slope * gate).
 
-    gate_up_bias [experts, 2 n], gate first; down_bias [experts, hidden], before the router's weight
-    multiplies; None: another rank adds it. Source: https://arxiv.org/abs/2508.10925.
+    slope: of the sigmoid.
+    limit: gate is at most `limit`, and up between -limit and limit.
+    gate_up_bias: [experts, 2 n], gate first.
+    down_bias: [experts, hidden], added before the router's weight multiplies; None: another rank
+        adds it.
+
+    Source: https://arxiv.org/abs/2508.10925.
     """
 
     slope: float
@@ -57,7 +64,8 @@ class ClampedSwiglu:
 
 @triton.jit
 def grouped_tile(row_blocks, column_blocks, GROUP_M: tl.constexpr):
-    """(row block, column block) of this program; GROUP_M row blocks share columns in the L2 cache."""
+    """(row block, column block) of this program. GROUP_M: row blocks that share columns in the L2
+    cache."""
     program = tl.program_id(0)
     band = program // (GROUP_M * column_blocks)
     height = tl.minimum(row_blocks - band * GROUP_M, GROUP_M)
@@ -70,7 +78,7 @@ def _load_weights(
     at, column, depth, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_K] of an expert's [N, K]; zeros outside."""
+    """A tile [BLOCK_N, BLOCK_K] of an expert's weights [N, K]; zeros outside."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         w = tl.load(at)
     else:
@@ -84,8 +92,11 @@ def _scale_pointers(
     scale, column, part, SCALES_PER_ROW: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """The address of a matrix's first scale by block for the columns of `part`; or addresses
-    [BLOCK_N] of their first four exponents. SCALES_PER_ROW: of a row."""
+    """The address of the first block scale for the columns of `part`; in MXFP4 the addresses
+    [BLOCK_N] of their first four exponents.
+
+    scale: of an expert. SCALES_PER_ROW: words of scales in a row.
+    """
     if SCALES == MXFP4_SCALES:
         at = scale + tl.minimum(column, N - 1) * SCALES_PER_ROW
     else:
@@ -95,7 +106,7 @@ def _scale_pointers(
 
 @triton.jit
 def _load_rows(at, real, depth, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_M, BLOCK_K] of those that are real; zeros outside."""
+    """A tile [BLOCK_M, BLOCK_K] of the rows that are real; zeros outside."""
     mask = real[:, None]
     if K % BLOCK_K != 0:
         mask = mask & (depth < K)[None, :]
@@ -104,7 +115,7 @@ def _load_rows(at, real, depth, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _swiglu(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
-    """The usual one where LIMIT is 0, else that of `Bounded`; NaN stays NaN."""
+    """silu(gate) * up where LIMIT is 0, else that of ClampedSwiglu. NaN stays NaN."""
     if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
@@ -114,10 +125,9 @@ def _swiglu(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _load_per_column(at, column, N: tl.constexpr, SWAP_AB: tl.constexpr):
-    """float32 of a number for each column, so that it broadcasts to a sum."""
-    return broadcast_columns(tl.load(at + column, mask=column < N, other=0.0), SWAP_AB).to(
-        tl.float32
-    )
+    """float32 numbers, one a column, in the shape that broadcasts to an accumulator."""
+    values = tl.load(at + column, mask=column < N, other=0.0)
+    return broadcast_columns(values, SWAP_AB).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "row_blocks"])
@@ -128,9 +138,13 @@ def _gate_up_kernel(
     SCALES: tl.constexpr, SCALES_PER_ROW: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of sorted_pair_ids and columns.
-    scale [expert_ids, 2 INTERMEDIATE], or [expert_ids, 2 INTERMEDIATE / SCALE_BLOCK_CE, SCALES_PER_ROW], or of MXFP4_SCALES int32 [expert_ids,
-    2 INTERMEDIATE, SCALES_PER_ROW], four exponents each; bias [expert_ids, 2 INTERMEDIATE]."""
+    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of pairs and columns.
+
+    scale: ROW_SCALES: [experts, 2 INTERMEDIATE]; BLOCK_SCALES: [experts, 2 INTERMEDIATE / 128,
+        SCALES_PER_ROW]; MXFP4_SCALES: int32 [experts, 2 INTERMEDIATE, SCALES_PER_ROW], four
+        exponents each.
+    bias: [experts, 2 INTERMEDIATE].
+    """
     tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % BLOCK_N == 0)
     tl.static_assert(
         (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % BLOCK_K == 0
@@ -159,24 +173,20 @@ def _gate_up_kernel(
     blocks: tl.constexpr = INTERMEDIATE // shared * SCALES_PER_ROW  # of gate, and as many of up
     scales = scale + expert * (2 * blocks)
     scales = _scale_pointers(scales, column, part, SCALES_PER_ROW, INTERMEDIATE, BLOCK_N, SCALES)
-    gate, up = (
-        zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB),
-        zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB),
-    )
+    gate = zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB)
+    up = zeros_accumulator(BLOCK_M, BLOCK_N, SWAP_AB)
     for begin in range(0, HIDDEN, BLOCK_K):
         a = _load_rows(left + begin, real, begin + depth, HIDDEN, BLOCK_K)
         at, begun = right + begin // EACH, begin // EACH + element
         w = _load_weights(at, column, begun, INTERMEDIATE, packed_k, BLOCK_N, BLOCK_K // EACH)
-        first, run = (
-            scales + begin // SCALE_BLOCK_CE,
-            begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP),
-        )
-        gate = dequantizing_dot(a, w, gate, first, SWAP_AB, SCALES, run)
+        first = scales + begin // SCALE_BLOCK_CE
+        group = begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP)
+        gate = dequantizing_dot(a, w, gate, first, SWAP_AB, SCALES, group)
         w = _load_weights(
             at + INTERMEDIATE * packed_k, column, begun, INTERMEDIATE, packed_k, BLOCK_N,
             BLOCK_K // EACH,
         )  # fmt: skip
-        up = dequantizing_dot(a, w, up, first + blocks, SWAP_AB, SCALES, run)
+        up = dequantizing_dot(a, w, up, first + blocks, SWAP_AB, SCALES, group)
     if SCALES == ROW_SCALES:
         at = scale + expert * (2 * INTERMEDIATE)
         gate *= _load_per_column(at, column, INTERMEDIATE, SWAP_AB)
@@ -197,10 +207,10 @@ def prefetch_weights(
     weight, expert_ids, num_padded_pairs, block, column, num_local_experts, HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights that a program of `_down_kernel` will read first.
+    """Prefetches the weights that a program of `_down_kernel` will read first.
 
-    Which these are was written before the kernel before, whose programs all waited for it. Nothing
-    depends on that: what is read here says only what to ask for, and is num_local_experts within the weights.
+    The alignment was written before the kernel before, whose programs all waited for it. Nothing
+    depends on that: a wrong expert would only prefetch other weights, and never outside of them.
     """
     if block * BLOCK_M < tl.load(num_padded_pairs, volatile=True):
         expert = tl.load(expert_ids + block, volatile=True)
@@ -220,9 +230,12 @@ def _down_kernel(
     SCALES: tl.constexpr, SCALES_PER_ROW: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T + bias) for one tile of sorted_pair_ids, columns.
-    scale [expert_ids, HIDDEN], or [expert_ids, HIDDEN / SCALE_BLOCK_CE, SCALES_PER_ROW], or of MXFP4_SCALES int32 [expert_ids,
-    HIDDEN, SCALES_PER_ROW], four exponents each; bias [expert_ids, HIDDEN]; num_local_experts: expert_ids."""
+    """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T + bias), for one tile of pairs and
+    columns.
+
+    scale: as for _gate_up_kernel, with HIDDEN in place of 2 INTERMEDIATE.
+    bias: [experts, HIDDEN].
+    """
     tl.static_assert(SCALES != BLOCK_SCALES or SCALE_BLOCK_CE % BLOCK_N == 0)
     tl.static_assert(
         (SCALES != BLOCK_SCALES and SCALES != MXFP4_SCALES) or SCALE_BLOCK_CE % BLOCK_K == 0
@@ -254,11 +267,9 @@ def _down_kernel(
         a = _load_rows(left + begin, real, begin + depth, INTERMEDIATE, BLOCK_K)
         at, begun = right + begin // EACH, begin // EACH + element
         w = _load_weights(at, column, begun, HIDDEN, packed_k, BLOCK_N, BLOCK_K // EACH)
-        first, run = (
-            scales + begin // SCALE_BLOCK_CE,
-            begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP),
-        )
-        total = dequantizing_dot(a, w, total, first, SWAP_AB, SCALES, run)
+        first = scales + begin // SCALE_BLOCK_CE
+        group = begin // MXFP4_GROUP % (SCALE_BLOCK_CE // MXFP4_GROUP)
+        total = dequantizing_dot(a, w, total, first, SWAP_AB, SCALES, group)
     if SCALES == ROW_SCALES:
         total *= _load_per_column(scale + expert * HIDDEN, column, HIDDEN, SWAP_AB)
     if HAS_BIAS:
@@ -272,12 +283,12 @@ def _down_kernel(
 
 @triton.jit(do_not_specialize=["first_expert", "num_local_experts"])
 def _moe_sum_kernel(
-    by_pair, topk_ids, out, first_expert, num_local_experts, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr, LOCAL_ONLY: tl.constexpr, USE_PDL: tl.constexpr,
+    by_pair, topk_ids, out, first_expert, num_local_experts, TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LOCAL_ONLY: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows of one token's sorted_pair_ids; LOCAL_ONLY: those of expert_ids first_expert .. first_expert + num_local_experts - 1 only."""
+    """Adds up the rows of a token's pairs. LOCAL_ONLY: those of this rank's experts only."""
     if USE_PDL:
-        gdc_wait()  # for the sorted_pair_ids
+        gdc_wait()  # for the pairs
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -285,11 +296,10 @@ def _moe_sum_kernel(
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         width = HIDDEN
-        if LOCAL_ONLY:  # nobody has written the others
+        if LOCAL_ONLY:  # the rows of other pairs are not written
             expert = tl.load(topk_ids + pair)
-            width = tl.where(
-                (expert >= first_expert) & (expert < first_expert + num_local_experts), HIDDEN, 0
-            )
+            local = (expert >= first_expert) & (expert < first_expert + num_local_experts)
+            width = tl.where(local, HIDDEN, 0)
         at = by_pair + pair * HIDDEN + column
         total += tl.load(at, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + column, total, mask=column < HIDDEN)
@@ -310,16 +320,24 @@ def fused_experts(
 ) -> torch.Tensor:
     """[T, hidden]: the weighted sum of each token's experts.
 
-    x [T, hidden], rows may be strided; gate_up [experts, 2 n, hidden], gate first; down [experts,
-    hidden, n]; both contiguous. weights, any float dtype, and chosen int, [T, top_k]. The weights
-    given are those of experts `first` and following, out of `of` (0: these are all); the choices
-    of others count zeros_accumulator. Scales: float32, of matrices in FP8, which become x's dtype: [experts,
-    rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
-    whole blocks (ValueError). bounded: for another SwiGLU, and biases.
+    x: [T, hidden]; rows may be strided.
+    gate_up: [experts, 2 n, hidden], gate first, contiguous.
+    down: [experts, hidden, n], contiguous.
+    topk_weights: any float dtype [T, top_k].
+    topk_ids: int [T, top_k].
+    config: tiles; None: those of tile_configs.py.
+    first_expert, num_global_experts: gate_up and down are those of experts first_expert and
+        following, out of num_global_experts (0: of all). Pairs of others add nothing.
+    gate_up_scale, down_scale: of weights in FP8, which become x's dtype, float32: [experts, rows,
+        1], or of blocks of 128 x 128 [experts, rows / 128, columns / 128].
+    clamped: another SwiGLU, with biases.
 
-    In MXFP4_SCALES, for x of 16 bits, matrices are uint8 [experts, rows, columns / 2], the first of two in
-    the lower bits, and scales are exponents, uint8 [experts, rows, blocks]: one for each 32 columns
-    and others, no NaN, that fill them up to a multiple of 4 (ValueError).
+    In MXFP4, for x of 16 bits, weights are uint8 [experts, rows, columns / 2], the first of two in
+    the lower bits, and scales are exponents, uint8 [experts, rows, groups]: one for each 32
+        columns,
+    filled up with others (no NaN) to a multiple of 4.
+
+    Raises ValueError for scales that do not divide the weights.
     """
     by_pair = fused_experts_by_pair(
         x,
@@ -356,19 +374,20 @@ def fused_experts_by_pair(
     down_scale: torch.Tensor | None = None,
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
-    """[T, top_k, hidden], whose sum over the second dimension `experts_mlp` is, of the same
-    arguments. Pairs of experts that are not given are not written.
+    """[T, top_k, hidden], whose sum over the second dimension is `fused_experts` of the same
+    arguments. Pairs of other ranks' experts are not written.
     """
     (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], topk_ids.shape[1]
     if tokens == 0:
         return x.new_empty(0, top_k, hidden)
-    tile = config or moe_config(
+    config = config or moe_config(
         topk_ids.numel(), num_global_experts or num_experts, _weight_bits(gate_up)
     )
-    plan = moe_align_block_size(topk_ids, num_experts, tile.block_m, first_expert)
+    alignment = moe_align_block_size(topk_ids, num_experts, config.block_m, first_expert)
     bias = None if clamped is None else clamped.down_bias
-    middle = gate_up_gemm(x, gate_up, gate_up_scale, plan, top_k, tile, clamped)
-    by_pair = down_gemm(middle, down, down_scale, topk_weights.contiguous(), plan, tile, bias)
+    middle = gate_up_gemm(x, gate_up, gate_up_scale, alignment, top_k, config, clamped)
+    factors = topk_weights.contiguous()
+    by_pair = down_gemm(middle, down, down_scale, factors, alignment, config, bias)
     return by_pair.view(tokens, top_k, hidden)
 
 
@@ -381,9 +400,10 @@ def gate_up_gemm(
     config: MoeConfig,
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
-    """[T * top_k, n]: SwiGLU of each pair's token, by its expert; x, weight [experts, 2 n, hidden]
-    and scale as `experts_mlp` has them, plan in blocks of tile.rows. Pairs of experts that are not
-    in the plan are not written.
+    """[T * top_k, n]: SwiGLU of each pair's token, by its expert.
+
+    x, weight [experts, 2 n, hidden], scale, clamped: as for `fused_experts`.
+    alignment: of blocks of config.block_m. Pairs outside of it are not written.
     """
     slope, limit = (1.0, 0.0) if clamped is None else (clamped.slope, clamped.limit)
     bias = None if clamped is None else clamped.gate_up_bias
@@ -409,11 +429,13 @@ def down_gemm(
     config: MoeConfig,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix, and
-    times its bias.
+    """[pairs, hidden]: topk_weights[pair] * (x[pair] @ weight.T + bias), by the pair's expert.
 
-    x [pairs, n] and factors, as many, contiguous; weight [experts, hidden, n]; bias [experts,
-    hidden]; the rest as for `gated_products`.
+    x: [pairs, n], contiguous.
+    weight: [experts, hidden, n].
+    topk_weights: as many as pairs, contiguous.
+    bias: [experts, hidden].
+    The rest as for `gate_up_gemm`.
     """
     (size, inter), (held, hidden, _), cut = x.shape, weight.shape, config.down
     out, scaled = x.new_empty(size, hidden), _scale_options(weight, scale)
@@ -428,7 +450,7 @@ def down_gemm(
 
 
 def launch_options(cut: MoeGemmConfig) -> dict[str, int]:
-    """The options of one product."""
+    """The launch options of one GEMM."""
     options = {"BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "SWAP_AB": cut.swap_ab}
     return options | {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
 
@@ -436,20 +458,22 @@ def launch_options(cut: MoeGemmConfig) -> dict[str, int]:
 def _kernel_weights(
     weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """Weights, scales and biases as kernels are given them; weights again where there are none."""
+    """(weight, scale, bias) as kernels take them; the weight again in place of None."""
     if weight.dtype == torch.uint8 and scale is not None:
         scale = scale.view(torch.int32)
     return as_kernel_arg(weight), *(weight if one is None else one for one in (scale, bias))
 
 
 def _weight_bits(weight: torch.Tensor) -> int:
-    """Of a weight as it is stored; 16 for those that have more."""
+    """Bits of a weight as it is stored; 16 for those that have more."""
     return 4 if weight.dtype == torch.uint8 else min(8 * weight.element_size(), 16)
 
 
 def _scale_options(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
-    """What has a scale of its own, and how many a row has; ValueError if that does not divide the
-    weights."""
+    """SCALES: what has a scale of its own; SCALES_PER_ROW: words of scales in a row of the matrix.
+
+    Raises ValueError if these do not divide the weights.
+    """
     if scale is None:
         return {"SCALES": NO_SCALES.value, "SCALES_PER_ROW": 0}
     if weight.dtype == torch.uint8:
@@ -473,8 +497,11 @@ def _scale_options(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str
 def moe_sum(
     by_pair: torch.Tensor, topk_ids: torch.Tensor, first_expert: int | None, num_local_experts: int
 ) -> torch.Tensor:
-    """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only. chosen
-    [T, top_k] is contiguous."""
+    """[T, hidden], the sum of by_pair [T, top_k, hidden] over the second dimension.
+
+    topk_ids: [T, top_k], contiguous.
+    first_expert, num_local_experts: only pairs of these experts are added; None: all.
+    """
     tokens, top_k, hidden = by_pair.shape
     out = by_pair.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -495,7 +522,7 @@ def fused_experts_reference(
     topk_ids: torch.Tensor,
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
-    """The same in float32, expert by expert, rounded at the end."""
+    """`fused_experts` in float32, expert by expert, rounded at the end."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in topk_ids.unique().tolist():
         token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)

@@ -1,7 +1,7 @@
-"""The experts of a mixture where both operands of a product are FP8 (e4m3), which the tensor cores
-of a Hopper multiply as they are: no weight is widened.
+"""The experts of a mixture (MoE) with weights and activations in FP8 (W8A8).
 
-Needs triton. Knows tokens, chosen experts and stacked weights; no router and no layer. Source:
+The tensor cores of a Hopper multiply e4m3 as it is: no weight is dequantized. Needs triton. Knows
+tokens, chosen experts and stacked weights; no router and no layer. Source:
 https://arxiv.org/abs/2412.19437, 3.3.2.
 """
 
@@ -32,22 +32,25 @@ from pipeinfer.kernels.triton_support import (
     zeros_accumulator,
 )
 
-# [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
-# Tokens have a scale for each SCALE_BLOCK_CE of their values, what is between the products one for each
-# MIDDLE, so that tiles of so few columns can round it. A product of so many values is a sum of the
-# tensor cores; these are scaled and added in float32, in order. No atomics.
+# [tokens, hidden] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs,
+# hidden]
+#
+# Tokens have a scale for each SCALE_BLOCK of their values. Tensor cores add the products of values
+# with one scale; these sums are scaled and added in float32, in order. No atomics.
+
+# Values that share a scale between the two GEMMs: few, so that a tile of few columns can quantize
+# its own.
 INTERMEDIATE_GROUP = 64
 
-
-# Values in e4m3 and their scales, float32; both contiguous. Of rows [rows, n]: [rows, parts]. Of
-# matrices [experts, rows, columns]: [experts, rows, 1], or of blocks of 128 x 128, [experts,
+# (values in e4m3, float32 scales), both contiguous. Rows [rows, n] have scales [rows, groups];
+# weights [experts, rows, columns] have [experts, rows, 1], or for blocks of 128 x 128 [experts,
 # rows / 128, columns / 128].
 Fp8Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
 def _swiglu_halves(both, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] of gate and up side by side."""
+    """SwiGLU [BLOCK_M, BLOCK_N] of `both` [BLOCK_M, 2 BLOCK_N], gate and up side by side."""
     gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     return gate * tl.sigmoid(gate) * up
 
@@ -60,9 +63,13 @@ def _gate_up_w8a8_kernel(
     SCALES_PER_ROW: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_M: tl.constexpr,
     E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of sorted_pair_ids and columns.
-    x_scale [tokens, HIDDEN / BLOCK_K]; out_scale [sorted_pair_ids, INTERMEDIATE / GROUP_SIZE]; scale [expert_ids, 2 INTERMEDIATE], or
-    [expert_ids, 2 INTERMEDIATE / SCALE_BLOCK_CE, SCALES_PER_ROW]."""
+    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of pairs and columns.
+
+    x_scale: [tokens, HIDDEN / BLOCK_K].
+    scale: [experts, 2 INTERMEDIATE] if SCALES_PER_ROW is 0, else [experts, 2 INTERMEDIATE / 128,
+        SCALES_PER_ROW].
+    out, out_scale: e4m3 [pairs, INTERMEDIATE], and [pairs, INTERMEDIATE / GROUP_SIZE].
+    """
     parts: tl.constexpr = HIDDEN // BLOCK_K
     ups: tl.constexpr = (
         INTERMEDIATE // SCALE_BLOCK_CE * SCALES_PER_ROW
@@ -77,7 +84,7 @@ def _gate_up_w8a8_kernel(
     real = pair < num_pairs
     expert = tl.load(expert_ids + block).to(tl.int64)
     token, depth = pair // TOP_K, tl.arange(0, BLOCK_K)
-    both = tl.arange(0, 2 * BLOCK_N)  # columns of gate, and the same of up
+    both = tl.arange(0, 2 * BLOCK_N)  # columns of gate, and the same columns of up
     column = both // BLOCK_N * INTERMEDIATE + part * BLOCK_N + both % BLOCK_N
     left = x + token.to(tl.int64)[:, None] * HIDDEN + depth[None, :]
     right = (
@@ -88,7 +95,7 @@ def _gate_up_w8a8_kernel(
     by_block = scale + expert * (2 * ups) + part * BLOCK_N // SCALE_BLOCK_CE * SCALES_PER_ROW
     for step in range(parts):
         factor = broadcast_rows(of_row, SWAP_AB)
-        more = real & (step + 1 < parts)  # asked for a step ahead
+        more = real & (step + 1 < parts)  # loaded a step ahead
         of_row = tl.load(x_scale + token * parts + step + 1, mask=more, other=0.0)
         a = tl.load(left + step * BLOCK_K, mask=real[:, None], other=0.0)
         if SCALES_PER_ROW > 0:
@@ -113,9 +120,12 @@ def _down_w8a8_kernel(
     SWAP_AB: tl.constexpr, SCALES_PER_ROW: tl.constexpr, GROUP_M: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T) for one tile of sorted_pair_ids, columns.
-    hidden_scale [sorted_pair_ids, INTERMEDIATE / BLOCK_K]; scale [expert_ids, HIDDEN], or [expert_ids, HIDDEN / SCALE_BLOCK_CE,
-    SCALES_PER_ROW]; num_local_experts: expert_ids."""
+    """out[pair] = topk_weights[pair] * (hidden[pair] @ weight.T), for one tile of pairs and
+    columns.
+
+    hidden_scale: [pairs, INTERMEDIATE / BLOCK_K].
+    scale: [experts, HIDDEN] if SCALES_PER_ROW is 0, else [experts, HIDDEN / 128, SCALES_PER_ROW].
+    """
     parts: tl.constexpr = INTERMEDIATE // BLOCK_K
     block, part = grouped_tile(row_blocks, HIDDEN // BLOCK_N, GROUP_M)
     column, depth = part * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
@@ -144,7 +154,7 @@ def _down_w8a8_kernel(
     of_row = tl.load(hidden_scale + pair * parts, mask=real, other=0.0)
     for step in range(parts):
         factor = broadcast_rows(of_row, SWAP_AB)
-        more = real & (step + 1 < parts)  # asked for a step ahead
+        more = real & (step + 1 < parts)  # loaded a step ahead
         of_row = tl.load(hidden_scale + pair * parts + step + 1, mask=more, other=0.0)
         a = tl.load(left + step * BLOCK_K, mask=real[:, None], other=0.0)
         w = tl.load(right + step * BLOCK_K)
@@ -168,41 +178,47 @@ def fused_experts_w8a8_by_pair(
     expert_range: tuple[int, int] = (0, 0),
     config: MoeConfig | None = None,
 ) -> torch.Tensor:
-    """bfloat16 [T, top_k, hidden], for `moe.sums`: each token's experts, times their weights.
+    """bfloat16 [T, top_k, hidden], for `moe_sum`: each token's experts, times their weights.
 
-    x [T, hidden], 128 to a scale; gate_up [experts, 2 n, hidden], gate first; down [experts,
-    hidden, n]; hidden and n are multiples of 128. weights, any float dtype, and chosen int, [T,
-    top_k]. span: (the first expert that is given, of how many; 0: these are all); pairs of others
-    are not written.
+    x: [T, hidden], 128 values to a scale.
+    gate_up: [experts, 2 n, hidden], gate first.
+    down: [experts, hidden, n]. hidden and n are multiples of 128.
+    topk_weights: any float dtype [T, top_k].
+    topk_ids: int [T, top_k].
+    expert_range: (first expert that is given, number of all experts; 0: these are all). Pairs of
+        others are not written.
+    config: tiles; None: those of tile_configs.py.
     """
     (tokens, hidden), top_k = x[0].shape, topk_ids.shape[1]
-    num_experts, (first, of) = len(down[0]), expert_range
+    num_experts, (first_expert, num_global_experts) = len(down[0]), expert_range
     if tokens == 0:
         return x[1].new_empty(0, top_k, hidden, dtype=torch.bfloat16)
-    tile = config or moe_w8a8_config(topk_ids.numel(), of or num_experts)
-    plan = moe_align_block_size(topk_ids, num_experts, tile.block_m, first)
-    middle = gate_up_gemm_w8a8(x, gate_up, plan, top_k, tile)
-    by_pair = down_gemm_w8a8(middle, down, topk_weights.contiguous(), plan, tile)
+    config = config or moe_w8a8_config(topk_ids.numel(), num_global_experts or num_experts)
+    alignment = moe_align_block_size(topk_ids, num_experts, config.block_m, first_expert)
+    middle = gate_up_gemm_w8a8(x, gate_up, alignment, top_k, config)
+    by_pair = down_gemm_w8a8(middle, down, topk_weights.contiguous(), alignment, config)
     return by_pair.view(tokens, top_k, hidden)
 
 
 def gate_up_gemm_w8a8(
     x: Fp8Scaled, matrices: Fp8Scaled, alignment: MoeAlignment, top_k: int, config: MoeConfig
 ) -> Fp8Scaled:
-    """[T * top_k, n], MIDDLE to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
-    of tile.rows."""
+    """[T * top_k, n], INTERMEDIATE_GROUP to a scale: SwiGLU of each pair's token, by its expert.
+
+    alignment: of blocks of config.block_m.
+    """
     (values, scale), weight = x, matrices[0]
     (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, config.gate_up
     pairs, blocks = tokens * top_k, alignment.expert_ids.shape[0]
-    room = Fp8Output.empty(values.device, pairs, inter, INTERMEDIATE_GROUP)
+    output = Fp8Output.empty(values.device, pairs, inter, INTERMEDIATE_GROUP)
     _gate_up_w8a8_kernel[(blocks * (inter // cut.block_n),)](
-        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], *room.kernel_args,
+        as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], *output.kernel_args,
         alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks,
         TOP_K=top_k, HIDDEN=hidden, INTERMEDIATE=inter, GROUP_SIZE=INTERMEDIATE_GROUP,
         E4M3_MAX=E4M3_MAX, MIN_SCALE=MIN_SCALE,
         **_kernel_options(matrices, alignment, cut, config.group_m),
     )  # fmt: skip
-    return room.result
+    return output.result
 
 
 def down_gemm_w8a8(
@@ -212,8 +228,11 @@ def down_gemm_w8a8(
     alignment: MoeAlignment,
     config: MoeConfig,
 ) -> torch.Tensor:
-    """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
-    with its expert's matrix; a scale to tile.down.depth values of x."""
+    """bfloat16 [pairs, hidden]: topk_weights[pair] * (x[pair] @ weight.T), by the pair's expert.
+
+    x: [pairs, n], config.down.block_k values to a scale.
+    topk_weights: as many as pairs, contiguous.
+    """
     (values, scale), weight = x, matrices[0]
     (pairs, inter), (held, hidden, _) = values.shape, weight.shape
     cut, blocks = config.down, alignment.expert_ids.shape[0]
@@ -230,8 +249,8 @@ def down_gemm_w8a8(
 def _kernel_options(
     matrices: Fp8Scaled, plan: MoeAlignment, cut: MoeGemmConfig, group: int
 ) -> dict[str, int]:
-    """What both products are launched with. SCALES_PER_ROW: with a scale of their own, in a row of a
-    matrix; 0 where rows have one."""
+    """The launch options of both GEMMs. SCALES_PER_ROW: blocks with a scale in a row of the
+    matrix; 0: rows have a scale."""
     weight, scale = matrices
     by_row = scale.shape[1] == weight.shape[1]
     options = {
@@ -249,7 +268,7 @@ def fused_experts_w8a8_reference(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """The same in plain torch, float32, of matrices as the numbers that they stand for."""
+    """`fused_experts_w8a8_by_pair` in plain torch, float32, of dequantized weights."""
     rows = x[0].float() * x[1].repeat_interleave(formats.SCALE_BLOCK, 1)
     out = rows.new_zeros(*topk_ids.shape, rows.shape[1])
     for expert in topk_ids.unique().tolist():

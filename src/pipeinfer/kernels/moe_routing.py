@@ -1,7 +1,9 @@
-"""The experts of a token by a softmax over a router's scores, in one launch.
+"""Routing of a mixture (MoE): top-k softmax of router logits, and pairs in the order of experts.
 
-Needs triton. Knows scores, no router and no expert. A token's choice depends on its own scores
-alone. Source: https://arxiv.org/abs/2101.03961.
+A token's experts depend on its own logits alone; source: https://arxiv.org/abs/2101.03961. Grouped
+GEMMs want the pairs of a token and an expert sorted by expert, and padded to whole blocks. One
+launch each, deterministic: pairs of one expert keep their order. Needs triton. Knows logits and
+chosen experts; no router, no weights and no tokens.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -19,13 +21,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.triton_support import pdl_options
 
-TOKENS_PER_PROGRAM = 4  # tokens of a program, each by a warp of its own
+TOKENS_PER_PROGRAM = 4  # tokens of a program, each with a warp of its own
+PAIRS_PER_CHUNK = 16384  # pairs that a program looks at in one go
 LOWEST_KEY = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
 def _score_key(score, expert):
-    """int64 that are ordered as float32 router_logits are, then by the lower expert."""
+    """int64 that sorts as the float32 scores do; of equal scores the lower expert's is greater."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(score != score, 0x7FC00000, bits)  # before all numbers, whatever its sign
@@ -38,9 +41,10 @@ def _topk_softmax_kernel(
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PADDED: tl.constexpr,
     RENORMALIZE: tl.constexpr, TOKENS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i has the tokens from i * TOKENS on. PARTIALS: to be summed, 0 if that is done."""
+    """Program i has the tokens from i * TOKENS on. PARTIALS: partial sums of the logits; 0:
+    none."""
     if USE_PDL:
-        gdc_wait()  # for the router_logits
+        gdc_wait()  # for the router's logits
         gdc_launch_dependents()
     row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     expert, choice = tl.arange(0, BLOCK)[None, :], tl.arange(0, TOP_K_PADDED)[None, :]
@@ -78,10 +82,12 @@ def topk_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights of `dtype`, experts int32), both [T, top_k], the best first.
 
-    scores [T, experts], any float dtype, rows may be strided; or float32 [P, T, experts], whose sum
-    over P they are, rounded to `dtype`. Softmax over all experts in float32; of equal scores the
-    lower expert's comes first. normalize: the weights add up to one, in float32. Scores that are no
-    numbers give weights that are none, of experts that there are.
+    router_logits: any float dtype [T, experts], rows may be strided; or float32 [P, T, experts],
+        partial sums whose total is rounded to `dtype`.
+    renormalize: weights add up to one, in float32.
+
+    Softmax over all experts in float32; of equal logits the lower expert's comes first. NaN gives
+    weights of NaN, and experts that exist.
     """
     rows, experts = router_logits.shape[-2:]
     weights = torch.empty(rows, top_k, dtype=dtype, device=router_logits.device)
@@ -101,7 +107,7 @@ def topk_softmax(
 def topk_softmax_reference(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch."""
+    """`topk_softmax` in plain torch."""
     wide = (
         router_logits.float()
         if router_logits.dim() == 2
@@ -114,16 +120,15 @@ def topk_softmax_reference(
     return weights.to(dtype), chosen.int()
 
 
-PAIRS_PER_CHUNK = 16384  # pairs looked at in one go
-
-
 @dataclass(frozen=True)
 class MoeAlignment:
-    """`pairs` is cut into blocks of `block` entries; all pairs of a block have one expert.
+    """Pairs sorted by expert, in blocks of one expert each.
 
-    pairs int32 [capacity]: pair t * top_k + j is choice j of token t; entries that fill up a block
-    hold the number of pairs. experts int32 [capacity / block]: of each block. used int32 [1]: how
-    many entries of `pairs` mean anything; blocks past that are undefined.
+    sorted_pair_ids: int32 [capacity]; pair t * top_k + j is choice j of token t; entries that pad a
+        block hold the number of pairs.
+    expert_ids: int32 [capacity / block_m], the expert of each block.
+    num_padded_pairs: int32 [1], entries of sorted_pair_ids that count; later blocks are undefined.
+    block_m: entries of a block.
     """
 
     sorted_pair_ids: torch.Tensor
@@ -138,19 +143,18 @@ def _align_kernel(
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS_PER_CHUNK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program e counts the sorted_pair_ids of all expert_ids, and writes the blocks of its own, behind those of
-    the expert_ids before it."""
+    """Program e counts the pairs of all experts, and writes the blocks of expert e after those of
+    lower experts. Counting everything costs less than a second launch or other programs' counts."""
     if USE_PDL:
-        gdc_wait()  # for the choice
+        gdc_wait()  # for topk_ids
         gdc_launch_dependents()
     expert = tl.program_id(0)
     index = tl.arange(0, NUM_EXPERTS)
     counts = tl.zeros((NUM_EXPERTS,), tl.int32)
     for begin in range(0, num_pairs, PAIRS_PER_CHUNK):
         pair = begin + tl.arange(0, PAIRS_PER_CHUNK)
-        local_id = (
-            tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
-        )
+        expert_id = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        local_id = expert_id - first_expert
         counted = (pair < num_pairs) & (local_id >= 0) & (local_id < num_experts)
         counts += tl.histogram(local_id, NUM_EXPERTS, mask=counted)
     blocks = (counts + BLOCK - 1) // BLOCK
@@ -163,9 +167,8 @@ def _align_kernel(
     at = first * BLOCK
     for begin in range(0, num_pairs, PAIRS_PER_CHUNK):
         pair = begin + tl.arange(0, PAIRS_PER_CHUNK)
-        local_id = (
-            tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) - first_expert
-        )
+        expert_id = tl.load(topk_ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+        local_id = expert_id - first_expert
         found = (pair < num_pairs) & (local_id == expert)
         rank = tl.cumsum(found.to(tl.int32), axis=0)
         tl.store(sorted_pair_ids + at + rank - 1, pair, mask=found)
@@ -177,9 +180,12 @@ def _align_kernel(
 def moe_align_block_size(
     topk_ids: torch.Tensor, num_experts: int, block_m: int, first_expert: int = 0
 ) -> MoeAlignment:
-    """Groups the pairs of `chosen`, int [T, top_k]. No synchronisation.
+    """Groups the pairs by expert, without synchronisation.
 
-    Expert e of the result is `first` + e of `chosen`; pairs of others are left out.
+    topk_ids: int [T, top_k].
+    num_experts, first_expert: expert e of the result is first_expert + e of topk_ids; pairs of
+        experts outside of first_expert .. first_expert + num_experts - 1 are left out.
+    block_m: entries of a block.
     """
     num_pairs = topk_ids.numel()
     topk_ids = topk_ids.contiguous()
@@ -202,7 +208,7 @@ def moe_align_block_size(
 def moe_align_block_size_reference(
     topk_ids: torch.Tensor, num_experts: int, block_m: int, first_expert: int = 0
 ) -> MoeAlignment:
-    """The same, expert by expert on the host; no longer than what is used."""
+    """`moe_align_block_size`, expert by expert on the host, without unused capacity."""
     flat = topk_ids.flatten().cpu() - first_expert
     pairs, experts = [], []
     for expert in range(num_experts):

@@ -1,7 +1,9 @@
-"""RMSNorm in Triton, alone or fused with the residual addition before it.
+"""RMSNorm: alone, with residual addition, of partial sums, to FP8, and with all-reduce over ranks.
 
-For devices on which no library's kernel is better, and for sums that are still partial, which no
-library's kernel takes, or that are rounded to FP8; needs triton. Knows vectors, no layer.
+For devices on which no library's kernel is better, and for what no library's kernel takes. The
+all-reduce reads every rank's partial sums in memory that all ranks have mapped, without multicast
+and without nvcc; distributed/ maps the memory and chooses messages. Needs triton. Knows vectors and
+addresses, no layer.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -21,7 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pipeinfer.kernels.activations import Fp8Output, quantize_groups_reference, store_quantized
 from pipeinfer.kernels.triton_support import pdl_options
 
-NORM_VALUES_PER_THREAD = 4  # values of a vector that a thread has, at most
+NORM_VALUES_PER_THREAD = 4  # values of a vector that a thread of RMSNorm has at most
+MAX_PROGRAMS = 256  # programs of the all-reduce at most: two fit on each of 132 multiprocessors
+SIGNAL_STRIDE = tl.constexpr(32)  # bytes from one program's signals to the next one's
+SIGNAL_BYTES = MAX_PROGRAMS * SIGNAL_STRIDE.value
 
 
 @triton.jit
@@ -31,9 +36,12 @@ def _rms_norm_kernel(
     OFFSET: tl.constexpr, GROUP_SIZE: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     STORE_UNQUANTIZED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. USE_PDL: it starts while the kernel before it ends, and lets the next do the same.
-    GROUP_SIZE: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3. STORE_UNQUANTIZED:
-    unquantized_out, too, gets the result."""
+    """Program (row).
+
+    PARTIALS: partial sums in x. ADD: the residual is added, and the sum written back to it.
+    GROUP_SIZE: values of out, in e4m3, that share an out_scale; 0: out is not quantized.
+    STORE_UNQUANTIZED: unquantized_out gets the result, too.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -71,12 +79,14 @@ def rms_norm(
     out: torch.Tensor | None = None,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """RMSNorm of x [T, size], or of x + residual, which is then also written into `residual`.
-    `offset` is added to the weight.
+    """RMSNorm of x, or of x + residual, which is then also written into `residual`.
 
-    Rows of x may be strided; residual and out [T, size] are contiguous; out may be x if that is
-    contiguous. float32 inside, rounded once (layer by layer in bfloat16 the product with the
-    weight rounds again). Source: https://arxiv.org/abs/1910.07467.
+    x: [T, size]; rows may be strided.
+    weight: [size], to which `offset` is added.
+    residual, out: [T, size], contiguous; out may be x if that is contiguous.
+
+    float32 inside, rounded once (layer by layer in bfloat16 the product with the weight rounds
+    again). Source: https://arxiv.org/abs/1910.07467.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     _launch_rms_norm(x, residual, weight, out, eps, _block_options(x), offset=offset)
@@ -92,23 +102,17 @@ def rms_norm_quantized(
     group_size: int = 0,
     unquantized_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rms_norm`, or as `sum_norm` for x float32 [P, T, size]: (e4m3 [T, size], float32 scales
-    [T, size / part]), rounded once; part 0: a scale a row. plain: [T, size], contiguous, where the
-    norm itself is wanted, too."""
-    room = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
-    values, scale = room.kernel_args
-    _launch_rms_norm(
-        x,
-        residual,
-        weight,
-        values,
-        eps,
-        _block_options(x) | room.launch_options,
-        offset,
-        scale,
-        unquantized_out,
-    )
-    return room.result
+    """(e4m3 [T, size], float32 scales [T, size / group_size]) of `rms_norm`, rounded once.
+
+    x: [T, size], or partial sums float32 [P, T, size] as for `sum_rms_norm`.
+    group_size: values that share a scale; 0: all of a row.
+    unquantized_out: [T, size], contiguous; gets the norm itself if given.
+    """
+    output = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
+    values, scale = output.kernel_args
+    options = _block_options(x) | output.launch_options
+    _launch_rms_norm(x, residual, weight, values, eps, options, offset, scale, unquantized_out)
+    return output.result
 
 
 def sum_rms_norm(
@@ -116,8 +120,8 @@ def sum_rms_norm(
 ) -> torch.Tensor:
     """`rms_norm` of residual [T, size] plus the sum of partials [P, T, size], any float dtype.
 
-    Values of a partial's row lie side by side. The new residual is written where it was; the norm
-    has its dtype.
+    The values of a partial's row are contiguous. The sum is written into `residual`; the norm has
+    its dtype.
     """
     out = torch.empty_like(residual)
     _launch_rms_norm(partials, residual, weight, out, eps, _block_options(residual))
@@ -125,7 +129,7 @@ def sum_rms_norm(
 
 
 def _block_options(x: torch.Tensor) -> dict[str, Any]:
-    """The options of a launch, whose result is not rounded to e4m3."""
+    """Launch options where the result is not quantized."""
     block = triton.next_power_of_2(x.shape[-1])
     return {
         "SIZE": x.shape[-1], "BLOCK": block, "GROUP_SIZE": 0, "E4M3_MAX": 0.0, "MIN_SCALE": 0.0,
@@ -142,15 +146,15 @@ def _launch_rms_norm(
     options: dict[str, Any],
     offset: float = 0.0,
     scale: torch.Tensor | None = None,
-    plain: torch.Tensor | None = None,
+    unquantized_out: torch.Tensor | None = None,
 ) -> None:
-    """x: one [T, size], or [P, T, size]."""
+    """x: [T, size], or [P, T, size]."""
     tokens, partials = x.shape[-2], x.shape[0] if x.dim() == 3 else 1
     if tokens:
         _rms_norm_kernel[(tokens,)](
-            x, residual, weight, out, scale, plain, eps, x.stride(-2), x.stride(0),
+            x, residual, weight, out, scale, unquantized_out, eps, x.stride(-2), x.stride(0),
             PARTIALS=partials, ADD=residual is not None, OFFSET=offset,
-            STORE_UNQUANTIZED=plain is not None, **options,
+            STORE_UNQUANTIZED=unquantized_out is not None, **options,
         )  # fmt: skip
 
 
@@ -161,7 +165,7 @@ def rms_norm_reference(
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """`rms_norm` in plain torch."""
     if residual is not None:
         x = residual.copy_(x.float() + residual.float())
     factor = weight.float() + offset
@@ -176,7 +180,7 @@ def rms_norm_quantized_reference(
     offset: float = 0.0,
     group_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rounded_norm` in plain torch."""
+    """`rms_norm_quantized` in plain torch."""
     total = x.float().sum(0) if x.dim() == 3 else x.float()
     if residual is not None:
         total = residual.copy_(total + residual.float()).float()
@@ -185,18 +189,15 @@ def rms_norm_quantized_reference(
     )
 
 
-MAX_PROGRAMS = 256  # at the most: two on each of 132 multiprocessors have room for them
-SIGNAL_STRIDE = tl.constexpr(32)  # bytes from one program's arrivals to the next one's
-SIGNAL_BYTES = MAX_PROGRAMS * SIGNAL_STRIDE.value
-
-
 @dataclass(frozen=True)
 class SymmetricMemory:
-    """One region of memory in each rank, laid out alike, as seen from rank `rank`.
+    """One region of memory in each rank, laid out alike, as seen from one rank.
 
-    addresses: of every rank's region, a multiple of 16. arrivals: where ARRIVALS_BYTES of it begin,
-    zero at first, in which ranks announce themselves. counts: int32 [PROGRAMS], zero at first, of
-    this rank alone: the arrivals that each program has waited for so far.
+    addresses: of every rank's region, multiples of 16.
+    rank: whose view this is.
+    signals: offset in bytes of SIGNAL_BYTES, zero at first, with which ranks signal each other.
+    expected: int32 [MAX_PROGRAMS], zero at first, of this rank alone: the signals for which each
+        program has waited so far.
     """
 
     addresses: tuple[int, ...]
@@ -205,12 +206,12 @@ class SymmetricMemory:
     expected: torch.Tensor
 
 
-# How ranks wait for each other: program p of every rank adds one to the arrivals of program p of
-# every rank, itself included, and waits until its own have grown by the number of ranks. Nothing
-# is ever reset, so a replayed graph goes on where the last launch ended, whichever it was; the
-# difference of two counts stays right when they wrap around. A rank that comes again before a
-# third was seen for the first time cannot be mistaken for it: it has passed only because the third
-# had come, and that was before its own second coming.
+# How ranks wait for each other: program p of every rank adds one to the signals of program p of
+# every rank, itself included, and waits until its own have grown by the number of ranks. Nothing is
+# ever reset, so a replayed graph goes on where the last launch ended, whichever it was; the
+# difference of two counts stays right when they wrap around. A rank that signals for the next round
+# cannot be mistaken for one that has not signalled in this round: it has passed only because all
+# ranks had signalled.
 
 
 @triton.jit
@@ -232,8 +233,8 @@ def _wait_for_peers(peers, signals, target, RANK: tl.constexpr):
     tl.debug_barrier()  # what one thread has acquired holds for all
 
 
-# Each rank reads and writes beginning with the next one, itself last, so that no rank's link is the
-# first of all.
+# Each rank reads and writes the others beginning with the next one, itself last, so that not all
+# ranks use one rank's link at once.
 
 
 @triton.jit
@@ -267,7 +268,7 @@ def _all_reduce_norm_kernel(
     # Row r is that of rank r % RANKS in two shots; in one shot every rank computes every row.
     first = program * RANKS + RANK if TWO_SHOTS else program
     step = tl.num_programs(0) * (RANKS if TWO_SHOTS else 1)
-    # What this rank alone has is read while it waits.
+    # The rank's own memory is read while it waits.
     own = tl.load(residual + tl.minimum(first, rows - 1) * SIZE + column, mask=inside, other=0.0)
     if BARRIERS:
         _wait_for_peers(peers, signals, target, RANK)
@@ -308,17 +309,21 @@ def all_reduce_norm(
     results: int | None = None,
     barriers: bool = True,
 ) -> None:
-    """`out` [T, size] becomes the norm of the ranks' partial sums plus `residual` [T, size].
+    """Makes `out` the norm of the ranks' partial sums plus `residual`.
 
-    partials: where in every region the partial sums lie, [T, size] of residual's dtype, bytes.
-    results: where `out` is in every region; then in two shots: rank r computes the rows t with
-    t % ranks == r and writes them to all ranks, and only those rows of `residual` become the sum.
-    None: in one shot, every rank computes all rows, `out` is any memory, all of `residual` is the
-    sum. In float32, in the order of ranks, rounded once to the residual and once to `out`.
+    memory: of all ranks.
+    partials: offset in bytes of the partial sums [T, size] in every region, of residual's dtype.
+    out, residual: [T, size].
+    weight: [size].
+    results: offset in bytes of `out` in every region: the kernel runs in two shots. Rank r computes
+        the rows t with t % ranks == r and writes them to all ranks, and only these rows of
+        `residual` become the sum. None: in one shot every rank computes all rows; `out` is any
+        memory, and all of `residual` becomes the sum.
+    barriers: False for one process that plays all ranks.
 
-    All ranks must call it with the same shapes, on one stream each. In one shot the partial sums
-    must stay as they are until the next call: what is written for that goes elsewhere.
-    barriers=False is for one process that plays all ranks.
+    In float32, in the order of ranks, rounded once to the residual and once to `out`. All ranks
+    call it with the same shapes, on one stream each. In one shot the partial sums must stay as they
+    are until the next call, so that call's go elsewhere.
     """
     rows, size = residual.shape
     ranks = len(memory.addresses)
@@ -333,7 +338,8 @@ def all_reduce_norm(
 def compile_all_reduce_norm(
     memory: SymmetricMemory, vectors: torch.Tensor, results: int | None
 ) -> None:
-    """Compiles it for `vectors` [T, size] and ranks that wait for each other; nothing runs."""
+    """Compiles the kernel for `vectors` [T, size] and ranks that wait for each other; runs
+    nothing."""
     constants = _constants(memory, vectors.shape[1], results, True)
     _all_reduce_norm_kernel.warmup(
         memory.addresses, 0, 0, memory.signals, memory.expected, vectors, vectors,
@@ -355,7 +361,7 @@ def _constants(
 def all_reduce_norm_reference(
     partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm, the sum) [T, size] of the ranks' partials [ranks, T, size], in plain torch."""
+    """(norm, sum), both [T, size], of the ranks' partials [ranks, T, size], in plain torch."""
     total = partials.float().sum(dim=0) + residual.float()
     total = total.to(residual.dtype)
     normed = torch.nn.functional.rms_norm(total.float(), total.shape[1:], weight.float(), eps)

@@ -1,6 +1,11 @@
-"""The sampling noise of kernels/noise.py inside Triton kernels: the same philox_words, the same uniforms.
+"""Seeded sampling on the device: noise, Gumbel-max over a row, top-k, top-p, min-p, vocabulary
+shards.
 
-Functions for other kernels to call; needs triton. Knows seeds, positions and vocabulary ids only.
+A first launch scans blocks of each row, a second one reduces them; rows that top-k, top-p or min-p
+truncate take two more. Where each rank has a shard of the vocabulary, `local_argmax` finds a rank's
+best candidates, and `global_argmax` the best of all ranks. A row's token depends on its own logits,
+parameters, seed and position only. Needs triton. Knows rows of parameters; no request, no rank and
+no exchange.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -28,6 +33,19 @@ from pipeinfer.kernels.triton_support import (
     pack_logit_key,
 )  # fmt: skip
 
+# Fixed, whatever the batch: partial results must not depend on how many rows there are.
+SAMPLING_BLOCK = 4096  # logits of one program of the scan
+SCAN_WARPS = 4  # of a program of the scan
+MAX_CANDIDATES = 4096  # collected candidates of a truncated row at most, a power of two
+MAX_PER_BLOCK = 1024  # collected candidates of a block at most; no more than a block has logits
+ROW_CHUNK = 8192  # logits that are read at a time where there are more candidates
+TRUNCATED_WARPS = 16  # of a program that samples a truncated row
+TRUNCATED_MAX_REGISTERS = 0  # of a thread of such a program at most; 0: as the compiler likes
+_GREEDY = tl.constexpr(GREEDY_BELOW)
+_TRUNCATED = tl.constexpr(2)  # of _row_kind
+_LOWEST_KEY = tl.constexpr(-(2**31))  # of the keys of truncation
+_NO_KEY = tl.constexpr(-(2**63))  # of packed logit keys
+
 # Words and uniforms are bit for bit those of noise.py. The Gumbel variates are made with the
 # device's quick logarithm and differ from noise.py by at most 6e-6: less than the rounding of a
 # score of 64 or more, so a different token needs two scores that close.
@@ -42,7 +60,7 @@ def _wide_multiply(word, FACTOR: tl.constexpr):
 
 @triton.jit
 def philox_words(seed, position, counters):
-    """Four uint32 tensors: the philox_words of ids 4 c, 4 c + 1, 4 c + 2, 4 c + 3 for each counter c.
+    """Four uint32 tensors: the words of ids 4 c, 4 c + 1, 4 c + 2, 4 c + 3 for each counter c.
 
     seed int64 (the bits of the uint64) and position int64 or int32, scalars.
     """
@@ -65,7 +83,7 @@ def philox_words(seed, position, counters):
 
 @triton.jit
 def uniform_of_word(word):
-    """float32 in (0, 1) of uint32 philox_words, exactly as noise.py defines it."""
+    """float32 in (0, 1) of uint32 words, exactly as noise.py defines it."""
     v = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     return tl.minimum(v, 0.9999999403953552)
 
@@ -83,7 +101,7 @@ def _fast_log2(x):
 
 @triton.jit
 def gumbel_noise(word):
-    """Standard Gumbel variates, float32, of uint32 philox_words: -log(-log1p(-uniform_of_word))."""
+    """Standard Gumbel variates, float32, of uint32 words: -log(-log1p(-uniform))."""
     v = uniform_of_word(word)
     # -log2(1 - v), by its series where 1 - v would lose the bits of v. All in powers of two, which
     # is what the device computes: the natural logarithm's factor comes in once, at the end.
@@ -96,7 +114,7 @@ def gumbel_noise(word):
 
 @triton.jit
 def gumbel_noise_at(seed, position, ids):
-    """The noise of single ids; four times the work of `philox_words` for whole runs of ids."""
+    """The noise of single ids; four times the work of `philox_words` for ids by fours."""
     w0, w1, w2, w3 = philox_words(seed, position, ids // 4)
     which = ids % 4
     low = tl.where(which == 0, w0, w1)
@@ -104,24 +122,23 @@ def gumbel_noise_at(seed, position, ids):
     return gumbel_noise(tl.where(which < 2, low, high))
 
 
-# From the maxima and block_sums of a row's blocks follows a logit that the threshold cannot lie below.
-# _collect_candidates(), a program per block, copies the few candidates from there up; _sample_truncated_rows(), a program per
-# row, searches and draws among these alone, in registers. Where there are too many (flat logits, a
-# top_k above the number of blocks) it reads the row_logits row for every step of the search: the same
-# result, slowly. How many a block may have matters as much as how many a row may: vocabularies are
-# sorted by frequency, so that candidates stand together.
+# Top-k, top-p and min-p, in vLLM's order: top-k, then top-p of what is left, then min-p; equal
+# logits stand or fall together. The definition is `truncation_thresholds` in host.py.
 #
-# A key is a logit as an integer that sorts like it. 16 bits are enough for bfloat16.
-
-MAX_CANDIDATES = 4096  # of a row, at most; a power of two
-MAX_PER_BLOCK = 1024  # for the candidates of a block; no more than the block has logits
-ROW_CHUNK = 8192  # logits of the row_logits row that are read at a time
-_LOWEST = tl.constexpr(-(2**31))
+# From the maxima and sums of a row's blocks follows a lower bound of the threshold.
+# _collect_candidates, a program per block, copies the few candidates from there up;
+# _sample_truncated_rows, a program per row, searches and samples among these alone, in registers.
+# Where there are too many (flat logits, a top_k above the number of blocks) it reads the whole row
+# for every step of the search: the same result, slowly. How many a block may have matters as much
+# as how many a row may: vocabularies are sorted by frequency, so that candidates stand together.
+#
+# A key is here a logit as an integer that sorts like it. 16 bits are enough for bfloat16.
 
 
 @triton.jit
 def _is_truncated(temperature, top_k, top_p, min_p, vocab, GREEDY: tl.constexpr):
-    """Whether anything restricts the row; top_k, top_p and min_p are pointers to its values."""
+    """Whether top-k, top-p or min-p leave out ids of the row; top_k, top_p and min_p are
+    pointers."""
     k = tl.load(top_k)
     some = ((k > 0) & (k < vocab)) | (tl.load(top_p) < 1.0) | (tl.load(min_p) > 0.0)
     return some & (temperature >= GREEDY)
@@ -129,8 +146,10 @@ def _is_truncated(temperature, top_k, top_p, min_p, vocab, GREEDY: tl.constexpr)
 
 @triton.jit
 def _store_sample(row, token, sampled, last_token, slots, WRITE_LAST: tl.constexpr):
-    """Writes that the row gave one token, and which; `token` -1, of a row without a finite maximum:
-    that it gave none. A bad row may be part of one more step, and goes on from an id that exists.
+    """Writes the row's number of tokens and its id: (1, token), or (0, 0) if token is -1.
+
+    -1 is of a row without a finite maximum. Such a row may be part of one more step, and goes on
+    from an id that exists.
     """
     found = tl.maximum(token, 0).to(tl.int64)
     tl.store(sampled + 2 * row, (token >= 0).to(tl.int64))
@@ -141,7 +160,7 @@ def _store_sample(row, token, sampled, last_token, slots, WRITE_LAST: tl.constex
 
 @triton.jit
 def _scaled_logits(logits, row_max, temperature):
-    """Logits after temperature as the definition rounds them; the row_max is 0."""
+    """(logits - row_max) / temperature, rounded as the definition does."""
     return tl.div_rn(logits - row_max, temperature)
 
 
@@ -150,9 +169,10 @@ def _total_above(
     keys, weights, row, vocab, key, row_max, temperature, WEIGH: tl.constexpr,
     COLLECTED: tl.constexpr, SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """How many candidates have a key >= `key` (exact below 2^24), or their sum of exp(x).
+    """The number of candidates with a key >= `key` (exact below 2^24); if WEIGH, their sum of
+    exp(x).
 
-    COLLECTED: the candidates are `keys` with `weights`; else they are the row_logits row.
+    COLLECTED: the candidates are `keys` with `weights`; else they are the whole row.
     """
     if COLLECTED:
         total = tl.where(keys >= key, weights if WEIGH else 1.0, 0.0)
@@ -173,7 +193,7 @@ def _largest_key(
     keys, weights, row, vocab, low_key, high_key, need, row_max, temperature, WEIGH: tl.constexpr,
     COLLECTED: tl.constexpr, SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key in low_key .. high_key - 1 such that what _total_above counts from it on reaches `need`."""
+    """The largest key in low_key .. high_key - 1 whose _total_above reaches `need`."""
     while high_key - low_key > 1:
         middle = low_key + (high_key - low_key) // 2
         key = middle.to(tl.int32)
@@ -192,7 +212,8 @@ def _threshold_key(
     keys, weights, row, vocab, low_key, k, p, total, row_max, temperature, COLLECTED: tl.constexpr,
     SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The key of the last candidate that top-k and top-p leave. `total`: the row_logits row's weight."""
+    """The key of the last candidate that top-k and top-p leave. total: the weight of the whole
+    row."""
     high_key = (ordered_bits(row_max) >> SHIFT).to(tl.int64) + 1
     if k > 0:
         low_key = _largest_key(
@@ -218,7 +239,7 @@ def _sample_from_candidates(
     position, SHIFT: tl.constexpr, MAX_PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Gumbel-max over those of the collected candidates that the threshold leaves."""
+    """Gumbel-max over the collected candidates that the threshold leaves."""
     index = tl.arange(0, MAX_CANDIDATES)
     block = tl.zeros_like(index)  # of each candidate, and where the block's begin
     first = tl.zeros_like(index)
@@ -232,7 +253,7 @@ def _sample_from_candidates(
     value = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     ids = block * BLOCK + tl.load(local_ids + at, mask=inside, other=0).to(tl.int32)
     x = _scaled_logits(value, row_max, temperature)
-    keys = tl.where(inside, ordered_bits(value) >> SHIFT, _LOWEST)
+    keys = tl.where(inside, ordered_bits(value) >> SHIFT, _LOWEST_KEY)
     weights = tl.exp(x)
     key = _threshold_key(
         keys, weights, logits, 0, low_key, k, p, total, row_max, temperature, True, SHIFT,
@@ -255,23 +276,12 @@ def _sample_from_row(
     row, vocab, low_key, k, p, floor, total, row_max, temperature, seed, position,
     SHIFT: tl.constexpr, ROW_CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gumbel-max over what the threshold leaves of the row_logits row."""
+    """Gumbel-max over what the threshold leaves of the whole row."""
     key = _threshold_key(
-        low_key,
-        low_key,
-        row,
-        vocab,
-        low_key,
-        k,
-        p,
-        total,
-        row_max,
-        temperature,
-        False,
-        SHIFT,
+        low_key, low_key, row, vocab, low_key, k, p, total, row_max, temperature, False, SHIFT,
         ROW_CHUNK,
-    )
-    best = tl.full((), -(2**63), tl.int64)
+    )  # fmt: skip
+    best = tl.full((), _NO_KEY, tl.int64)
     for first in range(0, vocab, BLOCK):
         l0, l1, l2, l3, counters = load_quads(row, first, vocab, BLOCK)
         w0, w1, w2, w3 = philox_words(seed, position, counters)
@@ -285,10 +295,11 @@ def _sample_from_row(
 
 @triton.jit
 def _lower_bound(maxima, total, row_max, temperature, k, p, min_p, vocab, blocks):
-    """A logit that no threshold of the row lies below; -inf if nothing is known.
+    """A lower bound of the row's threshold, a logit; -inf if nothing is known.
 
-    top-k: k blocks have a maximum from here on. top-p: what lies below weighs less than 1 - p of
-    the row even if it is all of the vocabulary. min-p: its floor. Less a margin for rounding.
+    top-k: at least k blocks have a maximum from here on. top-p: what lies below weighs less than
+    1 - p of the row, even if it were all of the vocabulary. min-p: its floor. Less a margin for
+    rounding.
     """
     rank = tl.sum((maxima[None, :] >= maxima[:, None]).to(tl.int32), axis=1)
     by_k = tl.max(tl.where(rank >= k, maxima, float("-inf")), axis=0)
@@ -302,7 +313,7 @@ def _row_statistics(
     row, temperature, top_k, top_p, min_p, block_max, block_sums, vocab, blocks,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """(row_max, weight of the row_logits row, lower bound of the threshold, k) of a row."""
+    """(greatest logit, weight of the whole row, lower bound of the threshold, k) of a row."""
     at = row * blocks + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCKS) < blocks
     maxima = tl.load(block_max + at, mask=inside, other=float("-inf"))
@@ -321,8 +332,11 @@ def _collect_candidates(
     stride, vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MAX_PER_BLOCK: tl.constexpr,
     GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block) copies the block's candidates, and in `local_ids` their ids less the first
-    of the block, in order. Leaves how many there are, also where that is more than MAX_PER_BLOCK.
+    """Program (row, block). Copies the block's candidates in order.
+
+    candidates, local_ids: [rows, blocks, MAX_PER_BLOCK], logits, and ids less the first id of the
+        block.
+    counts: [rows, blocks], candidates of each block, which may be more than MAX_PER_BLOCK.
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -354,7 +368,7 @@ def _sample_truncated_rows(
     MAX_PER_BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, ROW_CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr, GREEDY: tl.constexpr, WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, after _collect_candidates(); does nothing for rows without restriction."""
+    """Program (row), after _collect_candidates. Does nothing for rows that are not truncated."""
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
     if _is_truncated(temperature, top_k + row, top_p + row, min_p + row, vocab, GREEDY):
@@ -385,23 +399,16 @@ def _sample_truncated_rows(
         _store_sample(row, token, sampled, last_token, slots, WRITE_LAST)
 
 
-# Fixed, whatever the batch: partial results must not depend on how many rows there are.
-SAMPLING_BLOCK = 4096  # logits of one program
-SCAN_WARPS = 4
-TRUNCATED_WARPS = 16
-TRUNCATED_MAX_REGISTERS = 0  # of a thread, at most; 0: what the compiler takes
-_GREEDY = tl.constexpr(GREEDY_BELOW)
-_TRUNCATED = tl.constexpr(2)
-
-
 @triton.jit
 def _row_kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE: tl.constexpr):
-    """0 is greedy, 1 is random over the row_logits row, 2 is truncated."""
+    """0: greedy; 1: random over the whole row; _TRUNCATED: by top-k, top-p or min-p."""
     temperature = tl.load(temperatures + row)
     kind = (temperature >= _GREEDY).to(tl.int32)
     if TRUNCATE:
-        cut = _is_truncated(temperature, top_k + row, top_p + row, min_p + row, vocab, _GREEDY)
-        kind += cut.to(tl.int32)
+        truncated = _is_truncated(
+            temperature, top_k + row, top_p + row, min_p + row, vocab, _GREEDY
+        )
+        kind += truncated.to(tl.int32)
     return kind
 
 
@@ -411,10 +418,15 @@ def _scan_blocks(
     stride, vocab, blocks, num_skipped, start, BLOCK: tl.constexpr, TRUNCATE: tl.constexpr,
     SHARDED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block). Leaves the block's largest logit, its row_max, and in `block_best`
+    """Program (row, block). Writes one number of each block [rows, blocks]:
 
-    the best score x = (logit - row_max) / temperature + noise with its id, without noise where
-    greedy; of a truncated row, in `block_sums`, the sum of exp(x) without noise. SHARDED: see load_shard_quads.
+    block_max: the greatest logit.
+    block_best: the packed key of the best score (logit - max) / temperature + noise with its id;
+        greedy rows without noise.
+    block_sums: of truncated rows instead of block_best: the sum of exp((logit - max) /
+        temperature).
+
+    SHARDED: the row has a shard of the vocabulary, see load_shard_quads.
     """
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
@@ -428,7 +440,7 @@ def _scan_blocks(
         l0, l1, l2, l3, counters = load_quads(row_logits, first, vocab, BLOCK)
     none = tl.zeros_like(l0)
     g0, g1, g2, g3 = none, none, none, none
-    if kind == 1:  # in front of the row_max: made while the logits are on their way
+    if kind == 1:  # before the maximum: made while the logits are being loaded
         w0, w1, w2, w3 = philox_words(tl.load(seeds + row), tl.load(positions + row), counters)
         g0, g1, g2, g3 = gumbel_noise(w0), gumbel_noise(w1), gumbel_noise(w2), gumbel_noise(w3)
     row_max = max_logit(l0, l1, l2, l3)
@@ -450,27 +462,21 @@ def _reduce_blocks(
     temperatures, top_k, top_p, min_p, block_max, block_best, sampled, last_token, slots, vocab,
     blocks, BLOCKS: tl.constexpr, TRUNCATE: tl.constexpr, WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the best of its blocks. Does nothing for rows that _sample_truncated_rows() serves."""
+    """Program (row): the best of its blocks. Does nothing for truncated rows."""
     row = tl.program_id(0)
     kind = _row_kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE)
     if kind != _TRUNCATED:
         at = row * blocks + tl.arange(0, BLOCKS)
         inside = tl.arange(0, BLOCKS) < blocks
         maxima = tl.load(block_max + at, mask=inside, other=float("-inf"))
-        best = tl.load(block_best + at, mask=inside, other=-(2**63))
+        best = tl.load(block_best + at, mask=inside, other=_NO_KEY)
         row_max = tl.max(maxima, axis=0)
         score = key_score(best)
         score += (maxima - row_max) / tl.where(kind == 0, 1.0, tl.load(temperatures + row))
         packed = pack_logit_key(tl.where(inside, score, float("-inf")), key_token(best))
         token = key_token(tl.max(packed, axis=0))
-        _store_sample(
-            row,
-            tl.where(tl.abs(row_max) < float("inf"), token, -1),
-            sampled,
-            last_token,
-            slots,
-            WRITE_LAST,
-        )
+        token = tl.where(tl.abs(row_max) < float("inf"), token, -1)
+        _store_sample(row, token, sampled, last_token, slots, WRITE_LAST)
 
 
 def sample(
@@ -479,13 +485,16 @@ def sample(
     out: torch.Tensor | None = None, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [S, 2], of each row how many tokens it gave and which, from logits [S, vocab] (float32,
-    bfloat16 or float16, unit last stride).
+    """int64 [S, 2]: the number of tokens of each row, and the sampled id. No synchronisation.
 
-    Parameters [S] on the device, as in step.py; seeds int64, the bits of the uint64.
-    truncate False promises that no row has top_k, top_p or min_p, and saves two launches. A row
-    with a NaN, or whose maximum is not finite, gives none, and its id is 0. With last_token int64
-    and slots int [S], last_token[slots[r]] becomes row r's id. No synchronisation.
+    logits: float32, bfloat16 or float16 [S, vocab], unit last stride.
+    temperature, top_k, top_p, min_p, positions: [S], as in step.py.
+    seeds: int64 [S], the bits of the uint64.
+    truncate: False promises that no row has top_k, top_p or min_p, and saves two launches.
+    out: int64 [S, 2], the result if given.
+    last_token, slots: int64 [slots] and int [S]; last_token[slots[r]] becomes row r's id.
+
+    A row with a NaN, or whose maximum is not finite, gives 0 tokens, and its id is 0.
     """
     rows, vocab = logits.shape
     sampled = logits.new_empty(rows, 2, dtype=torch.int64) if out is None else out
@@ -525,7 +534,12 @@ def _launch_truncated(
     positions: torch.Tensor, block_max: torch.Tensor, block_sums: torch.Tensor,
     outputs: tuple[torch.Tensor | None, ...], options: dict[str, int],
 ) -> None:  # fmt: skip
-    """Serves the rows that something restricts; `options` as the reduction has them."""
+    """Samples the truncated rows.
+
+    parameters: temperature, top_k, top_p, min_p. outputs: sampled, last_token, slots. options:
+        those
+    of _reduce_blocks.
+    """
     rows, vocab = logits.shape
     blocks, padded = block_max.shape[1], options["BLOCKS"]
     per_block = min(MAX_PER_BLOCK, SAMPLING_BLOCK)
@@ -554,9 +568,9 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 
 def sample_reference(logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    """The same, but for near ties, by sorting each row on the host in float64."""
+    """`sample`, but for near ties, by sorting each row on the host in float64."""
     ids = [
-        _row_reference(values, *[knob[row].item() for knob in parameters])
+        _row_reference(values, *[parameter[row].item() for parameter in parameters])
         for row, values in enumerate(logits.double().cpu())
     ]
     rows = [[int(token >= 0), max(token, 0)] for token in ids]
@@ -590,47 +604,47 @@ def _row_reference(
     return int((x + torch.from_numpy(sampled).double()).argmax())
 
 
-# int64 [S, 2] of a rank: | score and id, keys as in lanes.py | greatest logit, float32 bits |
-# A score is relative to the rank's own greatest logit. Whoever compares scores of several ranks
-# first adds what that lies below the greatest of all, over the temperature: 0 for the rank that has
-# it, so that the greedy choice is exact.
-
-_NO_KEY = tl.constexpr(-(2**63))
+# Candidates of a rank, int64 [S, 2]: | packed key of score and id | greatest logit, float32 bits |
+#
+# A score is relative to the rank's own greatest logit. To compare scores of several ranks, the
+# difference of this logit and the greatest of all, over the temperature, is added first: 0 for the
+# rank that has the greatest, so that the greedy choice is exact.
 
 
 @triton.jit
 def _best_key(temperatures, maxima, keys):
-    """(keys best of several candidates, greatest logit); each is relative to its maximum."""
+    """(packed key of the best candidate, greatest logit) of candidates with scores that are
+    relative to their own maxima."""
     temperature = tl.load(temperatures)
     row_max = tl.max(maxima, axis=0)
     score = key_score(keys) + (maxima - row_max) / tl.where(temperature < _GREEDY, 1.0, temperature)
-    # Infinities less infinities are no number, which would sort above all.
+    # -inf less -inf is NaN, which would sort above all.
     score = tl.where(maxima > float("-inf"), score, float("-inf"))
     return tl.max(pack_logit_key(score, key_token(keys)), axis=0), row_max
 
 
 @triton.jit
-def _local_argmax(temperatures, block_max, block_best, local_best, blocks, BLOCKS: tl.constexpr):
-    """One program per row: the best of its blocks."""
+def _local_argmax(temperatures, block_max, block_best, candidates, blocks, BLOCKS: tl.constexpr):
+    """Program (row): the best of its blocks."""
     row = tl.program_id(0)
     at = row * blocks + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCKS) < blocks
     maxima = tl.load(block_max + at, mask=inside, other=float("-inf"))
     keys = tl.load(block_best + at, mask=inside, other=_NO_KEY)
     best, row_max = _best_key(temperatures + row, maxima, keys)
-    tl.store(local_best + 2 * row, best)
-    tl.store(local_best + 2 * row + 1, row_max.to(tl.int32, bitcast=True).to(tl.int64))
+    tl.store(candidates + 2 * row, best)
+    tl.store(candidates + 2 * row + 1, row_max.to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
 def _global_argmax(
-    local_best, temperatures, sampled, last_token, slots, rows, ranks, RANKS: tl.constexpr,
+    candidates, temperatures, sampled, last_token, slots, rows, ranks, RANKS: tl.constexpr,
     WRITE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the best of all ranks."""
+    """Program (row): the best of all ranks."""
     row = tl.program_id(0)
     rank = tl.arange(0, RANKS)
-    at = local_best + (rank * rows + row) * 2
+    at = candidates + (rank * rows + row) * 2
     keys = tl.load(at, mask=rank < ranks, other=_NO_KEY)
     bits = tl.load(at + 1, mask=rank < ranks, other=0)
     maxima = bits.to(tl.int32).to(tl.float32, bitcast=True)
@@ -645,13 +659,15 @@ def local_argmax(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
     start: int,
 ) -> torch.Tensor:  # fmt: skip
-    """int64 [S, 2]: what this rank local_best for rows of logits [S, width], those of ids `start` and
-    following. Parameters and dtypes as gumbel.sample has them. No synchronisation.
+    """int64 [S, 2]: this rank's candidates for rows that nothing truncates. No synchronisation.
+
+    logits: [S, width], those of the ids from `start` on.
+    The rest as for `sample`.
     """
     rows, width = logits.shape
-    local_best = logits.new_empty(rows, 2, dtype=torch.int64)
+    candidates = logits.new_empty(rows, 2, dtype=torch.int64)
     if rows == 0:
-        return local_best
+        return candidates
     num_skipped = start % 4  # a counter makes the noise of four ids
     blocks = max(triton.cdiv(width + num_skipped, SAMPLING_BLOCK), 1)
     block_max = logits.new_empty(rows, blocks, dtype=torch.float32)
@@ -663,25 +679,25 @@ def local_argmax(
         TRUNCATE=False, SHARDED=True, num_warps=SCAN_WARPS,
     )  # fmt: skip
     _local_argmax[(rows,)](
-        temperature, block_max, block_best, local_best, blocks,
+        temperature, block_max, block_best, candidates, blocks,
         BLOCKS=triton.next_power_of_2(blocks), num_warps=1,
     )  # fmt: skip
-    return local_best
+    return candidates
 
 
 def global_argmax(
-    local_best: torch.Tensor, temperature: torch.Tensor, last_token: torch.Tensor | None = None,
+    candidates: torch.Tensor, temperature: torch.Tensor, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As gumbel.sample, from the local_best of all ranks [ranks, S, 2], in any order of ranks.
+    """As `sample`, from the candidates of all ranks [ranks, S, 2], in any order of ranks.
 
     Of equal scores the lowest id.
     """
-    ranks, rows, _ = local_best.shape
-    sampled = local_best.new_empty(rows, 2)
+    ranks, rows, _ = candidates.shape
+    sampled = candidates.new_empty(rows, 2)
     if rows:
         _global_argmax[(rows,)](
-            local_best.contiguous(), temperature, sampled, last_token, slots, rows, ranks,
+            candidates.contiguous(), temperature, sampled, last_token, slots, rows, ranks,
             RANKS=triton.next_power_of_2(ranks), WRITE_LAST=last_token is not None, num_warps=1,
         )  # fmt: skip
     return sampled

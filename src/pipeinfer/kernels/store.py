@@ -1,7 +1,7 @@
-"""From the merged QKV product to attention's inputs: QK norm, RoPE, and K and V into their pages.
+"""From the merged QKV product to attention's inputs: QK norm, RoPE, and K and V into the KV cache.
 
-One Triton launch reads the product once and writes queries and pages; needs triton. Knows places
-in a pool (page * page_size + offset), no request and no page table.
+One launch reads the product once and writes queries and pages. Needs triton. Knows the slot mapping
+(page * page_size + offset); no request and no page table.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -30,7 +30,7 @@ ELEMENTS_PER_PROGRAM = (
 
 @triton.jit
 def _butterfly(values, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
-    """Sums and differences of values of [GROUP, BLOCK] that stand SPAN apart."""
+    """Sums and differences of `values` [GROUP, BLOCK] that stand SPAN apart."""
     pairs = tl.reshape(values, [GROUP, BLOCK // (2 * SPAN), 2, SPAN])
     first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     both = tl.join(first + second, first - second)
@@ -41,7 +41,10 @@ def _butterfly(values, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.conste
 def _hadamard_transform(
     low, high, GROUP: tl.constexpr, BLOCK: tl.constexpr, HADAMARD_HALF: tl.constexpr,
 ):  # fmt: skip
-    """hadamard.py's `turned` of the halves [GROUP, BLOCK] of heads, in blocks of 2 HADAMARD_HALF values."""
+    """`hadamard_transform` of formats.py, of the halves [GROUP, BLOCK] of heads.
+
+    HADAMARD_HALF: values of a block in each half.
+    """
     scale: tl.constexpr = (2 * HADAMARD_HALF) ** -0.5
     low, high = (low + high) * scale, (low - high) * scale
     for power in tl.static_range(HADAMARD_HALF.bit_length() - 1):
@@ -57,8 +60,11 @@ def _store_rotated(
     OFFSET: tl.constexpr, CENTER_KEYS: tl.constexpr, HADAMARD_HALF: tl.constexpr,
     E4M3_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token. CENTER_KEYS:
-    less `key_center`. HADAMARD_HALF: of `_hadamard_transform`, 0: not turned."""
+    """Norms (if NORM), rotates and stores heads first .. first + GROUP - 1 of one token.
+
+    CENTER_KEYS: key_center is subtracted. HADAMARD_HALF: see _hadamard_transform; 0: none.
+    E4M3_PAGES: target is e4m3.
+    """
     half: tl.constexpr = DIM // 2
     heads = first + tl.arange(0, GROUP)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -117,8 +123,8 @@ def _rotate_and_store_kernel(
 ):  # fmt: skip
     """Program (token, group): groups of query heads, then of key heads, then of value heads.
 
-    E4M3_PAGES: pages hold e4m3; CENTER_KEYS, HADAMARD_HALF: see `_store_rotated`. USE_PDL: it starts while the kernel before it
-    ends, and lets the next one start likewise.
+    ANGLE_TABLE: cos and sin are a table that `positions` index. E4M3_PAGES: pages hold e4m3.
+    CENTER_KEYS, HADAMARD_HALF: see _store_rotated.
     """
     if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
@@ -154,7 +160,7 @@ def rotate_and_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    places: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_heads: int,
@@ -167,33 +173,37 @@ def rotate_and_store(
     out: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    shift: torch.Tensor | None = None,
+    key_center: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries [T, num_heads, head_dim], normed and rotated; keys and values go into their pages.
 
-    qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values. cos,
-    sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions` [T] a
-    table [longest, head_dim / 2] that these index. places int [T]: where in the caches, [pages,
-    page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm of each
-    head, `offset` added. out: contiguous. Raises ValueError for a layout it cannot write.
+    qkv: [T, (num_heads + 2 kv_heads) * head_dim]: queries, keys, values; rows may be strided.
+    cos, sin: any float dtype: [T, head_dim / 2] of the tokens (or [T, 1, ..]); with `positions` a
+        table [max_positions, head_dim / 2].
+    slot_mapping: int [T], where in the caches; negative: nowhere.
+    k_cache, v_cache: [pages, page_size, kv_heads, head_dim].
+    positions: [T], rows of the table of angles.
+    q_norm, k_norm: [head_dim], weights of RMSNorm of each head, to which `offset` is added.
+    out: [T, num_heads, head_dim], contiguous, the result if given.
+    k_scale, v_scale: of caches in e4m3. Queries and keys are Hadamard-transformed then.
+    key_center: float32 [kv_heads, head_dim], subtracted from keys before, for caches in e4m3.
 
-    Caches in e4m3: k_scale, v_scale are theirs (formats.py); queries and keys are turned alike
-    (hadamard.py), keys less `shift` before, float32 [kv_heads, head_dim].
+    Raises ValueError for a layout that the kernel cannot write.
     """
     kv_heads, dim = k_cache.shape[2:]
     _check(qkv, k_cache, v_cache, num_heads)
-    tokens, narrow = qkv.shape[0], k_cache.dtype == formats.E4M3
+    tokens, is_e4m3 = qkv.shape[0], k_cache.dtype == formats.E4M3
     queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS_PER_PROGRAM // (2 * block), triton.next_power_of_2(num_heads)), 1)
     if tokens:
         _rotate_and_store_kernel[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
             qkv, queries, as_kernel_arg(k_cache), as_kernel_arg(v_cache), cos, sin, positions,
-            places, q_norm, k_norm, eps, shift, k_scale, v_scale, qkv.stride(0), cos.stride(0),
-            k_cache.stride(1), v_cache.stride(1), HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim,
-            GROUP=group, BLOCK=block, NORM=q_norm is not None, OFFSET=offset,
-            ANGLE_TABLE=positions is not None, CENTER_KEYS=narrow and shift is not None,
-            HADAMARD_HALF=hadamard_half_block(dim) if narrow else 0, E4M3_PAGES=narrow,
+            slot_mapping, q_norm, k_norm, eps, key_center, k_scale, v_scale, qkv.stride(0),
+            cos.stride(0), k_cache.stride(1), v_cache.stride(1), HEADS=num_heads, KV_HEADS=kv_heads,
+            DIM=dim, GROUP=group, BLOCK=block, NORM=q_norm is not None, OFFSET=offset,
+            ANGLE_TABLE=positions is not None, CENTER_KEYS=is_e4m3 and key_center is not None,
+            HADAMARD_HALF=hadamard_half_block(dim) if is_e4m3 else 0, E4M3_PAGES=is_e4m3,
             num_warps=max(group * block // 256, 1), **pdl_options(qkv.device),
         )  # fmt: skip
     return queries
@@ -214,7 +224,7 @@ def rotate_and_store_reference(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    places: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_heads: int,
@@ -226,9 +236,9 @@ def rotate_and_store_reference(
     offset: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    shift: torch.Tensor | None = None,
+    key_center: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, float32 throughout, rounded at the end."""
+    """`rotate_and_store` in plain torch, float32 throughout, rounded at the end."""
     kv_heads, dim = k_cache.shape[2:]
     heads = qkv.unflatten(-1, (-1, dim))
     q, k, v = heads.float().split([num_heads, kv_heads, kv_heads], dim=1)
@@ -245,13 +255,16 @@ def rotate_and_store_reference(
 
     q, k = rotate(q), rotate(k)
     if k_cache.dtype == formats.E4M3:
-        q, k = hadamard_transform(q), hadamard_transform(k if shift is None else k - shift)
-    stored = places >= 0
-    at = places[stored].long()
+        q, k = (
+            hadamard_transform(q),
+            hadamard_transform(k if key_center is None else k - key_center),
+        )
+    stored = slot_mapping >= 0
+    at = slot_mapping[stored].long()
     for cache, values, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.dtype == formats.E4M3:
-            narrow = formats.quantize_e4m3(values[stored], scale).view(torch.uint8)
-            cache.view(torch.uint8).flatten(0, 1)[at] = narrow
+            quantized = formats.quantize_e4m3(values[stored], scale).view(torch.uint8)
+            cache.view(torch.uint8).flatten(0, 1)[at] = quantized
         else:
             cache.flatten(0, 1)[at] = values[stored].to(cache.dtype)
     return q.to(qkv.dtype)

@@ -135,7 +135,8 @@ def _num_stages(programs: int) -> int:
 def fp8_gemm_config(
     kind: Fp8GemmKind, rows: int, width: int, depth: int, blocks: bool
 ) -> GemmConfig | None:
-    """As `small_m_gemm_config`, where x and weight are e4m3; blocks: weights have a scale a block."""
+    """As `small_m_gemm_config`, where x and weight are e4m3; blocks: weights have a scale a
+    block."""
     if not 0 < rows <= FP8_MAX_ROWS:
         return None
     if kind == "split":

@@ -26,8 +26,8 @@ L2_LINE_ELEMENTS = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 c
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 SCALE_BLOCK_CE = tl.constexpr(formats.SCALE_BLOCK)  # as a constant of kernels
-# The scales of a GEMM's weights: none, one a row, one a block of SCALE_BLOCK x SCALE_BLOCK, or those
-# of MXFP4: e2m1, two columns a byte, and an exponent for each MXFP4_GROUP columns of a row.
+# The scales of a GEMM's weights: none, one a row, one a block of SCALE_BLOCK x SCALE_BLOCK, or
+# those of MXFP4: e2m1, two columns a byte, and an exponent for each MXFP4_GROUP columns of a row.
 NO_SCALES = tl.constexpr(0)
 ROW_SCALES = tl.constexpr(1)
 BLOCK_SCALES = tl.constexpr(2)
