@@ -7,35 +7,35 @@ import pytest
 pytest.register_assert_rewrite(
     "kernels.all_reduce_norm_cases",
     "kernels.store_cases",
-    "kernels.formats_cases",
+    "kernels.activations_cases",
     "kernels.decode_attention_cases",
-    "kernels.expand_cases",
-    "kernels.gumbel_cases",
+    "kernels.prepare_inputs_cases",
+    "kernels.sampling_cases",
     "kernels.moe_cases",
-    "kernels.moe_e4m3_cases",
-    "kernels.offers_cases",
-    "kernels.scores_cases",
+    "kernels.moe_fp8_cases",
+    "kernels.sharded_sampling_cases",
+    "kernels.logprobs_cases",
     "kernels.norm_cases",
-    "kernels.skinny_cases",
-    "kernels.softmax_choice_cases",
+    "kernels.gemm_cases",
+    "kernels.moe_routing_cases",
     "kernels.triton_cases",
 )
 
 import torch  # noqa: E402
 
 from kernels import decode_attention_cases as attention  # noqa: E402
+from kernels.activations_cases import *  # noqa: E402, F403
 from kernels.all_reduce_norm_cases import *  # noqa: E402, F403
 from kernels.decode_attention_cases import *  # noqa: E402, F403
-from kernels.expand_cases import *  # noqa: E402, F403
-from kernels.formats_cases import *  # noqa: E402, F403
-from kernels.gumbel_cases import *  # noqa: E402, F403
+from kernels.gemm_cases import *  # noqa: E402, F403
+from kernels.logprobs_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
-from kernels.moe_e4m3_cases import *  # noqa: E402, F403
+from kernels.moe_fp8_cases import *  # noqa: E402, F403
+from kernels.moe_routing_cases import *  # noqa: E402, F403
 from kernels.norm_cases import *  # noqa: E402, F403
-from kernels.offers_cases import *  # noqa: E402, F403
-from kernels.scores_cases import *  # noqa: E402, F403
-from kernels.skinny_cases import *  # noqa: E402, F403
-from kernels.softmax_choice_cases import *  # noqa: E402, F403
+from kernels.prepare_inputs_cases import *  # noqa: E402, F403
+from kernels.sampling_cases import *  # noqa: E402, F403
+from kernels.sharded_sampling_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
 from pipeinfer.attention.hybrid import cut  # noqa: E402

@@ -287,7 +287,9 @@ class SharedCase(Case):
             lines.to(DEVICE), seats.to(DEVICE), *empty_prefix_merges(len(lengths), DEVICE)
         )
         self.pieces = empty_splits(most, self.q.device).fill_(-7)
-        self.scratch = DecodeWorkspace(len(lengths), most, heads, self.q.device, most, cut.prefix_queries)
+        self.scratch = DecodeWorkspace(
+            len(lengths), most, heads, self.q.device, most, cut.prefix_queries
+        )
 
     def rows(self):
         return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces, self.runs)

@@ -1,6 +1,6 @@
-"""The Kernels of GPUs, see interface.py. Needs triton.
+"""The Kernels of GPUs, see interface.py: hands each its tensors. Needs triton.
 
-Knows which number a kernel wants under which name; no request and no model.
+Knows no request and no model.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int)
 
 
 def global_argmax(
-    made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+    candidates: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
 ) -> torch.Tensor:
     return sampling_kernels.global_argmax(
-        made, sampling["temperature"], last_token, sampling["write_slots"]
+        candidates, sampling["temperature"], last_token, sampling["write_slots"]
     )

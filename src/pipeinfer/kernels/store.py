@@ -147,9 +147,9 @@ def _rotate_and_store_kernel(
         if slot >= 0:
             if group < q_groups + kv_groups:
                 first = (group - q_groups) * GROUP
-                _store_rotated(source + HEADS * DIM, k_cache + slot * k_stride, first, angles, cos, sin,
-                        k_norm, eps, key_center, k_scale, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET,
-                        CENTER_KEYS, HADAMARD_HALF, E4M3_PAGES)  # fmt: skip
+                _store_rotated(source + HEADS * DIM, k_cache + slot * k_stride, first, angles, cos,
+                               sin, k_norm, eps, key_center, k_scale, KV_HEADS, DIM, GROUP, BLOCK,
+                               NORM, OFFSET, CENTER_KEYS, HADAMARD_HALF, E4M3_PAGES)  # fmt: skip
             else:
                 first = (group - q_groups - kv_groups) * GROUP
                 _store_copied(source + (HEADS + KV_HEADS) * DIM, v_cache + slot * v_stride, first,
@@ -197,7 +197,8 @@ def rotate_and_store(
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS_PER_PROGRAM // (2 * block), triton.next_power_of_2(num_heads)), 1)
     if tokens:
-        _rotate_and_store_kernel[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
+        groups = triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)
+        _rotate_and_store_kernel[(tokens, groups)](
             qkv, queries, as_kernel_arg(k_cache), as_kernel_arg(v_cache), cos, sin, positions,
             slot_mapping, q_norm, k_norm, eps, key_center, k_scale, v_scale, qkv.stride(0),
             cos.stride(0), k_cache.stride(1), v_cache.stride(1), HEADS=num_heads, KV_HEADS=kv_heads,

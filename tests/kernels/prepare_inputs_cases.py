@@ -11,7 +11,7 @@ from allpairspy import AllPairs
 
 from device_steps import device_step
 from draws import numbers, seeded
-from kernels.expand_reference import expand_reference
+from kernels.prepare_inputs_reference import prepare_inputs_reference
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
 from pipeinfer.kernels import prepare_inputs as module
@@ -112,7 +112,7 @@ def test_rows_expand_as_they_are_defined(kernels, case, page_size, padded, liste
         size = (tokens, many, prefills, listed, with_pages, padded)
         mine, theirs = room(uploaded, held, *size), room(uploaded, held, *size)
         kernels.prepare_inputs(mine, held, page_size)
-        expand_reference(theirs, held, page_size)
+        prepare_inputs_reference(theirs, held, page_size)
         assert_same(mine, theirs)
 
 
@@ -123,7 +123,7 @@ def test_a_row_longer_than_a_program_is_written_whole(monkeypatch):
     size = (240, 3, 2, 300, 2)
     mine, theirs = room(*given_rows, *size), room(*given_rows, *size)
     by_triton.prepare_inputs(mine, given_rows[1], 2)
-    expand_reference(theirs, given_rows[1], 2)
+    prepare_inputs_reference(theirs, given_rows[1], 2)
     assert_same(mine, theirs)
 
 
@@ -180,7 +180,9 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
     none = SlotBadWords(
         ints([[0] * 30] * slots), 4, 8, torch.zeros(slots, dtype=torch.int64, device=DEVICE)
     )
-    kernels.apply_logit_bias(logits, *where, SlotLogitBias(ints(counts), words, none), first_id, added)
+    kernels.apply_logit_bias(
+        logits, *where, SlotLogitBias(ints(counts), words, none), first_id, added
+    )
     assert torch.equal(logits.cpu(), expected)
 
 

@@ -7,7 +7,7 @@ import torch
 from pipeinfer.kernels.interface import NO_LOGITS, NO_SLOT, DeviceStep, SlotTables
 
 
-def expand_reference(step: DeviceStep, held: SlotTables, page_size: int) -> None:
+def prepare_inputs_reference(step: DeviceStep, held: SlotTables, page_size: int) -> None:
     """See kernels/interface.py."""
     prefills, padding_slot = step.shape.prefills, len(held.page_table) - 1
     total, at, at_page, base = len(step.counts), 0, 0, step.prefill_query_base

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawn_ids import NOTHING, ids_of
-from kernels.gumbel_cases import NAMES, mixed, parameters, sample
+from kernels.sampling_cases import NAMES, mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine.sampling import SplitSampler
 from pipeinfer.engine.step_builder import FIELDS
