@@ -1,5 +1,6 @@
 """What a GPU's kernels index with, from a step to the arrays, against the definition. No GPU is
-needed: the kernel's reference stands in for it (tests/kernels/prepare_inputs_cases.py compares both).
+needed: the kernel's reference stands in for it (tests/kernels/prepare_inputs_cases.py compares
+both).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `python tests/gpu/time_moe.py [SECONDS [FORM ...]]` prints, for each form and number of tokens, the
 best tiles in microseconds of both products at the shape of Qwen3-30B-A3B, and what a whole layer of
-experts takes with them and with those of kernels/tile_configs.py. One graph holds several routings, so
-that little is in the L2 cache. $OUT/moe.jsonl has every time.
+experts takes with them and with those of kernels/tile_configs.py. One graph holds several
+routings, so that little is in the L2 cache. $OUT/moe.jsonl has every time.
 """
 
 from __future__ import annotations

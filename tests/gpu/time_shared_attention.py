@@ -31,15 +31,21 @@ from pipeinfer.kernels.decode_splits import (
 from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
+
+
 # How what rows have in common is read: for so many queries at a time, by the launch of all others
 # or by one of its own, and in how many parts.
+def prefixes(queries, splits, load=None):
+    return {"prefix_queries": queries, "extra_prefix_splits": splits, "prefix_load": load}
+
+
 READS = (
-    {}, {"prefix_queries": 32, "extra_prefix_splits": 64}, {"prefix_queries": 32, "extra_prefix_splits": 128},
-    *({"prefix_queries": 64, "prefix_load": LoadConfig(32, 4, 3), "extra_prefix_splits": parts} for parts in (8, 16, 32)),
-    *({"prefix_queries": 64, "prefix_load": LoadConfig(64, 4, 2), "extra_prefix_splits": parts} for parts in (16, 32)),
-    *({"prefix_queries": 64, "prefix_load": LoadConfig(64, 4, 3), "extra_prefix_splits": parts} for parts in (16, 32)),
-    *({"prefix_queries": 128, "prefix_load": LoadConfig(32, 8, 3), "extra_prefix_splits": parts} for parts in (8, 16)),
-    *({"prefix_queries": 128, "prefix_load": LoadConfig(64, 8, stages), "extra_prefix_splits": 16} for stages in (2, 3)),
+    {}, prefixes(32, 64), prefixes(32, 128),
+    *(prefixes(64, splits, LoadConfig(32, 4, 3)) for splits in (8, 16, 32)),
+    *(prefixes(64, splits, LoadConfig(64, 4, 2)) for splits in (16, 32)),
+    *(prefixes(64, splits, LoadConfig(64, 4, 3)) for splits in (16, 32)),
+    *(prefixes(128, splits, LoadConfig(32, 8, 3)) for splits in (8, 16)),
+    *(prefixes(128, 16, LoadConfig(64, 8, stages)) for stages in (2, 3)),
 )  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),

@@ -77,7 +77,8 @@ def room(
         slot_mapping=full(tokens, dtype=long), qo_indptr=full(rows + 1),
         prefill_qo_indptr=full(prefills + 1), seq_lens=full(rows), last_page_len=full(rows),
         kv_indptr=full(rows + 1), kv_indices=full(listed) if listed else held.page_table.view(-1),
-        block_table=full(with_pages, held.page_table.shape[1]), logits_indices=full(logits, dtype=long),
+        block_table=full(with_pages, held.page_table.shape[1]),
+        logits_indices=full(logits, dtype=long),
         write_slots=full(logits, dtype=long), sample_positions=full(logits, dtype=long),
         sampling_words=full(WORDS * logits), lists_pages=listed > 0,
     )  # fmt: skip
@@ -195,7 +196,9 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
     choose = numbers(many)
     last = torch.zeros(many, dtype=torch.int64, device=DEVICE)
     bans = SlotBadWords(
-        torch.zeros(many, BAD_WORDS_HEADER + recent + room + 1 + 40, dtype=torch.int32, device=DEVICE),
+        torch.zeros(
+            many, BAD_WORDS_HEADER + recent + room + 41, dtype=torch.int32, device=DEVICE
+        ),
         recent, room, last,
     )  # fmt: skip
     empty = torch.zeros(3, many, 1, dtype=torch.int32, device=DEVICE)

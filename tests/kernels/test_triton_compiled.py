@@ -92,7 +92,8 @@ def test_edits(values):
     )
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "ADD_BIAS": values, "BLOCK": logits_processing.BIAS_BLOCK, "ALLOWED_BLOCK": logits_processing.MAX_ALLOWED_IDS,
+        "ADD_BIAS": values, "BLOCK": logits_processing.BIAS_BLOCK,
+        "ALLOWED_BLOCK": logits_processing.MAX_ALLOWED_IDS,
         "FILL_BLOCK": logits_processing.FILL_BLOCK, "HISTORY": LONGEST_BAD, "SEQUENCES": SEQUENCES,
     }  # fmt: skip
     assert compiled(logits_processing._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
@@ -116,7 +117,8 @@ def test_the_store_of_large_heads(offset, pages):
     types |= {"key_center": "*fp32"} if narrow else {}
     constants = {
         "HEADS": 4, "KV_HEADS": 1, "DIM": 256, "GROUP": 4, "BLOCK": 128, "NORM": True,
-        "OFFSET": offset, "ANGLE_TABLE": True, "E4M3_PAGES": narrow, "USE_PDL": True, "CENTER_KEYS": narrow,
+        "OFFSET": offset, "ANGLE_TABLE": True, "E4M3_PAGES": narrow, "USE_PDL": True,
+        "CENTER_KEYS": narrow,
         "HADAMARD_HALF": 128 if narrow else 0,
     }  # fmt: skip
     constants |= {} if narrow else {"key_center": None}
@@ -178,7 +180,8 @@ def decode(
     assert reads is not None
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block_n,
-        "MAX_SPLITS": how.max_splits, "QUERY_ROWS": 16, "WINDOWED": not shared, "SINKS": True, "USE_PDL": True,
+        "MAX_SPLITS": how.max_splits, "QUERY_ROWS": 16, "WINDOWED": not shared, "SINKS": True,
+        "USE_PDL": True,
         "E4M3_PAGES": pages == EIGHTH, "PREFIX_QUERIES": tile, "WHICH_SPLITS": which,
     }  # fmt: skip
     return compiled(
@@ -331,7 +334,8 @@ def experts(kernel: Any, rows: int, cut: MoeGemmConfig, scales: int, bounded: bo
     whole |= dict.fromkeys(("num_pairs", "x_stride", "row_blocks", "num_local_experts"), "i32")
     constants = {
         "TOP_K": 8, "HIDDEN": 2048, "INTERMEDIATE": 768, "BLOCK_M": rows, "BLOCK_N": cut.block_n,
-        "BLOCK_K": cut.block_k, "SWAP_AB": cut.swap_ab, "SCALES": scales, "GROUP_M": 8, "USE_PDL": True,
+        "BLOCK_K": cut.block_k, "SWAP_AB": cut.swap_ab, "SCALES": scales, "GROUP_M": 8,
+        "USE_PDL": True,
         "SCALES_PER_ROW": 2048 // 128, "HAS_BIAS": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
     }  # fmt: skip
     if bounded:
@@ -381,9 +385,12 @@ def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, bloc
         gated = kernel is moe_fp8._gate_up_w8a8_kernel
         whole |= {"out": EIGHTH if gated else HALF, "topk_weights": HALF}
         constants = {
-            "TOP_K": 8, "HIDDEN": 2048, "INTERMEDIATE": 768, "BLOCK_M": shape.block_m, "BLOCK_N": each.block_n,
-            "BLOCK_K": each.block_k, "SWAP_AB": each.swap_ab, "SCALES_PER_ROW": blocks if gated else blocks and 6,
-            "GROUP_SIZE": moe_fp8.INTERMEDIATE_GROUP, "GROUP_M": 8, "E4M3_MAX": 448.0, "MIN_SCALE": 1e-12, "USE_PDL": True,
+            "TOP_K": 8, "HIDDEN": 2048, "INTERMEDIATE": 768, "BLOCK_M": shape.block_m,
+            "BLOCK_N": each.block_n,
+            "BLOCK_K": each.block_k, "SWAP_AB": each.swap_ab,
+            "SCALES_PER_ROW": blocks if gated else blocks and 6,
+            "GROUP_SIZE": moe_fp8.INTERMEDIATE_GROUP, "GROUP_M": 8, "E4M3_MAX": 448.0,
+            "MIN_SCALE": 1e-12, "USE_PDL": True,
         }  # fmt: skip
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}

@@ -50,9 +50,10 @@ class Layout(NamedTuple):
         | num_changes | slots | starts | counts | logits_rows | leaders | ranks | tokens | changes |
           ALIGN         R       R        R        R             R         R       T        2n
 
-    R rows and T tokens are those of the shape; kernels/interface.py says what the arrays hold. Changes
-    are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's prefix_leaders and
-    prefix_ranks. Written by Packer, read by the kernels write_words and expand.
+    R rows and T tokens are those of the shape; kernels/interface.py says what the arrays hold.
+    Changes are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's
+    prefix_leaders and prefix_ranks. Written by Packer, read by the kernels scatter_words and
+    prepare_inputs.
     """
 
     slots: int
