@@ -1,4 +1,4 @@
-"""From a step's rows to what is indexed by them, row by row: the definition of Kernels.expand."""
+"""A step's rows made into inputs, row by row: the definition of Kernels.prepare_inputs."""
 
 from __future__ import annotations
 

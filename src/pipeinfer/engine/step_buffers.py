@@ -405,7 +405,7 @@ class SlotState:
 
     for `slots` requests with up to `pages` pages (P) and `edits` edits (E) each; F is FIELD_WORDS,
     B is BANS. One buffer, so that whatever changes (Step.delta) is a list of indices and values;
-    one writer, the kernel write_words on the forward stream. Beside it lies last_token, int64
+    one writer, the kernel scatter_words on the forward stream. Beside it lies last_token, int64
     [slots + 1], the id that each slot sampled last, which sampling kernels write.
 
     padding_slot: the last one, which padding rows have. by_slot, edits: what kernels read. words:

@@ -38,9 +38,9 @@ def _logit_keys_kernel(logits, ids, keys, stride, width, first_id):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(ids + row)
     column = token - first_id
-    held = (column >= 0) & (column < width)
-    logit = tl.load(logits + row * stride + column, mask=held, other=0.0).to(tl.float32)
-    tl.store(keys + row, tl.where(held, pack_logit_key(logit, token.to(tl.int32)), _NO_KEY))
+    on_rank = (column >= 0) & (column < width)
+    logit = tl.load(logits + row * stride + column, mask=on_rank, other=0.0).to(tl.float32)
+    tl.store(keys + row, tl.where(on_rank, pack_logit_key(logit, token.to(tl.int32)), _NO_KEY))
 
 
 @triton.jit

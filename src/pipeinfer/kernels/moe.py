@@ -407,15 +407,15 @@ def gate_up_gemm(
     """
     slope, limit = (1.0, 0.0) if clamped is None else (clamped.slope, clamped.limit)
     bias = None if clamped is None else clamped.gate_up_bias
-    hidden, inter, cut = x.shape[1], weight.shape[1] // 2, config.gate_up
+    hidden, inter, gemm = x.shape[1], weight.shape[1] // 2, config.gate_up
     out, scaled = x.new_empty(x.shape[0] * top_k, inter), _scale_options(weight, scale)
     blocks = alignment.expert_ids.shape[0]
-    _gate_up_kernel[(blocks * triton.cdiv(inter, cut.block_n),)](
+    _gate_up_kernel[(blocks * triton.cdiv(inter, gemm.block_n),)](
         x, *_kernel_weights(weight, scale, bias), out, alignment.sorted_pair_ids,
         alignment.expert_ids, alignment.num_padded_pairs, out.shape[0], x.stride(0), blocks,
         TOP_K=top_k, HIDDEN=hidden, INTERMEDIATE=inter, BLOCK_M=alignment.block_m, **scaled,
         GROUP_M=config.group_m, HAS_BIAS=bias is not None, SLOPE=slope, LIMIT=limit,
-        **launch_options(cut), **pdl_options(x.device),
+        **launch_options(gemm), **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -437,22 +437,23 @@ def down_gemm(
     bias: [experts, hidden].
     The rest as for `gate_up_gemm`.
     """
-    (size, inter), (held, hidden, _), cut = x.shape, weight.shape, config.down
+    (size, inter), (num_local_experts, hidden, _), gemm = x.shape, weight.shape, config.down
     out, scaled = x.new_empty(size, hidden), _scale_options(weight, scale)
     blocks = alignment.expert_ids.shape[0]
-    _down_kernel[(blocks * triton.cdiv(hidden, cut.block_n),)](
+    _down_kernel[(blocks * triton.cdiv(hidden, gemm.block_n),)](
         x, *_kernel_weights(weight, scale, bias), topk_weights, out, alignment.sorted_pair_ids,
-        alignment.expert_ids, alignment.num_padded_pairs, size, blocks, held, HIDDEN=hidden,
-        INTERMEDIATE=inter, BLOCK_M=alignment.block_m, **scaled, GROUP_M=config.group_m,
-        HAS_BIAS=bias is not None, **launch_options(cut), **pdl_options(x.device),
+        alignment.expert_ids, alignment.num_padded_pairs, size, blocks, num_local_experts,
+        HIDDEN=hidden, INTERMEDIATE=inter, BLOCK_M=alignment.block_m, **scaled,
+        GROUP_M=config.group_m, HAS_BIAS=bias is not None, **launch_options(gemm),
+        **pdl_options(x.device),
     )  # fmt: skip
     return out
 
 
-def launch_options(cut: MoeGemmConfig) -> dict[str, int]:
+def launch_options(gemm: MoeGemmConfig) -> dict[str, int]:
     """The launch options of one GEMM."""
-    options = {"BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "SWAP_AB": cut.swap_ab}
-    return options | {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    options = {"BLOCK_N": gemm.block_n, "BLOCK_K": gemm.block_k, "SWAP_AB": gemm.swap_ab}
+    return options | {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
 
 
 def _kernel_weights(

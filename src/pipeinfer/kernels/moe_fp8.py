@@ -208,15 +208,15 @@ def gate_up_gemm_w8a8(
     alignment: of blocks of config.block_m.
     """
     (values, scale), weight = x, matrices[0]
-    (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, config.gate_up
+    (tokens, hidden), inter, gemm = values.shape, weight.shape[1] // 2, config.gate_up
     pairs, blocks = tokens * top_k, alignment.expert_ids.shape[0]
     output = Fp8Output.empty(values.device, pairs, inter, INTERMEDIATE_GROUP)
-    _gate_up_w8a8_kernel[(blocks * (inter // cut.block_n),)](
+    _gate_up_w8a8_kernel[(blocks * (inter // gemm.block_n),)](
         as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], *output.kernel_args,
         alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks,
         TOP_K=top_k, HIDDEN=hidden, INTERMEDIATE=inter, GROUP_SIZE=INTERMEDIATE_GROUP,
         E4M3_MAX=E4M3_MAX, MIN_SCALE=MIN_SCALE,
-        **_kernel_options(matrices, alignment, cut, config.group_m),
+        **_kernel_options(matrices, alignment, gemm, config.group_m),
     )  # fmt: skip
     return output.result
 
@@ -234,20 +234,20 @@ def down_gemm_w8a8(
     topk_weights: as many as pairs, contiguous.
     """
     (values, scale), weight = x, matrices[0]
-    (pairs, inter), (held, hidden, _) = values.shape, weight.shape
-    cut, blocks = config.down, alignment.expert_ids.shape[0]
+    (pairs, inter), (num_local_experts, hidden, _) = values.shape, weight.shape
+    gemm, blocks = config.down, alignment.expert_ids.shape[0]
     out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=values.device)
-    _down_w8a8_kernel[(blocks * (hidden // cut.block_n),)](
+    _down_w8a8_kernel[(blocks * (hidden // gemm.block_n),)](
         as_kernel_arg(values), scale, as_kernel_arg(weight), matrices[1], topk_weights, out,
         alignment.sorted_pair_ids, alignment.expert_ids, alignment.num_padded_pairs, pairs, blocks,
-        held, HIDDEN=hidden, INTERMEDIATE=inter,
-        **_kernel_options(matrices, alignment, cut, config.group_m),
+        num_local_experts, HIDDEN=hidden, INTERMEDIATE=inter,
+        **_kernel_options(matrices, alignment, gemm, config.group_m),
     )  # fmt: skip
     return out
 
 
 def _kernel_options(
-    matrices: Fp8Scaled, plan: MoeAlignment, cut: MoeGemmConfig, group: int
+    matrices: Fp8Scaled, plan: MoeAlignment, gemm: MoeGemmConfig, group: int
 ) -> dict[str, int]:
     """The launch options of both GEMMs. SCALES_PER_ROW: blocks with a scale in a row of the
     matrix; 0: rows have a scale."""
@@ -258,7 +258,7 @@ def _kernel_options(
         "GROUP_M": group,
         "SCALES_PER_ROW": 0 if by_row else scale.shape[2],
     }
-    return options | launch_options(cut) | pdl_options(weight.device)
+    return options | launch_options(gemm) | pdl_options(weight.device)
 
 
 def fused_experts_w8a8_reference(

@@ -67,9 +67,9 @@ def gumbel_noise(
     rows = max(WORDS_PER_BLOCK // max(vocab, 1), 1)
     for begin in range(0, len(seeds), rows):
         block = slice(begin, begin + rows)
-        lanes = philox_words(seeds[block, None], positions[block, None], counters)
-        for lane, word in enumerate(lanes):
-            part = out[block, lane::4]
+        words = philox_words(seeds[block, None], positions[block, None], counters)
+        for index, word in enumerate(words):
+            part = out[block, index::4]
             part[...] = word[:, : part.shape[1]]  # uint64 to float32 rounds once, to nearest even
         _to_gumbel(out[block])
     return out
@@ -80,8 +80,8 @@ def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -
     out = np.empty(len(ids), dtype=np.float32)
     for begin in range(0, len(ids), WORDS_PER_BLOCK // 4):
         block = slice(begin, begin + WORDS_PER_BLOCK // 4)
-        lanes = philox_words(seeds[block], positions[block], ids[block] // 4)
-        out[block] = np.choose(ids[block] % 4, lanes)
+        words = philox_words(seeds[block], positions[block], ids[block] // 4)
+        out[block] = np.choose(ids[block] % 4, words)
         _to_gumbel(out[block])
     return out
 

@@ -167,8 +167,8 @@ def load_shard_quads(row, begin, num_skipped, start, count, BLOCK: tl.constexpr)
     `num_skipped` less than 4, and `begin` counts from `start`.
     """
     index = begin - num_skipped + tl.max_contiguous(tl.arange(0, BLOCK), 4)
-    held = (index >= 0) & (index < count)
-    flat = tl.load(row + index, mask=held, other=float("-inf")).to(tl.float32)
+    on_rank = (index >= 0) & (index < count)
+    flat = tl.load(row + index, mask=on_rank, other=float("-inf")).to(tl.float32)
     even, odd = tl.split(tl.reshape(flat, (BLOCK // 4, 2, 2)))
     l0, l2 = tl.split(even)
     l1, l3 = tl.split(odd)
