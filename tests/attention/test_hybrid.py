@@ -23,9 +23,15 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     most = CUTS[-1][0]
     assert cut(1, kv_heads, 128) == CUTS[0][1]
     assert cut(most // kv_heads, kv_heads, 128) == CUTS[-1][1]
-    many = replace(MANY, tile=64, of_runs=OF_RUNS, parts=RUNS // kv_heads, least_shared=512)
+    many = replace(
+        MANY,
+        prefix_queries=64,
+        prefix_load=OF_RUNS,
+        extra_prefix_splits=RUNS // kv_heads,
+        min_prefix_tokens=512,
+    )
     if kv_heads <= FEW_HEADS:
-        many = replace(many, reads=OF_FEW_HEADS)
+        many = replace(many, load=OF_FEW_HEADS)
     assert cut(most // kv_heads + 1, kv_heads, 64) == many
 
 

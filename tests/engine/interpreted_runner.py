@@ -55,7 +55,7 @@ class TorchPart:
         self._pool = pool
 
     def plan(self, inputs, begin, end):
-        return inputs.step, begin, end, inputs.step.queries(begin, end)
+        return inputs.step, begin, end, inputs.step.qo_indptr_of(begin, end)
 
     def run(self, layer, q, out, plan) -> None:
         arrays, begin, end, queries = plan
@@ -68,7 +68,7 @@ class TorchPart:
 
     def _pages(self, arrays, begin, end):
         if self.by_table:
-            yield from arrays.rows_of_pages(begin, end).long()
+            yield from arrays.block_table_of(begin, end).long()
             return
         for row in range(begin, end):
             first, length = int(arrays.kv_indptr[row]), int(arrays.seq_lens[row])
@@ -212,7 +212,7 @@ def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int, int]:
     taken.clear()
     found = run_alike(cores)
     cores.loaded.runner.device.close()
-    sharing = [one for one in taken if one is not None and one.views.shape.shares]
+    sharing = [one for one in taken if one is not None and one.views.shape.shared_prefix]
     return found, cores.sharing, len(sharing)
 
 

@@ -102,7 +102,7 @@ def check(side: Side, step: Step, views, entries) -> None:
     for index, slot in enumerate(views.slots.tolist()):
         begin, end = views.qo_indptr[index : index + 2].tolist()
         if slot == SLOTS:
-            assert end - begin == int(views.seq_lens[index]) == views.padding
+            assert end - begin == int(views.seq_lens[index]) == views.padding_row_tokens
             continue
         [row] = np.flatnonzero(step.slots == slot)
         found[row] = begin, end
@@ -116,7 +116,7 @@ def check(side: Side, step: Step, views, entries) -> None:
     left = np.setdiff1d(np.arange(shape.tokens), real)
     assert (views.slot_mapping[left] == NO_SLOT).all() and not views.positions[left].any()
     assert not views.input_ids[left].any()
-    prompts = (views.qo_indptr[shape.decodes :] - views.query_base).tolist()
+    prompts = (views.qo_indptr[shape.decodes :] - views.prefill_query_base).tolist()
     assert views.prefill_qo_indptr.tolist() == prompts
     check_logits_rows(step, views, entries, found)
 
@@ -140,7 +140,7 @@ def check_pages(side: Side, views, index: int, pages: list[int]) -> None:
     assert views.kv_indices[begin : begin + count].tolist() == pages
     assert (count - 1) * side.page_size + last == int(views.seq_lens[index])
     if index >= views.shape.rows - len(views.block_table):
-        [row] = views.rows_of_pages(index, index + 1)
+        [row] = views.block_table_of(index, index + 1)
         assert row[:count].tolist() == pages
 
 
@@ -154,7 +154,7 @@ def check_logits_rows(step, views, entries, found) -> None:
     assert sampling["sample_positions"][entries].tolist() == ends.tolist()
     lasts = [found[row][1] - 1 for row in wanted.tolist()]
     assert views.logits_indices[entries].tolist() == lasts
-    if views.every_token:
+    if views.logits_of_every_token:
         assert entries.tolist() == lasts
     for field in FIELDS:
         values = sampling[field.name].numpy().view(field.dtype)
