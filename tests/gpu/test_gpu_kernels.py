@@ -87,7 +87,7 @@ def test_two_launches_that_start_early_wait_for_what_they_need(groups):
         out.zero_()
         query = torch.zeros_like(case.q)
         query.copy_(case.q)  # the kernel before
-        case.attend(out, q=query, early=True)
-        case.attend(last, q=out, early=True)
+        case.attend(out, q=query, use_pdl=True)
+        case.attend(last, q=out, use_pdl=True)
         assert torch.equal(out, expected)
         assert torch.equal(last, again)
