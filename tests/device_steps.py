@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeinfer.kernels.tables import DeviceStep, GraphShape
+from pipeinfer.kernels.interface import DeviceStep, GraphShape
 
 OPTIONAL = ("prefix_leaders", "prefix_ranks")
 

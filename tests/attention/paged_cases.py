@@ -11,7 +11,7 @@ from device_steps import device_step
 from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.attention.torch_backend import RowPages
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape, Step
 from step_pages import all_pages, pages_of

@@ -23,9 +23,15 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     most = CUTS[-1][0]
     assert cut(1, kv_heads, 128) == CUTS[0][1]
     assert cut(most // kv_heads, kv_heads, 128) == CUTS[-1][1]
-    many = replace(MANY, tile=64, of_runs=OF_RUNS, parts=RUNS // kv_heads, least_shared=512)
+    many = replace(
+        MANY,
+        prefix_queries=64,
+        prefix_load=OF_RUNS,
+        extra_prefix_splits=RUNS // kv_heads,
+        min_prefix_tokens=512,
+    )
     if kv_heads <= FEW_HEADS:
-        many = replace(many, reads=OF_FEW_HEADS)
+        many = replace(many, load=OF_FEW_HEADS)
     assert cut(most // kv_heads + 1, kv_heads, 64) == many
 
 
@@ -33,29 +39,33 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
 def test_many_rows_have_a_launch_for_what_they_begin_with(kv_heads):
     rows = CUTS[-1][0] // kv_heads + 1
     many, few = cut(rows, kv_heads, 128), cut(rows - 1, kv_heads, 128)
-    assert many.of_runs is not None and many.tile == 64 and many.parts * kv_heads == RUNS
-    assert few.of_runs is None and few.tile == MANY.tile
-    assert many.least_shared % many.of_runs.block == 0
+    assert (
+        many.prefix_load is not None
+        and many.prefix_queries == 64
+        and many.extra_prefix_splits * kv_heads == RUNS
+    )
+    assert few.prefix_load is None and few.prefix_queries == MANY.prefix_queries
+    assert many.min_prefix_tokens % many.prefix_load.block_n == 0
     for other in (cut(rows, kv_heads, 256), cut(rows, kv_heads, 128, narrow=True)):
-        assert other.of_runs is None
+        assert other.prefix_load is None
 
 
 @pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
 def test_large_heads_take_no_more_shared_memory_and_registers(rows):
-    usual, whole = cut(rows, 8, 128).reads, cut(rows, 8, 256)
-    large = whole.reads
-    assert large.block * 256 <= usual.block * 128 and large.stages == usual.stages
-    assert 256 / large.warps == 128 / usual.warps
-    assert large.block >= 16 and whole.least % large.block == 0
+    usual, whole = cut(rows, 8, 128).load, cut(rows, 8, 256)
+    large = whole.load
+    assert large.block_n * 256 <= usual.block_n * 128 and large.num_stages == usual.num_stages
+    assert 256 / large.num_warps == 128 / usual.num_warps
+    assert large.block_n >= 16 and whole.min_tokens % large.block_n == 0
 
 
 @pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_blocks_of_8_bits_have_twice_the_tokens_at_most_and_cut_rows_evenly(dim, rows):
-    usual, whole = cut(rows, 8, dim).reads, cut(rows, 8, dim, narrow=True)
-    narrow = whole.reads
-    assert usual.block <= narrow.block <= 2 * usual.block
-    assert whole.least % narrow.block == 0 and whole.least_shared % narrow.block == 0
+    usual, whole = cut(rows, 8, dim).load, cut(rows, 8, dim, narrow=True)
+    narrow = whole.load
+    assert usual.block_n <= narrow.block_n <= 2 * usual.block_n
+    assert whole.min_tokens % narrow.block_n == 0 and whole.min_prefix_tokens % narrow.block_n == 0
 
 
 def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():

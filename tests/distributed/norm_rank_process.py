@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from pipeinfer.distributed import all_reduce
 from pipeinfer.distributed.all_reduce import AllReduceNorm
-from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
+from pipeinfer.kernels.norm import all_reduce_norm_reference
 from quick_interpreter import hurry
 
 SIZE = 24
@@ -57,7 +57,7 @@ def run(folder: Path, rank: int, ranks: int, calls: int) -> None:
     regions = [region(folder, one) for one in range(ranks)]
     addresses = tuple(one.data_ptr() for one in regions)
     fusion = AllReduceNorm(regions[rank], addresses, rank, torch.float32)
-    fusion.shared.counts.fill_(SO_FAR)
+    fusion.shared.expected.fill_(SO_FAR)
     weight, dawdle = torch.linspace(0.5, 1.5, SIZE), random.Random(rank)
     for call in range(calls):
         rows, shots = SHAPES[call % len(SHAPES)]

@@ -19,7 +19,7 @@ class Edited:
 
     def apply(self, delta: Delta) -> None:
         pairs = torch.from_numpy(self.state.changes(delta))
-        host.write_words(pairs, torch.tensor([len(pairs) // 2]), self.state.words)
+        host.scatter_words(pairs, torch.tensor([len(pairs) // 2]), self.state.words)
 
     def logits(
         self, logits: np.ndarray, slots, positions, first_id: int = 0, values: bool = False
@@ -27,5 +27,5 @@ class Edited:
         """A copy of [S, ids], edited."""
         logits = torch.from_numpy(logits.copy())
         where = [torch.tensor(list(part), dtype=torch.int64) for part in (slots, positions)]
-        host.edit(logits, *where, self.state.edits, first_id, values)
+        host.apply_logit_bias(logits, *where, self.state.edits, first_id, values)
         return logits.numpy()

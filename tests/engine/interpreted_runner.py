@@ -32,8 +32,8 @@ from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.decode_pieces import DecodeTiles, Reads  # noqa: E402
-from pipeinfer.kernels.tables import GraphShape  # noqa: E402
+from pipeinfer.kernels.decode_splits import DecodeConfig, LoadConfig  # noqa: E402
+from pipeinfer.kernels.interface import GraphShape  # noqa: E402
 from pipeinfer.memory import shared_prefixes  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
@@ -55,7 +55,7 @@ class TorchPart:
         self._pool = pool
 
     def plan(self, inputs, begin, end):
-        return inputs.step, begin, end, inputs.step.queries(begin, end)
+        return inputs.step, begin, end, inputs.step.qo_indptr_of(begin, end)
 
     def run(self, layer, q, out, plan) -> None:
         arrays, begin, end, queries = plan
@@ -68,7 +68,7 @@ class TorchPart:
 
     def _pages(self, arrays, begin, end):
         if self.by_table:
-            yield from arrays.rows_of_pages(begin, end).long()
+            yield from arrays.block_table_of(begin, end).long()
             return
         for row in range(begin, end):
             first, length = int(arrays.kv_indptr[row]), int(arrays.seq_lens[row])
@@ -162,8 +162,8 @@ def checked(work):
 hurry()
 shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
 graph_shapes.SHARING = graphs.SHARING = 2
-READ = Reads(block=16, warps=4, stages=2)
-FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
+READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
+FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
 hybrid.cut = lambda *_: FEW
 calibrate.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
@@ -212,7 +212,7 @@ def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int, int]:
     taken.clear()
     found = run_alike(cores)
     cores.loaded.runner.device.close()
-    sharing = [one for one in taken if one is not None and one.views.shape.shares]
+    sharing = [one for one in taken if one is not None and one.views.shape.shared_prefix]
     return found, cores.sharing, len(sharing)
 
 

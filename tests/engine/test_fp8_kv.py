@@ -24,8 +24,7 @@ from kept_logits import logits_of
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import choose, load_engine
-from pipeinfer.kernels.e4m3 import Scales
-from pipeinfer.kernels.hadamard import turned
+from pipeinfer.kernels.formats import KVScales, hadamard_transform
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.params import SamplingParams
@@ -70,7 +69,10 @@ def expected(folder: Path, ids: list[int], scales=None) -> torch.Tensor:
     def narrow(layer, q, k, v):
         if scales is not None:
             center = 0 if centers[layer] is None else centers[layer]
-            k = turned(rounded(turned(k - center), scales[layer].k)) + center
+            k = (
+                hadamard_transform(rounded(hadamard_transform(k - center), scales[layer].k))
+                + center
+            )
             v = rounded(v, scales[layer].v)
         return attend(layer, q, k, v)
 
@@ -102,7 +104,7 @@ def test_logits_are_those_of_rounded_keys_and_values(checkpoint, architecture):
     folder, ids, cuts = checkpoint(architecture), ids_of(70), [40, 67, 68, 69]
     got = computed(folder, ids, cuts)
     at = torch.tensor([*cuts, len(ids)]) - 1
-    ones = [Scales()] * read_config(folder).num_layers
+    ones = [KVScales()] * read_config(folder).num_layers
     assert apart(got, expected(folder, ids, ones)[at]) < 1e-4
     assert apart(got, expected(folder, ids)[at]) > 1e-3, "rounding shows"
 
@@ -112,7 +114,7 @@ def test_scales_of_a_checkpoint_are_used(checkpoint, tmp_path, names, caplog):
     scales = {"0 k": torch.tensor(0.03), "0 v": torch.tensor([0.004]),
               "1 v": torch.tensor(0.5, dtype=torch.bfloat16), "1 q": torch.tensor(9.0)}  # fmt: skip
     folder = with_scales(checkpoint("Qwen3ForCausalLM"), tmp_path / "scaled", names, scales)
-    read = [Scales(float(scales["0 k"]), float(scales["0 v"])), Scales(1.0, 0.5)]
+    read = [KVScales(float(scales["0 k"]), float(scales["0 v"])), KVScales(1.0, 0.5)]
     choices = choose(Settings(**FP8), folder)
     assert list(choices.kv_scales) == read
     assert choose(Settings(), folder).kv_scales is None and not caplog.records, "ignored in silence"
@@ -120,7 +122,7 @@ def test_scales_of_a_checkpoint_are_used(checkpoint, tmp_path, names, caplog):
     if names == "vllm":  # once is enough
         got, wanted = computed(folder, ids, [20]), expected(folder, ids, read)[[19, 29]]
         assert apart(got, wanted) < 1e-4
-        assert apart(got, expected(folder, ids, [Scales()] * 2)[[19, 29]]) > 1e-3
+        assert apart(got, expected(folder, ids, [KVScales()] * 2)[[19, 29]]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_random_weights_have_no_scales(checkpoint):
     folder = checkpoint("LlamaForCausalLM")
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     choices = choose(Settings(load_format="dummy", **FP8), folder)
-    assert choices.kv_scales == (Scales(),) * layers
+    assert choices.kv_scales == (KVScales(),) * layers
 
 
 def test_the_flag_has_the_name_that_other_servers_have():
@@ -209,4 +211,4 @@ def test_the_flag_has_the_name_that_other_servers_have():
 def test_a_checkpoint_without_scales_lacks_none(checkpoint):
     folder = checkpoint("LlamaForCausalLM")
     assert check_checkpoint(folder, read_config(folder))
-    assert choose(Settings(**FP8), folder).kv_scales == (Scales(),) * 2
+    assert choose(Settings(**FP8), folder).kv_scales == (KVScales(),) * 2

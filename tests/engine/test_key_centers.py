@@ -15,7 +15,7 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine import kv_store as module
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.kernels.hadamard import turned
+from pipeinfer.kernels.formats import hadamard_transform
 from pipeinfer.layers.attention import RotatedQKV
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import load_weights
@@ -52,7 +52,9 @@ def test_turned_and_shifted_keys_have_the_weights_that_plain_ones_have(window):
     q, k, v = heads_of(shape)
     attend, shift = causal([shape]), 5 * torch.randn(2, 48)
     plain = attend(0, q, k, v)
-    torch.testing.assert_close(attend(0, turned(q), turned(k - shift), v), plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        attend(0, hadamard_transform(q), hadamard_transform(k - shift), v), plain, atol=1e-4, rtol=0
+    )
 
 
 def test_with_sinks_a_turn_changes_nothing_but_a_shift_would():
@@ -60,8 +62,12 @@ def test_with_sinks_a_turn_changes_nothing_but_a_shift_would():
     q, k, v = heads_of(shape)
     attend, shift = causal([shape]), torch.randn(2, 48)
     plain = attend(0, q, k, v)
-    torch.testing.assert_close(attend(0, turned(q), turned(k), v), plain, atol=1e-4, rtol=0)
-    assert (attend(0, turned(q), turned(k - shift), v) - plain).abs().max() > 0.1
+    torch.testing.assert_close(
+        attend(0, hadamard_transform(q), hadamard_transform(k), v), plain, atol=1e-4, rtol=0
+    )
+    assert (
+        attend(0, hadamard_transform(q), hadamard_transform(k - shift), v) - plain
+    ).abs().max() > 0.1
 
 
 @torch.inference_mode()

@@ -9,8 +9,7 @@ import torch
 from hadamard_matrix import matrix
 from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_kept
-from pipeinfer.kernels.e4m3 import E4M3, Scales
-from pipeinfer.kernels.hadamard import turned
+from pipeinfer.kernels.formats import E4M3, KVScales, hadamard_transform
 from pipeinfer.layers.attention import MergedQKV, RotatedQKV
 from pipeinfer.layers.norm import GEMMA_RMS_NORM, RMS_NORM, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
@@ -97,15 +96,15 @@ def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros
 @torch.inference_mode()
 def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
     """Else a prompt in one chunk would see other keys than in two."""
-    shapes, scales = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, Scales(0.125, 0.01)
+    shapes, scales = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, KVScales(0.125, 0.01)
     centers = [None, torch.randn(KV_HEADS, DIM)]
-    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales], key_centers=centers)
+    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[KVScales(), scales], key_centers=centers)
     heads = inputs(RMS_NORM)
     heads.product[1, -1], heads.product[2, -1] = 1e9, float("nan")
     queries, k, v = TorchStore(made)(1, heads, PLACES)
     exact_q, exact_k, exact_v = heads.split_and_rotate()
     torch.testing.assert_close(queries.double(), exact_q.double() @ matrix(DIM))
-    exact_k = turned(exact_k - centers[1])
+    exact_k = hadamard_transform(exact_k - centers[1])
     for part, new, exact, scale in (
         (made.k[1], k, exact_k, scales.k), (made.v[1], v, exact_v, scales.v),
     ):  # fmt: skip
@@ -125,7 +124,7 @@ def test_ready_heads_of_8_bits_are_stored_alike_by_both_stores():
     ready = RotatedQKV(*(part.bfloat16() for part in inputs(RMS_NORM).split_and_rotate()))
     for layer in range(2):
         one, two = (
-            KVPool(shapes, 6, PAGE, torch.bfloat16, scales=[Scales()] * 2, key_centers=centers)
+            KVPool(shapes, 6, PAGE, torch.bfloat16, scales=[KVScales()] * 2, key_centers=centers)
             for _ in range(2)
         )
         q, k, v = TorchStore(one)(layer, ready, PLACES)

@@ -37,7 +37,7 @@ def check(found: Score, expected: Score) -> None:
         assert one == other or abs(one - other) < 1e-5
 
 
-ON_HOST = sys.modules[host.survey.__module__]
+ON_HOST = sys.modules[host.local_topk.__module__]
 # Few values, so that many are equal; both zeros, and what must not be sampled.
 VALUES = st.sampled_from([0.0, -0.0, 1.5, -1.5, 30.0, -30.0, float("-inf"), 2.0**-20])
 
@@ -63,7 +63,7 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
         first = min(rank * share, 9)
         mine = torch.from_numpy(logits[:, first : first + share].copy())
         if ranks == 1:
-            return host.scores(mine, torch.tensor(ids), most).numpy().tobytes()
+            return host.logprobs(mine, torch.tensor(ids), most).numpy().tobytes()
         return log_probs(
             host, mine, torch.tensor(ids), most, first, collectives.collect
         ).numpy().tobytes()  # fmt: skip
@@ -79,7 +79,7 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
 
 def test_of_equal_logits_the_lowest_ids_come_first():
     logits = torch.zeros(1, 5000)
-    (entry,) = unpack_scores(host.scores(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
+    (entry,) = unpack_scores(host.logprobs(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
     assert (entry.ids, entry.rank) == ([0, 1, 2], 5000)
 
 
@@ -87,14 +87,14 @@ def test_of_equal_logits_the_lowest_ids_come_first():
 def test_sums_are_float32_whatever_the_logits_are(dtype):
     torch.manual_seed(0)
     logits = (torch.randn(2, 3000) * 4).to(dtype)
-    raw = host.scores(logits, torch.tensor([5, 77]), 4).numpy().tobytes()
+    raw = host.logprobs(logits, torch.tensor([5, 77]), 4).numpy().tobytes()
     for n, entry in enumerate(unpack_scores(raw, 4)):
         check(entry, by_definition(logits[n].float().numpy(), (5, 77)[n], 4))
 
 
 def test_an_entry_with_fewer_alternatives_is_the_beginning_of_one_with_more():
     torch.manual_seed(1)
-    table = host.scores(torch.randn(3, 100), torch.tensor([1, 2, 3]), 7).numpy()
+    table = host.logprobs(torch.randn(3, 100), torch.tensor([1, 2, 3]), 7).numpy()
     for most in (0, 2, 7):
         cut = list(unpack_scores(narrow_scores(table, most).tobytes(), most))
         for entry, whole in zip(cut, unpack_scores(table.tobytes(), 7), strict=True):

@@ -1,5 +1,6 @@
 """What a GPU's kernels index with, from a step to the arrays, against the definition. No GPU is
-needed: the kernel's reference stands in for it (tests/kernels/expand_cases.py compares both).
+needed: the kernel's reference stands in for it (tests/kernels/prepare_inputs_cases.py compares
+both).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_buffers import DeviceBuffers, Packer, SlotState, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
-from pipeinfer.kernels.tables import NO_SLOT
-from pipeinfer.kernels.tables import GraphShape as Shape
+from pipeinfer.kernels.interface import NO_SLOT
+from pipeinfer.kernels.interface import GraphShape as Shape
 from pipeinfer.step import LAST_TOKEN, Delta, LogitEdits, Step
 from step_pages import all_pages, pages_of
 
@@ -101,7 +102,7 @@ def check(side: Side, step: Step, views, entries) -> None:
     for index, slot in enumerate(views.slots.tolist()):
         begin, end = views.qo_indptr[index : index + 2].tolist()
         if slot == SLOTS:
-            assert end - begin == int(views.seq_lens[index]) == views.padding
+            assert end - begin == int(views.seq_lens[index]) == views.padding_row_tokens
             continue
         [row] = np.flatnonzero(step.slots == slot)
         found[row] = begin, end
@@ -115,7 +116,7 @@ def check(side: Side, step: Step, views, entries) -> None:
     left = np.setdiff1d(np.arange(shape.tokens), real)
     assert (views.slot_mapping[left] == NO_SLOT).all() and not views.positions[left].any()
     assert not views.input_ids[left].any()
-    prompts = (views.qo_indptr[shape.decodes :] - views.query_base).tolist()
+    prompts = (views.qo_indptr[shape.decodes :] - views.prefill_query_base).tolist()
     assert views.prefill_qo_indptr.tolist() == prompts
     check_logits_rows(step, views, entries, found)
 
@@ -139,7 +140,7 @@ def check_pages(side: Side, views, index: int, pages: list[int]) -> None:
     assert views.kv_indices[begin : begin + count].tolist() == pages
     assert (count - 1) * side.page_size + last == int(views.seq_lens[index])
     if index >= views.shape.rows - len(views.block_table):
-        [row] = views.rows_of_pages(index, index + 1)
+        [row] = views.block_table_of(index, index + 1)
         assert row[:count].tolist() == pages
 
 
@@ -153,7 +154,7 @@ def check_logits_rows(step, views, entries, found) -> None:
     assert sampling["sample_positions"][entries].tolist() == ends.tolist()
     lasts = [found[row][1] - 1 for row in wanted.tolist()]
     assert views.logits_indices[entries].tolist() == lasts
-    if views.every_token:
+    if views.logits_of_every_token:
         assert entries.tolist() == lasts
     for field in FIELDS:
         values = sampling[field.name].numpy().view(field.dtype)
@@ -245,8 +246,8 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
     apply(admitted=admitted, fields=fields, edits=said)
     apply(slots=np.array([3], np.int32), columns=np.array([95], np.int32),
           pages=np.array([77], np.int32))  # fmt: skip
-    assert np.argwhere(state.by_slot.table.numpy()).tolist() == [[3, 95]]
-    assert state.by_slot.table[3, 95] == 77
+    assert np.argwhere(state.by_slot.page_table.numpy()).tolist() == [[3, 95]]
+    assert state.by_slot.page_table[3, 95] == 77
     assert state.edits.counts.nonzero().view(-1).tolist() == [0, 11]
     for one in said:
         assert state.edits.counts[one.slot] == len(one.ids)
@@ -355,16 +356,18 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
         step = alike_decodes(decodes, prompts, 16)
         return graphs.fitting(step if shares else replace(step, shared_prefixes=None))
 
-    assert fitting(130) == Shape(192, 192, 0, shares=True)
+    assert fitting(130) == Shape(192, 192, 0, shared_prefix=True)
     assert fitting(130, shares=False) == Shape(136, 136, 0)
-    assert fitting(SHARING) == Shape(16, 16, 0, shares=True)
+    assert fitting(SHARING) == Shape(16, 16, 0, shared_prefix=True)
     assert fitting(SHARING - 1) == decode_only(8), "so few read as fast each for itself"
-    assert fitting(60, 30) == Shape(128, 64, 32, shares=True)
-    assert fitting(65, 30) == Shape(128, 96, 32, shares=True), "as many decodes as it has room for"
+    assert fitting(60, 30) == Shape(128, 64, 32, shared_prefix=True)
+    assert fitting(65, 30) == Shape(128, 96, 32, shared_prefix=True), (
+        "as many decodes as it has room for"
+    )
     assert fitting(65, 30, shares=False) == Shape(128, 96, 32)
     graphs.slow = frozenset((128,))
-    assert fitting(60, 30) == Shape(192, 64, 32, shares=True)
-    assert fitting(128) == Shape(128, 128, 0, shares=True), "which has no prompts"
+    assert fitting(60, 30) == Shape(192, 64, 32, shared_prefix=True)
+    assert fitting(128) == Shape(128, 128, 0, shared_prefix=True), "which has no prompts"
     graphs.sharing = ()
     assert fitting(130) == Shape(136, 136, 0), "until those are captured, each reads for itself"
 
@@ -372,8 +375,8 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     usual = [*map(decode_only, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
     few = shared_prefix_variants(usual)
-    assert all(room.shares and room.decodes >= SHARING for room in few)
-    assert not {replace(room, shares=False) for room in few} - set(usual)
+    assert all(room.shared_prefix and room.decodes >= SHARING for room in few)
+    assert not {replace(room, shared_prefix=False) for room in few} - set(usual)
     assert len(few) < len(usual) / 2
     decodes = [room.decodes for room in few if not room.prefills]
     assert decodes == [16, 24, 32, 48, 64, 96, 128, 192, 200]
@@ -384,17 +387,19 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
             assert max(other.decodes for other in same) >= room.decodes
     first, left = eager_and_deferred([*usual, *few])
     assert sorted([*first, *left]) == sorted([*usual, *few])
-    assert [replace(room, shares=False) for room in first] == eager_and_deferred(usual)[0], (
+    assert [replace(room, shared_prefix=False) for room in first] == eager_and_deferred(usual)[0], (
         "as many at once"
     )
-    assert [room for room in first if room.shares] == [room for room in first if twin(room) in few]
-    rest = [room for room in left if room.shares]
+    assert [room for room in first if room.shared_prefix] == [
+        room for room in first if twin(room) in few
+    ]
+    rest = [room for room in left if room.shared_prefix]
     alone_left = sum(not room.prefills for room in left)
     assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"
 
 
 def twin(room: Shape) -> Shape:
-    return replace(room, shares=True)
+    return replace(room, shared_prefix=True)
 
 
 def captured(graphs: Graphs, rooms: list[Shape]) -> None:
@@ -423,15 +428,15 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
 
     captured(graphs, first)
     assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
-    assert all(room.shares == (room.decodes >= SHARING) for room in graphs.mixed)
+    assert all(room.shared_prefix == (room.decodes >= SHARING) for room in graphs.mixed)
     for shares in (False, True):
-        assert fitting(40, 0, shares) == Shape(48, 48, 0, shares=True)
-        assert fitting(20, 20, shares) == Shape(128, 64, 32, shares=True)
+        assert fitting(40, 0, shares) == Shape(48, 48, 0, shared_prefix=True)
+        assert fitting(20, 20, shares) == Shape(128, 64, 32, shared_prefix=True)
         assert fitting(4, 0, shares) == decode_only(4)
     step = replace(alike_decodes(48, 0, 16), shared_prefixes=None)
-    assert graphs.like(decode_only(48), step) == Shape(48, 48, 0, shares=True)
+    assert graphs.like(decode_only(48), step) == Shape(48, 48, 0, shared_prefix=True)
     captured(graphs, left)
-    assert not any(room.shares for room in graphs.mixed)
+    assert not any(room.shared_prefix for room in graphs.mixed)
     assert graphs.decodes == decode_ladder(64) and graphs.like(
         decode_only(48), step
     ) == decode_only(48)

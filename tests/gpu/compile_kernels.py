@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from pipeinfer.attention.flashinfer_backend import FLASHINFER
-from pipeinfer.kernels.e4m3 import Scales
+from pipeinfer.kernels.formats import KVScales
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -25,6 +25,6 @@ if __name__ == "__main__":
     jobs = [
         (made, *kind, None) for made in (FLASHINFER.decode, FLASHINFER.prefill) for kind in kinds
     ]
-    jobs += [(FLASHINFER.decode, *kind, [Scales(1.0, 1.0)]) for kind in kinds[:4]]
+    jobs += [(FLASHINFER.decode, *kind, [KVScales(1.0, 1.0)]) for kind in kinds[:4]]
     with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 4) as pool:
         list(pool.map(build, jobs))

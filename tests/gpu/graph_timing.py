@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pipeinfer.attention import hybrid
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 
 DIM = 128  # of heads
 

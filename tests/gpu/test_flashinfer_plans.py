@@ -9,7 +9,7 @@ import torch
 from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention.interface import HostLengths, PlanInputs
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 

@@ -14,15 +14,15 @@ from device_steps import device_step
 from draws import seeded
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import HostLengths, PlanInputs
-from pipeinfer.kernels.e4m3 import E4M3, Scales, narrowed
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.formats import E4M3, KVScales, quantize_e4m3
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
 pytestmark = pytest.mark.gpu
 
 PAGE, HEADS, KV_HEADS = 64, 8, 2
-SCALES = Scales(0.5, 0.02)
+SCALES = KVScales(0.5, 0.02)
 # (queries, keys) of rows: decodes, a whole prompt, a chunk behind others.
 ROWS = ((1, 1), (1, 64), (1, 300), (50, 50), (70, 230))
 
@@ -56,7 +56,7 @@ def plan_inputs(rows, device) -> tuple[PlanInputs, torch.Tensor]:
 
 def dense(pool, shape, q, rows, pages, rounded_q) -> torch.Tensor:
     """In float32, of what the pool holds; `rounded_q`: of which queries e4m3 is taken."""
-    q = torch.where(rounded_q[:, None, None], narrowed(q, 1.0).float(), q.float())
+    q = torch.where(rounded_q[:, None, None], quantize_e4m3(q, 1.0).float(), q.float())
     out, first = [], 0
     for row, (count, keys) in enumerate(rows):
         k, v = (

@@ -7,39 +7,39 @@ import pytest
 pytest.register_assert_rewrite(
     "kernels.all_reduce_norm_cases",
     "kernels.store_cases",
-    "kernels.formats_cases",
+    "kernels.activations_cases",
     "kernels.decode_attention_cases",
-    "kernels.expand_cases",
-    "kernels.gumbel_cases",
+    "kernels.prepare_inputs_cases",
+    "kernels.sampling_cases",
     "kernels.moe_cases",
-    "kernels.moe_e4m3_cases",
-    "kernels.offers_cases",
-    "kernels.scores_cases",
+    "kernels.moe_fp8_cases",
+    "kernels.sharded_sampling_cases",
+    "kernels.logprobs_cases",
     "kernels.norm_cases",
-    "kernels.skinny_cases",
-    "kernels.softmax_choice_cases",
+    "kernels.gemm_cases",
+    "kernels.moe_routing_cases",
     "kernels.triton_cases",
 )
 
 import torch  # noqa: E402
 
 from kernels import decode_attention_cases as attention  # noqa: E402
+from kernels.activations_cases import *  # noqa: E402, F403
 from kernels.all_reduce_norm_cases import *  # noqa: E402, F403
 from kernels.decode_attention_cases import *  # noqa: E402, F403
-from kernels.expand_cases import *  # noqa: E402, F403
-from kernels.formats_cases import *  # noqa: E402, F403
-from kernels.gumbel_cases import *  # noqa: E402, F403
+from kernels.gemm_cases import *  # noqa: E402, F403
+from kernels.logprobs_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
-from kernels.moe_e4m3_cases import *  # noqa: E402, F403
+from kernels.moe_fp8_cases import *  # noqa: E402, F403
+from kernels.moe_routing_cases import *  # noqa: E402, F403
 from kernels.norm_cases import *  # noqa: E402, F403
-from kernels.offers_cases import *  # noqa: E402, F403
-from kernels.scores_cases import *  # noqa: E402, F403
-from kernels.skinny_cases import *  # noqa: E402, F403
-from kernels.softmax_choice_cases import *  # noqa: E402, F403
+from kernels.prepare_inputs_cases import *  # noqa: E402, F403
+from kernels.sampling_cases import *  # noqa: E402, F403
+from kernels.sharded_sampling_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
 from pipeinfer.attention.hybrid import cut  # noqa: E402
-from pipeinfer.kernels.decode_pieces import most_pieces, room_for  # noqa: E402
+from pipeinfer.kernels.decode_splits import empty_splits, max_total_splits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -51,10 +51,10 @@ def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(narrow, dim, 
     lengths = [(37 * row) % 900 + 1 for row in range(rows)]
     case = attention.Case(lengths, torch.bfloat16, heads=4, kv_heads=1, dim=dim, page=64)
     if narrow:
-        case.in_8_bits(attention.ONES)
+        case.in_8_bits(attention.UNIT_KV_SCALES)
     how = cut(rows, 1, dim, narrow)
-    case.pieces = room_for(most_pieces(rows, how), case.q.device)
-    case.scratch = attention.Scratch(rows, len(case.pieces), (4, 1, dim), case.q.device)
+    case.pieces = empty_splits(max_total_splits(rows, how), case.q.device)
+    case.scratch = attention.DecodeWorkspace(rows, len(case.pieces), (4, 1, dim), case.q.device)
     for window in (None, 512):
         expected = case.expected(window)
         assert relative_error(case.run(how, window), expected) < 3 * TOLERANCE[torch.bfloat16]
@@ -69,7 +69,7 @@ def test_kernels_that_start_early_read_nothing_too_early():
         query = torch.zeros_like(case.q)
         query.copy_(case.q)  # the kernel before
         attention.decode_attention(
-            query, case.k, case.v, case.rows(), case.scale, out, case.scratch, cut, early=True
+            query, case.k, case.v, case.rows(), case.scale, out, case.scratch, cut, use_pdl=True
         )
         assert torch.equal(out, expected)
 
@@ -87,7 +87,7 @@ def test_two_launches_that_start_early_wait_for_what_they_need(groups):
         out.zero_()
         query = torch.zeros_like(case.q)
         query.copy_(case.q)  # the kernel before
-        case.attend(out, q=query, early=True)
-        case.attend(last, q=out, early=True)
+        case.attend(out, q=query, use_pdl=True)
+        case.attend(last, q=out, use_pdl=True)
         assert torch.equal(out, expected)
         assert torch.equal(last, again)

@@ -15,11 +15,11 @@ from graph_timing import DIM, asked, each_us
 
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
-    Scratch,
+    DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import DecodeTiles, Reads, cut_rows, room_for
+from pipeinfer.kernels.decode_splits import DecodeConfig, LoadConfig, empty_splits, split_rows
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 READS = ((64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3),
@@ -45,13 +45,13 @@ class Bench:
         self.heads, self.kv_heads = what.heads, what.kv_heads
         self.k, self.v = what.random((LAYERS, PAGES, PAGE, self.kv_heads, DIM))
         size = self.heads, self.kv_heads, DIM
-        self.scratch = Scratch(256, 256 + 512, size, torch.device("cuda"))
+        self.scratch = DecodeWorkspace(256, 256 + 512, size, torch.device("cuda"))
 
     def rows(self, lengths):
         pages = [-(-length // PAGE) for length in lengths]
         order = torch.randperm(PAGES)[: sum(pages)].int()
         indptr = torch.tensor([0, *pages]).cumsum(0).int()
-        pieces = room_for(len(lengths) + 512, torch.device("cuda"))
+        pieces = empty_splits(len(lengths) + 512, torch.device("cuda"))
         keys = torch.tensor(lengths, dtype=torch.int32)
         return DecodeRows(keys.cuda(), indptr.cuda(), order.cuda(), pieces)
 
@@ -60,7 +60,7 @@ class Bench:
         q = torch.randn(len(rows.lengths), self.heads, DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(q)
         rows.pieces.fill_(-1)
-        cut_rows(rows.lengths, rows.pieces, cut)
+        split_rows(rows.lengths, rows.pieces, cut)
         torch.cuda.synchronize()
 
         def attend(layer):
@@ -81,7 +81,7 @@ def warm(job):
     what, read = job
     PAGES = 256
     bench = Bench(what)
-    bench.time(bench.rows([100] * 64), DecodeTiles(64, 16, 128, Reads(*read)), check=False)
+    bench.time(bench.rows([100] * 64), DecodeConfig(64, 16, 128, LoadConfig(*read)), check=False)
 
 
 def compare(bench, lengths, what):
@@ -89,13 +89,13 @@ def compare(bench, lengths, what):
     rows, few = bench.rows(lengths), len(lengths) * bench.kv_heads < 512
     found = []
     for read in READS:
-        cut = DecodeTiles(64, 16, 256 if few else 512, Reads(*read))
+        cut = DecodeConfig(64, 16, 256 if few else 512, LoadConfig(*read))
         found.append((round(bench.time(rows, cut, check=not found), 1), read))
     found.sort()
     print(f"READ {what}; {found}", flush=True)
     cuts = []
     for (extra, least), (_, read) in itertools.product(CUTS, found[:3]):
-        cut = DecodeTiles(extra, 16, least, Reads(*read))
+        cut = DecodeConfig(extra, 16, least, LoadConfig(*read))
         cuts.append((round(bench.time(rows, cut, check=False), 1), extra, least, read))
     cuts.sort()
     print(f"CUT  {what}; {cuts[:7]}; worst {cuts[-1]}", flush=True)

@@ -20,13 +20,11 @@ import torch
 from graph_timing import each_us
 from torch.nn import functional
 
-from pipeinfer.kernels import fp8_blocks, int4, skinny
-from pipeinfer.kernels.fp8 import round_rows
-from pipeinfer.kernels.int4_layout import RUN, decoded
-from pipeinfer.kernels.int4_tiles import Int4Tiles
-from pipeinfer.kernels.norm import rounded_norm
-from pipeinfer.kernels.rounding import round_gated, round_parts
-from pipeinfer.kernels.skinny_tiles import Tile, tile
+from pipeinfer.kernels import gemm, int4
+from pipeinfer.kernels.activations import quantize_groups, swiglu_quantize_groups
+from pipeinfer.kernels.formats import INT4_TILE_K, dequantize_int4, quantize_rows
+from pipeinfer.kernels.norm import rms_norm_quantized
+from pipeinfer.kernels.tile_configs import GemmConfig, Int4GemmConfig, small_m_gemm_config
 
 SHAPES = {"qkv": (7168, 5120), "out": (5120, 5120), "gate-up": (34816, 5120), "down": (5120, 17408)}
 ROWS = (1, 16, 32, 64, 128, 256, 1024, 8192)
@@ -65,7 +63,7 @@ def operands(width, depth, rows, copies=1):
 def in_4_bits(weight):
     """Of random numbers: what they are costs nothing more or less."""
     width, depth = weight.shape
-    numbers = torch.randint(-(2**31), 2**31, (depth // RUN, width, 16), device="cuda").int()
+    numbers = torch.randint(-(2**31), 2**31, (depth // INT4_TILE_K, width, 16), device="cuda").int()
     kept = torch.full((depth // GROUP, width, 2), 8, device="cuda", dtype=torch.bfloat16)
     kept[..., 0] = 0.005
     return numbers, kept
@@ -83,20 +81,20 @@ def jobs(kinds, heights):
                 if divides and rows <= shape[0] <= max(rows, 16):
                     yield name, rows, "fp8", shape
             for shape in FEW if "int4" in kinds else ():
-                if suits(rows, shape[0]) and depth // RUN % (shape[2] * shape[3]) == 0:
+                if suits(rows, shape[0]) and depth // INT4_TILE_K % (shape[2] * shape[3]) == 0:
                     yield name, rows, "int4", shape
 
 
 def call(kind, x, weight, shape, name):
     """x: in FP8, RoundedRows' two parts."""
     if kind == "int4":
-        return int4.few_rows(
-            x, *weight, Int4Tiles(*shape), None, None if name in PARTS else arrived()
+        return int4.int4_small_m_gemm(
+            x, *weight, Int4GemmConfig(*shape), None, None if name in PARTS else arrived()
         )
-    made, scales = Tile(*shape), skinny.Scales(x[1], weight[1])
-    if made.splits > 1:
-        return skinny.split_product(x[0], weight[0], made, None, scales)
-    return skinny.product(x[0], weight[0], made, None, scales, torch.bfloat16)
+    made, scales = GemmConfig(*shape), gemm.GemmScales(x[1], weight[1])
+    if made.split_k > 1:
+        return gemm.split_k_gemm(x[0], weight[0], made, None, scales)
+    return gemm.small_m_gemm(x[0], weight[0], made, None, scales, torch.bfloat16)
 
 
 def check(job):
@@ -108,10 +106,10 @@ def check(job):
             weight = in_4_bits(plain)
             numbers, kept = weight
             scale, zero = kept.permute(2, 1, 0)
-            plain = decoded(numbers.transpose(0, 1), scale, zero, x.dtype)
+            plain = dequantize_int4(numbers.transpose(0, 1), scale, zero, x.dtype)
             want = functional.linear(x, plain).float()
         else:
-            weight, x = round_rows(plain), round_rows(x)
+            weight, x = quantize_rows(plain), quantize_rows(x)
             left, right = (values.float() * scale for values, scale in (x, weight))
             want = functional.linear(left, right)
         got = call(kind, x, weight, shape, name).float()
@@ -142,10 +140,10 @@ def main():
 def show(lines, checked, name, width, depth, rows):
     copies = max(2, min(8, int(MORE_THAN_L2 / (width * depth)) + 1))
     x, plain = operands(width, depth, rows, copies)
-    eight = [round_rows(weight) for weight in plain]
+    eight = [quantize_rows(weight) for weight in plain]
     four = [in_4_bits(weight) for weight in plain]
-    rounded, by_row = round_parts(x)
-    parts, by_part = round_parts(x, 128)
+    rounded, by_row = quantize_groups(x)
+    parts, by_part = quantize_groups(x, 128)
     blocks = torch.ones(width // 128, depth // 128, device="cuda")
 
     def scaled(weight):
@@ -160,23 +158,23 @@ def show(lines, checked, name, width, depth, rows):
         return fp8_scaled_mm(rounded, weight[0].t(), by_row, weight[1], x.dtype)
 
     def in_blocks(weight):
-        return fp8_blocks.block_product(parts, by_part, weight[0], blocks, x.dtype)
+        return gemm.block_scaled_gemm(parts, by_part, weight[0], blocks, x.dtype)
 
     times = max(1, 12 // copies)
     found = {"bf16": each_us(lambda weight: functional.linear(x, weight), plain, times)}
-    usual = tile("product", rows, width, depth)
+    usual = small_m_gemm_config("product", rows, width, depth)
     if usual is not None:
-        found["bf16 skinny"] = each_us(lambda w: skinny.product(x, w, usual), plain, times)
+        found["bf16 skinny"] = each_us(lambda w: gemm.small_m_gemm(x, w, usual), plain, times)
     merged = torch.cat((x, x), dim=1)
-    found["round"] = each_us(lambda _: round_parts(x), plain, times)
-    found["swiglu, round"] = each_us(lambda _: round_gated(merged), plain, times)
-    found["norm, round"] = each_us(lambda _: rounded_norm(x, x[0], 1e-6, x), plain, times)
+    found["round"] = each_us(lambda _: quantize_groups(x), plain, times)
+    found["swiglu, round"] = each_us(lambda _: swiglu_quantize_groups(merged), plain, times)
+    found["norm, round"] = each_us(lambda _: rms_norm_quantized(x, x[0], 1e-6, x), plain, times)
     for label, one in (("scaled_mm", scaled), ("sgl", of_sgl), ("blocks", in_blocks)):
         try:
             found[label] = each_us(one, eight, times)
         except Exception as error:
             print(name, rows, label, repr(error)[:200], flush=True)
-    found["decode 4 bits"] = each_us(lambda w: int4.decode(*w, x.dtype), four, times)
+    found["decode 4 bits"] = each_us(lambda w: int4.int4_dequantize(*w, x.dtype), four, times)
     for (of, height, kind, shape), error in checked.items():
         if (of, height) == (name, rows) and isinstance(error, float):
             weights, given = (four, x) if kind == "int4" else (eight, (rounded, by_row))

@@ -12,15 +12,14 @@ from functools import partial
 import torch
 from triton.testing import do_bench_cudagraph
 
-from pipeinfer.kernels import gumbel, store
-from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.moe import experts_mlp
-from pipeinfer.kernels.moe_align import align
+from pipeinfer.kernels import sampling, store
+from pipeinfer.kernels.activations import swiglu
+from pipeinfer.kernels.formats import E4M3
+from pipeinfer.kernels.gemm import split_k_gemm
+from pipeinfer.kernels.moe import fused_experts
+from pipeinfer.kernels.moe_routing import moe_align_block_size, topk_softmax
 from pipeinfer.kernels.norm import rms_norm
-from pipeinfer.kernels.skinny import split_product
-from pipeinfer.kernels.skinny_tiles import tile
-from pipeinfer.kernels.softmax_choice import softmax_choice
-from pipeinfer.kernels.swiglu import swiglu
+from pipeinfer.kernels.tile_configs import small_m_gemm_config
 
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200
 FLOP_PER_US = 790e6  # bfloat16, a large product on an H200
@@ -50,7 +49,7 @@ def time_store() -> None:
         qkv = randn(tokens, (heads + 16) * 128)
         places = torch.randperm(1024 * 16, device="cuda")[:tokens].int()
         positions = torch.randint(0, 4096, (tokens,), device="cuda").int()
-        store.ELEMENTS = elements
+        store.ELEMENTS_PER_PROGRAM = elements
         run = partial(store.rotate_and_store, qkv, *table, places, *pool, heads)
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
@@ -61,10 +60,10 @@ def time_store() -> None:
         stored = tokens * 16 * 128  # a byte each in place of two
         line(
             f"{name}, 8 bits",
-            partial(run, shift=randn(8, 128).float()),
+            partial(run, key_center=randn(8, 128).float()),
             (4 * qkv.numel() - stored) / BYTES_PER_US,
         )
-    store.ELEMENTS = 2048
+    store.ELEMENTS_PER_PROGRAM = 2048
 
 
 def knobs(rows: int, temperature: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):
@@ -76,18 +75,18 @@ def knobs(rows: int, temperature: float = 0.6, k: int = 0, p: float = 1.0, m: fl
 
 
 def time_sampling() -> None:
-    default = gumbel.BLOCK, gumbel.WARPS
+    default = sampling.SAMPLING_BLOCK, sampling.SCAN_WARPS
     for rows in (1, 64, 256):
         flat = randn(rows, VOCAB)
         peaked = flat * 4
         floor = 2 * flat.numel() / BYTES_PER_US
         line(f"torch.argmax, {rows} rows", partial(flat.argmax, -1), floor)
         for block, warps in ((2048, 2), (2048, 4), (4096, 4), (4096, 8)):
-            gumbel.BLOCK, gumbel.WARPS = block, warps
-            run = partial(gumbel.sample, flat, *knobs(rows), truncate=False)
+            sampling.SAMPLING_BLOCK, sampling.SCAN_WARPS = block, warps
+            run = partial(sampling.sample, flat, *knobs(rows), truncate=False)
             line(f"sample, {rows} rows, {block} logits by {warps} warps", run, floor)
-        gumbel.BLOCK, gumbel.WARPS = default
-        run = partial(gumbel.sample, flat, *knobs(rows, temperature=0.0), truncate=False)
+        sampling.SAMPLING_BLOCK, sampling.SCAN_WARPS = default
+        run = partial(sampling.sample, flat, *knobs(rows, temperature=0.0), truncate=False)
         line(f"sample, {rows} rows, greedy", run, floor)
         cases = {
             "restriction possible, none": (flat, {}),
@@ -98,7 +97,7 @@ def time_sampling() -> None:
             "top-k 500, flat": (flat, {"k": 500}),
         }
         for name, (logits, options) in cases.items():
-            run = partial(gumbel.sample, logits, *knobs(rows, **options))
+            run = partial(sampling.sample, logits, *knobs(rows, **options))
             line(f"sample, {rows} rows, {name}", run, floor)
         if rows > 1:
             time_choices(rows, peaked, floor)
@@ -106,20 +105,20 @@ def time_sampling() -> None:
 
 def time_choices(rows: int, peaked: torch.Tensor, floor: float) -> None:
     """Ways to choose among candidates: the first is the one in use."""
-    names = ("CHOOSE_WARPS", "CHOOSE_REGISTERS", "CANDIDATES", "PER_BLOCK")
-    default = [getattr(gumbel, name) for name in names]
+    names = ("TRUNCATED_WARPS", "TRUNCATED_MAX_REGISTERS", "MAX_CANDIDATES", "MAX_PER_BLOCK")
+    default = [getattr(sampling, name) for name in names]
     ways = [default, [8, 0, 4096, 1024], [16, 64, 4096, 1024], [8, 0, 2048, 1024],
             [16, 64, 2048, 1024], [16, 0, 8192, 1024], [16, 0, 4096, 64]]  # fmt: skip
     kinds = {"top-k 20, top-p 0.95": {"k": 20, "p": 0.95}, "top-p 0.95": {"p": 0.95}}
     for kind, options in kinds.items():
         for way in ways:
             for name, value in zip(names, way, strict=True):
-                setattr(gumbel, name, value)
-            run = partial(gumbel.sample, peaked, *knobs(rows, **options))
+                setattr(sampling, name, value)
+            run = partial(sampling.sample, peaked, *knobs(rows, **options))
             shown = "{} warps, {} registers, {} of a row, {} of a block".format(*way)
             line(f"sample, {rows} rows, {kind}, {shown}", run, floor)
     for name, value in zip(names, default, strict=True):
-        setattr(gumbel, name, value)
+        setattr(sampling, name, value)
 
 
 def time_moe() -> None:
@@ -132,15 +131,19 @@ def time_moe() -> None:
         bytes_read = len(chosen.unique()) * 3 * inter * hidden * 2
         flop = tokens * top_k * 6 * inter * hidden
         floor = max(bytes_read / BYTES_PER_US, flop / FLOP_PER_US)
-        run = partial(experts_mlp, x, gate_up, down, weights, chosen)
+        run = partial(fused_experts, x, gate_up, down, weights, chosen)
         line(f"moe, {tokens} tokens", run, floor)
     time_router(experts, hidden, top_k)
     scores = randn(8192, experts)
-    _, chosen = softmax_choice(scores, top_k, True, torch.bfloat16)
+    _, chosen = topk_softmax(scores, top_k, True, torch.bfloat16)
     for tokens in (1, 256, 8192):
-        run = partial(softmax_choice, scores[:tokens], top_k, True, torch.bfloat16)
+        run = partial(topk_softmax, scores[:tokens], top_k, True, torch.bfloat16)
         line(f"moe choice, {tokens} tokens", run, 0.0)
-        line(f"moe align, {tokens} tokens", partial(align, chosen[:tokens], experts, 64), 0.0)
+        line(
+            f"moe align, {tokens} tokens",
+            partial(moe_align_block_size, chosen[:tokens], experts, 64),
+            0.0,
+        )
 
 
 def time_router(experts: int, hidden: int, top_k: int) -> None:
@@ -151,12 +154,12 @@ def time_router(experts: int, hidden: int, top_k: int) -> None:
 
         def by_library(x: torch.Tensor = x) -> object:
             scores = torch.nn.functional.linear(x, weight)
-            return softmax_choice(scores, top_k, True, x.dtype)
+            return topk_softmax(scores, top_k, True, x.dtype)
 
         def by_ours(x: torch.Tensor = x) -> object:
-            cut = tile("narrow", x.shape[0], experts, hidden)
+            cut = small_m_gemm_config("narrow", x.shape[0], experts, hidden)
             assert cut is not None
-            return softmax_choice(split_product(x, weight, cut), top_k, True, x.dtype)
+            return topk_softmax(split_k_gemm(x, weight, cut), top_k, True, x.dtype)
 
         line(f"router by the library's product, {tokens} tokens", by_library, 0.0)
         line(f"router by ours, {tokens} tokens", by_ours, 0.0)

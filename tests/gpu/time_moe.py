@@ -2,8 +2,8 @@
 
 `python tests/gpu/time_moe.py [SECONDS [FORM ...]]` prints, for each form and number of tokens, the
 best tiles in microseconds of both products at the shape of Qwen3-30B-A3B, and what a whole layer of
-experts takes with them and with those of kernels/moe_tiles.py. One graph holds several routings, so
-that little is in the L2 cache. $OUT/moe.jsonl has every time.
+experts takes with them and with those of kernels/tile_configs.py. One graph holds several
+routings, so that little is in the L2 cache. $OUT/moe.jsonl has every time.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from pathlib import Path
 import torch
 from graph_timing import each_us
 
-from pipeinfer.kernels import moe_e4m3
-from pipeinfer.kernels.moe import experts_mlp, gated_products, sums, weighted_products
-from pipeinfer.kernels.moe_align import align
-from pipeinfer.kernels.moe_e4m3 import MIDDLE, rounded_by_pair
-from pipeinfer.kernels.moe_tiles import (
-    EIGHT_BITS,
-    PLAIN,
-    ROUNDED,
-    MoeTiles,
-    Tiles,
-    rounded_tiles,
-    tiles,
+from pipeinfer.kernels import moe_fp8
+from pipeinfer.kernels.activations import quantize_groups
+from pipeinfer.kernels.moe import down_gemm, fused_experts, gate_up_gemm, moe_sum
+from pipeinfer.kernels.moe_fp8 import INTERMEDIATE_GROUP, fused_experts_w8a8_by_pair
+from pipeinfer.kernels.moe_routing import moe_align_block_size
+from pipeinfer.kernels.tile_configs import (
+    MOE_CONFIGS_W8A8,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_W16,
+    MoeConfig,
+    MoeGemmConfig,
+    moe_config,
+    moe_w8a8_config,
 )
-from pipeinfer.kernels.rounding import round_parts
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 GATE_UP, DOWN = "gate_up", "down"
 BF16, BLOCKS, ROWS = "bf16", "fp8 blocks", "fp8 rows"  # the last: what they multiply is rounded
 FORMS = BF16, BLOCKS, ROWS
-TABLES = {BF16: PLAIN, BLOCKS: EIGHT_BITS, ROWS: ROUNDED}
+TABLES = {BF16: MOE_CONFIGS_W16, BLOCKS: MOE_CONFIGS_W8A16, ROWS: MOE_CONFIGS_W8A8}
 ERRORS = {BF16: 0.006, BLOCKS: 0.006, ROWS: 0.05}
 # The most telling first, for a limit that is too short.
 TOKENS = (256, 64, 1024, 16, 8192, 1, 128, 512, 32, 4, 2048, 2, 8, 4096)
@@ -61,7 +61,7 @@ def heights(tokens):
 
 def cuts(kind, form, rows):
     """Those in use, and a fixed choice of what has room and uses tensor cores well."""
-    used = [getattr(shape, kind) for _, shape in TABLES[form] if shape.rows == rows]
+    used = [getattr(shape, kind) for _, shape in TABLES[form] if shape.block_m == rows]
     both, nbytes = 2 if kind == GATE_UP else 1, 2 if form == BF16 else 1
     found = []
     for columns, depth, warps, stages, turned in itertools.product(
@@ -77,12 +77,14 @@ def cuts(kind, form, rows):
             continue
         if form == BLOCKS and (columns > SIDE or depth > SIDE):
             continue
-        if form == ROWS and (columns not in (64, 128) or depth != (SIDE if both == 2 else MIDDLE)):
+        if form == ROWS and (
+            columns not in (64, 128) or depth != (SIDE if both == 2 else INTERMEDIATE_GROUP)
+        ):
             continue
         if form == ROWS and not turned and rows < 64:  # no tensor cores for e4m3 are so narrow
             continue
         if (12_000 if form == ROWS else 30_000) <= shared <= 200_000 and 4 <= sums <= 128:
-            found.append(MoeTiles(columns, depth, warps, stages, turned))
+            found.append(MoeGemmConfig(columns, depth, warps, stages, turned))
     random.Random(f"{kind}{form}{rows}").shuffle(found)
     return list(dict.fromkeys(used + found))[:EACH]
 
@@ -128,7 +130,7 @@ def routed(tokens, experts):
 
 
 def shape(rows, gate_up=None, down=None):
-    return Tiles(rows, gate_up or down, down or gate_up)
+    return MoeConfig(rows, gate_up or down, down or gate_up)
 
 
 def run(kind, stack, rows, cut, operand):
@@ -136,20 +138,20 @@ def run(kind, stack, rows, cut, operand):
     tile = shape(rows, cut)
     if isinstance(x, tuple):
         if kind == GATE_UP:
-            return moe_e4m3.gated_products(x, stack[kind], plans[rows], TOP_K, tile)
-        return moe_e4m3.weighted_products(middle, stack[kind], weights, plans[rows], tile)
+            return moe_fp8.gate_up_gemm_w8a8(x, stack[kind], plans[rows], TOP_K, tile)
+        return moe_fp8.down_gemm_w8a8(middle, stack[kind], weights, plans[rows], tile)
     if kind == GATE_UP:
-        return gated_products(x, *stack[kind], plans[rows], TOP_K, tile)
-    return weighted_products(middle, *stack[kind], weights, plans[rows], tile)
+        return gate_up_gemm(x, *stack[kind], plans[rows], TOP_K, tile)
+    return down_gemm(middle, *stack[kind], weights, plans[rows], tile)
 
 
 def operand(form, tokens, experts, rows):
     """Tokens, what is between the products, weights, and the order for each number of rows."""
     weights, chosen = routed(tokens, experts)
-    plans = {height: align(chosen, experts, height) for height in rows}
+    plans = {height: moe_align_block_size(chosen, experts, height) for height in rows}
     x, middle = randn(tokens, HIDDEN), randn(tokens * TOP_K, INTER)
     if form == ROWS:
-        x, middle = round_parts(x, SIDE), round_parts(middle, MIDDLE)
+        x, middle = quantize_groups(x, SIDE), quantize_groups(middle, INTERMEDIATE_GROUP)
     return (x, middle, weights, plans), chosen
 
 
@@ -250,21 +252,23 @@ def show(good, lines, form, stack, tokens):
 def layers(form, stack, tokens, operands, best):
     """Whole layers: with the best tiles of each height, and with those in use."""
     pairs = tokens * TOP_K
-    used = rounded_tiles(pairs, EXPERTS) if form == ROWS else None
-    shapes = {"in use": used or tiles(pairs, EXPERTS, 16 if form == BF16 else 8)}
+    used = moe_w8a8_config(pairs, EXPERTS) if form == ROWS else None
+    shapes = {"in use": used or moe_config(pairs, EXPERTS, 16 if form == BF16 else 8)}
     for height in heights(tokens):
         found = [next((c for _, h, c in best[k] if h == height), None) for k in (GATE_UP, DOWN)]
         if None not in found:
-            shapes[str(height)] = Tiles(height, *found)
+            shapes[str(height)] = MoeConfig(height, *found)
     (gate_up, gate_up_scale), (down, down_scale) = stack[GATE_UP], stack[DOWN]
 
     def whole(one, shape):
         (x, _, weights, _), chosen = one
         if form == ROWS:
-            by_pair = rounded_by_pair(x, stack[GATE_UP], stack[DOWN], weights, chosen, shape=shape)
-            return sums(by_pair, chosen, None, EXPERTS)
+            by_pair = fused_experts_w8a8_by_pair(
+                x, stack[GATE_UP], stack[DOWN], weights, chosen, config=shape
+            )
+            return moe_sum(by_pair, chosen, None, EXPERTS)
         scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
-        return experts_mlp(x, gate_up, down, weights, chosen, shape, **scales)
+        return fused_experts(x, gate_up, down, weights, chosen, shape, **scales)
 
     times = {
         name: each_us(partial(whole, shape=shape), operands, 1) for name, shape in shapes.items()

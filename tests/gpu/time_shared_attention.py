@@ -15,31 +15,37 @@ from graph_timing import DIM, asked, each_us
 
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
-    Scratch,
+    DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import (
-    DecodeTiles,
-    Reads,
-    Runs,
-    cut_rows,
-    most_pieces,
-    room_for,
-    room_for_runs,
+from pipeinfer.kernels.decode_splits import (
+    DecodeConfig,
+    DecodePrefixes,
+    LoadConfig,
+    empty_prefix_merges,
+    empty_splits,
+    max_total_splits,
+    split_rows,
 )
 from pipeinfer.wire import PREFIX_UPPER
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
+
+
 # How what rows have in common is read: for so many queries at a time, by the launch of all others
 # or by one of its own, and in how many parts.
+def prefixes(queries, splits, load=None):
+    return {"prefix_queries": queries, "extra_prefix_splits": splits, "prefix_load": load}
+
+
 READS = (
-    {}, {"tile": 32, "parts": 64}, {"tile": 32, "parts": 128},
-    *({"tile": 64, "of_runs": Reads(32, 4, 3), "parts": parts} for parts in (8, 16, 32)),
-    *({"tile": 64, "of_runs": Reads(64, 4, 2), "parts": parts} for parts in (16, 32)),
-    *({"tile": 64, "of_runs": Reads(64, 4, 3), "parts": parts} for parts in (16, 32)),
-    *({"tile": 128, "of_runs": Reads(32, 8, 3), "parts": parts} for parts in (8, 16)),
-    *({"tile": 128, "of_runs": Reads(64, 8, stages), "parts": 16} for stages in (2, 3)),
+    {}, prefixes(32, 64), prefixes(32, 128),
+    *(prefixes(64, splits, LoadConfig(32, 4, 3)) for splits in (8, 16, 32)),
+    *(prefixes(64, splits, LoadConfig(64, 4, 2)) for splits in (16, 32)),
+    *(prefixes(64, splits, LoadConfig(64, 4, 3)) for splits in (16, 32)),
+    *(prefixes(128, splits, LoadConfig(32, 8, 3)) for splits in (8, 16)),
+    *(prefixes(128, 16, LoadConfig(64, 8, stages)) for stages in (2, 3)),
 )  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
@@ -88,13 +94,19 @@ class Bench:
         # With a tile, but nothing in common: what everybody pays.
         words = [torch.tensor(x if shares else [0] * many, dtype=torch.int32).cuda()
                  for x in (lines, seats)]  # fmt: skip
-        runs = Runs(*words, *room_for_runs(many, torch.device("cuda"))) if cut.tile else None
-        in_tile = cut.seats(group)
-        most = most_pieces(many, cut, in_tile)
-        pieces = room_for(most, torch.device("cuda"))
+        runs = (
+            DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda")))
+            if cut.prefix_queries
+            else None
+        )
+        in_tile = cut.rows_per_prefix_tile(group)
+        most = max_total_splits(many, cut, in_tile)
+        pieces = empty_splits(most, torch.device("cuda"))
         rows = DecodeRows(lengths, sizes, indices, pieces, runs)
-        scratch = Scratch(many, most, self.heads, torch.device("cuda"), most, cut.tile)
-        cut_rows(lengths, pieces, cut, None, runs, in_tile, PAGE)
+        scratch = DecodeWorkspace(
+            many, most, self.heads, torch.device("cuda"), most, cut.prefix_queries
+        )
+        split_rows(lengths, pieces, cut, None, runs, in_tile, PAGE)
         q = torch.randn(many, self.heads[0], DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(q)
 
@@ -114,19 +126,23 @@ class Bench:
     def cutting(self, load, cut):
         """Microseconds of cutting the rows, once a step."""
         lengths, _, lines, seats = self.rows(load)
-        many, in_tile = len(lengths), cut.seats(self.heads[0] // self.heads[1])
+        many, in_tile = len(lengths), cut.rows_per_prefix_tile(self.heads[0] // self.heads[1])
         words = [torch.tensor(x, dtype=torch.int32).cuda() for x in (lines, seats)]
-        runs = Runs(*words, *room_for_runs(many, torch.device("cuda"))) if cut.tile else None
+        runs = (
+            DecodePrefixes(*words, *empty_prefix_merges(many, torch.device("cuda")))
+            if cut.prefix_queries
+            else None
+        )
         lengths = torch.tensor(lengths, dtype=torch.int32).cuda()
-        pieces = room_for(most_pieces(many, cut, in_tile), torch.device("cuda"))
-        return each_us(lambda _: cut_rows(lengths, pieces, cut, None, runs, in_tile, PAGE),
+        pieces = empty_splits(max_total_splits(many, cut, in_tile), torch.device("cuda"))
+        return each_us(lambda _: split_rows(lengths, pieces, cut, None, runs, in_tile, PAGE),
                        range(LAYERS), TIMES)  # fmt: skip
 
 
 def warm(job):
     """Compiles, in a process of its own."""
     what, read = job
-    cut = replace(DecodeTiles(128, 32, 1024, Reads(32, 2, 3)), **read)
+    cut = replace(DecodeConfig(128, 32, 1024, LoadConfig(32, 2, 3)), **read)
     Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
 
 
@@ -142,15 +158,19 @@ def main():
     for load in what.among(LOADS):
         now = what.cut(load[0])
         ways = [now] if chosen else [
-            replace(now, **{"tile": 0, "of_runs": None, **read}) for read in READS
+            replace(now, **{"prefix_queries": 0, "prefix_load": None, **read}) for read in READS
         ]  # fmt: skip
         print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
               f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",
               flush=True)  # fmt: skip
         for cut in ways:
             apart = bench.time(load, cut, False, False)
-            once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
-            name = cut.tile, tuple(cut.of_runs or ()), cut.parts
+            once = (
+                f"{bench.time(load, cut, True, True):.1f}"
+                if load[1] and cut.prefix_queries
+                else "-"
+            )
+            name = cut.prefix_queries, tuple(cut.prefix_load or ()), cut.extra_prefix_splits
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip
 

@@ -20,8 +20,8 @@ import torch
 from graph_timing import each_us
 from torch.nn import functional
 
-from pipeinfer.kernels import skinny
-from pipeinfer.kernels.skinny_tiles import Tile
+from pipeinfer.kernels import gemm
+from pipeinfer.kernels.tile_configs import GemmConfig
 
 PRODUCT, GATED, SPLIT = "product", "gated", "split"
 # Hidden, rows of QKV, columns of the output projection, intermediate; after "/", ranks.
@@ -70,13 +70,17 @@ def tiles(kind, width, depth, rows, height):
         fits = 24_000 <= shared <= 200_000 and columns * height <= 64 * 32 * warps
         divides = depth % (splits * step) == 0 and width % columns == 0
         if divides and fits and 60 <= programs <= 700 and (splits == 1 or kind == SPLIT):
-            found.append(Tile(height, columns, step, splits, warps, stages))
+            found.append(GemmConfig(height, columns, step, splits, warps, stages))
     random.Random(f"{kind}{width}{depth}{rows}").shuffle(found)
     return found[:EACH]
 
 
 def run(kind, x, weight, tile):
-    call = {PRODUCT: skinny.product, GATED: skinny.gated_product, SPLIT: skinny.split_product}[kind]
+    call = {
+        PRODUCT: gemm.small_m_gemm,
+        GATED: gemm.small_m_gemm_swiglu,
+        SPLIT: gemm.split_k_gemm,
+    }[kind]
     return call(x, weight, tile)
 
 
@@ -105,9 +109,9 @@ def check(job):
         got = run(kind, x, weight, tile).float()
         got = got.sum(0) if kind == SPLIT else got
         if kind == GATED:
-            want = skinny.gated_product_reference(x, weight)
+            want = gemm.gemm_swiglu_reference(x, weight)
         else:
-            want = skinny.product_reference(x, weight)
+            want = gemm.gemm_reference(x, weight)
         return job, float((got - want).norm() / want.norm())
     except Exception as error:
         return job, repr(error)[:100]

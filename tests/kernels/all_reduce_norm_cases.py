@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
-from pipeinfer.kernels import all_reduce_norm as all_reduce_norm_module
-from pipeinfer.kernels.all_reduce_norm import (
-    ARRIVALS_BYTES,
-    PROGRAMS,
-    Shared,
+from pipeinfer.kernels import norm as module
+from pipeinfer.kernels.norm import (
+    MAX_PROGRAMS,
+    SIGNAL_BYTES,
+    SymmetricMemory,
     all_reduce_norm,
     all_reduce_norm_reference,
 )
@@ -31,7 +31,7 @@ class Ranks:
         nbytes = -(-partials[0].nbytes // 256) * 256
         self.results, self.end = GAP + nbytes, GAP + 2 * nbytes
         self.regions = [
-            torch.full((self.end + ARRIVALS_BYTES,), 77, dtype=torch.uint8, device=DEVICE)
+            torch.full((self.end + SIGNAL_BYTES,), 77, dtype=torch.uint8, device=DEVICE)
             for _ in partials
         ]
         for region, partial in zip(self.regions, partials, strict=True):
@@ -47,8 +47,8 @@ class Ranks:
     ) -> list[torch.Tensor]:
         outs = []
         for rank, (region, residual) in enumerate(zip(self.regions, residuals, strict=True)):
-            counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=DEVICE)
-            shared = Shared(self.addresses, rank, self.end, counts)
+            counts = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=DEVICE)
+            shared = SymmetricMemory(self.addresses, rank, self.end, counts)
             results = self.results if two_shots else None
             out = self.part(region, self.results) if two_shots else torch.empty_like(residual)
             all_reduce_norm(shared, GAP, out, residual, weight, 1e-6, results, barriers=False)
@@ -93,7 +93,7 @@ def test_every_rank_gets_the_norm_of_the_sum_and_the_sum(rows, size, ranks, dtyp
 
 @pytest.mark.parametrize("two_shots", [False, True])
 def test_rows_beyond_one_for_each_program_are_done_by_the_same_programs(two_shots, monkeypatch):
-    monkeypatch.setattr(all_reduce_norm_module, "PROGRAMS", 3)
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
     outs, _, _, (norm, _) = run(17, 8, 2, torch.float32, two_shots)
     assert relative_error(outs[1], norm) < 1e-6
 

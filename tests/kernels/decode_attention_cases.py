@@ -14,29 +14,29 @@ from pipeinfer.attention.hybrid import TritonDecodeKernel
 from pipeinfer.attention.interface import PlanInputs
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
-    Scratch,
+    DecodeWorkspace,
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import (
-    DecodeTiles,
-    Reads,
-    Runs,
-    cut_rows,
-    cut_rows_reference,
-    most_of_runs,
-    most_pieces,
-    room_for,
-    room_for_runs,
+from pipeinfer.kernels.decode_splits import (
+    DecodeConfig,
+    DecodePrefixes,
+    LoadConfig,
+    empty_prefix_merges,
+    empty_splits,
+    max_prefix_splits,
+    max_total_splits,
+    split_rows,
+    split_rows_reference,
 )
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 from pipeinfer.wire import MAX_SHARED_PREFIXES, PREFIX_UPPER
 
-WHOLE = DecodeTiles(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
-SPLITS = DecodeTiles(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))
+WHOLE = DecodeConfig(extra_splits=4, max_splits=1, min_tokens=16, load=LoadConfig(16, 4, 2))
+SPLITS = DecodeConfig(extra_splits=32, max_splits=4, min_tokens=16, load=LoadConfig(16, 4, 2))
 LENGTHS = [1, 16, 17, 100, 33]
 
 
@@ -55,20 +55,20 @@ class Case:
         self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
-        self.scales = ONES
-        most = most_pieces(len(lengths), SPLITS)
-        self.pieces = room_for(most, self.q.device)
-        self.scratch = Scratch(len(lengths), most, (heads, kv_heads, dim), self.q.device)
+        self.scales = UNIT_KV_SCALES
+        most = max_total_splits(len(lengths), SPLITS)
+        self.pieces = empty_splits(most, self.q.device)
+        self.scratch = DecodeWorkspace(len(lengths), most, (heads, kv_heads, dim), self.q.device)
 
     def rows(self):
         return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces)
 
     def run(self, cut, window=None, sinks=None):
         out = torch.full_like(self.q, float("nan"))
-        cut_rows(self.lengths, self.pieces, cut, window)
+        split_rows(self.lengths, self.pieces, cut, window)
         return decode_attention(
             self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, cut, window,
-            early=False, sinks=sinks, scales=self.scales,
+            use_pdl=False, sinks=sinks, scales=self.scales,
         )  # fmt: skip
 
     def expected(self, window=None, sinks=None):
@@ -88,8 +88,8 @@ class Case:
     [
         WHOLE,
         SPLITS,
-        DecodeTiles(extra=3, splits=32, least=16, reads=Reads(16, 4, 2)),
-        DecodeTiles(extra=64, splits=2, least=64, reads=Reads(32, 4, 2)),
+        DecodeConfig(extra_splits=3, max_splits=32, min_tokens=16, load=LoadConfig(16, 4, 2)),
+        DecodeConfig(extra_splits=64, max_splits=2, min_tokens=64, load=LoadConfig(32, 4, 2)),
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -98,10 +98,10 @@ class Case:
 )
 def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     rows = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    most = most_pieces(len(lengths), cut)
-    pieces = room_for(most, rows.device).fill_(-7)
-    cut_rows(rows, pieces, cut, window)
-    expected = cut_rows_reference(rows, cut, window)
+    most = max_total_splits(len(lengths), cut)
+    pieces = empty_splits(most, rows.device).fill_(-7)
+    split_rows(rows, pieces, cut, window)
+    expected = split_rows_reference(rows, cut, window)
     assert len(expected) <= most
     pieces = pieces[:, :4].tolist()
     found = [(row, start, stop, at & 0xFFFF, at >> 16) for row, start, stop, at in pieces]
@@ -109,7 +109,7 @@ def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     assert all(row == -1 for row, *_ in found[len(expected) :])
     for row, length in enumerate(lengths):  # every key of the window, once
         mine = [(start, stop) for its, start, stop, _, _ in expected if its == row]
-        begin = max(length - (window or length), 0) // cut.reads.block * cut.reads.block
+        begin = max(length - (window or length), 0) // cut.load.block_n * cut.load.block_n
         covered = [token for start, stop in mine for token in range(start, stop)]
         assert covered == list(range(begin, length))
 
@@ -181,7 +181,7 @@ def test_a_row_with_a_nan_of_its_own_spoils_no_other(part):
 def test_parts_are_counted_anew_in_every_launch():
     case = Case(LENGTHS)
     first = case.run(SPLITS)
-    assert int(case.scratch.arrived.abs().sum()) == 0
+    assert int(case.scratch.counters.abs().sum()) == 0
     assert torch.equal(case.run(SPLITS), first)
 
 
@@ -203,7 +203,7 @@ def test_a_row_without_keys_writes_nothing():
 
 @pytest.mark.parametrize(
     ("kv_heads", "dim", "scales"),
-    [(2, 32, None), (1, 256, None), (1, 32, [Scales(2**-n, 0.1 * (n + 1)) for n in range(4)])],
+    [(2, 32, None), (1, 256, None), (1, 32, [KVScales(2**-n, 0.1 * (n + 1)) for n in range(4)])],
 )
 def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
     windows, heads, page = [None, 20, None, 20], 4, 16
@@ -247,16 +247,16 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
 @pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize("window", [None, 20])
 def test_pages_of_8_bits_are_read_with_their_scales(window, cut, dtype):
-    case = Case(LENGTHS, dtype).in_8_bits(Scales(0.5, 3.0))
+    case = Case(LENGTHS, dtype).in_8_bits(KVScales(0.5, 3.0))
     got, expected = case.run(cut, window), case.expected(window)
     assert relative_error(got, expected) < 3 * TOLERANCE[dtype]
-    case.scales = ONES
+    case.scales = UNIT_KV_SCALES
     assert relative_error(got, case.expected(window)) > 0.5
 
 
 def test_every_number_of_8_bits_is_read_as_it_is():
     """A row of one key gives that key's value."""
-    case = Case([1] * 8, heads=1, kv_heads=1, dim=32, page=1).in_8_bits(ONES)
+    case = Case([1] * 8, heads=1, kv_heads=1, dim=32, page=1).in_8_bits(UNIT_KV_SCALES)
     at = case.indices.long()
     numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(8, 1, 1, 32)
     case.v.view(torch.uint8)[at] = numbers
@@ -271,7 +271,7 @@ class SharedCase(Case):
     def __init__(self, lengths, groups, cut, **kinds):
         super().__init__(lengths, **kinds)
         self.cut, self.page = cut, kinds.get("page", 16)
-        self.seats = cut.seats(self.q.shape[1] // self.k.shape[2])
+        self.seats = cut.rows_per_prefix_tile(self.q.shape[1] // self.k.shape[2])
         lines, seats = torch.zeros(2, len(lengths), dtype=torch.int32)
         for rows, tokens in groups:
             pages = tokens // self.page
@@ -281,22 +281,26 @@ class SharedCase(Case):
                 self.indices[at : at + pages] = self.indices[begin : begin + pages].clone()
                 lines[row] = rows[0] * PREFIX_UPPER + pages
                 seats[row] = rank * PREFIX_UPPER + len(rows)
-        most = most_pieces(len(lengths), cut, self.seats)
+        most = max_total_splits(len(lengths), cut, self.seats)
         heads = self.q.shape[1], *self.k.shape[2:]
-        self.runs = Runs(lines.to(DEVICE), seats.to(DEVICE), *room_for_runs(len(lengths), DEVICE))
-        self.pieces = room_for(most, self.q.device).fill_(-7)
-        self.scratch = Scratch(len(lengths), most, heads, self.q.device, most, cut.tile)
+        self.runs = DecodePrefixes(
+            lines.to(DEVICE), seats.to(DEVICE), *empty_prefix_merges(len(lengths), DEVICE)
+        )
+        self.pieces = empty_splits(most, self.q.device).fill_(-7)
+        self.scratch = DecodeWorkspace(
+            len(lengths), most, heads, self.q.device, most, cut.prefix_queries
+        )
 
     def rows(self):
         return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces, self.runs)
 
     def cut_rows(self):
-        cut_rows(self.lengths, self.pieces, self.cut, None, self.runs, self.seats, self.page)
+        split_rows(self.lengths, self.pieces, self.cut, None, self.runs, self.seats, self.page)
 
-    def attend(self, out, sinks=None, q=None, early=False):
+    def attend(self, out, sinks=None, q=None, use_pdl=False):
         return decode_attention(
             self.q if q is None else q, self.k, self.v, self.rows(), self.scale, out, self.scratch,
-            self.cut, early=early, sinks=sinks, scales=self.scales,
+            self.cut, use_pdl=use_pdl, sinks=sinks, scales=self.scales,
         )  # fmt: skip
 
     def run_shared(self, sinks=None):
@@ -304,9 +308,23 @@ class SharedCase(Case):
         return self.attend(torch.full_like(self.q, float("nan")), sinks)
 
 
-TILED = DecodeTiles(extra=8, splits=4, least=64, reads=Reads(16, 4, 2), tile=16, least_shared=32)
-WIDE = DecodeTiles(extra=32, splits=16, least=16, reads=Reads(32, 4, 2), tile=64, least_shared=16)
-APART = replace(WIDE, of_runs=Reads(64, 4, 2), parts=2)  # in two launches
+TILED = DecodeConfig(
+    extra_splits=8,
+    max_splits=4,
+    min_tokens=64,
+    load=LoadConfig(16, 4, 2),
+    prefix_queries=16,
+    min_prefix_tokens=32,
+)
+WIDE = DecodeConfig(
+    extra_splits=32,
+    max_splits=16,
+    min_tokens=16,
+    load=LoadConfig(32, 4, 2),
+    prefix_queries=64,
+    min_prefix_tokens=16,
+)
+APART = replace(WIDE, prefix_load=LoadConfig(64, 4, 2), extra_prefix_splits=2)  # in two launches
 SHARING = [
     ([70, 90, 33], [([0, 1], 64)]),
     ([70, 5, 90, 0, 49, 130], [([0, 2, 5], 64), ([1], 0), ([4], 48)]),
@@ -328,7 +346,7 @@ def test_every_key_of_a_row_lies_in_its_own_pieces_or_in_those_of_its_run(length
     real = [piece for piece in pieces if piece[0] >= 0]
     of_runs = [piece for piece in real if piece[5]]
     assert real[: len(of_runs)] == of_runs
-    assert len(of_runs) <= most_of_runs(len(lengths), cut, case.seats), "what a launch reaches"
+    assert len(of_runs) <= max_prefix_splits(len(lengths), cut, case.seats), "what a launch reaches"
     assert pieces[: len(real)] == real and all(piece[0] == -1 for piece in pieces[len(real) :])
     for number, (row, start, stop, split, begin, count) in enumerate(real):
         rows = members[begin : begin + count] if count else [row]
@@ -363,7 +381,7 @@ def test_rows_with_a_common_beginning_attend_as_rows_alone_do(lengths, groups, c
     got, there = case.run_shared(), case.lengths > 0
     assert relative_error(got[there], case.expected()[there]) < 3 * TOLERANCE[dtype]
     assert got[~there].isnan().all()
-    assert not case.scratch.arrived.any()
+    assert not case.scratch.counters.any()
     assert torch.equal(case.run_shared()[there], got[there])
 
 
@@ -388,7 +406,7 @@ def test_whoever_comes_last_merges(cut):
     case.pieces.copy_(pieces)
     case.pieces[pieces[:, 5] == 0, 0] = -1
     assert torch.equal(case.attend(out), expected)
-    assert not case.scratch.arrived.any()
+    assert not case.scratch.counters.any()
 
 
 def test_sinks_count_once_in_a_row_with_a_run():
@@ -400,13 +418,13 @@ def test_sinks_count_once_in_a_row_with_a_run():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_runs_in_8_bits(dtype):
     case = SharedCase([70, 90, 33], [([0, 1], 64)], TILED, dtype=dtype)
-    case.in_8_bits(Scales(0.5, 3.0))
+    case.in_8_bits(KVScales(0.5, 3.0))
     assert relative_error(case.run_shared(), case.expected()) < 3 * TOLERANCE[dtype]
 
 
 def test_large_queries_have_room_as_halves():
     """Of 2e5, more than a half has; their scores differ by a little."""
-    case = Case([40], torch.bfloat16, heads=1, kv_heads=1).in_8_bits(ONES)
+    case = Case([40], torch.bfloat16, heads=1, kv_heads=1).in_8_bits(UNIT_KV_SCALES)
     case.q.fill_(2e5)
     case.k.view(torch.uint8).zero_()
     case.k[:, ::2] = torch.tensor(2.0**-9, device=DEVICE).to(E4M3)
@@ -423,7 +441,7 @@ def test_a_nan_in_one_rows_own_keys_stays_its_own_business():
 
 
 def test_sinks_and_a_nan_of_8_bits():
-    case = Case(LENGTHS).in_8_bits(Scales(2.0, 0.1))
+    case = Case(LENGTHS).in_8_bits(KVScales(2.0, 0.1))
     sinks = torch.tensor([0.0, -3.0, 2.5, 80.0], device=DEVICE)
     clean = case.run(SPLITS, None, sinks)
     assert relative_error(clean, case.expected(None, sinks)) < 3e-6

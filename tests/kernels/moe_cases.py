@@ -8,25 +8,33 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
-from pipeinfer.kernels import moe_align
-from pipeinfer.kernels.fp8 import round_rows
+from pipeinfer.kernels import moe_routing
+from pipeinfer.kernels.formats import quantize_rows
 from pipeinfer.kernels.moe import (
-    Bounded,
-    experts_by_pair,
-    experts_mlp,
-    experts_mlp_reference,
-    weighted_products,
+    ClampedSwiglu,
+    down_gemm,
+    fused_experts,
+    fused_experts_by_pair,
+    fused_experts_reference,
 )
-from pipeinfer.kernels.moe_align import align, align_reference
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, MoeTiles, Tiles
-from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
+from pipeinfer.kernels.moe_routing import moe_align_block_size, moe_align_block_size_reference
+from pipeinfer.kernels.norm import rms_norm_reference, sum_rms_norm
+from pipeinfer.kernels.tile_configs import (
+    MOE_CONFIGS_MXFP4,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_W16,
+    MoeConfig,
+    MoeGemmConfig,
+)
 from pipeinfer.layers.moe_backends import StackedExperts, TorchExperts, TritonExperts
 from quantized_checkpoints import mxfp4
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
-CUT = MoeTiles(columns=16, depth=16, warps=4, stages=2)
-SMALL = Tiles(16, CUT, replace(CUT, depth=32), group=2)
-TURNED = Tiles(16, replace(CUT, columns=64, turned=True), replace(CUT, columns=32, turned=True))
+CUT = MoeGemmConfig(block_n=16, block_k=16, num_warps=4, num_stages=2)
+SMALL = MoeConfig(16, CUT, replace(CUT, block_k=32), group_m=2)
+TURNED = MoeConfig(
+    16, replace(CUT, block_n=64, swap_ab=True), replace(CUT, block_n=32, swap_ab=True)
+)
 
 
 def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0.0):
@@ -43,18 +51,26 @@ def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0
 )
 def test_pairs_come_by_expert_in_their_order_and_padded(tokens, experts, top_k, skew, block):
     _, chosen = routed(tokens, experts, top_k, skew=skew)
-    got, expected = align(chosen, experts, block), align_reference(chosen, experts, block)
-    used = int(got.used)
-    assert used == int(expected.used) <= len(got.pairs)
-    assert torch.equal(got.pairs[:used].cpu(), expected.pairs)
-    assert torch.equal(got.experts[: used // block].cpu(), expected.experts)
+    got, expected = (
+        moe_align_block_size(chosen, experts, block),
+        moe_align_block_size_reference(chosen, experts, block),
+    )
+    used = int(got.num_padded_pairs)
+    assert used == int(expected.num_padded_pairs) <= len(got.sorted_pair_ids)
+    assert torch.equal(got.sorted_pair_ids[:used].cpu(), expected.sorted_pair_ids)
+    assert torch.equal(got.expert_ids[: used // block].cpu(), expected.expert_ids)
 
 
 def test_more_pairs_than_a_program_looks_at_in_one_go_keep_their_order(monkeypatch):
-    monkeypatch.setattr(moe_align, "CHUNK", 16)
+    monkeypatch.setattr(moe_routing, "PAIRS_PER_CHUNK", 16)
     _, chosen = routed(30, 5, 3)
-    got, expected = align(chosen, 5, 16), align_reference(chosen, 5, 16)
-    assert torch.equal(got.pairs[: int(got.used)].cpu(), expected.pairs)
+    got, expected = (
+        moe_align_block_size(chosen, 5, 16),
+        moe_align_block_size_reference(chosen, 5, 16),
+    )
+    assert torch.equal(
+        got.sorted_pair_ids[: int(got.num_padded_pairs)].cpu(), expected.sorted_pair_ids
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -68,22 +84,22 @@ def test_experts_are_those_of_the_reference(tokens, experts, top_k, hidden, inte
     gate_up = randn(2, experts, 2 * inter, hidden, dtype=dtype) / hidden**0.5
     down = randn(3, experts, hidden, inter, dtype=dtype) / inter**0.5
     weights, chosen = routed(tokens, experts, top_k)
-    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
-    got = experts_mlp(x, gate_up, down, weights, chosen, shape)
+    expected = fused_experts_reference(x, gate_up, down, weights, chosen)
+    got = fused_experts(x, gate_up, down, weights, chosen, shape)
     assert relative_error(got, expected) < ERROR[dtype]
 
 
-@pytest.mark.parametrize("table", [PLAIN, EIGHT_BITS])
+@pytest.mark.parametrize("table", [MOE_CONFIGS_W16, MOE_CONFIGS_W8A16])
 def test_every_tile_shape_that_may_be_chosen_computes_the_same(table):
     hidden, inter, experts = 160, 144, 2
     x = randn(1, 70, hidden)
     gate_up = randn(2, experts, 2 * inter, hidden) / hidden**0.5
     down = randn(3, experts, hidden, inter) / inter**0.5
     weights, chosen = routed(70, experts, 1)
-    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    expected = fused_experts_reference(x, gate_up, down, weights, chosen)
     x16, gate16, down16 = x.half(), gate_up.half(), down.half()
     for shape in {shape for _, shape in table}:
-        got = experts_mlp(x16, gate16, down16, weights, chosen, shape)
+        got = fused_experts(x16, gate16, down16, weights, chosen, shape)
         assert relative_error(got, expected) < 2e-3
 
 
@@ -91,7 +107,7 @@ def in_8_bits(weight, blocks):
     """(e4m3, scales, what they stand for in float32) of weight [experts, rows, columns]."""
     experts, rows, columns = weight.shape
     if not blocks:
-        rounded, scale = round_rows(weight)
+        rounded, scale = quantize_rows(weight)
         return rounded, scale, rounded.float() * scale
     scale = randn(9, experts, rows // 128, columns // 128).abs() / 100 + 0.01
     wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
@@ -112,8 +128,8 @@ def test_experts_in_8_bits_are_those_of_the_values_they_stand_for(
     gate_up, gate_up_scale, plain = in_8_bits(randn(2, 4, 2 * inter, hidden) / 10, blocks)
     down, down_scale, plain_down = in_8_bits(randn(3, 4, hidden, inter) / 8, blocks)
     weights, chosen = routed(tokens, 4, 2)
-    expected = experts_mlp_reference(x, plain, plain_down, weights, chosen)
-    got = experts_mlp(
+    expected = fused_experts_reference(x, plain, plain_down, weights, chosen)
+    got = fused_experts(
         x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale, down_scale=down_scale
     )
     assert got.dtype == dtype and relative_error(got, expected) < ERROR[dtype]
@@ -123,7 +139,7 @@ def bounds(experts, inter, hidden, dtype, adds=True):
     """Biases and bounds that matter: about a third of all values are beyond the limit."""
     gate_up_bias = randn(7, experts, 2 * inter, dtype=dtype)
     down_bias = randn(8, experts, hidden, dtype=dtype)
-    return Bounded(1.702, 1.0, gate_up_bias, down_bias if adds else None)
+    return ClampedSwiglu(1.702, 1.0, gate_up_bias, down_bias if adds else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -138,10 +154,10 @@ def test_experts_with_bounds_and_biases_are_those_of_the_reference(
     down = randn(3, 4, hidden, inter, dtype=dtype) / inter**0.5
     weights, chosen = routed(tokens, 4, 2)
     bounded = bounds(4, inter, hidden, dtype, adds)
-    expected = experts_mlp_reference(x, gate_up, down, weights, chosen, bounded)
-    got = experts_mlp(x, gate_up, down, weights, chosen, shape, bounded=bounded)
+    expected = fused_experts_reference(x, gate_up, down, weights, chosen, bounded)
+    got = fused_experts(x, gate_up, down, weights, chosen, shape, clamped=bounded)
     assert relative_error(got, expected) < ERROR[dtype]
-    usual = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    usual = fused_experts_reference(x, gate_up, down, weights, chosen)
     assert relative_error(usual, expected) > 0.1, "bounds and biases are to be seen"
 
 
@@ -154,9 +170,9 @@ def in_4_bits(weight):
     return values.to(DEVICE), filled.to(DEVICE), plain.transpose(1, 2).contiguous().to(DEVICE)
 
 
-FEW = Tiles(16, replace(CUT, depth=64), replace(CUT, columns=32, depth=32), group=2)
-TURNED_FEW = Tiles(16, replace(CUT, columns=64, depth=128, turned=True),
-                   replace(CUT, columns=64, depth=64, turned=True))  # fmt: skip
+FEW = MoeConfig(16, replace(CUT, block_k=64), replace(CUT, block_n=32, block_k=32), group_m=2)
+TURNED_FEW = MoeConfig(16, replace(CUT, block_n=64, block_k=128, swap_ab=True),
+                   replace(CUT, block_n=64, block_k=64, swap_ab=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -172,10 +188,10 @@ def test_experts_in_mxfp4_are_those_of_the_values_they_stand_for(
     down, down_scale, plain_down = in_4_bits(randn(3, 4, hidden, inter) / inter**0.5)
     weights, chosen = routed(tokens, 4, 2)
     bounded = bounds(4, inter, hidden, dtype)
-    expected = experts_mlp_reference(x, plain, plain_down, weights, chosen, bounded)
-    got = experts_mlp(
+    expected = fused_experts_reference(x, plain, plain_down, weights, chosen, bounded)
+    got = fused_experts(
         x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale,
-        down_scale=down_scale, bounded=bounded,
+        down_scale=down_scale, clamped=bounded,
     )  # fmt: skip
     assert got.dtype == dtype and relative_error(got, expected) < ERROR[dtype]
 
@@ -187,11 +203,11 @@ def test_every_tile_shape_for_mxfp4_computes_the_same():
     down, down_scale, plain_down = in_4_bits(randn(3, 2, hidden, inter) / inter**0.5)
     weights, chosen = routed(70, 2, 1)
     bounded = bounds(2, inter, hidden, torch.bfloat16)
-    expected = experts_mlp_reference(x, plain, plain_down, weights, chosen, bounded)
-    for shape in {shape for _, shape in FOUR_BITS}:
-        got = experts_mlp(
+    expected = fused_experts_reference(x, plain, plain_down, weights, chosen, bounded)
+    for shape in {shape for _, shape in MOE_CONFIGS_MXFP4}:
+        got = fused_experts(
             x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale,
-            down_scale=down_scale, bounded=bounded,
+            down_scale=down_scale, clamped=bounded,
         )  # fmt: skip
         assert relative_error(got, expected) < ERROR[torch.bfloat16]
 
@@ -207,10 +223,10 @@ def test_every_number_and_power_of_mxfp4_is_exact():
     table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     wide = table.repeat(2) * (exponents[0, :, :1].double() - 127).exp2()  # [rows, columns]
     x = torch.eye(32, dtype=dtype, device=DEVICE)
-    plan = align(torch.zeros(32, 1, dtype=torch.int32, device=DEVICE), 1, 16)
+    plan = moe_align_block_size(torch.zeros(32, 1, dtype=torch.int32, device=DEVICE), 1, 16)
     ones = torch.ones(32, dtype=torch.float32, device=DEVICE)
     for tile in (FEW, TURNED_FEW):
-        got = weighted_products(x, values.to(DEVICE), exponents.to(DEVICE), ones, plan, tile)
+        got = down_gemm(x, values.to(DEVICE), exponents.to(DEVICE), ones, plan, tile)
         assert torch.equal(got.cpu().double(), wide.T)
 
 
@@ -221,15 +237,15 @@ def test_exponents_that_do_not_fit_are_refused():
     for wrong in (gate_up_scale[:, :, :6].contiguous(), gate_up_scale[:, :, :4].contiguous()):
         scales = {"gate_up_scale": wrong, "down_scale": down_scale}
         with pytest.raises(ValueError, match="exponents for"):
-            experts_mlp(x, gate_up, down, weights, chosen, FEW, **scales)
+            fused_experts(x, gate_up, down, weights, chosen, FEW, **scales)
 
 
 def test_what_is_no_number_stays_so_beyond_bounds():
     x, (weights, chosen) = randn(1, 3, 64), routed(3, 4, 2)
     x[1, 5] = float("nan")
     gate_up, down = randn(2, 4, 64, 64), randn(3, 4, 64, 32)
-    got = experts_mlp(
-        x, gate_up, down, weights, chosen, SMALL, bounded=bounds(4, 32, 64, torch.float32)
+    got = fused_experts(
+        x, gate_up, down, weights, chosen, SMALL, clamped=bounds(4, 32, 64, torch.float32)
     )
     assert got.isnan().all(1).tolist() == [False, True, False] and not got[::2].isnan().any()
 
@@ -239,7 +255,7 @@ def test_scales_of_blocks_that_are_not_whole_are_refused():
     gate_up, down = torch.zeros(4, 256, 192).to(x), torch.zeros(4, 192, 128).to(x)
     scales = {"gate_up_scale": torch.ones(4, 2, 2).to(x), "down_scale": torch.ones(4, 2, 1).to(x)}
     with pytest.raises(ValueError, match="nor of whole blocks of 128 x 128"):
-        experts_mlp(x, gate_up, down, weights, chosen, SMALL, **scales)
+        fused_experts(x, gate_up, down, weights, chosen, SMALL, **scales)
 
 
 @pytest.mark.parametrize("spans", [[(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
@@ -249,7 +265,7 @@ def test_experts_of_several_ranks_add_up_to_all(spans):
     down = randn(3, 8, 64, 32, dtype=torch.float16) / 6
     weights, chosen = routed(37, 8, 3, skew=0.3)
     parts = [
-        experts_mlp(
+        fused_experts(
             x, gate_up[a:b].contiguous(), down[a:b].contiguous(), weights, chosen, SMALL, a, 8
         )
         for a, b in spans
@@ -258,16 +274,21 @@ def test_experts_of_several_ranks_add_up_to_all(spans):
         there = ((chosen >= a) & (chosen < b)).any(-1)
         assert there.any() and torch.equal(part.any(-1), there), "others' choices count nothing"
     together = torch.stack(parts).float().sum(0)
-    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    expected = fused_experts_reference(x, gate_up, down, weights, chosen)
     assert relative_error(together.half(), expected) < 2 * ERROR[torch.float16]
 
 
 def test_pairs_of_another_ranks_experts_are_left_out():
     _, chosen = routed(50, 12, 3)
-    got, expected = align(chosen, 5, 16, first=4), align_reference(chosen, 5, 16, first=4)
-    used = int(got.used)
-    assert used == int(expected.used) and torch.equal(got.pairs[:used].cpu(), expected.pairs)
-    assert torch.equal(got.experts[: used // 16].cpu(), expected.experts)
+    got, expected = (
+        moe_align_block_size(chosen, 5, 16, first_expert=4),
+        moe_align_block_size_reference(chosen, 5, 16, first_expert=4),
+    )
+    used = int(got.num_padded_pairs)
+    assert used == int(expected.num_padded_pairs) and torch.equal(
+        got.sorted_pair_ids[:used].cpu(), expected.sorted_pair_ids
+    )
+    assert torch.equal(got.expert_ids[: used // 16].cpu(), expected.expert_ids)
 
 
 def test_a_token_gets_the_same_result_in_any_batch():
@@ -275,9 +296,9 @@ def test_a_token_gets_the_same_result_in_any_batch():
     gate_up = randn(2, 4, 64, 64, dtype=torch.float16)
     down = randn(3, 4, 64, 32, dtype=torch.float16)
     weights, chosen = routed(20, 4, 2)
-    together = experts_mlp(x, gate_up, down, weights, chosen, SMALL)
+    together = fused_experts(x, gate_up, down, weights, chosen, SMALL)
     some = slice(5, 9)
-    alone = experts_mlp(x[some], gate_up, down, weights[some], chosen[some], SMALL)
+    alone = fused_experts(x[some], gate_up, down, weights[some], chosen[some], SMALL)
     assert torch.equal(alone, together[some])
 
 
@@ -286,11 +307,11 @@ def test_a_norm_makes_the_sums_of_a_tokens_pairs():
     gate_up = randn(2, 4, 64, 64, dtype=torch.float16) / 8
     down = randn(3, 4, 64, 32, dtype=torch.float16) / 6
     weights, chosen = routed(7, 4, 3)
-    by_pair = experts_by_pair(x, gate_up, down, weights, chosen, SMALL)
-    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    by_pair = fused_experts_by_pair(x, gate_up, down, weights, chosen, SMALL)
+    expected = fused_experts_reference(x, gate_up, down, weights, chosen)
     assert relative_error(by_pair.float().sum(1).half(), expected) < ERROR[torch.float16]
     theirs = residual.clone()
-    got = sum_norm(by_pair.transpose(0, 1), residual, weight[0], 1e-6)
+    got = sum_rms_norm(by_pair.transpose(0, 1), residual, weight[0], 1e-6)
     normed = rms_norm_reference(expected, weight[0], 1e-6, theirs)
     assert relative_error(residual, theirs) < ERROR[torch.float16]
     assert relative_error(got, normed) < 2 * ERROR[torch.float16]
@@ -302,10 +323,10 @@ def test_strided_tokens_and_none_are_accepted():
     down = randn(3, 4, 64, 32, dtype=torch.float16)
     weights, chosen = routed(6, 4, 2)
     x = wide[:, :64]
-    expected = experts_mlp(x.contiguous(), gate_up, down, weights, chosen, SMALL)
-    assert torch.equal(experts_mlp(x, gate_up, down, weights, chosen.int(), SMALL), expected)
-    assert experts_mlp(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 64)
-    assert experts_by_pair(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 2, 64)
+    expected = fused_experts(x.contiguous(), gate_up, down, weights, chosen, SMALL)
+    assert torch.equal(fused_experts(x, gate_up, down, weights, chosen.int(), SMALL), expected)
+    assert fused_experts(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 64)
+    assert fused_experts_by_pair(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 2, 64)
 
 
 BACKENDS = [TritonExperts, TorchExperts]
@@ -324,7 +345,7 @@ def test_every_backend_computes_the_experts_of_the_reference(backend, bounded, t
     weights, chosen = routed(tokens, 8, 3, skew=0.3)
     limits = bounds(8, inter, hidden, dtype) if bounded else None
     here = torch.where((chosen >= first) & (chosen < stop), weights, 0.0)
-    expected = experts_mlp_reference(x.float(), gate_up, down, here, chosen, limits)
+    expected = fused_experts_reference(x.float(), gate_up, down, here, chosen, limits)
     mine = limits and replace(
         limits,
         gate_up_bias=limits.gate_up_bias[first:stop],

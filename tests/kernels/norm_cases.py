@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kernels.triton_cases import TOLERANCE, randn, relative_error
-from pipeinfer.kernels.geglu import geglu, geglu_reference
+from pipeinfer.kernels.activations import geglu, geglu_reference, swiglu, swiglu_reference
 from pipeinfer.kernels.norm import rms_norm, rms_norm_reference
-from pipeinfer.kernels.swiglu import swiglu, swiglu_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

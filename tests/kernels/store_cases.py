@@ -10,7 +10,7 @@ from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.engine.kv_store import FusedStore, TorchStore
-from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
+from pipeinfer.kernels.formats import E4M3, E4M3_MAX, KVScales, dequantize_e4m3, quantize_e4m3
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.attention import MergedQKV
 from pipeinfer.layers.norm import rms_normalize
@@ -164,7 +164,7 @@ def test_pages_of_8_bits_are_those_of_the_reference(heads, kv_heads, dim, shifte
     options = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype),
                "k_scale": 0.07, "v_scale": 0.3}  # fmt: skip
     if shifted:
-        options["shift"] = randn(6, kv_heads, dim)
+        options["key_center"] = randn(6, kv_heads, dim)
     got, expected = both(*in_8_bits(7, heads, kv_heads, dim, dtype), heads, **options)
     assert relative_error(got[0], expected[0]) < TOLERANCE[dtype]
     # Values are copied, so they round alike; of keys, a few of which stand between two numbers,
@@ -181,7 +181,7 @@ def test_queries_and_keys_of_8_bits_are_turned_alike_and_keys_shifted_before(dim
     k_plain, v_plain = k_cache.float(), v_cache.float()
     shift = 3 * randn(8, 1, dim)
     plain = rotate_and_store(qkv, cos, sin, places, k_plain, v_plain, 2)
-    queries = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 2, shift=shift)
+    queries = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 2, key_center=shift)
     turn = matrix(dim).to(DEVICE)
     assert relative_error(queries, (plain.double() @ turn).float()) < 1e-5
     exact = ((k_plain.flatten(0, 1)[places] - shift).double() @ turn).float()
@@ -197,7 +197,7 @@ def test_queries_and_keys_of_8_bits_are_turned_alike_and_keys_shifted_before(dim
 def test_a_shift_is_nothing_to_pages_of_16_bits():
     given = inputs(5, 4, 2, 64, torch.bfloat16)
     one, _ = both(*given, 4)
-    other, _ = both(*given, 4, shift=randn(8, 2, 64))
+    other, _ = both(*given, 4, key_center=randn(8, 2, 64))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
@@ -216,9 +216,9 @@ def test_every_kind_of_number_becomes_the_nearest_of_8_bits():
     _, cos, sin, places, k_cache, v_cache = in_8_bits(len(values), 1, 1, 64, torch.float32)
     rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=0.5, v_scale=scale)
     stored = v_cache.flatten(0, 1).view(torch.uint8)[places].flatten(1)
-    assert torch.equal(stored, bits(narrowed(values, scale)))
-    wide = widened(stored.view(E4M3), scale, torch.float32)
-    assert wide[values.isfinite()].abs().max() == MOST * scale
+    assert torch.equal(stored, bits(quantize_e4m3(values, scale)))
+    wide = dequantize_e4m3(stored.view(E4M3), scale, torch.float32)
+    assert wide[values.isfinite()].abs().max() == E4M3_MAX * scale
     assert torch.equal(wide.isnan(), values.isnan())
 
 
@@ -230,11 +230,11 @@ def test_keys_beyond_the_largest_are_clamped_and_a_nan_stays_one():
     qkv[:, 64] = torch.tensor([1e4, -1e4, float("nan")], device=DEVICE)
     rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=2.0)
     keys = k_cache.view(torch.uint8).flatten(0, 1)[places].view(E4M3).float()
-    assert (keys[0] == MOST).all() and (keys[1] == -MOST).all() and keys[2].isnan().all()
+    assert (keys[0] == E4M3_MAX).all() and (keys[1] == -E4M3_MAX).all() and keys[2].isnan().all()
 
 
 def test_both_stores_of_an_engine_take_each_layers_scales_and_shift():
-    device, scales = torch.device(DEVICE), [Scales(0.5, 0.1), Scales(0.03, 4.0)]
+    device, scales = torch.device(DEVICE), [KVScales(0.5, 0.1), KVScales(0.03, 4.0)]
     shapes, shifts = [AttentionShape(4, 2, 32, 1.0)] * 2, [randn(7, 2, 32), None]
     rope = Rope(RopeConfig(theta=10_000.0), 32, torch.float32, device, 40)
     positions, places = torch.tensor([5, 0, 30]).to(device), torch.tensor([9, 4, 14]).to(device)

@@ -35,10 +35,10 @@ def test_counter_and_key_are_made_of_id_position_and_seed_as_documented():
     counter = hexadecimal("243f6a88 85a308d3 13198a2e 00000000")
     expected = noise.philox(counter, hexadecimal("a4093822 299f31d0"))[index % 4]
     seeds, positions = np.array([seed], np.uint64), np.array([position], np.int64)
-    lanes = noise.words(seeds, positions, np.array([index // 4]))
+    lanes = noise.philox_words(seeds, positions, np.array([index // 4]))
     assert lanes[index % 4] == expected
     uniform = np.float32(expected[0]) * np.float32(2.0**-32) + np.float32(2.0**-33)
-    value = noise.gumbel_at(seeds, positions, np.array([index]))
+    value = noise.gumbel_noise_at(seeds, positions, np.array([index]))
     assert value[0] == pytest.approx(-np.log(-np.log1p(-np.float64(uniform))), rel=1e-6)
 
 
@@ -59,28 +59,30 @@ def test_uniforms_and_gumbels_are_finite_for_the_extreme_words():
 def test_noise_of_one_id_is_the_same_alone_and_in_any_batch(rows, vocab, data):
     seeds = np.array([seed for seed, _ in rows], dtype=np.uint64)
     positions = np.array([position for _, position in rows], dtype=np.int64)
-    whole = noise.gumbel(seeds, positions, vocab)
+    whole = noise.gumbel_noise(seeds, positions, vocab)
     assert whole.shape == (len(rows), vocab)
     row = data.draw(st.integers(0, len(rows) - 1))
     index = data.draw(st.integers(0, vocab - 1))
-    alone = noise.gumbel_at(seeds[[row]], positions[[row]], np.array([index]))
+    alone = noise.gumbel_noise_at(seeds[[row]], positions[[row]], np.array([index]))
     assert alone[0] == whole[row, index]
-    longer = noise.gumbel(seeds[[row]], positions[[row]], vocab + 5)
+    longer = noise.gumbel_noise(seeds[[row]], positions[[row]], vocab + 5)
     assert np.array_equal(longer[0, :vocab], whole[row])
 
 
 def test_blocks_do_not_show_in_the_noise(monkeypatch):
     seeds, positions = np.arange(9, dtype=np.uint64), np.arange(9)
-    whole = noise.gumbel(seeds, positions, 50)
+    whole = noise.gumbel_noise(seeds, positions, 50)
     ids = np.arange(9) * 5
-    single = noise.gumbel_at(seeds, positions, ids)
-    monkeypatch.setattr(noise, "BLOCK_WORDS", 100)
-    assert np.array_equal(noise.gumbel(seeds, positions, 50), whole)
-    assert np.array_equal(noise.gumbel_at(seeds, positions, ids), single)
+    single = noise.gumbel_noise_at(seeds, positions, ids)
+    monkeypatch.setattr(noise, "WORDS_PER_BLOCK", 100)
+    assert np.array_equal(noise.gumbel_noise(seeds, positions, 50), whole)
+    assert np.array_equal(noise.gumbel_noise_at(seeds, positions, ids), single)
 
 
 def test_noise_follows_the_gumbel_distribution():
-    drawn = np.sort(noise.gumbel(np.arange(20, dtype=np.uint64), np.arange(20), 5000).reshape(-1))
+    drawn = np.sort(
+        noise.gumbel_noise(np.arange(20, dtype=np.uint64), np.arange(20), 5000).reshape(-1)
+    )
     expected = np.exp(-np.exp(-drawn.astype(np.float64)))
     empirical = (np.arange(len(drawn)) + 0.5) / len(drawn)
     # Kolmogorov-Smirnov at 1e-4: 2.23 / sqrt(n)
@@ -88,8 +90,8 @@ def test_noise_follows_the_gumbel_distribution():
 
 
 def test_neighbouring_seeds_positions_and_ids_are_uncorrelated():
-    base = noise.gumbel(np.array([1], np.uint64), np.array([1]), 40_000)[0]
-    other_seed = noise.gumbel(np.array([2], np.uint64), np.array([1]), 40_000)[0]
-    other_position = noise.gumbel(np.array([1], np.uint64), np.array([2]), 40_000)[0]
+    base = noise.gumbel_noise(np.array([1], np.uint64), np.array([1]), 40_000)[0]
+    other_seed = noise.gumbel_noise(np.array([2], np.uint64), np.array([1]), 40_000)[0]
+    other_position = noise.gumbel_noise(np.array([1], np.uint64), np.array([2]), 40_000)[0]
     for other in (other_seed, other_position, np.roll(base, 1)):
         assert abs(np.corrcoef(base, other)[0, 1]) < 4 / np.sqrt(40_000)

@@ -19,22 +19,25 @@ from triton.compiler import ASTSource
 from pipeinfer.attention.hybrid import cut
 from pipeinfer.engine.step_buffers import SEQUENCES
 from pipeinfer.kernels import (
+    activations,
     decode_attention,
-    edits,
-    fp8_blocks,
-    geglu,
+    gemm,
     int4,
+    logits_processing,
+    logprobs,
     moe,
-    moe_align,
-    moe_e4m3,
+    moe_fp8,
+    moe_routing,
     norm,
-    rounding,
-    scores,
-    skinny,
-    softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, ROUNDED, MoeTiles
+from pipeinfer.kernels.tile_configs import (
+    MOE_CONFIGS_MXFP4,
+    MOE_CONFIGS_W8A8,
+    MOE_CONFIGS_W8A16,
+    MOE_CONFIGS_W16,
+    MoeGemmConfig,
+)
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -64,31 +67,36 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 def test_norms(offset):
     types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
-    constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "EARLY": True}
-    constants |= {"OFFSET": offset, "MOST": 448.0, "LEAST_SCALE": 1e-12}
-    alone = {"plain": None, "KEEPS": False}
-    usual = constants | alone | {"PART": 0, "out_scale": None}
-    assert compiled(norm._norm, types, usual, num_warps=8).asm["ptx"]
+    constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "USE_PDL": True}
+    constants |= {"OFFSET": offset, "E4M3_MAX": 448.0, "MIN_SCALE": 1e-12}
+    alone = {"unquantized_out": None, "STORE_UNQUANTIZED": False}
+    usual = constants | alone | {"GROUP_SIZE": 0, "out_scale": None}
+    assert compiled(norm._rms_norm_kernel, types, usual, num_warps=8).asm["ptx"]
     types |= {"out": EIGHTH, "out_scale": "*fp32"}
     for part in (640, 128):
-        made = compiled(norm._norm, types, constants | alone | {"PART": part}, num_warps=8)
+        made = compiled(
+            norm._rms_norm_kernel, types, constants | alone | {"GROUP_SIZE": part}, num_warps=8
+        )
         assert CONVERTED in made.asm["ptx"]
-    kept = constants | {"KEEPS": True, "PART": 128}
-    made = compiled(norm._norm, types | {"plain": HALF}, kept, num_warps=8)
+    kept = constants | {"STORE_UNQUANTIZED": True, "GROUP_SIZE": 128}
+    made = compiled(norm._rms_norm_kernel, types | {"unquantized_out": HALF}, kept, num_warps=8)
     assert CONVERTED in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("values", [False, True])
 def test_edits(values):
     types = dict.fromkeys(("slots", "positions", "last_token"), "*i64")
-    types |= dict.fromkeys(("counts", "words", "bans"), "*i32")
-    types |= dict.fromkeys(("slot_count", "most", "first_id", "width", "ban_words"), "i32")
+    types |= dict.fromkeys(("counts", "words", "bad_words"), "*i32")
+    types |= dict.fromkeys(
+        ("num_slots", "max_entries", "first_id", "width", "bad_words_stride"), "i32"
+    )
     types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
     constants = {
-        "VALUES": values, "BLOCK": edits.BLOCK, "LISTED": edits.MOST_ALLOWED,
-        "FILLED": edits.FILLED, "RECENT": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+        "ADD_BIAS": values, "BLOCK": logits_processing.BIAS_BLOCK,
+        "ALLOWED_BLOCK": logits_processing.MAX_ALLOWED_IDS,
+        "FILL_BLOCK": logits_processing.FILL_BLOCK, "HISTORY": LONGEST_BAD, "SEQUENCES": SEQUENCES,
     }  # fmt: skip
-    assert compiled(edits._edit, types, constants, num_warps=1).asm["ptx"]
+    assert compiled(logits_processing._logit_bias_kernel, types, constants, num_warps=1).asm["ptx"]
 
 
 @pytest.mark.parametrize("pages", [HALF, EIGHTH])
@@ -97,33 +105,52 @@ def test_the_store_of_large_heads(offset, pages):
     halves = ("qkv", "queries", "k_cache", "v_cache", "q_norm", "k_norm")
     strides = ("qkv_stride", "angle_stride", "k_stride", "v_stride")
     types = dict.fromkeys(halves, HALF) | dict.fromkeys(strides, "i32")
-    types |= {"cos": "*fp32", "sin": "*fp32", "positions": "*i32", "places": "*i32", "eps": "fp32"}
+    types |= {
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "positions": "*i32",
+        "slot_mapping": "*i32",
+        "eps": "fp32",
+    }
     types |= {"k_cache": pages, "v_cache": pages, "k_scale": "fp32", "v_scale": "fp32"}
     narrow = pages == EIGHTH
-    types |= {"shift": "*fp32"} if narrow else {}
+    types |= {"key_center": "*fp32"} if narrow else {}
     constants = {
         "HEADS": 4, "KV_HEADS": 1, "DIM": 256, "GROUP": 4, "BLOCK": 128, "NORM": True,
-        "OFFSET": offset, "TABLE": True, "NARROW": narrow, "EARLY": True, "SHIFT": narrow,
-        "RUN": 128 if narrow else 0,
+        "OFFSET": offset, "ANGLE_TABLE": True, "E4M3_PAGES": narrow, "USE_PDL": True,
+        "CENTER_KEYS": narrow,
+        "HADAMARD_HALF": 128 if narrow else 0,
     }  # fmt: skip
-    constants |= {} if narrow else {"shift": None}
-    ptx = compiled(store._store, types, constants, num_warps=2).asm["ptx"]
+    constants |= {} if narrow else {"key_center": None}
+    ptx = compiled(store._rotate_and_store_kernel, types, constants, num_warps=2).asm["ptx"]
     assert ("e4m3x2.f32" in ptx) == (pages == EIGHTH), "the GPU's own conversion, or none"
 
 
 def test_the_gate():
     types = {"merged": HALF, "out": HALF, "stride": "i32"}
-    constants = {"SIZE": 2048, "BLOCK": 1024, "SLOPE": geglu.SLOPE}
-    assert compiled(geglu._geglu, types, constants, num_warps=4).asm["ptx"]
+    constants = {"SIZE": 2048, "ACTIVATION_BLOCK": 1024, "GELU_SLOPE": activations.GELU_SLOPE}
+    assert compiled(activations._geglu_kernel, types, constants, num_warps=4).asm["ptx"]
 
 
 def test_scores():
-    whole = dict.fromkeys(("own", "parts", "records", "ids", "keys"), "*i64") | {"logits": HALF}
-    whole |= dict.fromkeys(("stride", "width", "first_id", "count", "most"), "i32")
-    whole |= dict.fromkeys(("of_row", "of_part"), "i32")
-    whole["found"] = "*i32"
-    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MOST, "PARTS": 64, "WHOLE": True}
-    for kernel in (scores._own, scores._scan, scores._fold, scores._tell):
+    whole = dict.fromkeys(("own_keys", "block_records", "records", "ids", "keys"), "*i64") | {
+        "logits": HALF
+    }
+    whole |= dict.fromkeys(("stride", "width", "first_id", "count", "num_top"), "i32")
+    whole |= dict.fromkeys(("row_stride", "record_stride"), "i32")
+    whole["out"] = "*i32"
+    constants = {
+        "BLOCK": logprobs.BLOCK,
+        "MAX_KEYS": logprobs.MAX_KEYS,
+        "RECORDS": 64,
+        "WHOLE": True,
+    }
+    for kernel in (
+        logprobs._logit_keys_kernel,
+        logprobs._scan_block,
+        logprobs._merge_blocks,
+        logprobs._merge_records,
+    ):
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}
         given = {name: constants[name] for name in names if name in constants}
@@ -143,25 +170,26 @@ def decode(
     those (1), for the rest (2) or for both (0)."""
     types = dict.fromkeys(("q", "out", "sinks"), HALF)
     types |= dict.fromkeys(("k", "v"), "*i16" if pages == EIGHTH else pages) | {"v_scale": "fp32"}
-    types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
-    types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
+    types |= dict.fromkeys(("counters", "seq_lens", "kv_indptr", "kv_indices", "splits"), "*i32")
+    types |= {"partial_out": "*fp32", "partial_max_sum": "*fp32", "scale": "fp32", "window": "i32"}
     types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
-    types |= dict.fromkeys(("shared", "shared_scales"), "*fp32")
+    types |= dict.fromkeys(("prefix_out", "prefix_max_sum"), "*fp32")
     types |= dict.fromkeys(("members", "merges"), "*i32")
     how = cut(rows, kv_heads, dim, pages == EIGHTH)
-    tile, reads = how.tile if shared else 0, how.of_runs if which == 1 else how.reads
+    tile, reads = how.prefix_queries if shared else 0, how.prefix_load if which == 1 else how.load
     assert reads is not None
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block,
-        "SPLITS": how.splits, "TILE": 16, "WINDOWED": not shared, "SINKS": True, "EARLY": True,
-        "NARROW": pages == EIGHTH, "SHARED": tile, "PIECES": which,
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block_n,
+        "MAX_SPLITS": how.max_splits, "QUERY_ROWS": 16, "WINDOWED": not shared, "SINKS": True,
+        "USE_PDL": True,
+        "E4M3_PAGES": pages == EIGHTH, "PREFIX_QUERIES": tile, "WHICH_SPLITS": which,
     }  # fmt: skip
     return compiled(
-        decode_attention._attend,
+        decode_attention._decode_attention_kernel,
         types,
         constants,
-        num_warps=reads.warps,
-        num_stages=reads.stages,
+        num_warps=reads.num_warps,
+        num_stages=reads.num_stages,
     )
 
 
@@ -183,7 +211,7 @@ def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_s
 def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages, group):
     """Four programs on a multiprocessor, as without."""
     how = cut(300, 1, 128, pages == EIGHTH)
-    assert how.tile and how.of_runs is None
+    assert how.prefix_queries and how.prefix_load is None
     assert decode(300, 128, pages, shared=True, group=group).metadata.shared < 227 * 1024 // 4
 
 
@@ -199,65 +227,86 @@ def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multi
     assert rest.metadata.shared < 227 * 1024 // programs
 
 
-@pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
+@pytest.mark.parametrize("scales", [gemm.ROW_SCALES.value, gemm.BLOCK_SCALES.value])
 def test_few_rows_with_weights_in_8_bits(scales):
     types = {"x": EIGHTH, "x_scale": "*fp32", "weight": EIGHTH, "scale": "*fp32", "bias": HALF}
     types |= {"out": HALF, "rows": "i32", "x_stride": "i32"}
     constants = {
-        "WIDTH": 1024, "DEPTH": 1024, "ROWS": 16, "COLUMNS": 64, "STEP": 128, "SPLITS": 1,
-        "GATED": False, "BIASED": False, "SCALES": scales, "AHEAD": 1, "EARLY": True,
+        "N": 1024, "K": 1024, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": 1,
+        "SWIGLU": False, "HAS_BIAS": False, "SCALES": scales, "PREFETCH_STEPS": 1, "USE_PDL": True,
     }  # fmt: skip
-    made = compiled(skinny._product, types, constants, num_warps=4, num_stages=6)
+    made = compiled(gemm._small_m_kernel, types, constants, num_warps=4, num_stages=6)
     assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("part", [17408, 128])
 def test_rounding_to_8_bits(part):
     types = {"x": HALF, "out": EIGHTH, "scale": "*fp32", "x_stride": "i32"}
-    constants = {"SIZE": 17408, "PART": part, "BLOCK": 16384, "MOST": 448.0, "LEAST_SCALE": 1e-12}
-    constants |= {"EARLY": True, "REST": 1024}
+    constants = {
+        "SIZE": 17408,
+        "GROUP_SIZE": part,
+        "BLOCK": 16384,
+        "E4M3_MAX": 448.0,
+        "MIN_SCALE": 1e-12,
+    }
+    constants |= {"USE_PDL": True, "TAIL": 1024}
     for gated in (False, True):
-        made = compiled(rounding._round, types, constants | {"GATED": gated}, num_warps=32)
+        made = compiled(
+            activations._quantize_kernel, types, constants | {"SWIGLU": gated}, num_warps=32
+        )
         assert CONVERTED in made.asm["ptx"]
 
 
 def test_many_rows_with_weights_in_blocks_of_8_bits():
     types = {"x": EIGHTH, "x_scale": "*fp32", "weight": EIGHTH, "scale": "*fp32", "bias": HALF}
     types |= {"out": HALF, "rows": "i32", "row_blocks": "i32"}
-    constants = {"WIDTH": 5120, "DEPTH": 5120, "ROWS": 128, "SIDE": 128, "GROUP": 8, "BIASED": True}
-    made = compiled(fp8_blocks._product, types, constants, num_warps=8, num_stages=3)
+    constants = {
+        "N": 5120,
+        "K": 5120,
+        "BLOCK_M": 128,
+        "SCALE_BLOCK": 128,
+        "GROUP_M": 8,
+        "HAS_BIAS": True,
+    }
+    made = compiled(gemm._block_scaled_kernel, types, constants, num_warps=8, num_stages=3)
     assert "wgmma" in made.asm["ptx"] and made.metadata.shared < 227 * 1024
 
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_weights_in_4_bits(group):
-    types = {"x": HALF, "numbers": "*i32", "kept": "*i32", "bias": HALF, "parts": "*fp32"}
-    types |= {"out": HALF, "arrived": "*i32", "rows": "i32", "x_stride": "i32"}
-    constants = {"WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "HALVES": True}
-    few = constants | {"ROWS": 16, "COUNT": 64, "RUNS": 2, "SPLITS": 4}
+    types = {"x": HALF, "packed": "*i32", "scales_zeros": "*i32", "bias": HALF, "parts": "*fp32"}
+    types |= {"out": HALF, "counters": "*i32", "rows": "i32", "x_stride": "i32"}
+    constants = {"N": 1024, "K": 1024, "GROUP_SIZE": group, "PAIRS": True}
+    few = constants | {"BLOCK_M": 16, "BLOCK_N": 64, "K_TILES": 2, "SPLIT_K": 4}
     for merged in (False, True):
-        few |= {"BIASED": merged, "MERGED": merged, "EARLY": True}
-        made = compiled(int4._few_rows, types, few, num_warps=4, num_stages=3)
+        few |= {"HAS_BIAS": merged, "MERGE_SPLITS": merged, "USE_PDL": True}
+        made = compiled(int4._int4_small_m_kernel, types, few, num_warps=4, num_stages=3)
         assert made.asm["ptx"].count("wgmma.mma") >= 2 * 8
         assert made.asm["ptx"].count("mul.rn.bf16x2") == 2 * 32  # nothing is made twice
         # Weights go from registers to tensor cores; what is stored there is the result.
         assert len(re.findall(r"st\.shared", made.asm["ptx"])) < 24
-    types = {name: types[name] for name in ("numbers", "kept", "out")}
-    constants = {"WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "COUNT": 8, "HALVES": True}
-    assert compiled(int4._decode, types, constants, num_warps=4).asm["ptx"]
+    types = {name: types[name] for name in ("packed", "scales_zeros", "out")}
+    constants = {"N": 1024, "K": 1024, "GROUP_SIZE": group, "BLOCK_N": 8, "PAIRS": True}
+    assert compiled(int4._int4_dequantize_kernel, types, constants, num_warps=4).asm["ptx"]
 
 
 @pytest.mark.parametrize("partials", [0, 8])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (5, 5)])
 def test_choices_of_experts(experts, top_k, partials):
-    types = {"scores": "*fp32" if partials else HALF, "weights": HALF, "chosen": "*i32"}
+    types = {
+        "router_logits": "*fp32" if partials else HALF,
+        "topk_weights": HALF,
+        "topk_ids": "*i32",
+    }
     types |= {"rows": "i32", "stride": "i32", "partial_stride": "i32"}
     constants = {
-        "PARTIALS": partials, "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
-        "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
-        "ROWS": softmax_choice.ROWS, "EARLY": True,
+        "PARTIALS": partials, "NUM_EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
+        "TOP_K": top_k, "TOP_K_PADDED": triton.next_power_of_2(top_k), "RENORMALIZE": True,
+        "TOKENS": moe_routing.TOKENS_PER_PROGRAM, "USE_PDL": True,
     }  # fmt: skip
-    made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.ROWS)
+    made = compiled(
+        moe_routing._topk_softmax_kernel, types, constants, num_warps=moe_routing.TOKENS_PER_PROGRAM
+    )
     assert made.asm["ptx"]
 
 
@@ -266,102 +315,129 @@ def test_choices_of_experts(experts, top_k, partials):
     ("experts", "chunk", "warps"), [(1, 16, 8), (128, 2048, 8), (8, 16384, 16)]
 )
 def test_pairs_by_expert(experts, chunk, warps, chosen):
-    types = dict.fromkeys(("pairs", "experts", "used"), "*i32") | {"chosen": chosen}
-    types |= dict.fromkeys(("size", "num_experts", "name_of_0"), "i32")
-    constants = {"EXPERTS": experts, "BLOCK": 16, "CHUNK": chunk, "EARLY": True}
-    assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
+    types = dict.fromkeys(("sorted_pair_ids", "expert_ids", "num_padded_pairs"), "*i32") | {
+        "topk_ids": chosen
+    }
+    types |= dict.fromkeys(("num_pairs", "num_experts", "first_expert"), "i32")
+    constants = {"NUM_EXPERTS": experts, "BLOCK": 16, "PAIRS_PER_CHUNK": chunk, "USE_PDL": True}
+    assert compiled(moe_routing._align_kernel, types, constants, num_warps=warps).asm["ptx"]
 
 
-def experts(kernel: Any, rows: int, cut: MoeTiles, scales: int, bounded: bool = False) -> Any:
+def experts(kernel: Any, rows: int, cut: MoeGemmConfig, scales: int, bounded: bool = False) -> Any:
     """Of the shape of Qwen3-30B-A3B; bounded: of gpt-oss-20b."""
-    whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale", "bias"), HALF)
-    if scales == moe.MXFP4.value:
+    whole = dict.fromkeys(("x", "hidden", "topk_weights", "out", "weight", "scale", "bias"), HALF)
+    if scales == moe.MXFP4_SCALES.value:
         whole |= {"weight": "*u8", "scale": "*i32"}
-    elif scales != moe.UNSCALED.value:
+    elif scales != moe.NO_SCALES.value:
         whole |= {"weight": EIGHTH, "scale": "*fp32"}
-    whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
-    whole |= dict.fromkeys(("size", "x_stride", "row_blocks", "held"), "i32")
+    whole |= dict.fromkeys(("sorted_pair_ids", "expert_ids", "num_padded_pairs"), "*i32")
+    whole |= dict.fromkeys(("num_pairs", "x_stride", "row_blocks", "num_local_experts"), "i32")
     constants = {
-        "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.columns,
-        "DEPTH": cut.depth, "TURNED": cut.turned, "SCALES": scales, "GROUP": 8, "EARLY": True,
-        "BLOCKS": 2048 // 128, "BIASED": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
+        "TOP_K": 8, "HIDDEN": 2048, "INTERMEDIATE": 768, "BLOCK_M": rows, "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k, "SWAP_AB": cut.swap_ab, "SCALES": scales, "GROUP_M": 8,
+        "USE_PDL": True,
+        "SCALES_PER_ROW": 2048 // 128, "HAS_BIAS": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
     }  # fmt: skip
     if bounded:
-        constants |= {"TOP_K": 4, "HIDDEN": 2880, "INTER": 2880, "SLOPE": 1.702, "LIMIT": 7.0}
-        constants |= {"BLOCKS": 23}  # of 90 exponents and two that fill up, four each
+        constants |= {
+            "TOP_K": 4,
+            "HIDDEN": 2880,
+            "INTERMEDIATE": 2880,
+            "SLOPE": 1.702,
+            "LIMIT": 7.0,
+        }
+        constants |= {"SCALES_PER_ROW": 23}  # of 90 exponents and two that fill up, four each
     names = kernel.arg_names
     types = {name: whole[name] for name in names if name in whole}
     given = {name: constants[name] for name in names if name in constants}
-    return compiled(kernel, types, given, num_warps=cut.warps, num_stages=cut.stages)
+    return compiled(kernel, types, given, num_warps=cut.num_warps, num_stages=cut.num_stages)
 
 
-MIXTURES = [(shape, moe.UNSCALED.value) for _, shape in PLAIN] + [
-    (shape, scales.value) for _, shape in EIGHT_BITS for scales in (moe.BY_ROW, moe.BY_BLOCK)
+MIXTURES = [(shape, moe.NO_SCALES.value) for _, shape in MOE_CONFIGS_W16] + [
+    (shape, scales.value)
+    for _, shape in MOE_CONFIGS_W8A16
+    for scales in (moe.ROW_SCALES, moe.BLOCK_SCALES)
 ]
 
 
 @pytest.mark.parametrize(("shape", "scales"), MIXTURES)
 def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
-    for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
-        made = experts(kernel, shape.rows, each, scales)
+    for kernel, each in ((moe._gate_up_kernel, shape.gate_up), (moe._down_kernel, shape.down)):
+        made = experts(kernel, shape.block_m, each, scales)
         assert made.metadata.shared < 227 * 1024
         # Tensor cores at their full speed, where rows or columns are the 64 that these take.
-        full = each.columns if each.turned else shape.rows
+        full = each.block_n if each.swap_ab else shape.block_m
         assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
 
 
-@pytest.mark.parametrize("shape", [shape for _, shape in ROUNDED])
+@pytest.mark.parametrize("shape", [shape for _, shape in MOE_CONFIGS_W8A8])
 @pytest.mark.parametrize("blocks", [0, 16])
 def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, blocks):
     whole = dict.fromkeys(("x", "hidden", "weight"), EIGHTH)
     whole |= dict.fromkeys(("x_scale", "hidden_scale", "scale", "out_scale"), "*fp32")
-    whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
-    whole |= dict.fromkeys(("size", "row_blocks", "held"), "i32")
-    for kernel, each in ((moe_e4m3._gate_up, shape.gate_up), (moe_e4m3._down, shape.down)):
-        gated = kernel is moe_e4m3._gate_up
-        whole |= {"out": EIGHTH if gated else HALF, "factors": HALF}
+    whole |= dict.fromkeys(("sorted_pair_ids", "expert_ids", "num_padded_pairs"), "*i32")
+    whole |= dict.fromkeys(("num_pairs", "row_blocks", "num_local_experts"), "i32")
+    for kernel, each in (
+        (moe_fp8._gate_up_w8a8_kernel, shape.gate_up),
+        (moe_fp8._down_w8a8_kernel, shape.down),
+    ):
+        gated = kernel is moe_fp8._gate_up_w8a8_kernel
+        whole |= {"out": EIGHTH if gated else HALF, "topk_weights": HALF}
         constants = {
-            "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": shape.rows, "COLUMNS": each.columns,
-            "DEPTH": each.depth, "TURNED": each.turned, "BLOCKS": blocks if gated else blocks and 6,
-            "PART": moe_e4m3.MIDDLE, "GROUP": 8, "MOST": 448.0, "LEAST_SCALE": 1e-12, "EARLY": True,
+            "TOP_K": 8, "HIDDEN": 2048, "INTERMEDIATE": 768, "BLOCK_M": shape.block_m,
+            "BLOCK_N": each.block_n,
+            "BLOCK_K": each.block_k, "SWAP_AB": each.swap_ab,
+            "SCALES_PER_ROW": blocks if gated else blocks and 6,
+            "GROUP_SIZE": moe_fp8.INTERMEDIATE_GROUP, "GROUP_M": 8, "E4M3_MAX": 448.0,
+            "MIN_SCALE": 1e-12, "USE_PDL": True,
         }  # fmt: skip
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}
         given = {name: constants[name] for name in names if name in constants}
-        made = compiled(kernel, types, given, num_warps=each.warps, num_stages=each.stages)
+        made = compiled(kernel, types, given, num_warps=each.num_warps, num_stages=each.num_stages)
         assert made.metadata.shared < 227 * 1024
         assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"]
         assert ".e4m3.e4m3" in made.asm["ptx"], "nothing is widened"
         assert (CONVERTED in made.asm["ptx"]) == gated, "rounded where it is made"
 
 
-BOUNDED = [(shape, moe.UNSCALED.value) for _, shape in PLAIN]
-BOUNDED += [(shape, moe.MXFP4.value) for _, shape in FOUR_BITS]
+BOUNDED = [(shape, moe.NO_SCALES.value) for _, shape in MOE_CONFIGS_W16]
+BOUNDED += [(shape, moe.MXFP4_SCALES.value) for _, shape in MOE_CONFIGS_MXFP4]
 
 
 @pytest.mark.parametrize(("shape", "scales"), BOUNDED)
 def test_experts_with_bounds_and_biases_of_every_tile(shape, scales):
-    for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
-        made = experts(kernel, shape.rows, each, scales, bounded=True)
+    for kernel, each in ((moe._gate_up_kernel, shape.gate_up), (moe._down_kernel, shape.down)):
+        made = experts(kernel, shape.block_m, each, scales, bounded=True)
         assert made.metadata.shared < 227 * 1024
-        if scales == moe.MXFP4.value:
+        if scales == moe.MXFP4_SCALES.value:
             assert "wgmma" in made.asm["ptx"]
             assert "mul.bf16" in made.asm["ptx"], "scaled in 16 bits, two by an instruction"
-            held = 5 if kernel is moe._gate_up else 3  # rows, and weights and exponents of each
-            assert made.asm["ttgir"].count("async_copy_global") == held * each.stages
+            held = (
+                5 if kernel is moe._gate_up_kernel else 3
+            )  # rows, and weights and exponents of each
+            assert made.asm["ttgir"].count("async_copy_global") == held * each.num_stages
         else:
-            full = each.columns if each.turned else shape.rows
+            full = each.block_n if each.swap_ab else shape.block_m
             assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
 
 
 def test_sums_of_a_tokens_pairs():
-    types = {"by_pair": HALF, "chosen": "*i32", "out": HALF, "first": "i32", "held": "i32"}
-    constants = {"TOP_K": 8, "HIDDEN": 2048, "BLOCK": 1024, "SOME": True, "EARLY": True}
-    assert compiled(moe._combine, types, constants, num_warps=4).asm["ptx"]
+    types = {
+        "by_pair": HALF,
+        "topk_ids": "*i32",
+        "out": HALF,
+        "first_expert": "i32",
+        "num_local_experts": "i32",
+    }
+    constants = {"TOP_K": 8, "HIDDEN": 2048, "BLOCK": 1024, "LOCAL_ONLY": True, "USE_PDL": True}
+    assert compiled(moe._moe_sum_kernel, types, constants, num_warps=4).asm["ptx"]
     types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 2048, "BLOCK": 2048, "PARTIALS": 8, "ADD": True, "OFFSET": 0.0}
-    constants |= {"out_scale": None, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0}
-    constants |= {"plain": None, "KEEPS": False}
-    assert compiled(norm._norm, types, constants | {"EARLY": True}, num_warps=16).asm["ptx"]
+    constants |= {"out_scale": None, "GROUP_SIZE": 0, "E4M3_MAX": 0.0, "MIN_SCALE": 0.0}
+    constants |= {"unquantized_out": None, "STORE_UNQUANTIZED": False}
+    assert compiled(norm._rms_norm_kernel, types, constants | {"USE_PDL": True}, num_warps=16).asm[
+        "ptx"
+    ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -54,17 +54,17 @@ def test_a_pool_without_a_page_beside_the_dummy_is_refused():
 def test_pages_of_8_bits_take_half_the_bytes_of_bfloat16():
     shapes = [AttentionShape(4, 2, 8, 1.0), AttentionShape(6, 1, 16, 1.0)]
     whole = KVPool(shapes, 5, 4, torch.bfloat16)
-    scales = (ONES, Scales(0.5, 2.0))
+    scales = (UNIT_KV_SCALES, KVScales(0.5, 2.0))
     narrow = KVPool(shapes, 5, 4, torch.bfloat16, scales=scales)
     assert (narrow.dtype, narrow.storage_dtype, narrow.scales) == (torch.bfloat16, E4M3, scales)
     assert (whole.dtype, whole.storage_dtype, whole.scales) == (torch.bfloat16,) * 2 + (
-        (ONES, ONES),
+        (UNIT_KV_SCALES, UNIT_KV_SCALES),
     )
     assert 2 * narrow.bytes_per_page == whole.bytes_per_page
     assert narrow.total_bytes == sum(t.numel() * t.element_size() for t in narrow.k + narrow.v)
 
 
-@pytest.mark.parametrize("scales", [None, [ONES]])
+@pytest.mark.parametrize("scales", [None, [UNIT_KV_SCALES]])
 def test_cleared_pages_are_zero_and_no_others(scales):
     pool = KVPool([AttentionShape(2, 2, 8, 1.0)], 6, 4, torch.bfloat16, scales=scales)
     for part in pool.k + pool.v:

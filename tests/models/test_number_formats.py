@@ -16,7 +16,7 @@ from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.engine.loading import choose
-from pipeinfer.kernels.fp8 import round_rows, round_rows_closely
+from pipeinfer.kernels.formats import quantize_rows, quantize_rows_min_error
 from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
@@ -228,6 +228,6 @@ def test_weights_are_rounded_more_closely_than_by_their_largest_alone() -> None:
     def error(rounded: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return (rounded.float() * scale - values).square().sum(1)
 
-    plain, close = error(*round_rows(values)), error(*round_rows_closely(values))
+    plain, close = error(*quantize_rows(values)), error(*quantize_rows_min_error(values))
     assert (close <= plain).all() and close[3] == 0
     assert close[:64].sum() < 0.7 * plain[:64].sum(), "few levels, and a scale that meets them"

@@ -45,7 +45,7 @@ def test_a_shift_and_a_turn_change_nothing_but_what_is_lost():
     assert (shifted(0, heads) - heads).norm() < (rounded(0, heads) - heads).norm() / 3
 
 
-@pytest.mark.parametrize("how", ["round_rows", "round_rows_closely"])
+@pytest.mark.parametrize("how", ["quantize_rows", "quantize_rows_min_error"])
 def test_weights_are_rounded_by_row(how):
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
     near = agreement._decoded(getattr(agreement, how))(weight)

@@ -83,7 +83,7 @@ def test_a_fault_in_another_tree_is_found_in_the_requests_that_it_concerns(
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "tests/parity").mkdir(parents=True)
     shutil.copy(ROOT / "tests/parity/cores.py", tree / "tests/parity")
-    with (tree / "src/pipeinfer/kernels/host/sampling.py").open("a") as sampler:
+    with (tree / "src/pipeinfer/kernels/host.py").open("a") as sampler:
         sampler.write(FORGETS_TOP_P)
     run(tmp_path / "other.json", "--tree", str(tree), "--architectures")
     code, said, lines = compared(first[0], tmp_path / "other.json")

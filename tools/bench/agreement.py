@@ -22,9 +22,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.engine.kv_store import TOKENS
-from pipeinfer.kernels.e4m3 import E4M3, MOST
-from pipeinfer.kernels.fp8 import round_rows, round_rows_closely
-from pipeinfer.kernels.hadamard import turned
+from pipeinfer.kernels.formats import (
+    E4M3,
+    E4M3_MAX,
+    hadamard_transform,
+    quantize_rows,
+    quantize_rows_min_error,
+)
 
 CHATS = Path(__file__).with_name("chats.txt")
 ATTENTION = "pipeinfer-bench-agreement"
@@ -243,8 +247,10 @@ def _ways(reference: Reference, chats: Sequence[Chat]) -> dict[str, Callable[[],
             reference.rounding, _shifted(_turned(ones), shifts), None
         ),
         "values alone": partial(reference.rounding, None, ones),
-        "weights, scale by the largest": partial(reference.weights, _decoded(round_rows)),
-        "weights, best of eight scales": partial(reference.weights, _decoded(round_rows_closely)),
+        "weights, scale by the largest": partial(reference.weights, _decoded(quantize_rows)),
+        "weights, best of eight scales": partial(
+            reference.weights, _decoded(quantize_rows_min_error)
+        ),
     }
 
 
@@ -270,7 +276,7 @@ def _seen(reference: Reference, chats: Sequence[Chat]) -> tuple[list[Heads], lis
 
 
 def _rounded(heads: Heads, scale: torch.Tensor) -> Heads:
-    return (heads / scale).clamp(-MOST, MOST).to(E4M3).float() * scale
+    return (heads / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).float() * scale
 
 
 def _by(scales: Sequence[torch.Tensor]) -> Part:
@@ -278,7 +284,7 @@ def _by(scales: Sequence[torch.Tensor]) -> Part:
 
 
 def _by_token(layer: int, heads: Heads) -> Heads:
-    return _rounded(heads, heads.abs().amax(-1, keepdim=True).clamp(min=1e-12) / MOST)
+    return _rounded(heads, heads.abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX)
 
 
 def _ones(seen: Sequence[Heads]) -> list[torch.Tensor]:
@@ -297,7 +303,7 @@ def _best(seen: Sequence[Heads], heads: bool) -> list[torch.Tensor]:
 
 
 def _turned(part: Part) -> Part:
-    return lambda layer, heads: turned(part(layer, turned(heads)))
+    return lambda layer, heads: hadamard_transform(part(layer, hadamard_transform(heads)))
 
 
 def _shifted(part: Part, shifts: Sequence[torch.Tensor]) -> Part:

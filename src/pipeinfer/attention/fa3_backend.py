@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.kernels.e4m3 import E4M3, narrowed
+from pipeinfer.kernels.formats import E4M3, quantize_e4m3
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -67,9 +67,9 @@ class Fa3Kernel:
     def plan(self, inputs: PlanInputs, begin: int, end: int) -> Fa3Plan:
         step = inputs.step
         return Fa3Plan(
-            step.queries(begin, end),
+            step.qo_indptr_of(begin, end),
             step.seq_lens[begin:end],
-            step.rows_of_pages(begin, end)[:, : inputs.max_pages],
+            step.block_table_of(begin, end)[:, : inputs.max_pages],
             1 if end <= step.shape.decodes else inputs.max_query_len,
         )
 
@@ -77,7 +77,7 @@ class Fa3Kernel:
         shape = self._shapes[layer]
         prefill, descales = plan.longest_query > 1, {}
         if self._descales:
-            q, descales = narrowed(q, 1.0), self._descaled(layer, plan)
+            q, descales = quantize_e4m3(q, 1.0), self._descaled(layer, plan)
         if prefill and layer in self._first:
             plan.schedules[shape] = self._scheduled(layer, q, plan)
         self._attend(

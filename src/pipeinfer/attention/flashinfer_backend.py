@@ -15,7 +15,7 @@ import torch
 
 from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 

@@ -17,18 +17,23 @@ import torch
 from pipeinfer.attention.fa3_backend import Fa3Kernel
 from pipeinfer.attention.interface import PlanInputs, Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
-from pipeinfer.kernels.decode_pieces import (
-    DecodeTiles,
-    Reads,
-    Runs,
-    cut_rows,
-    most_of_runs,
-    most_pieces,
-    room_for,
-    room_for_runs,
+from pipeinfer.kernels.decode_attention import (
+    MIN_QUERY_ROWS,
+    DecodeRows,
+    DecodeWorkspace,
+    decode_attention,
 )
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.decode_splits import (
+    DecodeConfig,
+    DecodePrefixes,
+    LoadConfig,
+    empty_prefix_merges,
+    empty_splits,
+    max_prefix_splits,
+    max_total_splits,
+    split_rows,
+)
+from pipeinfer.kernels.formats import E4M3
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -36,16 +41,28 @@ from pipeinfer.step import AttentionShape
 # small, so that all of the GPU works for them; more are cut only where they are long. What many
 # rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
 CUTS = (
-    (32, DecodeTiles(64, 32, 64, Reads(block=32, warps=2, stages=3))),
-    (64, DecodeTiles(128, 32, 128, Reads(block=32, warps=1, stages=4))),
-    (384, DecodeTiles(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
+    (32, DecodeConfig(64, 32, 64, LoadConfig(block_n=32, num_warps=2, num_stages=3))),
+    (64, DecodeConfig(128, 32, 128, LoadConfig(block_n=32, num_warps=1, num_stages=4))),
+    (
+        384,
+        DecodeConfig(
+            128, 32, 256, LoadConfig(block_n=32, num_warps=2, num_stages=3), prefix_queries=32
+        ),
+    ),
 )
-MANY = DecodeTiles(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
-OF_RUNS, RUNS = Reads(block=64, warps=4, stages=3), 256
+MANY = DecodeConfig(
+    128,
+    32,
+    1024,
+    LoadConfig(block_n=32, num_warps=2, num_stages=3),
+    prefix_queries=32,
+    min_prefix_tokens=256,
+)
+OF_RUNS, RUNS = LoadConfig(block_n=64, num_warps=4, num_stages=3), 256
 MEASURED_DIM = 128  # the largest head for which that was
 # Many rows with few KV heads, as ranks have, are not more programs than a GPU runs at once: then it
 # waits for the longest. Programs that read more at a time take turns. Measured on an H100.
-FEW_HEADS, OF_FEW_HEADS = 4, Reads(block=64, warps=4, stages=3)
+FEW_HEADS, OF_FEW_HEADS = 4, LoadConfig(block_n=64, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -61,25 +78,33 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeTiles:
+def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeConfig:
     """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
     a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
     memory, and half the steps."""
     found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
-    reads = found.reads
-    if narrow and reads.warps > 1:
-        reads = reads._replace(block=2 * reads.block)
+    reads = found.load
+    if narrow and reads.num_warps > 1:
+        reads = reads._replace(block_n=2 * reads.block_n)
     elif found is MANY:
         parts = max(RUNS // kv_heads, 1)
-        found = replace(found, tile=64, of_runs=OF_RUNS, parts=parts, least_shared=512)
+        found = replace(
+            found,
+            prefix_queries=64,
+            prefix_load=OF_RUNS,
+            extra_prefix_splits=parts,
+            min_prefix_tokens=512,
+        )
         if kv_heads <= FEW_HEADS and dim <= MEASURED_DIM:
             reads = OF_FEW_HEADS
     if dim <= MEASURED_DIM:
-        return replace(found, reads=reads)
+        return replace(found, load=reads)
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
     # has none for queries of several rows.
-    reads = reads._replace(block=max(reads.block // 2, TILE), warps=2 * reads.warps)
-    return replace(found, reads=reads, tile=0, of_runs=None)
+    reads = reads._replace(
+        block_n=max(reads.block_n // 2, MIN_QUERY_ROWS), num_warps=2 * reads.num_warps
+    )
+    return replace(found, load=reads, prefix_queries=0, prefix_load=None)
 
 
 class TritonDecodeKernel:
@@ -101,14 +126,14 @@ class TritonDecodeKernel:
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
         cuts = [(count, self._cut(count)) for count in range(1, most_rows + 1)]
-        most = max(most_pieces(count, how, self._seats(how)) for count, how in cuts)
-        runs = max(most_of_runs(count, how, self._seats(how)) for count, how in cuts)
-        tile = max(how.tile if self._group else 0 for _, how in cuts)
+        most = max(max_total_splits(count, how, self._seats(how)) for count, how in cuts)
+        runs = max(max_prefix_splits(count, how, self._seats(how)) for count, how in cuts)
+        tile = max(how.prefix_queries if self._group else 0 for _, how in cuts)
         self._scratch = {
-            size: Scratch(most_rows, most, size, self._device, runs, tile) for size in sizes
+            size: DecodeWorkspace(most_rows, most, size, self._device, runs, tile) for size in sizes
         }
-        self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
-        self._runs = room_for_runs(most_rows, self._device)
+        self._pieces = {window: empty_splits(most, self._device) for window in self._first.values()}
+        self._runs = empty_prefix_merges(most_rows, self._device)
 
     def plan(self, inputs: PlanInputs, begin: int, end: int) -> DecodePlan:
         """Views only."""
@@ -117,7 +142,7 @@ class TritonDecodeKernel:
         leaders, ranks = step.prefix_leaders, step.prefix_ranks
         shares = self._seats(self._cut(end - begin)) > 0
         if shares and leaders is not None and ranks is not None:
-            runs = Runs(leaders[begin:end], ranks[begin:end], *self._runs)
+            runs = DecodePrefixes(leaders[begin:end], ranks[begin:end], *self._runs)
         windows = {
             window: DecodeRows(lengths, indptr, step.kv_indices, pieces, None if window else runs)
             for window, pieces in self._pieces.items()
@@ -131,7 +156,7 @@ class TritonDecodeKernel:
         rows, how = plan.windows[window], self._cut(len(q))
         if first:
             seats, page_size = self._seats(how), pool.page_size
-            cut_rows(rows.lengths, rows.pieces, how, window, rows.runs, seats, page_size)
+            split_rows(rows.seq_lens, rows.splits, how, window, rows.prefixes, seats, page_size)
         decode_attention(
             q,
             pool.k[layer],
@@ -142,17 +167,17 @@ class TritonDecodeKernel:
             self._scratch[size],
             how,
             window,
-            early=plan.early and not first,
+            use_pdl=plan.early and not first,
             sinks=shape.sinks,
             scales=pool.scales[layer],
         )
 
-    def _cut(self, rows: int) -> DecodeTiles:
+    def _cut(self, rows: int) -> DecodeConfig:
         return cut(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
 
-    def _seats(self, how: DecodeTiles) -> int:
+    def _seats(self, how: DecodeConfig) -> int:
         """Rows whose queries share a piece."""
-        return how.seats(self._group) if self._group else 0
+        return how.rows_per_prefix_tile(self._group) if self._group else 0
 
 
 # All head sizes of this backend (registry.py) are powers of two.

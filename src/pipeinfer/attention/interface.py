@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from pipeinfer.kernels.tables import DeviceStep
+from pipeinfer.kernels.interface import DeviceStep
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 

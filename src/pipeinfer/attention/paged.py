@@ -83,7 +83,9 @@ class PagedBackend:
         if decodes < total:
             prefill = self._prefill.plan(inputs, decodes, total)
         both = decode is not None and prefill is not None
-        return PagedPlan(decodes, decode, prefill, step.query_base, at_once=step.padded and both)
+        return PagedPlan(
+            decodes, decode, prefill, step.prefill_query_base, at_once=step.padded and both
+        )
 
     def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: PagedPlan) -> torch.Tensor:
         out = torch.empty_like(q)

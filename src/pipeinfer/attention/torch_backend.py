@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention.interface import KV, PlanInputs, Traits
-from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
+from pipeinfer.kernels.formats import E4M3, KVScales, dequantize_e4m3
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
@@ -82,7 +82,7 @@ class TorchBackend:
         self._dtype = torch.float32
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
-        self._scales: tuple[Scales, ...] = ()
+        self._scales: tuple[KVScales, ...] = ()
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
@@ -274,7 +274,7 @@ class TorchBackend:
             return k, v
         scales = self._scales[layer]
         k, v = k.view(E4M3), v.view(E4M3)
-        return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)
+        return dequantize_e4m3(k, scales.k, self._dtype), dequantize_e4m3(v, scales.v, self._dtype)
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

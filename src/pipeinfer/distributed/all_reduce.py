@@ -120,9 +120,9 @@ def choose_shots(rows: int, row_bytes: int, ranks: int) -> Shots:
 
 def region_bytes() -> int:
     """Bytes of a rank's region for AllReduceNorm; needs Triton."""
-    from pipeinfer.kernels.all_reduce_norm import ARRIVALS_BYTES
+    from pipeinfer.kernels.norm import SIGNAL_BYTES
 
-    return ARRIVALS_OFFSET + ARRIVALS_BYTES
+    return ARRIVALS_OFFSET + SIGNAL_BYTES
 
 
 class AllReduceNorm:
@@ -143,11 +143,11 @@ class AllReduceNorm:
     ) -> None:
         """region: uint8 [region_bytes()] of this rank, zero at first. addresses: of every rank's
         region, in the order of ranks."""
-        from pipeinfer.kernels import all_reduce_norm as kernel
+        from pipeinfer.kernels import norm as kernel
 
         self._kernel = kernel
-        counts = torch.zeros(kernel.PROGRAMS, dtype=torch.int32, device=region.device)
-        self.shared = kernel.Shared(addresses, rank, ARRIVALS_OFFSET, counts)
+        counts = torch.zeros(kernel.MAX_PROGRAMS, dtype=torch.int32, device=region.device)
+        self.shared = kernel.SymmetricMemory(addresses, rank, ARRIVALS_OFFSET, counts)
         self.ranks = len(addresses)
         self.dtype = dtype
         self._region = region

@@ -17,7 +17,7 @@ import numpy as np
 from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unaided
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.step import (
     Delta,

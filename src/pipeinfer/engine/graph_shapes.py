@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.kernels.tables import GraphShape
+from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.step import Step
 from pipeinfer.step_cost import measured_sizes
 
@@ -96,7 +96,7 @@ def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], 
     """
     every = set(shapes)
     first = [
-        twin if (twin := replace(shape, shares=True)) in every else shape
+        twin if (twin := replace(shape, shared_prefix=True)) in every else shape
         for shape in (*_few_alone(shapes), *_largest(shapes))
     ]
     there = set(first)
@@ -110,11 +110,11 @@ def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     beside = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
     beside |= {shape for shape in _largest(shapes) if shape.decodes}
     enough = [shape for shape in (*_few_alone(shapes), *sorted(beside)) if shape.decodes >= SHARING]
-    return [replace(shape, shares=True) for shape in enough]
+    return [replace(shape, shared_prefix=True) for shape in enough]
 
 
 def _few_alone(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shares))
+    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shared_prefix))
     few = [shape for shape in alone if _rough(shape.decodes)]
     return few + [shape for shape in alone[-1:] if shape not in few]
 
@@ -124,7 +124,7 @@ def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     largest: dict[int, GraphShape] = {}
     for shape in shapes:
         most = largest.get(shape.tokens, _NO_SHAPE).rows
-        if shape.prefills and not shape.shares and shape.rows > most:
+        if shape.prefills and not shape.shared_prefix and shape.rows > most:
             largest[shape.tokens] = shape
     return list(largest.values())
 
@@ -136,7 +136,7 @@ def _rough(size: int) -> bool:
 def _worth(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
     once saves more than prompts' graphs of the right size."""
-    return shape.prefills > 0 and not shape.shares, shape.shares, shape
+    return shape.prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
 
 
 def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:

@@ -19,7 +19,7 @@ import torch
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device, Work
 from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, decode_only, holds
-from pipeinfer.kernels.tables import DeviceStep, GraphShape
+from pipeinfer.kernels.interface import DeviceStep, GraphShape
 from pipeinfer.step import Step
 
 SMALL = 8
@@ -75,7 +75,7 @@ class Graphs:
     @property
     def planned(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
-        later = (shape for shape in self.left if shape.prefills and not shape.shares)
+        later = (shape for shape in self.left if shape.prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
 
     def like(self, shape: GraphShape, step: Step) -> GraphShape | None:
@@ -119,7 +119,7 @@ class Graphs:
 
     def _either(self, shape: GraphShape) -> GraphShape:
         """`shape`, or where that has no graph, the one of that size whose decodes share."""
-        return shape if shape in self else replace(shape, shares=True)
+        return shape if shape in self else replace(shape, shared_prefix=True)
 
     def capture(
         self,
@@ -142,9 +142,11 @@ class Graphs:
         """What was captured, by kind."""
         every = sorted(self._captured)
         self.decodes = tuple(sorted({shape.decodes for shape in every if not shape.prefills}))
-        mixed = {self._either(replace(shape, shares=False)) for shape in every if shape.prefills}
+        mixed = {
+            self._either(replace(shape, shared_prefix=False)) for shape in every if shape.prefills
+        }
         self.mixed = tuple(sorted(mixed))
-        self.sharing = tuple(shape for shape in every if shape.shares)
+        self.sharing = tuple(shape for shape in every if shape.shared_prefix)
 
     def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,

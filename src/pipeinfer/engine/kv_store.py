@@ -18,8 +18,7 @@ import torch
 
 from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.attention.torch_backend import attend_unfused
-from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
-from pipeinfer.kernels.hadamard import turned
+from pipeinfer.kernels.formats import E4M3, dequantize_e4m3, hadamard_transform, quantize_e4m3
 from pipeinfer.layers.attention import LayerQKV
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.causal_lm import LanguageModel
@@ -118,7 +117,7 @@ class FusedStore:
             offset=0.0 if norm is None else norm.weight_offset,
             k_scale=scales.k,
             v_scale=scales.v,
-            shift=pool.key_centers[layer],
+            key_center=pool.key_centers[layer],
         )
         return queries, None, None
 
@@ -131,7 +130,11 @@ def _ready(
     if pool.storage_dtype != E4M3:
         return q, k, v
     center = pool.key_centers[layer]
-    return turned(q).to(q.dtype), turned(k if center is None else k.float() - center), v
+    return (
+        hadamard_transform(q).to(q.dtype),
+        hadamard_transform(k if center is None else k.float() - center),
+        v,
+    )
 
 
 def _put(
@@ -145,9 +148,9 @@ def _put(
     if pages.dtype != E4M3:
         pages.index_copy_(0, slot_mapping, values.reshape(len(values), -1))
         return values
-    stored = narrowed(values, scale)
+    stored = quantize_e4m3(values, scale)
     pages.view(torch.uint8).index_copy_(0, slot_mapping, stored.flatten(1).view(torch.uint8))
-    return widened(stored, scale, dtype)
+    return dequantize_e4m3(stored, scale, dtype)
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
-from pipeinfer.kernels.e4m3 import ONES, Scales
+from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
 from pipeinfer.models.build import build_model, check_shard
@@ -77,7 +77,7 @@ class EngineChoices:
     max_model_len: int
     shard: Shard
     stored: Mapping[str, CheckpointTensor] | None
-    kv_scales: tuple[Scales, ...] | None
+    kv_scales: tuple[KVScales, ...] | None
     ordinal: int
 
     @property
@@ -386,9 +386,9 @@ def _narrow(name: str, dtype: torch.dtype) -> bool:
     return name in ("fp8", FP8)
 
 
-def _scales(stored: Mapping[str, CheckpointTensor] | None, layers: int) -> tuple[Scales, ...]:
+def _scales(stored: Mapping[str, CheckpointTensor] | None, layers: int) -> tuple[KVScales, ...]:
     """The checkpoint's, if there is one that is ours to read."""
-    return (ONES,) * layers if stored is None else read_kv_scales(stored, layers)
+    return (UNIT_KV_SCALES,) * layers if stored is None else read_kv_scales(stored, layers)
 
 
 def _dtype(name: str, outline: ModelOutline, device: str) -> torch.dtype:
@@ -449,7 +449,7 @@ class EngineShape:
     page_size: int
     max_model_len: int
     dtype: torch.dtype
-    scales: tuple[Scales, ...] | None = None
+    scales: tuple[KVScales, ...] | None = None
 
     @property
     def pages_each(self) -> int:

@@ -37,8 +37,7 @@ from pipeinfer.engine.profiling import usual_marks
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
 from pipeinfer.engine.step_builder import MOST_EDITS
-from pipeinfer.kernels.interface import Kernels
-from pipeinfer.kernels.tables import DeviceStep, GraphShape
+from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import Sampled, Step
@@ -268,7 +267,7 @@ class Runner:
         where = logits.device
         at = tensor_of(rows).to(where, non_blocking=True)
         there = self._sampler.masks(words.to(where, non_blocking=True))
-        self._kernels.mask(logits, at, there, self._sampler.first_id)
+        self._kernels.apply_token_bitmask(logits, at, there, self._sampler.first_id)
         with self.phases.span("sample", packed.step.number):
             self._sample(packed, launched)
 
@@ -361,7 +360,7 @@ class Runner:
         samples. What `scores` wants to know of them and of others it is given."""
         attend = StepAttention(self._backend, plan, self._store, views.slot_mapping)
         samples, rows = views.num_logits, None
-        if samples and not views.every_token:
+        if samples and not views.logits_of_every_token:
             rows = views.logits_indices
         if scores is not None and scores.of_prompts:
             rows = scores.tokens(views.logits_indices)
@@ -380,7 +379,7 @@ class Runner:
     def _edit(self, logits: torch.Tensor, views: DeviceStep, values: bool = False) -> None:
         edits, first = self._state.edits, self._sampler.first_id
         where = views.write_slots, views.sample_positions
-        self._kernels.edit(logits, *where, edits, first, values)
+        self._kernels.apply_logit_bias(logits, *where, edits, first, values)
 
     def _drawn(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.step_buffers import Download
-from pipeinfer.kernels.host.truncation import is_truncated
+from pipeinfer.kernels.host import is_truncated
 from pipeinfer.kernels.interface import Kernels, SamplingTensors
 from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import LogprobRows, PenaltyHistory, PenaltyRows, Sampled, ScoredChunk, Step
@@ -96,7 +96,7 @@ class WholeSampler:
         return self._kernels.sample(logits, sampling, last_token, len(truncated) > 0)
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
-        return self._kernels.scores(logits, ids, most)
+        return self._kernels.logprobs(logits, ids, most)
 
 
 class Ranks(Protocol):
@@ -143,8 +143,10 @@ class SplitSampler:
         last_token: torch.Tensor,
         truncated: np.ndarray,
     ) -> torch.Tensor:
-        mine = self._kernels.offer(logits[:, : self._held], sampling, self.first_id)
-        drawn = self._kernels.choose(self._ranks.all_gather_stacked(mine), sampling, last_token)
+        mine = self._kernels.local_argmax(logits[:, : self._held], sampling, self.first_id)
+        drawn = self._kernels.global_argmax(
+            self._ranks.all_gather_stacked(mine), sampling, last_token
+        )
         if len(truncated):
             at = tensor_of(truncated).to(logits.device)
             some = {name: values[at] for name, values in sampling.items()}
@@ -178,8 +180,8 @@ def log_probs(
 ) -> torch.Tensor:
     """As Kernels.scores, from logits [N, share] of the ids from `first_id` on; the same on all
     ranks."""
-    own = collect(kernels.own_keys(logits, ids, first_id)).amax(0)
-    return kernels.tell(collect(kernels.survey(logits, own, most, first_id)), own)
+    own = collect(kernels.logit_keys(logits, ids, first_id)).amax(0)
+    return kernels.merge_topk(collect(kernels.local_topk(logits, own, most, first_id)), own)
 
 
 ROWS_AT_ONCE = 32  # rows, so that what is in between stays small

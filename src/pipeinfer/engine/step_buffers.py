@@ -24,15 +24,15 @@ from pipeinfer.attention.interface import HostLengths, Plan, PlanInputs, Traits
 from pipeinfer.engine.device import Device
 from pipeinfer.engine.graph_shapes import LargestStep
 from pipeinfer.engine.step_builder import FIELDS, filled
-from pipeinfer.kernels.interface import Kernels
-from pipeinfer.kernels.tables import (
-    BAN_HEAD,
+from pipeinfer.kernels.interface import (
+    BAD_WORDS_HEADER,
     NO_LOGITS,
-    BansBySlot,
-    BySlot,
     DeviceStep,
-    EditsBySlot,
     GraphShape,
+    Kernels,
+    SlotBadWords,
+    SlotLogitBias,
+    SlotTables,
 )
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
 from pipeinfer.step import BadWords, Delta, LogitEdits, Step
@@ -50,9 +50,10 @@ class Layout(NamedTuple):
         | num_changes | slots | starts | counts | logits_rows | leaders | ranks | tokens | changes |
           ALIGN         R       R        R        R             R         R       T        2n
 
-    R rows and T tokens are those of the shape; kernels/tables.py says what the arrays hold. Changes
-    are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's prefix_leaders and
-    prefix_ranks. Written by Packer, read by the kernels write_words and expand.
+    R rows and T tokens are those of the shape; kernels/interface.py says what the arrays hold.
+    Changes are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's
+    prefix_leaders and prefix_ranks. Written by Packer, read by the kernels scatter_words and
+    prepare_inputs.
     """
 
     slots: int
@@ -202,7 +203,7 @@ class DeviceBuffers:
         rows, logits = 2 * largest.rows, largest.rows  # a graph has as many rows of either kind
         self._by_token = [zeros(largest.tokens, torch.int64) for _ in range(3)]
         self._by_row = [zeros(rows + 1) for _ in range(5)]
-        table = self._state.by_slot.table.view(-1)
+        table = self._state.by_slot.page_table.view(-1)
         self._kv_indices = zeros(logits * largest.pages + logits) if traits.lists_pages else table
         with_pages = {"none": 0, "prefills": 1, "all": 2}[traits.block_table]
         self._block_table = zeros(with_pages * largest.rows * largest.pages)
@@ -228,7 +229,7 @@ class DeviceBuffers:
                 f"{shape} with {num_logits} samples, where the largest is {self._largest}"
             )
         at, words, rows, tokens = layout(shape), self.words, shape.rows, shape.tokens
-        pages = self._state.by_slot.table.shape[1]
+        pages = self._state.by_slot.page_table.shape[1]
         tables = {"none": 0, "prefills": shape.prefills, "all": rows}[self._traits.block_table]
         input_ids, positions, slot_mapping = (part[:tokens] for part in self._by_token)
         qo_indptr, prefill_qo_indptr, seq_lens, last_page_len, kv_indptr = self._by_row
@@ -246,8 +247,8 @@ class DeviceBuffers:
             counts=words[at.counts : at.counts + rows],
             logits_rows=words[at.logits_rows : at.logits_rows + rows],
             tokens=words[at.tokens : at.tokens + tokens],
-            prefix_leaders=words[at.leaders : at.leaders + rows] if shape.shares else None,
-            prefix_ranks=words[at.ranks : at.ranks + rows] if shape.shares else None,
+            prefix_leaders=words[at.leaders : at.leaders + rows] if shape.shared_prefix else None,
+            prefix_ranks=words[at.ranks : at.ranks + rows] if shape.shared_prefix else None,
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slot_mapping,
@@ -273,8 +274,8 @@ class DeviceBuffers:
     def expand(self, step: DeviceStep) -> None:
         """On the current stream: the slots' state changes, then what was uploaded becomes what
         kernels index with."""
-        self._kernels.write_words(step.changes, step.num_changes, self._state.words)
-        self._kernels.expand(step, self._state.by_slot, self._page_size)
+        self._kernels.scatter_words(step.changes, step.num_changes, self._state.words)
+        self._kernels.prepare_inputs(step, self._state.by_slot, self._page_size)
 
     def plan_inputs(
         self, views: DeviceStep, parity: int, words: np.ndarray, step: Step
@@ -294,14 +295,14 @@ class DeviceBuffers:
         """What the device makes of the words, as far as planning on the host needs it."""
         at, rows = layout(views.shape), views.shape.rows
         starts, counts = (words[begin : begin + rows] for begin in (at.starts, at.counts))
-        counts = np.maximum(counts, views.padding)
+        counts = np.maximum(counts, views.padding_row_tokens)
         seq_lens = starts + counts
         queries, pages = _indptr(counts), -(-seq_lens // self._page_size)
         last_page_len = seq_lens - (pages - 1) * self._page_size
         return HostLengths(
             tensor_of(last_page_len.astype(np.int32, copy=False)),
             tensor_of(queries),
-            tensor_of(queries[views.shape.decodes :] - np.int32(views.query_base)),
+            tensor_of(queries[views.shape.decodes :] - np.int32(views.prefill_query_base)),
             tensor_of(_indptr(pages)),
         )
 
@@ -393,7 +394,7 @@ ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
 WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
 FIELD_WORDS = len(FIELDS) + WIDE
 SEQUENCES = 2 * MOST_BAD_WORDS  # each has two spellings
-BANS = BAN_HEAD + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
+BANS = BAD_WORDS_HEADER + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
 TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
 
 
@@ -405,7 +406,7 @@ class SlotState:
 
     for `slots` requests with up to `pages` pages (P) and `edits` edits (E) each; F is FIELD_WORDS,
     B is BANS. One buffer, so that whatever changes (Step.delta) is a list of indices and values;
-    one writer, the kernel write_words on the forward stream. Beside it lies last_token, int64
+    one writer, the kernel scatter_words on the forward stream. Beside it lies last_token, int64
     [slots + 1], the id that each slot sampled last, which sampling kernels write.
 
     padding_slot: the last one, which padding rows have. by_slot, edits: what kernels read. words:
@@ -427,17 +428,17 @@ class SlotState:
             [fields[field.name].view(np.int32) for field in ORDER]
         )
         self.words = tensor_of(words).to(device)
-        self.by_slot = BySlot(
-            table=self.words[: self._fields_at].view(many, pages),
-            fields=self.words[self._fields_at : self._counts_at],
+        self.by_slot = SlotTables(
+            page_table=self.words[: self._fields_at].view(many, pages),
+            sampling_words=self.words[self._fields_at : self._counts_at],
             last_token=torch.zeros(many, dtype=torch.int64, device=device),
-            wide=WIDE,
-            narrow=len(FIELDS) - WIDE,
+            num_wide=WIDE,
+            num_narrow=len(FIELDS) - WIDE,
         )
-        self.edits = EditsBySlot(
+        self.edits = SlotLogitBias(
             self.words[self._counts_at : self._edits_at],
             self.words[self._edits_at : self._bans_at].view(3, many, edits),
-            BansBySlot(
+            SlotBadWords(
                 self.words[self._bans_at :].view(many, BANS),
                 LONGEST_BAD,
                 SEQUENCES,
@@ -495,14 +496,14 @@ class SlotState:
         if len(bans.ends) > SEQUENCES or len(bans.ids) > MOST_BAD_IDS:
             raise ValueError(f"no room for {len(bans.ends)} sequences of {len(bans.ids)} ids")
         begin = self._bans_at + slot * BANS
-        ends_at = begin + BAN_HEAD + LONGEST_BAD
+        ends_at = begin + BAD_WORDS_HEADER + LONGEST_BAD
         longest = np.diff(bans.ends, prepend=0).max()
         head = np.array((bans.begin, bans.known, longest), dtype=np.int32)
         recent = np.arange(bans.known - len(bans.recent), bans.known) % LONGEST_BAD
         ends, ids = np.concatenate(([0], bans.ends)), bans.ids
         return [
             (begin + 1 + np.arange(len(head)), head),
-            (begin + BAN_HEAD + recent, bans.recent),
+            (begin + BAD_WORDS_HEADER + recent, bans.recent),
             (ends_at + np.arange(len(ends)), ends),
             (ends_at + SEQUENCES + 1 + np.arange(len(ids)), ids),
         ]

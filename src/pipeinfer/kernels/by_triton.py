@@ -1,31 +1,30 @@
-"""The Kernels of GPUs, see interface.py. Needs triton.
+"""The Kernels of GPUs, see interface.py: hands each its tensors. Needs triton.
 
-Knows which number a kernel wants under which name; no request and no model.
+Knows no request and no model.
 """
 
 from __future__ import annotations
 
 import torch
 
-from pipeinfer.kernels import gumbel, offers
-from pipeinfer.kernels.edits import edit
-from pipeinfer.kernels.expand import expand, write_words
+from pipeinfer.kernels import sampling as sampling_kernels
 from pipeinfer.kernels.interface import SamplingTensors
-from pipeinfer.kernels.masks import mask
-from pipeinfer.kernels.scores import own_keys, scores, survey, tell
+from pipeinfer.kernels.logits_processing import apply_logit_bias, apply_token_bitmask
+from pipeinfer.kernels.logprobs import local_topk, logit_keys, logprobs, merge_topk
+from pipeinfer.kernels.prepare_inputs import prepare_inputs, scatter_words
 
 __all__ = [
-    "choose",
-    "edit",
-    "expand",
-    "mask",
-    "offer",
-    "own_keys",
+    "apply_logit_bias",
+    "apply_token_bitmask",
+    "global_argmax",
+    "local_argmax",
+    "local_topk",
+    "logit_keys",
+    "logprobs",
+    "merge_topk",
+    "prepare_inputs",
     "sample",
-    "scores",
-    "survey",
-    "tell",
-    "write_words",
+    "scatter_words",
 ]
 
 
@@ -33,7 +32,7 @@ def sample(
     logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool
 ) -> torch.Tensor:
     """See interface.py, here and below."""
-    return gumbel.sample(
+    return sampling_kernels.sample(
         logits,
         sampling["temperature"],
         sampling["top_k"],
@@ -47,11 +46,15 @@ def sample(
     )
 
 
-def offer(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
-    return offers.offer(
+def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
+    return sampling_kernels.local_argmax(
         logits, sampling["temperature"], sampling["seed"], sampling["sample_positions"], first_id
     )
 
 
-def choose(made: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor) -> torch.Tensor:
-    return offers.choose(made, sampling["temperature"], last_token, sampling["write_slots"])
+def global_argmax(
+    candidates: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+) -> torch.Tensor:
+    return sampling_kernels.global_argmax(
+        candidates, sampling["temperature"], last_token, sampling["write_slots"]
+    )

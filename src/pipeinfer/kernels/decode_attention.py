@@ -1,16 +1,15 @@
-"""Attention of one query a row over paged keys and values, long rows in several pieces at once.
+"""Split-KV attention of one query a row over paged keys and values.
 
-One launch a layer, and nothing to plan on the host: how rows are cut is found out on the device.
-Keys and values that rows begin with in common are read once for several of them. Needs triton.
-Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
-(the running softmax), https://pytorch.org/blog/flash-decoding (pieces of a row that are merged).
+One launch a layer, and nothing to plan on the host: rows are split on the device
+(decode_splits.py). The keys and values of a shared prefix are read once for several rows. Needs
+triton. Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
+(online softmax), https://pytorch.org/blog/flash-decoding (splits of a row that are merged).
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -22,114 +21,128 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.decode_pieces import (
+from pipeinfer.kernels.decode_splits import (
     MERGE_WORDS,
-    SPLIT,
-    WORDS,
-    DecodeTiles,
-    Runs,
-    most_of_runs,
-    most_pieces,
+    SPLIT_COUNT_UNIT,
+    SPLIT_WORDS,
+    DecodeConfig,
+    DecodePrefixes,
+    max_prefix_splits,
+    max_total_splits,
 )
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.prefetch import LINE, prefetch
-from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
+from pipeinfer.kernels.triton_support import (
+    L2_LINE_ELEMENTS,
+    as_int16_pairs,
+    e4m3_pairs_to_fp16,
+    pdl_options,
+    prefetch_l2,
+)
 
-TILE = 16  # query rows that tensor cores multiply at least
+MIN_QUERY_ROWS = 16  # rows of the first operand that tensor cores multiply at least
 LOG2E = math.log2(math.e)
-# Which pieces a launch works off. Launched after each other on a stream, those of runs first, the
-# second begins while the first still ends, and ends after it.
-EVERY, OF_RUNS, OF_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Which splits a launch computes. Two launches follow each other on a stream, that of the prefixes
+# first; the second begins while the first still ends, and ends after it.
+ALL_SPLITS = tl.constexpr(0)
+PREFIX_SPLITS = tl.constexpr(1)
+ROW_SPLITS = tl.constexpr(2)
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """R rows with one query each, int32. lengths [R]: their keys; a row may have none. indptr
-    [R or more]: where a row's pages begin in `indices`. pieces: of the rows (decode_pieces.py).
-    runs: what the rows have in common, if anything is to be shared.
+    """R rows with one query each, int32.
+
+    seq_lens [R]: keys of each row; a row may have none.
+    kv_indptr [R or more]: where a row's pages begin in kv_indices.
+    kv_indices: pages.
+    splits: of the rows, see decode_splits.py.
+    prefixes: the rows' shared prefixes; None: each row reads all of its keys.
     """
 
-    lengths: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
-    pieces: torch.Tensor
-    runs: Runs | None = None
+    seq_lens: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    splits: torch.Tensor
+    prefixes: DecodePrefixes | None = None
 
 
 @triton.jit
-def _pages(indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens at, at + 1 ...: one page if a block lies in one, else [BLOCK]; any for those
-    past `stop`."""
+def _load_pages(kv_indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """The pages of the tokens at .. at + BLOCK - 1: one if a block lies in one page, else [BLOCK];
+    any page for tokens past `stop`."""
     token = at if PAGE % BLOCK == 0 else at + tl.arange(0, BLOCK)
-    return tl.load(indices + first + token // PAGE, mask=token < stop, other=0)
+    return tl.load(kv_indices + first + token // PAGE, mask=token < stop, other=0)
 
 
 @triton.jit
-def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK]: where the keys of those tokens lie, from the pool's begin."""
+def _token_offsets(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK]: where the keys of these tokens lie, in elements from the begin of the pool."""
     offset = (at + tl.arange(0, BLOCK)) % PAGE
     return page.to(tl.int64) * page_stride + offset * token_stride
 
 
 @triton.jit
-def _piece(
-    q, odd, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr, CACHE: tl.constexpr,
+def _attend_split(
+    q, odd, k, v, kv_indices, first, start, stop, window_start, scale, page_stride, token_stride,
+    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    WINDOWED: tl.constexpr, WHOLE_BLOCKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
-    """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
-    without those before `low`. FULL: they are whole blocks. q, odd: see _queries."""
-    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    """(greatest score [QUERY_ROWS], sum of weights [QUERY_ROWS], weighted sum [QUERY_ROWS, DIM])
+    over tokens start .. stop - 1, without those before `window_start`.
+
+    q, odd: see _load_queries. WHOLE_BLOCKS: the tokens fill whole blocks.
+    """
+    COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     column = tl.arange(0, COLUMNS)
-    most = tl.full((TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    sums = tl.zeros((TILE, COLUMNS), tl.float32)
-    odd_sums = sums
-    page = _pages(indices, first, start, stop, PAGE, BLOCK)
+    max_score = tl.full((QUERY_ROWS,), float("-inf"), tl.float32)
+    sum_exp = tl.zeros((QUERY_ROWS,), tl.float32)
+    acc = tl.zeros((QUERY_ROWS, COLUMNS), tl.float32)
+    odd_sums = acc
+    page = _load_pages(kv_indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
-        following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
-        element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
+        following = _load_pages(kv_indices, first, at + BLOCK, stop, PAGE, BLOCK)
+        element = _token_offsets(page, at, page_stride, token_stride, PAGE, BLOCK)
         keys_at = k + element[None, :] + column[:, None]
         values_at = v + element[:, None] + column[None, :]
-        if FULL:
-            scores = _scores(q, odd, tl.load(keys_at, cache_modifier=CACHE), NARROW)
+        if WHOLE_BLOCKS:
+            scores = _scores_of(q, odd, tl.load(keys_at, cache_modifier=CACHE), E4M3_PAGES)
             values = tl.load(values_at, cache_modifier=CACHE)
-            higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
-            weights = tl.exp2(scores * scale - higher[:, None])  # scaled as they are subtracted
+            new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(scores * scale - new_max[:, None])  # scaled as they are subtracted
         else:
             token = at + tl.arange(0, BLOCK)
             inside = token < stop
             if WINDOWED:
-                inside = inside & (token >= low)
+                inside = inside & (token >= window_start)
             keys = tl.load(keys_at, mask=inside[None, :], other=0, cache_modifier=CACHE)
-            scores = _scores(q, odd, keys, NARROW) * scale
+            scores = _scores_of(q, odd, keys, E4M3_PAGES) * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
             values = tl.load(values_at, mask=inside[:, None], other=0, cache_modifier=CACHE)
-            higher = tl.maximum(most, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(most - higher)
-        total = total * fade + tl.sum(weights, axis=1)
+            new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
+        sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
-        if NARROW:
-            even_values, odd_values = halves(values)
-            sums = tl.dot(weights, even_values.to(q.dtype), sums * fade[:, None],
+        if E4M3_PAGES:
+            even_values, odd_values = e4m3_pairs_to_fp16(values)
+            acc = tl.dot(weights, even_values.to(q.dtype), acc * rescale[:, None],
                           input_precision="ieee")  # fmt: skip
-            odd_sums = tl.dot(weights, odd_values.to(q.dtype), odd_sums * fade[:, None],
+            odd_sums = tl.dot(weights, odd_values.to(q.dtype), odd_sums * rescale[:, None],
                               input_precision="ieee")  # fmt: skip
         else:
-            sums = tl.dot(weights, values, sums * fade[:, None], input_precision="ieee")
-        most, page = higher, following
-    if NARROW:
-        sums = tl.interleave(sums, odd_sums)
-    return most, total, sums
+            acc = tl.dot(weights, values, acc * rescale[:, None], input_precision="ieee")
+        max_score, page = new_max, following
+    if E4M3_PAGES:
+        acc = tl.interleave(acc, odd_sums)
+    return max_score, sum_exp, acc
 
 
 @triton.jit
-def _scores(q, odd, keys, NARROW: tl.constexpr):
-    """Of queries and keys, float32 [TILE, tokens]."""
-    if NARROW:
-        even_keys, odd_keys = halves(keys)
+def _scores_of(q, odd, keys, E4M3_PAGES: tl.constexpr):
+    """Scores of queries and keys, float32 [QUERY_ROWS, tokens]."""
+    if E4M3_PAGES:
+        even_keys, odd_keys = e4m3_pairs_to_fp16(keys)
         scores = tl.dot(q, even_keys.to(q.dtype), input_precision="ieee")
         scores = tl.dot(odd, odd_keys.to(q.dtype), scores, input_precision="ieee")
     else:
@@ -138,23 +151,25 @@ def _scores(q, odd, keys, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _queries(
-    at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr, CACHE: tl.constexpr
+def _load_queries(
+    at, real, scale, DIM: tl.constexpr, E4M3_PAGES: tl.constexpr, CACHE: tl.constexpr
 ):  # fmt: skip
-    """Queries [TILE, DIM] that begin `at`, as they are multiplied, and what is left of `scale` for
-    their scores. NARROW: their even numbers and their odd ones, since keys come in pairs. Either
-    way there are two, of which the second counts only then.
+    """(queries [QUERY_ROWS, DIM], odd queries, the scale that is left for their scores).
 
-    Numbers of 8 bits become halves in one instruction, bfloat16 in four, and either holds them
-    exactly; queries in bfloat16 are scaled before, so that they have room.
+    at: the addresses of the queries.
+    E4M3_PAGES: even and odd numbers of the queries, [QUERY_ROWS, DIM / 2] each, since keys come in
+        pairs; otherwise the second result is not used.
+
+    Two numbers of e4m3 become float16 in one instruction, bfloat16 in four, and both formats hold
+    them exactly. Queries in bfloat16 are scaled before they become float16, which has less range.
     """
-    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
     places = at[:, None] + (tl.arange(0, COLUMNS) * (DIM // COLUMNS))[None, :]
     queries = tl.load(places, mask=real[:, None], other=0.0, cache_modifier=CACHE)
     odd = queries
-    if NARROW:
+    if E4M3_PAGES:
         odd = tl.load(places + 1, mask=real[:, None], other=0.0, cache_modifier=CACHE)
-    if NARROW and queries.dtype == tl.bfloat16:
+    if E4M3_PAGES and queries.dtype == tl.bfloat16:
         queries = (queries.to(tl.float32) * scale).to(tl.float16)
         odd = (odd.to(tl.float32) * scale).to(tl.float16)
         scale = 1.0
@@ -162,262 +177,313 @@ def _queries(
 
 
 @triton.jit
-def _sink(at, most):
-    """The weight of a key without a value, whose score stands `at`, beside a greatest score."""
-    return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - most)
+def _sink_weight(at, max_score):
+    """The weight of an attention sink, whose score lies `at`, relative to `max_score`."""
+    return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - max_score)
 
 
 @triton.jit
-def _merge(
-    out, scratch, scales, sinks, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+def _merge_row(
+    out, partial_out, partial_max_sum, sinks, first, splits, head, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of one row and KV head, out of what their programs left, into `out`."""
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    there = split < splits
+    """Merges the splits of one row and KV head into `out`."""
+    index, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
+    there = index < splits
     for query in tl.static_range(GROUP):
-        at = ((first + split) * KV_HEADS + head) * GROUP + query
-        most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-        greatest = tl.max(most, axis=0)
-        weight = tl.exp2(most - greatest)
-        sums = tl.load(scratch + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
-                       cache_modifier=".cg")  # fmt: skip
-        whole = tl.sum(total * weight, axis=0)
+        at = ((first + index) * KV_HEADS + head) * GROUP + query
+        max_score = tl.load(
+            partial_max_sum + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg"
+        )
+        sum_exp = tl.load(partial_max_sum + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+        max_of_all = tl.max(max_score, axis=0)
+        weight = tl.exp2(max_score - max_of_all)
+        acc = tl.load(
+            partial_out + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        sum_of_all = tl.sum(sum_exp * weight, axis=0)
         if SINKS:
-            whole += _sink(sinks + head * GROUP + query, greatest)
-        value = tl.sum(sums * weight[:, None], axis=0) / whole
+            sum_of_all += _sink_weight(sinks + head * GROUP + query, max_of_all)
+        value = tl.sum(acc * weight[:, None], axis=0) / sum_of_all
         tl.store(out + query * DIM + dim, value)
 
 
 @triton.jit
-def _greatest(scales, at, stride, count, SPLITS: tl.constexpr):
-    """Of the first `count` pieces of each query, which lie `stride` apart from `at` on."""
-    split = tl.arange(0, SPLITS)
-    places = scales + 2 * (at[:, None] + split[None, :] * stride)
-    there = split[None, :] < count[:, None]
+def _max_of_splits(partial_max_sum, at, stride, count, MAX_SPLITS: tl.constexpr):
+    """The greatest score of the first `count` splits of each query, which lie `stride` apart from
+    `at` on."""
+    index = tl.arange(0, MAX_SPLITS)
+    places = partial_max_sum + 2 * (at[:, None] + index[None, :] * stride)
+    there = index[None, :] < count[:, None]
     return tl.max(tl.load(places, mask=there, other=float("-inf"), cache_modifier=".cg"), axis=1)
 
 
 @triton.jit
-def _added(sums, scales, at, stride, count, greatest, whole, value, dim, DIM: tl.constexpr):
-    """`whole` and `value`, whose columns are `dim`, with those pieces, in their order; four are
-    read at a time."""
+def _accumulate_splits(
+    partial_out, partial_max_sum, at, stride, count, max_of_all, sum_of_all, value, dim,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """`sum_of_all` and `value` [queries, dim] with these splits added in their order; four are read
+    at a time."""
     for begin in range(0, tl.max(count, axis=0), 4):
         for step in tl.static_range(4):
-            split = begin + step
-            there, one = split < count, at + split * stride
-            most = tl.load(scales + 2 * one, mask=there, other=float("-inf"), cache_modifier=".cg")
-            total = tl.load(scales + 2 * one + 1, mask=there, other=0.0, cache_modifier=".cg")
-            part = tl.load(sums + one[:, None] * DIM + dim[None, :], mask=there[:, None],
-                           other=0.0, cache_modifier=".cg")  # fmt: skip
-            weight = tl.exp2(most - greatest)
-            whole += total * weight
+            index = begin + step
+            there, at_split = index < count, at + index * stride
+            max_score = tl.load(
+                partial_max_sum + 2 * at_split, mask=there, other=float("-inf"),
+                cache_modifier=".cg",
+            )  # fmt: skip
+            sum_exp = tl.load(
+                partial_max_sum + 2 * at_split + 1, mask=there, other=0.0, cache_modifier=".cg"
+            )
+            part = tl.load(
+                partial_out + at_split[:, None] * DIM + dim[None, :], mask=there[:, None],
+                other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            weight = tl.exp2(max_score - max_of_all)
+            sum_of_all += sum_exp * weight
             value += part * weight[:, None]
-    return whole, value
+    return sum_of_all, value
 
 
 @triton.jit
-def _merge_shared(
-    out, scratch, scales, shared, shared_scales, merges, sinks, row, query, wanted, head,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, SINKS: tl.constexpr,
+def _merge_with_prefix(
+    out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, merges, sinks, row, query,
+    wanted, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Of each `wanted` pair of row and query head its own pieces, and then those of its run. Pairs
-    are computed alike, whoever merges them: one row here, or all that share a piece."""
+    """Merges the own splits of each `wanted` pair of row and query head, and then those of its
+    prefix. A pair's result is the same bits whether one row is merged here or all rows that share
+    a split."""
     merge = merges + row * MERGE_WORDS
-    of_run = tl.load(merge + 3, mask=wanted, other=0)
-    own = tl.load(merge, mask=wanted, other=0) - of_run
+    prefix_splits = tl.load(merge + 3, mask=wanted, other=0)
+    own_splits = tl.load(merge, mask=wanted, other=0) - prefix_splits
     at = (tl.load(merge + 1, mask=wanted, other=0) * KV_HEADS + head) * GROUP + query
-    seat = tl.load(merge + 4, mask=wanted, other=0) * GROUP + query
-    at_run = (tl.load(merge + 2, mask=wanted, other=0) * KV_HEADS + head) * TILE + seat
-    greatest = _greatest(scales, at, KV_HEADS * GROUP, own, SPLITS)
-    in_run = _greatest(shared_scales, at_run, KV_HEADS * TILE, of_run, SPLITS)
-    greatest = tl.where(wanted, tl.maximum(greatest, in_run), 0.0)
+    rank = tl.load(merge + 4, mask=wanted, other=0) * GROUP + query
+    prefix_at = (tl.load(merge + 2, mask=wanted, other=0) * KV_HEADS + head) * QUERY_ROWS + rank
+    max_of_all = _max_of_splits(partial_max_sum, at, KV_HEADS * GROUP, own_splits, MAX_SPLITS)
+    prefix_max = _max_of_splits(
+        prefix_max_sum, prefix_at, KV_HEADS * QUERY_ROWS, prefix_splits, MAX_SPLITS
+    )
+    max_of_all = tl.where(wanted, tl.maximum(max_of_all, prefix_max), 0.0)
     place = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * DIM
     # As many columns at a time as there are registers for.
     COLUMNS: tl.constexpr = min(DIM, 2048 // query.shape[0])
     for part in tl.static_range(DIM // COLUMNS):
         dim = part * COLUMNS + tl.arange(0, COLUMNS)
-        whole = tl.zeros_like(greatest)
+        sum_of_all = tl.zeros_like(max_of_all)
         value = tl.zeros((query.shape[0], COLUMNS), tl.float32)
-        whole, value = _added(scratch, scales, at, KV_HEADS * GROUP, own, greatest, whole, value,
-                              dim, DIM)  # fmt: skip
-        whole, value = _added(shared, shared_scales, at_run, KV_HEADS * TILE, of_run, greatest,
-                              whole, value, dim, DIM)  # fmt: skip
+        sum_of_all, value = _accumulate_splits(
+            partial_out, partial_max_sum, at, KV_HEADS * GROUP, own_splits, max_of_all, sum_of_all,
+            value, dim, DIM,
+        )  # fmt: skip
+        sum_of_all, value = _accumulate_splits(
+            prefix_out, prefix_max_sum, prefix_at, KV_HEADS * QUERY_ROWS, prefix_splits, max_of_all,
+            sum_of_all, value, dim, DIM,
+        )  # fmt: skip
         if SINKS:
-            whole += _sink(sinks + head * GROUP + query, greatest)
-        tl.store(place + dim[None, :], value / whole[:, None], mask=wanted[:, None])
+            sum_of_all += _sink_weight(sinks + head * GROUP + query, max_of_all)
+        tl.store(place + dim[None, :], value / sum_of_all[:, None], mask=wanted[:, None])
 
 
 @triton.jit
-def _attend(
-    q, k, v, out, scratch, scales, shared, shared_scales, arrived, lengths, indptr, indices, pieces,
-    members, merges, sinks, scale, v_scale, window, q_stride, page_stride, token_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
-    PIECES: tl.constexpr,
+def _decode_attention_kernel(
+    q, k, v, out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, counters, seq_lens,
+    kv_indptr, kv_indices, splits, members, merges, sinks, scale, v_scale, window, q_stride,
+    page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    PREFIX_QUERIES: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    E4M3_PAGES: tl.constexpr, USE_PDL: tl.constexpr, WHICH_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, piece). The last of a row's pieces that ends merges all.
+    """Program (KV head, split). The program of a row's last split to end merges all of the row.
 
-    NARROW: pages hold pairs of e4m3, values to be multiplied by v_scale; `scale` has that of the
-    keys.
-    SHARED: queries that a piece of a run is for; 0: rows have no runs. PIECES: which are this
-    launch's. Where they are early, that of the runs has waited for the kernel before in full, and
-    that of the rows waits for it when it ends: so what comes next waits for both.
+    E4M3_PAGES: pages hold pairs of e4m3; values are multiplied by v_scale, and `scale` includes the
+        scale of the keys.
+    PREFIX_QUERIES: queries that a split of a prefix serves; 0: no prefixes are shared.
+    WHICH_SPLITS: ALL_SPLITS, PREFIX_SPLITS or ROW_SPLITS.
+    USE_PDL: with two launches, that of the prefixes waits for the kernel before it begins, and that
+        of the rows waits for the other one when it ends: so the next kernel waits for both.
     """
-    head, piece = tl.program_id(0), tl.program_id(1)
-    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
-    of_head = head * COLUMNS  # in pages
-    words = pieces + piece * WORDS
+    head, split = tl.program_id(0), tl.program_id(1)
+    COLUMNS: tl.constexpr = DIM // 2 if E4M3_PAGES else DIM
+    of_head = head * COLUMNS  # where the head begins in a token's keys
+    words = splits + split * SPLIT_WORDS
     row = tl.load(words).to(tl.int64)
-    rows = tl.load(words + 5) if SHARED > 0 else 0
+    prefix_rows = tl.load(words + 5) if PREFIX_QUERIES > 0 else 0
     other = row < 0
-    if PIECES == OF_RUNS:
-        other = other | (rows == 0)
-    elif PIECES == OF_ROWS:
-        other = other | (rows > 0)
+    if WHICH_SPLITS == PREFIX_SPLITS:
+        other = other | (prefix_rows == 0)
+    elif WHICH_SPLITS == ROW_SPLITS:
+        other = other | (prefix_rows > 0)
     if other:
-        # Some program of such a launch must have waited, even if nothing is to be done.
-        if EARLY and PIECES != EVERY and piece == tl.num_programs(1) - 1:
+        # One program of such a launch must have waited, even if there is nothing to compute.
+        if USE_PDL and WHICH_SPLITS != ALL_SPLITS and split == tl.num_programs(1) - 1:
             gdc_wait()
         return
-    start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-    begin = tl.load(indptr + row)
-    low = tl.load(lengths + row) - window if WINDOWED else 0
-    if EARLY:
-        if PIECES != OF_ROWS:
-            page = _pages(indices, begin, start, stop, PAGE, BLOCK)
-            element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
-            _ahead(k + of_head, v + of_head, element, COLUMNS)
+    start, stop, first_and_count = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    begin = tl.load(kv_indptr + row)
+    window_start = tl.load(seq_lens + row) - window if WINDOWED else 0
+    if USE_PDL:
+        if WHICH_SPLITS != ROW_SPLITS:
+            page = _load_pages(kv_indices, begin, start, stop, PAGE, BLOCK)
+            element = _token_offsets(page, start, page_stride, token_stride, PAGE, BLOCK)
+            _prefetch_keys_values(k + of_head, v + of_head, element, COLUMNS)
             gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
-    # What a launch has not waited for itself is read past the nearest cache.
-    CACHE: tl.constexpr = ".cg" if EARLY and PIECES == OF_ROWS else ""
-    if PIECES == EVERY and SHARED > 0:
-        of_run = rows > 0
+    # What the launch has not waited for itself must not be read from the L1 cache.
+    CACHE: tl.constexpr = ".cg" if USE_PDL and WHICH_SPLITS == ROW_SPLITS else ""
+    if WHICH_SPLITS == ALL_SPLITS and PREFIX_QUERIES > 0:
+        in_prefix = prefix_rows > 0
     else:
-        of_run: tl.constexpr = PIECES == OF_RUNS
-    if of_run:
-        _of_run(q, k + of_head, v + of_head, out, scratch, scales, shared, shared_scales, arrived,
-                indices, members + tl.load(words + 4), merges, sinks, head, piece, rows, begin,
-                start, stop, scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP,
-                DIM, PAGE, BLOCK, SPLITS, SHARED, SINKS, NARROW)  # fmt: skip
+        in_prefix: tl.constexpr = WHICH_SPLITS == PREFIX_SPLITS
+    if in_prefix:
+        _attend_prefix_split(
+            q, k + of_head, v + of_head, out, partial_out, partial_max_sum, prefix_out,
+            prefix_max_sum, counters, kv_indices, members + tl.load(words + 4), merges, sinks, head,
+            split, prefix_rows, begin, start, stop, scale, v_scale, q_stride, page_stride,
+            token_stride, KV_HEADS, GROUP, DIM, PAGE, BLOCK, MAX_SPLITS, PREFIX_QUERIES, SINKS,
+            E4M3_PAGES,
+        )  # fmt: skip
     else:
-        dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
-        heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
-        first, every = cut % SPLIT, cut // SPLIT
-        if SHARED > 0:
-            every = tl.load(merges + row * MERGE_WORDS)
+        dim, query = tl.arange(0, DIM), tl.arange(0, QUERY_ROWS)
+        head_offsets, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
+        first, num_splits = first_and_count % SPLIT_COUNT_UNIT, first_and_count // SPLIT_COUNT_UNIT
+        if PREFIX_QUERIES > 0:
+            num_splits = tl.load(merges + row * MERGE_WORDS)
         queries_at = q + row * q_stride + (head * GROUP + query) * DIM
-        queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW, CACHE)
-        most, total, sums = _piece(queries, odd, k + of_head, v + of_head, indices, begin, start,
-                                   stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
-                                   TILE, WINDOWED, False, NARROW, CACHE)  # fmt: skip
-        if NARROW:
-            sums *= v_scale
+        queries, odd, scale = _load_queries(queries_at, real, scale, DIM, E4M3_PAGES, CACHE)
+        max_score, sum_exp, acc = _attend_split(
+            queries, odd, k + of_head, v + of_head, kv_indices, begin, start, stop, window_start,
+            scale, page_stride, token_stride, DIM, PAGE, BLOCK, QUERY_ROWS, WINDOWED, False,
+            E4M3_PAGES, CACHE,
+        )  # fmt: skip
+        if E4M3_PAGES:
+            acc *= v_scale
         target = out + row * (KV_HEADS * GROUP * DIM)
-        if every == 1:
+        if num_splits == 1:
             if SINKS:
-                total += _sink(sinks + head * GROUP + tl.minimum(query, GROUP - 1), most)
-            tl.store(target + heads, sums / total[:, None], mask=real[:, None])
+                sum_exp += _sink_weight(
+                    sinks + head * GROUP + tl.minimum(query, GROUP - 1), max_score
+                )
+            tl.store(target + head_offsets, acc / sum_exp[:, None], mask=real[:, None])
         else:
-            at = (piece * KV_HEADS + head) * GROUP + query
-            _leave(scratch + at[:, None] * DIM + dim[None, :], scales + 2 * at, most, total, sums,
-                   real)  # fmt: skip
-            counter = arrived + row * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == every - 1:
+            at = (split * KV_HEADS + head) * GROUP + query
+            _store_partial(
+                partial_out + at[:, None] * DIM + dim[None, :], partial_max_sum + 2 * at, max_score,
+                sum_exp, acc, real,
+            )  # fmt: skip
+            counter = counters + row * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter, 0)  # for the next launch
-                if SHARED > 0:
-                    alone = tl.zeros((TILE,), tl.int64) + row
-                    _merge_shared(out, scratch, scales, shared, shared_scales, merges, sinks, alone,
-                                  tl.minimum(query, GROUP - 1), real, head, KV_HEADS, GROUP, DIM,
-                                  SPLITS, SHARED, SINKS)  # fmt: skip
+                if PREFIX_QUERIES > 0:
+                    only_row = tl.zeros((QUERY_ROWS,), tl.int64) + row
+                    _merge_with_prefix(
+                        out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, merges,
+                        sinks, only_row, tl.minimum(query, GROUP - 1), real, head, KV_HEADS, GROUP,
+                        DIM, MAX_SPLITS, PREFIX_QUERIES, SINKS,
+                    )  # fmt: skip
                 else:
-                    _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, every, head,
-                           KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
-    if EARLY and PIECES == OF_ROWS:
+                    _merge_row(
+                        target + head * GROUP * DIM, partial_out, partial_max_sum, sinks, first,
+                        num_splits, head, KV_HEADS, GROUP, DIM, MAX_SPLITS, SINKS,
+                    )  # fmt: skip
+    if USE_PDL and WHICH_SPLITS == ROW_SPLITS:
         gdc_wait()
 
 
 @triton.jit
-def _of_run(
-    q, k, v, out, scratch, scales, shared, shared_scales, arrived, indices, members, merges, sinks,
-    head, piece, rows, begin, start, stop, scale, v_scale, q_stride, page_stride, token_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
-    NARROW: tl.constexpr,
+def _attend_prefix_split(
+    q, k, v, out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, counters, kv_indices,
+    members, merges, sinks, head, split, prefix_rows, begin, start, stop, scale, v_scale, q_stride,
+    page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    SINKS: tl.constexpr, E4M3_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a run, for the queries of its first `rows` members, side by side. k, v: of the
-    head."""
-    dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
+    """A split of a shared prefix, for the queries of `prefix_rows` rows at once.
+
+    k, v: of the head. members: the first row that the split serves.
+    """
+    dim, query = tl.arange(0, DIM), tl.arange(0, QUERY_ROWS)
     member = query // GROUP
-    real = member < rows
+    real = member < prefix_rows
     row = tl.load(members + member, mask=real, other=0).to(tl.int64)
     queries_at = q + row * q_stride + (head * GROUP + query % GROUP) * DIM
-    queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW, "")
-    most, total, sums = _piece(queries, odd, k, v, indices, begin, start, stop, 0, scale,
-                               page_stride, token_stride, DIM, PAGE, BLOCK, TILE, False,
-                               PAGE % BLOCK == 0, NARROW, "")  # fmt: skip
-    if NARROW:
-        sums *= v_scale
-    at = (piece * KV_HEADS + head) * TILE + query
-    _leave(shared + at[:, None] * DIM + dim[None, :], shared_scales + 2 * at, most, total, sums,
-           real)  # fmt: skip
+    queries, odd, scale = _load_queries(queries_at, real, scale, DIM, E4M3_PAGES, "")
+    max_score, sum_exp, acc = _attend_split(
+        queries, odd, k, v, kv_indices, begin, start, stop, 0, scale, page_stride, token_stride,
+        DIM, PAGE, BLOCK, QUERY_ROWS, False, PAGE % BLOCK == 0, E4M3_PAGES, "",
+    )  # fmt: skip
+    if E4M3_PAGES:
+        acc *= v_scale
+    at = (split * KV_HEADS + head) * QUERY_ROWS + query
+    _store_partial(
+        prefix_out + at[:, None] * DIM + dim[None, :], prefix_max_sum + 2 * at, max_score, sum_exp,
+        acc, real,
+    )  # fmt: skip
     once = real & (query % GROUP == 0)
-    every = tl.load(merges + row * MERGE_WORDS, mask=once, other=0)
-    arrivals = tl.atomic_add(arrived + row * KV_HEADS + head, 1, mask=once, sem="acq_rel")
-    last = (once & (arrivals == every - 1)).to(tl.int32)
+    num_splits = tl.load(merges + row * MERGE_WORDS, mask=once, other=0)
+    arrivals = tl.atomic_add(counters + row * KV_HEADS + head, 1, mask=once, sem="acq_rel")
+    last = (once & (arrivals == num_splits - 1)).to(tl.int32)
     if tl.sum(last) > 0:
-        tl.store(arrived + row * KV_HEADS + head, 0, mask=once & (last > 0))
+        tl.store(counters + row * KV_HEADS + head, 0, mask=once & (last > 0))
         same = member[:, None] == member[None, :]
         wanted = real & (tl.sum(tl.where(same, last[None, :], 0), axis=1) > 0)
-        _merge_shared(out, scratch, scales, shared, shared_scales, merges, sinks, row,
-                      query % GROUP, wanted, head, KV_HEADS, GROUP, DIM, SPLITS, TILE,
-                      SINKS)  # fmt: skip
+        _merge_with_prefix(
+            out, partial_out, partial_max_sum, prefix_out, prefix_max_sum, merges, sinks, row,
+            query % GROUP, wanted, head, KV_HEADS, GROUP, DIM, MAX_SPLITS, QUERY_ROWS, SINKS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _leave(sums_at, scales_at, most, total, sums, real):
-    """What a piece found, for the program that merges its row."""
-    tl.store(sums_at, sums, mask=real[:, None])
-    tl.store(scales_at, most, mask=real)
-    tl.store(scales_at + 1, total, mask=real)
-    tl.debug_barrier()  # what all threads have written, before one of them says so
+def _store_partial(sums_at, scales_at, max_score, sum_exp, acc, real):
+    """Leaves the result of a split for the program that merges its row."""
+    tl.store(sums_at, acc, mask=real[:, None])
+    tl.store(scales_at, max_score, mask=real)
+    tl.store(scales_at + 1, sum_exp, mask=real)
+    tl.debug_barrier()  # all threads have written before one of them counts the split as done
 
 
 @triton.jit
-def _ahead(k, v, element, COLUMNS: tl.constexpr):
-    """Asks for the first keys and values, all but the newest of which are there for long."""
-    LINES: tl.constexpr = (COLUMNS + LINE - 1) // LINE
-    line = tl.arange(0, LINES) * LINE
-    prefetch(k + element[:, None] + line[None, :])
-    prefetch(v + element[:, None] + line[None, :])
+def _prefetch_keys_values(k, v, element, COLUMNS: tl.constexpr):
+    """Prefetches the first keys and values; all but the newest were written by earlier steps."""
+    LINES: tl.constexpr = (COLUMNS + L2_LINE_ELEMENTS - 1) // L2_LINE_ELEMENTS
+    line = tl.arange(0, LINES) * L2_LINE_ELEMENTS
+    prefetch_l2(k + element[:, None] + line[None, :])
+    prefetch_l2(v + element[:, None] + line[None, :])
 
 
-class Scratch:
-    """What pieces of rows leave for each other: for launches of at most so many rows and pieces.
-    tile: queries of a piece that several rows share, of which there are at most `runs`.
+class DecodeWorkspace:
+    """What the programs of a launch leave for those that merge. Float32, but for the counters.
+
+    partial_out: [splits, heads, dim], weighted sums of values.
+    partial_max_sum: [splits, heads, 2], greatest score and sum of weights.
+    prefix_partial_out, prefix_partial_max_sum: the same of splits of prefixes, [prefix_splits,
+        kv_heads, prefix_queries, ...].
+    counters: int32 [rows, kv_heads], splits that have ended; zeros between launches.
     """
 
     def __init__(
         self,
         rows: int,
-        pieces: int,
+        splits: int,
         heads: tuple[int, int, int],
         device: torch.device,
-        runs: int = 0,
-        tile: int = 0,
+        prefix_splits: int = 0,
+        prefix_queries: int = 0,
     ) -> None:
-        """heads: query heads, KV heads, and the size of either."""
-        queries, kv_heads, dim = heads
-        shared = runs * kv_heads * tile
-        self.sums = torch.empty(pieces * queries * dim, device=device)
-        self.scales = torch.empty(pieces * queries * 2, device=device)
-        self.shared_sums = torch.empty(shared * dim, device=device)
-        self.shared_scales = torch.empty(shared * 2, device=device)
-        self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+        """rows, splits, prefix_splits: of a launch at most.
+
+        heads: query heads, KV heads, and their size.
+        prefix_queries: queries that a split of a prefix serves.
+        """
+        num_heads, kv_heads, dim = heads
+        shared = prefix_splits * kv_heads * prefix_queries
+        self.partial_out = torch.empty(splits * num_heads * dim, device=device)
+        self.partial_max_sum = torch.empty(splits * num_heads * 2, device=device)
+        self.prefix_partial_out = torch.empty(shared * dim, device=device)
+        self.prefix_partial_max_sum = torch.empty(shared * 2, device=device)
+        self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
 
 
 def decode_attention(
@@ -427,46 +493,55 @@ def decode_attention(
     rows: DecodeRows,
     scale: float,
     out: torch.Tensor,
-    scratch: Scratch,
-    cut: DecodeTiles,
+    workspace: DecodeWorkspace,
+    config: DecodeConfig,
     window: int | None = None,
-    early: bool = True,
+    use_pdl: bool = True,
     sinks: torch.Tensor | None = None,
-    scales: Scales = ONES,
+    scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
+    """softmax(q k^T * scale) v of each row's last token: `out`, which is returned. float32 inside.
 
-    q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two,
-    in e4m3 of at least 32.
-    Nothing is written for a row without keys. window: keys that a query sees, its own included; the
-    rows' pieces were cut with the same, and with the same runs, so many of which share a piece as
-    the cut has seats. early: nothing that the kernel before writes is read before it has ended,
-    but for its pieces: False right after they were cut. sinks [heads]: each head's score of a key
-    without a value, that every query sees. scales: of k and v in e4m3, which are multiplied as
-    halves where q is bfloat16. float32 inside.
+    q: [R, heads, dim]; rows may be strided.
+    k, v: [pages, page_size, kv_heads, dim], laid out alike; dim is a power of two, in e4m3 at least
+        32.
+    rows: split by `split_rows` with the same config, window and prefixes.
+    scale: of scores.
+    out: [R, heads, dim]; rows without keys are not written.
+    workspace: large enough for the rows and their splits.
+    window: keys that a query sees, its own included.
+    use_pdl: False right after the rows were split: the launch reads splits before the kernel before
+        has ended, but nothing else.
+    sinks: [heads], attention sinks: a score without a value that every query of the head sees.
+    scales: of k and v in e4m3, which are multiplied as float16 where q is bfloat16.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
-    k, v, narrow = in_pairs(k), in_pairs(v), k.dtype == E4M3
+    k, v, is_e4m3 = as_int16_pairs(k), as_int16_pairs(v), k.dtype == E4M3
     if count:
-        group, runs = heads // kv_heads, rows.runs
-        seats = 0 if runs is None else cut.seats(group)
-        pieces = most_pieces(count, cut, seats)
-        launches = [(EVERY, pieces, cut.reads)]
-        if seats and cut.of_runs is not None:
-            runs_alone = most_of_runs(count, cut, seats)
-            launches = [(OF_RUNS, runs_alone, cut.of_runs), (OF_ROWS, pieces, cut.reads)]
-        for which, most, reads in launches:
-            _attend[(kv_heads, most)](
-                q, k, v, out, scratch.sums, scratch.scales, scratch.shared_sums,
-                scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,
-                rows.pieces, runs and runs.members, runs and runs.merges, sinks,
+        group, prefixes = heads // kv_heads, rows.prefixes
+        prefix_rows = 0 if prefixes is None else config.rows_per_prefix_tile(group)
+        splits = max_total_splits(count, config, prefix_rows)
+        launches = [(ALL_SPLITS, splits, config.load)]
+        if prefix_rows and config.prefix_load is not None:
+            prefix_splits = max_prefix_splits(count, config, prefix_rows)
+            launches = [
+                (PREFIX_SPLITS, prefix_splits, config.prefix_load),
+                (ROW_SPLITS, splits, config.load),
+            ]
+        for which, programs, load in launches:
+            _decode_attention_kernel[(kv_heads, programs)](
+                q, k, v, out, workspace.partial_out, workspace.partial_max_sum,
+                workspace.prefix_partial_out, workspace.prefix_partial_max_sum, workspace.counters,
+                rows.seq_lens, rows.kv_indptr, rows.kv_indices, rows.splits,
+                prefixes and prefixes.members, prefixes and prefixes.merges, sinks,
                 scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
                 k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
-                BLOCK=reads.block, SPLITS=cut.splits,
-                TILE=max(TILE, triton.next_power_of_2(group)), SHARED=cut.tile if seats else 0,
-                WINDOWED=window is not None, SINKS=sinks is not None, NARROW=narrow, PIECES=which,
-                num_warps=reads.warps, num_stages=reads.stages,
-                **(early_launch(q.device) if early else {"EARLY": False}),
+                BLOCK=load.block_n, MAX_SPLITS=config.max_splits,
+                QUERY_ROWS=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)),
+                PREFIX_QUERIES=config.prefix_queries if prefix_rows else 0,
+                WINDOWED=window is not None, SINKS=sinks is not None, E4M3_PAGES=is_e4m3,
+                WHICH_SPLITS=which, num_warps=load.num_warps, num_stages=load.num_stages,
+                **pdl_options(q.device) if use_pdl else {"USE_PDL": False},
             )  # fmt: skip
     return out
 
@@ -479,13 +554,13 @@ def decode_attention_reference(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
-    scales: Scales = ONES,
+    scales: KVScales = UNIT_KV_SCALES,
 ) -> torch.Tensor:
-    """The same in plain torch, row by row in float32: [R, heads, dim]."""
+    """`decode_attention` in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]
     found = []
-    for row, length in enumerate(rows.lengths.tolist()):
-        pages = rows.indices[int(rows.indptr[row]) :][: -(-length // k.shape[1])].long()
+    for row, length in enumerate(rows.seq_lens.tolist()):
+        pages = rows.kv_indices[int(rows.kv_indptr[row]) :][: -(-length // k.shape[1])].long()
         begin = 0 if window is None else max(length - window, 0)
         keys, values = (
             (cache[pages].flatten(0, 1)[begin:length].float() * one).repeat_interleave(group, dim=1)

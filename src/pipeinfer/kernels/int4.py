@@ -1,13 +1,15 @@
-"""Products with weights of four bits: of few rows by tensor cores, of many behind decoding.
+"""GEMMs with weights of four bits: of small M by tensor cores; for others the weights are
+dequantized.
 
-A product of few rows takes as long as its weights take to read, if one costs three instructions
-at most: the bits of two become mantissas in one register, and lie where a tensor core wants them.
-Needs triton. Knows rows and weights, no layer and no file; int4_layout.py has the layout.
+A GEMM of few rows takes as long as its weights take to read, if a weight costs three instructions
+at
+most: the bits of two weights become mantissas in one register, and lie where a tensor core wants
+them. Needs triton. Knows rows and weights, no layer and no file; formats.py has the layout.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.int4_layout import BLOCK_WORDS, EACH, RUN
-from pipeinfer.kernels.int4_tiles import Int4Tiles
-from pipeinfer.kernels.prefetch import prefetch
+from pipeinfer.kernels.formats import INT4_PER_WORD, INT4_TILE_K, WORDS_PER_THREAD
+from pipeinfer.kernels.tile_configs import Int4GemmConfig
+from pipeinfer.kernels.triton_support import pdl_options, prefetch_l2
 
-COLUMNS = tl.constexpr(RUN)
-WORDS = tl.constexpr(RUN // EACH)  # of a run
-BLOCKS = tl.constexpr(BLOCK_WORDS)  # words that a thread of a tensor core has side by side
+_TILE_K = tl.constexpr(INT4_TILE_K)
+_TILE_WORDS = tl.constexpr(INT4_TILE_K // INT4_PER_WORD)
+_THREAD_WORDS = tl.constexpr(WORDS_PER_THREAD)
+DEQUANTIZE_BLOCK_N = 32  # columns of the product that a program of `int4_dequantize` has
 
 
 @triton.jit
-def _number(words, PLACE: tl.constexpr):
-    """float32 of the numbers at PLACE of `words`. As the mantissa's bits from P on they are
-    2 ** (23 - P) too much, which a subtraction takes off exactly."""
+def _integer_at(words, PLACE: tl.constexpr):
+    """float32 of the numbers at PLACE of `words`. As the bits of a mantissa from P on they are
+    2 ** (23 - P) too large, which a subtraction takes off exactly."""
     P: tl.constexpr = 4 * PLACE if PLACE < 5 else 4 * PLACE - 12
     if PLACE >= 5:
         words = words >> 12
@@ -39,215 +41,245 @@ def _number(words, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _ready(kept, at, kind: tl.constexpr, HALVES: tl.constexpr):
-    """(zeros, scales) of kept [.., 2] at pair `at`, as _pair wants them: float32, or int32 of a
-    value twice. The numbers have 128 too much as bfloat16, 1,024 as float16, the zeros so, too."""
-    if HALVES:
-        both = tl.load(kept + at)
-        if kind == tl.bfloat16:
-            low = tl.inline_asm_elementwise(
+def _load_zeros_scales(scales_zeros, at, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """(zeros, scales) of scales_zeros [.., 2] at `at`, as _dequantize_pair wants them.
+
+    float32; if PAIRS, int32 that hold a value twice. Integers made from mantissas are 128 too large
+    in bfloat16, 1,024 in float16; so are the zeros then.
+    """
+    if PAIRS:
+        both = tl.load(scales_zeros + at)
+        if dtype == tl.bfloat16:
+            zero = tl.inline_asm_elementwise(
                 "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x43004300;"
                 " add.rn.bf16x2 $0, t, u; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
         else:
-            low = tl.inline_asm_elementwise(
+            zero = tl.inline_asm_elementwise(
                 "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x64006400;"
                 " add.rn.f16x2 $0, t, u; }",
                 "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
-        wide = tl.inline_asm_elementwise(
+        scale = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, 0, 0x1010;", "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        wide = tl.load(kept + 2 * at).to(tl.float32)
-        low = tl.load(kept + 2 * at + 1).to(tl.float32)
-    return low, wide
+        scale = tl.load(scales_zeros + 2 * at).to(tl.float32)
+        zero = tl.load(scales_zeros + 2 * at + 1).to(tl.float32)
+    return zero, scale
 
 
 @triton.jit
-def _pair(words, low, wide, P: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr):
-    """[.., 2] of kind: (number - low) * wide, of numbers P and P + 4 of each of `words`."""
-    if HALVES:
+def _dequantize_pair(words, zero, scale, P: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """[.., 2] of dtype: (number - zero) * scale, of numbers P and P + 4 of each of `words`."""
+    if PAIRS:
         shifted = words >> (4 * P)
-        if kind == tl.bfloat16:
+        if dtype == tl.bfloat16:
             first, second = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA;"
                 " sub.rn.bf16x2 t, t, $3; mul.rn.bf16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
-                "=h,=h,r,r,r", [shifted, low, wide], dtype=(tl.bfloat16, tl.bfloat16),
+                "=h,=h,r,r,r", [shifted, zero, scale], dtype=(tl.bfloat16, tl.bfloat16),
                 is_pure=True, pack=1,
             )  # fmt: skip
         else:
             first, second = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA;"
                 " sub.rn.f16x2 t, t, $3; mul.rn.f16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
-                "=h,=h,r,r,r", [shifted, low, wide], dtype=(tl.float16, tl.float16),
+                "=h,=h,r,r,r", [shifted, zero, scale], dtype=(tl.float16, tl.float16),
                 is_pure=True, pack=1,
             )  # fmt: skip
     else:
-        first = ((_number(words, P) - low) * wide).to(kind)
-        second = ((_number(words, P + 4) - low) * wide).to(kind)
+        first = ((_integer_at(words, P) - zero) * scale).to(dtype)
+        second = ((_integer_at(words, P + 4) - zero) * scale).to(dtype)
     return tl.join(first, second)
 
 
 @triton.jit
-def _group(
-    kept, column, run, P: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr,
+def _group_zeros_scales(
+    scales_zeros, column, k_tile, P: tl.constexpr, BLOCK_N: tl.constexpr, N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros and scales [COUNT, WORDS] of pair P of a run's words."""
-    first = run * COLUMNS + P * (2 * WORDS)
-    if GROUP >= 2 * WORDS:
-        low, wide = _ready(kept, first // GROUP * WIDTH + column, kind, HALVES)
-        low, wide = low[:, None], wide[:, None]
+    """Zeros and scales [BLOCK_N, _TILE_WORDS] of pair P of a tile's words."""
+    first = k_tile * _TILE_K + P * (2 * _TILE_WORDS)
+    if GROUP_SIZE >= 2 * _TILE_WORDS:
+        zero, scale = _load_zeros_scales(
+            scales_zeros, first // GROUP_SIZE * N + column, dtype, PAIRS
+        )
+        zero, scale = zero[:, None], scale[:, None]
     else:  # 16 columns: the upper half of a thread's words has the next group
-        word = tl.arange(0, WORDS)
-        at = first // GROUP + word % BLOCKS // 2
-        low, wide = _ready(kept, at[None, :] * WIDTH + column[:, None], kind, HALVES)
-    return tl.broadcast_to(low, (COUNT, WORDS)), tl.broadcast_to(wide, (COUNT, WORDS))
+        word = tl.arange(0, _TILE_WORDS)
+        at = first // GROUP_SIZE + word % _THREAD_WORDS // 2
+        zero, scale = _load_zeros_scales(
+            scales_zeros, at[None, :] * N + column[:, None], dtype, PAIRS
+        )
+    zero = tl.broadcast_to(zero, (BLOCK_N, _TILE_WORDS))
+    return zero, tl.broadcast_to(scale, (BLOCK_N, _TILE_WORDS))
 
 
 @triton.jit
-def _weights(
-    words, kept, column, run, COUNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    kind: tl.constexpr, HALVES: tl.constexpr,
+def _dequantize_tile(
+    words, scales_zeros, column, k_tile, BLOCK_N: tl.constexpr, N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """[COUNT, COLUMNS] of kind: those of words [COUNT, WORDS], one run of each column."""
-    low, wide = _group(kept, column, run, 0, COUNT, WIDTH, GROUP, kind, HALVES)
-    a = _pair(words, low, wide, 0, kind, HALVES)
-    if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 1, COUNT, WIDTH, GROUP, kind, HALVES)
-    b = _pair(words, low, wide, 1, kind, HALVES)
-    if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 2, COUNT, WIDTH, GROUP, kind, HALVES)
-    c = _pair(words, low, wide, 2, kind, HALVES)
-    if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 3, COUNT, WIDTH, GROUP, kind, HALVES)
-    d = _pair(words, low, wide, 3, kind, HALVES)
+    """[BLOCK_N, _TILE_K] of dtype, of words [BLOCK_N, _TILE_WORDS]: one tile of each column."""
+    zero, scale = _group_zeros_scales(
+        scales_zeros, column, k_tile, 0, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
+    )
+    a = _dequantize_pair(words, zero, scale, 0, dtype, PAIRS)
+    if GROUP_SIZE < _TILE_K:
+        zero, scale = _group_zeros_scales(
+            scales_zeros, column, k_tile, 1, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
+        )
+    b = _dequantize_pair(words, zero, scale, 1, dtype, PAIRS)
+    if GROUP_SIZE < _TILE_K:
+        zero, scale = _group_zeros_scales(
+            scales_zeros, column, k_tile, 2, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
+        )
+    c = _dequantize_pair(words, zero, scale, 2, dtype, PAIRS)
+    if GROUP_SIZE < _TILE_K:
+        zero, scale = _group_zeros_scales(
+            scales_zeros, column, k_tile, 3, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
+        )
+    d = _dequantize_pair(words, zero, scale, 3, dtype, PAIRS)
     # column, thread of four, its word, neighbour, pair's upper and lower bit
     all_four = tl.join(tl.join(a, c), tl.join(b, d))
-    all_four = tl.reshape(all_four, (COUNT, WORDS // BLOCKS, BLOCKS, 2, 2, 2))
-    return tl.reshape(tl.permute(all_four, (0, 4, 5, 2, 1, 3)), (COUNT, COLUMNS))
+    all_four = tl.reshape(all_four, (BLOCK_N, _TILE_WORDS // _THREAD_WORDS, _THREAD_WORDS, 2, 2, 2))
+    return tl.reshape(tl.permute(all_four, (0, 4, 5, 2, 1, 3)), (BLOCK_N, _TILE_K))
 
 
 @triton.jit
-def _few_rows(
-    x, numbers, kept, bias, parts, out, arrived, rows, x_stride, WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
-    RUNS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, MERGED: tl.constexpr,
-    HALVES: tl.constexpr, EARLY: tl.constexpr,
+def _int4_small_m_kernel(
+    x, packed, scales_zeros, bias, parts, out, counters, rows, x_stride, N: tl.constexpr,
+    K: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    K_TILES: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, PAIRS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns, split of the depth, rows): one tile of parts [SPLITS, rows, WIDTH].
+    """Program (BLOCK_N columns, split of K, BLOCK_M rows): one tile of parts [SPLIT_K, rows, N].
 
-    MERGED: who comes last to a tile, by `arrived`, adds its parts in their order into `out`.
+    MERGE_SPLITS: the last program of a tile, by `counters`, adds its parts in order into `out`.
+    PAIRS: two weights are dequantized at once.
     """
-    share: tl.constexpr = DEPTH // COLUMNS // SPLITS  # runs
-    kind: tl.constexpr = x.dtype.element_ty
-    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tiles_per_split: tl.constexpr = K // _TILE_K // SPLIT_K
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = (row < rows)[:, None]
-    total = tl.zeros((COUNT, ROWS), tl.float32)
-    right = numbers + (split * share).to(tl.int64) * (WIDTH * WORDS) + column[:, None] * WORDS
-    left = x + row[:, None] * x_stride + split * (share * COLUMNS)
-    if EARLY:
-        prefetch(right + tl.arange(0, RUNS)[None, :] * (WIDTH * WORDS))
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    right = packed + (split * tiles_per_split).to(tl.int64) * (N * _TILE_WORDS)
+    right += column[:, None] * _TILE_WORDS
+    left = x + row[:, None] * x_stride + split * (tiles_per_split * _TILE_K)
+    if USE_PDL:
+        prefetch_l2(right + tl.arange(0, K_TILES)[None, :] * (N * _TILE_WORDS))
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
-    right += tl.arange(0, WORDS)[None, :]
-    left += tl.arange(0, COLUMNS)[None, :]
-    for begin in range(0, share, RUNS):
-        for inner in tl.static_range(RUNS):
-            run = begin + inner
-            words = tl.load(right + run * (WIDTH * WORDS))
-            a = tl.load(left + run * COLUMNS, mask=real, other=0.0)
-            w = _weights(
-                words, kept, column, split * share + run, COUNT, WIDTH, GROUP, kind, HALVES
+    right += tl.arange(0, _TILE_WORDS)[None, :]
+    left += tl.arange(0, _TILE_K)[None, :]
+    for first_tile in range(0, tiles_per_split, K_TILES):
+        for inner in tl.static_range(K_TILES):
+            k_tile = first_tile + inner
+            words = tl.load(right + k_tile * (N * _TILE_WORDS))
+            a = tl.load(left + k_tile * _TILE_K, mask=real, other=0.0)
+            of_all = split * tiles_per_split + k_tile
+            w = _dequantize_tile(
+                words, scales_zeros, column, of_all, BLOCK_N, N, GROUP_SIZE, dtype, PAIRS
             )
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
-    if BIASED:
+    if HAS_BIAS:
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
-    to = row[:, None] * WIDTH + column[None, :]
-    tl.store(parts + split * rows * WIDTH + to, total, mask=real)
-    if MERGED:
+    to = row[:, None] * N + column[None, :]
+    tl.store(parts + split * rows * N + to, total, mask=real)
+    if MERGE_SPLITS:
         tl.debug_barrier()
-        tile = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        tile = counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         before = tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu")
-        if before == SPLITS - 1:
-            whole = tl.zeros((ROWS, COUNT), tl.float32)
-            for part in tl.static_range(SPLITS):
+        if before == SPLIT_K - 1:
+            whole = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for part in tl.static_range(SPLIT_K):
                 whole += tl.load(
-                    parts + part * rows * WIDTH + to, mask=real, other=0.0, cache_modifier=".cg"
+                    parts + part * rows * N + to, mask=real, other=0.0, cache_modifier=".cg"
                 )
             tl.store(out + to, whole, mask=real)
             tl.store(tile, 0)
 
 
 @triton.jit
-def _decode(
-    numbers, kept, out, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    COUNT: tl.constexpr, HALVES: tl.constexpr,
+def _int4_dequantize_kernel(
+    packed, scales_zeros, out, N: tl.constexpr, K: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns of the product, run of the depth)."""
-    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    run = tl.program_id(1)
+    """Program (BLOCK_N columns of the product, tile of K)."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k_tile = tl.program_id(1)
     row = column.to(tl.int64)[:, None]
-    words = tl.load(numbers + (run * WIDTH + row) * WORDS + tl.arange(0, WORDS)[None, :])
-    w = _weights(words, kept, column, run, COUNT, WIDTH, GROUP, out.dtype.element_ty, HALVES)
-    tl.store(out + row * DEPTH + run * COLUMNS + tl.arange(0, COLUMNS)[None, :], w)
+    words = tl.load(packed + (k_tile * N + row) * _TILE_WORDS + tl.arange(0, _TILE_WORDS)[None, :])
+    w = _dequantize_tile(
+        words, scales_zeros, column, k_tile, BLOCK_N, N, GROUP_SIZE, out.dtype.element_ty, PAIRS
+    )
+    tl.store(out + row * K + k_tile * _TILE_K + tl.arange(0, _TILE_K)[None, :], w)
 
 
-def few_rows(
+def int4_small_m_gemm(
     x: torch.Tensor,
-    numbers: torch.Tensor,
-    kept: torch.Tensor,
-    cut: Int4Tiles,
+    packed: torch.Tensor,
+    scales_zeros: torch.Tensor,
+    config: Int4GemmConfig,
     bias: torch.Tensor | None = None,
-    arrived: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of x [T, depth] with the weights' transpose, plus bias [width].
+    """x @ weight.T + bias, for weights of four bits, which are rounded to x's dtype; sums are
+    float32.
 
-    numbers: int32 [runs, width, 16]; kept: [depth / group, width, 2] of x's dtype, scales and
-    zeros; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
-    splits * runs the runs of the depth. Rows of x may be strided. Weights are rounded to x's dtype;
-    sums are float32.
+    x: [T, depth]; rows may be strided.
+    packed: int32 [tiles, width, 16], see formats.py.
+    scales_zeros: [depth / group, width, 2] of x's dtype, scales and zeros; a group is whole tiles,
+        or 16, 32 or 64 columns.
+    config: block_n divides width, and split_k * k_tiles the tiles of the depth.
+    bias: [width].
+    counters: int32, a zero for each tile of the result if there are splits; zeros again afterwards.
 
-    arrived: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
-    [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
+    With counters the result is [1, T, width] of x's dtype; without them float32 [split_k, T,
+    width], whose sum over the first dimension remains to be made.
     """
-    (height, depth), width = x.shape, numbers.shape[1]
-    merged = arrived is not None and cut.splits > 1
+    (height, depth), width = x.shape, packed.shape[1]
+    merged = counters is not None and config.split_k > 1
     parts = torch.empty(
-        cut.splits, height, width, device=x.device,
-        dtype=x.dtype if arrived is not None and not merged else torch.float32,
+        config.split_k, height, width, device=x.device,
+        dtype=x.dtype if counters is not None and not merged else torch.float32,
     )  # fmt: skip
     out = torch.empty(1, height, width, dtype=x.dtype, device=x.device) if merged else parts
     if height:
-        halves = _halves(x.dtype, x.device)
-        _few_rows[(width // cut.columns, cut.splits, triton.cdiv(height, cut.rows))](
-            x, numbers, kept.view(torch.int32) if halves else kept, bias, parts, out, arrived,
-            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // kept.shape[0],
-            ROWS=cut.rows, COUNT=cut.columns, RUNS=cut.runs, SPLITS=cut.splits,
-            BIASED=bias is not None, MERGED=merged, HALVES=halves,
-            num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.device),
+        pairs = _pairs_at_once(x.dtype, x.device)
+        grid = width // config.block_n, config.split_k, triton.cdiv(height, config.block_m)
+        _int4_small_m_kernel[grid](
+            x, packed, scales_zeros.view(torch.int32) if pairs else scales_zeros, bias, parts, out,
+            counters, height, x.stride(0), N=width, K=depth,
+            GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n, K_TILES=config.k_tiles, SPLIT_K=config.split_k,
+            HAS_BIAS=bias is not None, MERGE_SPLITS=merged, PAIRS=pairs,
+            num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x.device),
         )  # fmt: skip
     return out
 
 
-def decode(numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
-    (runs, width, _), columns = numbers.shape, 32
-    depth = runs * RUN
-    out = torch.empty(width, depth, dtype=dtype, device=numbers.device)
-    halves = _halves(dtype, numbers.device)
-    _decode[(width // columns, runs)](
-        numbers, kept.view(torch.int32) if halves else kept, out, WIDTH=width, DEPTH=depth,
-        GROUP=depth // kept.shape[0], COUNT=columns, HALVES=halves, num_warps=4,
+def int4_dequantize(
+    packed: torch.Tensor, scales_zeros: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weights [width, depth] in `dtype`; arguments as for `int4_small_m_gemm`."""
+    tiles, width, _ = packed.shape
+    depth = tiles * INT4_TILE_K
+    out = torch.empty(width, depth, dtype=dtype, device=packed.device)
+    pairs = _pairs_at_once(dtype, packed.device)
+    _int4_dequantize_kernel[(width // DEQUANTIZE_BLOCK_N, tiles)](
+        packed, scales_zeros.view(torch.int32) if pairs else scales_zeros, out, N=width, K=depth,
+        GROUP_SIZE=depth // scales_zeros.shape[0], BLOCK_N=DEQUANTIZE_BLOCK_N, PAIRS=pairs,
+        num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _halves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether two weights are made at once: by instructions that the interpreter has not."""
+def _pairs_at_once(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether two weights are dequantized at once, by instructions that the interpreter lacks."""
     return device.type == "cuda" and dtype != torch.float32

@@ -1,53 +1,259 @@
-"""What a device computes around a model, whichever device it is: two sets of eleven functions.
+"""What a device computes around a model: the tensors of a step and of slots, and the kernels.
 
-`kernels.host` has them in NumPy, `kernels.by_triton` for GPUs; each is a module that fits Kernels.
-Knows tensors; no request, no model and no attention.
+`Kernels` has eleven functions. `kernels.host` has them in NumPy, `kernels.by_triton` for GPUs; each
+is a module that fits the protocol. Knows tensors; no request, no model and no attention. Needs no
+triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from pipeinfer.kernels.tables import BySlot, DeviceStep, EditsBySlot
+NO_LOGITS = -(2**31)  # in DeviceStep.logits_rows: nothing is sampled after this row
+NO_SLOT = -1  # in DeviceStep.slot_mapping: the keys and values of this token are not stored
+NO_LOGIT_KEY = -(2**63)  # among packed logit keys: no id has this place
+GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 
-# Sampling tensors of S rows of logits, by name: the fields of engine/step_builder.py, a seed as the
-# bits of the uint64; sample_positions, write_slots: int64.
+
+@dataclass(frozen=True, order=True)
+class GraphShape:
+    """The size of a step, and the capacity of a CUDA graph.
+
+    tokens: of all rows.
+    decodes: rows of one token.
+    prefills: rows of more tokens.
+    shared_prefix: decode rows with a common prefix read it once; this takes kernels that other
+        steps need not run.
+    """
+
+    tokens: int
+    decodes: int
+    prefills: int
+    shared_prefix: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Decode rows, then prefill rows."""
+        return self.decodes + self.prefills
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step on the device: views, of one shape, of buffers at fixed addresses.
+
+    The last of four descriptions of a step: Plan (messages.py), Rows (memory/rows.py), Step
+    (step.py), DeviceStep. R rows, T tokens, P prefill rows and S rows of logits are capacities: in
+    a graph some are padding. Everything is written on the forward stream and read by kernels alone,
+    except by attention backends of the CPU.
+
+    shape: R, T and P.
+    padded: whether the step runs in a graph, so that rows may be padding.
+
+    Uploaded by the host, int32, as step_buffers.py lays it out and packs it:
+
+    num_changes [1], changes [2 n]: the first num_changes pairs (index, value) are written into
+        SlotState.words before anything else.
+    slots, starts, counts [R]: as in Step. A padding row has the padding slot (the last one),
+        start 0 and count 0.
+    logits_rows [R]: the row of logits that belongs to the row; -1 - s: the row is padding, and
+        takes row s; NO_LOGITS: none. Each row of logits is named once.
+    tokens [T]: known ids; -1 stands for last_token[slot].
+    prefix_leaders, prefix_ranks [R]: as in Step.shared_prefixes; None in shapes without.
+
+    Written by Kernels.prepare_inputs, from these and from SlotTables:
+
+    input_ids, positions int64 [T]: padding tokens are id 0 at position 0.
+    slot_mapping int64 [T]: page * page_size + offset in the KV cache; NO_SLOT for padding.
+    qo_indptr int32 [R + 1]: the first token of each row.
+    prefill_qo_indptr int32 [P + 1]: the same of prefill rows, less `prefill_query_base`.
+    seq_lens int32 [R]: tokens of a row after the step.
+    last_page_len int32 [R]: tokens in a row's last page.
+    kv_indptr int32 [R + 1]: a row's pages begin at kv_indices[kv_indptr[r]].
+    kv_indices int32: pages row after row if `lists_pages`, else the page table of all slots.
+    block_table int32 [n, pages]: pages of the last n rows, for backends that want them by row.
+    logits_indices int64 [S]: the token from which a row of logits is computed.
+    write_slots int64 [S]: the slot of last_token that gets the sampled id.
+    sample_positions int64 [S]: the position of the sampled id.
+    sampling_words int32: the words of SlotTables.sampling_words, by row of logits.
+    sampling: sampling tensors [S] by name, views of the three before.
+    """
+
+    shape: GraphShape
+    padded: bool
+    num_changes: torch.Tensor
+    changes: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    logits_rows: torch.Tensor
+    tokens: torch.Tensor
+    prefix_leaders: torch.Tensor | None
+    prefix_ranks: torch.Tensor | None
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    qo_indptr: torch.Tensor
+    prefill_qo_indptr: torch.Tensor
+    seq_lens: torch.Tensor
+    last_page_len: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    block_table: torch.Tensor
+    logits_indices: torch.Tensor
+    write_slots: torch.Tensor
+    sample_positions: torch.Tensor
+    sampling_words: torch.Tensor
+    sampling: Mapping[str, torch.Tensor]
+    lists_pages: bool = False
+
+    @property
+    def num_logits(self) -> int:
+        """S: rows of logits."""
+        return len(self.logits_indices)
+
+    @property
+    def logits_of_every_token(self) -> bool:
+        """Whether token t has row t of the logits: in graphs of decodes."""
+        return self.padded and not self.shape.prefills
+
+    @property
+    def padding_row_tokens(self) -> int:
+        """Tokens and keys of a padding row: 1 in a step of decodes, whose rows all have one; 0
+        beside prompts, where a padding row must not read or write anything."""
+        return int(not self.shape.prefills)
+
+    @property
+    def prefill_query_base(self) -> int:
+        """The token from which prefill_qo_indptr counts: the first one of a graph, because the
+        number of real decode rows changes from replay to replay; else the first one after the
+        decode rows."""
+        return 0 if self.padded else self.shape.decodes
+
+    def qo_indptr_of(self, begin: int, end: int) -> torch.Tensor:
+        """int32 [end - begin + 1]: the first query of rows begin .. end - 1, which are the decode
+        rows or all the others."""
+        return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
+
+    def block_table_of(self, begin: int, end: int) -> torch.Tensor:
+        """int32 [end - begin, pages]: block_table of rows begin .. end - 1."""
+        missing = len(self.seq_lens) - len(self.block_table)
+        return self.block_table[begin - missing : end - missing]
+
+
+@dataclass(frozen=True)
+class SlotTables:
+    """What lies on the device by slot; the last slot is the padding slot.
+
+    page_table: int32 [slots, pages].
+    sampling_words: int32, field after field: `num_wide` fields of two words a slot, then
+        `num_narrow` fields of one.
+    last_token: int64 [slots].
+    """
+
+    page_table: torch.Tensor
+    sampling_words: torch.Tensor
+    last_token: torch.Tensor
+    num_wide: int
+    num_narrow: int
+
+
+# Words before all others in a slot's row of SlotBadWords: the number of sequences, the position at
+# which the output begins, the tokens known when the request was admitted, and the ids of the
+# longest sequence.
+BAD_WORDS_HEADER = 4
+
+
+@dataclass(frozen=True)
+class SlotBadWords:
+    """Sequences of ids that a slot's output must not have ("bad words").
+
+    words: int32 [slots, n]; in each row
+
+        | header: BAD_WORDS_HEADER | history | 0, ends of sequences | ids, sequence by sequence |
+
+    history: the last ids of the output that are kept, a power of two; the id at position p is at
+        p % history.
+    max_sequences: sequences that have room in a row.
+    last_token: int64 [slots], that of SlotTables.
+    """
+
+    words: torch.Tensor
+    history: int
+    max_sequences: int
+    last_token: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SlotLogitBias:
+    """Logit bias, suppressed ids, allowed ids and bad words, by slot.
+
+    counts: int32 [slots], entries of a slot; below 0: -counts entries, and no id besides theirs is
+        sampled (allowed ids).
+    words: int32 [3, slots, max_entries]: the id, which differs from all others of the slot; the
+        bits of the float32 bias; the position before which the id is not sampled (suppressed).
+    bad_words: see SlotBadWords.
+    """
+
+    counts: torch.Tensor
+    words: torch.Tensor
+    bad_words: SlotBadWords
+
+
+# Sampling tensors [S] of the rows of logits, by name: the fields of engine/step_builder.py (a seed
+# as the bits of the uint64), and sample_positions and write_slots, int64.
 SamplingTensors = Mapping[str, torch.Tensor]
 
 
 class Kernels(Protocol):
-    """All on the current stream and without a synchronisation; grids depend on capacities only."""
+    """What a device computes around the model.
 
-    def write_words(self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /) -> None:
-        """words[index] = value for the first `count` int32 [1] of the (index, value) in `pairs`,
-        int32 [2n], of which no two have one index and different values."""
-        ...
+    All on the current stream and without synchronisation; grids depend on capacities only. Where a
+    rank has a shard of the vocabulary, logits [S, shard] are those of the ids from `first_id` on.
+    """
 
-    def expand(self, step: DeviceStep, held: BySlot, page_size: int, /) -> None:
-        """Fills what DeviceStep says from what was uploaded of the step and lies in its slots."""
-        ...
+    def scatter_words(
+        self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /
+    ) -> None:
+        """words[index] = value, for the first pairs (index, value).
 
-    def edit(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
-        edits: EditsBySlot, first_id: int, values: bool, /,
-    ) -> None:  # fmt: skip
-        """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S].
-
-        First, unless `values`, the last token of slots with bans joins their recent ids, if it was
-        sampled there. values: also add what edits add, to logits of float32. In fewer bits, ids
-        that were raised as much as each other would be equal: near 100, bfloat16 counts in halves.
+        pairs: int32 [2 n]; no two have one index and different values.
+        count: int32 [1], the pairs that count.
+        words: int32.
         """
         ...
 
-    def mask(
+    def prepare_inputs(self, step: DeviceStep, slot_tables: SlotTables, page_size: int, /) -> None:
+        """Fills the second half of DeviceStep from the uploaded one and from the slots."""
+        ...
+
+    def apply_logit_bias(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+        bias: SlotLogitBias, first_id: int, add_bias: bool, /,
+    ) -> None:  # fmt: skip
+        """Suppresses ids in place, and adds logit bias if `add_bias`.
+
+        logits: [S, shard]; float32 if add_bias. In bfloat16, which counts in halves near 100, ids
+            with the same bias would become equal.
+        slots, positions: int64 [S], of each row of logits.
+        add_bias: False: the last token of slots with bad words also joins their history, if it was
+            sampled in this slot.
+        """
+        ...
+
+    def apply_token_bitmask(
         self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int, /
     ) -> None:
-        """Makes -inf, in place, of the logits [S, ids], those from `first_id` on, of `rows` int64
-        [N] what their masks forbid: words int32 [N, W], a bit for each id, the lowest first, 1 for
-        those that are allowed. Ids without a bit are forbidden."""
+        """Sets forbidden logits to -inf, in place.
+
+        logits: [S, shard].
+        rows: int64 [N], the rows of logits that have a mask.
+        words: int32 [N, W], a bit for each id of the vocabulary, the lowest first: 1 is allowed.
+            Ids without a bit are forbidden.
+        """
         ...
 
     def sample(
@@ -58,48 +264,65 @@ class Kernels(Protocol):
         truncate: bool,
         /,
     ) -> torch.Tensor:
-        """int64 [S, 2], of each row how many tokens it gave and which, from logits [S, vocab]; ids
-        also go to last_token at `write_slots`. A row with a NaN, or whose maximum is not finite,
-        gives none, and its id is 0. truncate False promises that no row has top-k, top-p or min-p.
+        """int64 [S, 2]: the number of tokens of each row, and the sampled id.
+
+        logits: [S, vocab].
+        last_token: int64 [slots]; gets the ids at `write_slots`.
+        truncate: False promises that no row has top-k, top-p or min-p.
+
+        A row with a NaN, or whose maximum is not finite, gives 0 tokens, and its id is 0.
         """
         ...
 
-    def offer(
+    def local_argmax(
         self, logits: torch.Tensor, sampling: SamplingTensors, first_id: int, /
     ) -> torch.Tensor:
-        """What a rank offers for rows of logits [S, share], those of ids `first_id` and following:
-        one row of numbers each, which only `choose` reads. For rows that nothing truncates.
+        """[S, n]: a rank's best candidate for each row of logits [S, shard], which only
+        `global_argmax` reads. With the rows' sampling noise; for rows without top-k, top-p and
+        min-p.
         """
         ...
 
-    def choose(
-        self, offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, /
+    def global_argmax(
+        self, candidates: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, /
     ) -> torch.Tensor:
-        """As `sample`, from the offers of all ranks [ranks, S, ...]; of equal scores the lowest
+        """As `sample`, from the candidates [ranks, S, n] of all ranks; of equal scores the lowest
         id."""
         ...
 
-    def scores(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 most]: the scores (pipeinfer/wire.py) of `ids` int64 [N], each with
-        `most` alternatives, up to 20, from logits [N, vocab]. Sums are float32. Of equal logits the
-        lowest id is the likeliest."""
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, num_top: int, /) -> torch.Tensor:
+        """int32 [N, 2 + 2 num_top]: the scores (pipeinfer/wire.py) of `ids` int64 [N], each with
+        `most` alternatives, as pipeinfer/logprobs.py lays them out.
+
+        logits: [N, vocab]. Sums are float32; of equal logits the lowest id is the likeliest.
+        ids: int64 [N].
+        num_top: the likeliest ids that are given beside each, up to 20.
+        """
         ...
 
-    def own_keys(self, logits: torch.Tensor, ids: torch.Tensor, first_id: int, /) -> torch.Tensor:
-        """int64 [N]: each of `ids` int64 [N] with its logit as one number, which orders them as
-        their logits do, and of equal ones the lowest id highest; tables.NO_KEY for those that are
-        not among logits [N, share] of the ids from `first_id` on."""
+    def logit_keys(self, logits: torch.Tensor, ids: torch.Tensor, first_id: int, /) -> torch.Tensor:
+        """int64 [N], packed logit keys: one number of a logit and its id, larger for the larger
+        logit, and of equal ones for the lower id; NO_LOGIT_KEY for ids outside of this shard.
+
+        logits: [N, shard].
+        ids: int64 [N].
+        """
         ...
 
-    def survey(
-        self, logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int, /
+    def local_topk(
+        self, logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int, /
     ) -> torch.Tensor:
-        """int64 [N, 2 + most], what a rank says of its share: the bits of float32
-        log(sum(exp(logit))), how many ids are above `own` [N], keys, and the `most` greatest keys,
-        falling."""
+        """int64 [N, 2 + num_top], a rank's record: the bits of float32 logsumexp(logits), the
+        number of keys above the row's own, and the greatest keys, falling.
+
+        logits: [N, shard].
+        own_keys: int64 [N], of `logit_keys`.
+        """
         ...
 
-    def tell(self, records: torch.Tensor, own: torch.Tensor, /) -> torch.Tensor:
-        """As `scores`, of the ids of `own` keys, from what all ranks have said, int64
-        [ranks, N, 2 + most]."""
+    def merge_topk(self, records: torch.Tensor, own_keys: torch.Tensor, /) -> torch.Tensor:
+        """As `logprobs`, from the records int64 [ranks, N, 2 + num_top] of all ranks.
+
+        own_keys: int64 [N], the greatest of all ranks' keys of each id.
+        """
         ...

@@ -19,8 +19,8 @@ HALF = np.uint64(32)
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 ROUNDS = 10
-LARGEST = np.float32(1 - 2.0**-24)
-BLOCK_WORDS = 1 << 18  # words made at a time, so that the intermediate arrays stay in the cache
+LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
+WORDS_PER_BLOCK = 1 << 18  # words made at a time, so that the intermediate arrays stay in the cache
 
 
 def philox(
@@ -40,7 +40,9 @@ def philox(
     return c0, c1, c2, c3
 
 
-def words(seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray) -> list[np.ndarray]:
+def philox_words(
+    seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray
+) -> list[np.ndarray]:
     """Output words 0..3 for seeds (uint64), positions (int64) and id // 4, broadcast together."""
     seeds = seeds.astype(np.uint64)
     where = positions.astype(np.int64).view(np.uint64)
@@ -49,7 +51,9 @@ def words(seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray) -> lis
     return list(philox(counter, (seeds & WORD, seeds >> HALF)))
 
 
-def gumbel(seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0) -> np.ndarray:
+def gumbel_noise(
+    seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0
+) -> np.ndarray:
     """float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions` int64,
     for ids start .. start + vocab - 1.
 
@@ -57,27 +61,27 @@ def gumbel(seeds: np.ndarray, positions: np.ndarray, vocab: int, start: int = 0)
     """
     skipped = start % 4  # a counter makes the noise of four ids
     if skipped:
-        return gumbel(seeds, positions, vocab + skipped, start - skipped)[:, skipped:]
+        return gumbel_noise(seeds, positions, vocab + skipped, start - skipped)[:, skipped:]
     counters = np.arange(start // 4, -(-(start + vocab) // 4))[None, :]
     out = np.empty((len(seeds), vocab), dtype=np.float32)
-    rows = max(BLOCK_WORDS // max(vocab, 1), 1)
+    rows = max(WORDS_PER_BLOCK // max(vocab, 1), 1)
     for begin in range(0, len(seeds), rows):
         block = slice(begin, begin + rows)
-        lanes = words(seeds[block, None], positions[block, None], counters)
-        for lane, word in enumerate(lanes):
-            part = out[block, lane::4]
+        words = philox_words(seeds[block, None], positions[block, None], counters)
+        for index, word in enumerate(words):
+            part = out[block, index::4]
             part[...] = word[:, : part.shape[1]]  # uint64 to float32 rounds once, to nearest even
         _to_gumbel(out[block])
     return out
 
 
-def gumbel_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """float32 [N]: the same noise as `gumbel`, for single (seed, position, id) triples."""
     out = np.empty(len(ids), dtype=np.float32)
-    for begin in range(0, len(ids), BLOCK_WORDS // 4):
-        block = slice(begin, begin + BLOCK_WORDS // 4)
-        lanes = words(seeds[block], positions[block], ids[block] // 4)
-        out[block] = np.choose(ids[block] % 4, lanes)
+    for begin in range(0, len(ids), WORDS_PER_BLOCK // 4):
+        block = slice(begin, begin + WORDS_PER_BLOCK // 4)
+        words = philox_words(seeds[block], positions[block], ids[block] // 4)
+        out[block] = np.choose(ids[block] % 4, words)
         _to_gumbel(out[block])
     return out
 
@@ -86,7 +90,7 @@ def _to_gumbel(word: np.ndarray) -> None:
     """In place: float32 of 32-bit words to Gumbel variates."""
     word *= np.float32(2.0**-32)
     word += np.float32(2.0**-33)
-    np.minimum(word, LARGEST, out=word)
+    np.minimum(word, LARGEST_UNIFORM, out=word)
     np.negative(word, out=word)
     np.log1p(word, out=word)
     np.negative(word, out=word)

@@ -1,15 +1,18 @@
-"""RMSNorm in Triton, alone or fused with the residual addition before it.
+"""RMSNorm: alone, with residual addition, of partial sums, to FP8, and with all-reduce over ranks.
 
-For devices on which no library's kernel is better, and for sums that are still partial, which no
-library's kernel takes, or that are rounded to FP8; needs triton. Knows vectors, no layer.
+For devices on which no library's kernel is better, and for what no library's kernel takes. The
+all-reduce reads every rank's partial sums in memory that all ranks have mapped, without multicast
+and without nvcc; distributed/ maps the memory and chooses messages. Needs triton. Knows vectors and
+addresses, no layer.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,49 +20,55 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.rounding import Room, round_parts_reference, store_rounded
+from pipeinfer.kernels.activations import Fp8Output, quantize_groups_reference, store_quantized
+from pipeinfer.kernels.triton_support import pdl_options
 
-THREAD = 4  # values of a vector that a thread has, at most
+NORM_VALUES_PER_THREAD = 4  # values of a vector that a thread of RMSNorm has at most
+MAX_PROGRAMS = 256  # programs of the all-reduce at most: two fit on each of 132 multiprocessors
+SIGNAL_STRIDE = tl.constexpr(32)  # bytes from one program's signals to the next one's
+SIGNAL_BYTES = MAX_PROGRAMS * SIGNAL_STRIDE.value
 
 
 @triton.jit
-def _norm(
-    x, residual, weight, out, out_scale, plain, eps, x_stride, partial_stride, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, KEEPS: tl.constexpr,
-    EARLY: tl.constexpr,
+def _rms_norm_kernel(
+    x, residual, weight, out, out_scale, unquantized_out, eps, x_stride, partial_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP_SIZE: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_SCALE: tl.constexpr,
+    STORE_UNQUANTIZED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same.
-    PART: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3. KEEPS:
-    plain, too, gets the result."""
+    """Program (row).
+
+    PARTIALS: partial sums in x. ADD: the residual is added, and the sum written back to it.
+    GROUP_SIZE: values of out, in e4m3, that share an out_scale; 0: out is not quantized.
+    STORE_UNQUANTIZED: unquantized_out gets the result, too.
+    """
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < SIZE
-    factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET != 0:
         factor += OFFSET
-    if EARLY:
+    if USE_PDL:
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
-    value = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     for partial in tl.static_range(1, PARTIALS):
-        at = x + partial * partial_stride + row * x_stride + lane
+        at = x + partial * partial_stride + row * x_stride + column
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        at = residual + row * SIZE + lane
+        at = residual + row * SIZE + column
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, value, mask=inside)
         # The norm is of the sum as it is stored: what a later layer will add to.
         value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
     normed = value * scale * factor
-    if PART:
-        store_rounded(normed, out, out_scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
-        if KEEPS:
-            tl.store(plain + row * SIZE + lane, normed, mask=inside)
+    if GROUP_SIZE:
+        store_quantized(normed, out, out_scale, row, SIZE, GROUP_SIZE, BLOCK, E4M3_MAX, MIN_SCALE)
+        if STORE_UNQUANTIZED:
+            tl.store(unquantized_out + row * SIZE + column, normed, mask=inside)
     else:
-        tl.store(out + row * SIZE + lane, normed, mask=inside)
+        tl.store(out + row * SIZE + column, normed, mask=inside)
 
 
 def rms_norm(
@@ -70,59 +79,65 @@ def rms_norm(
     out: torch.Tensor | None = None,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """RMSNorm of x [T, size], or of x + residual, which is then also written into `residual`.
-    `offset` is added to the weight.
+    """RMSNorm of x, or of x + residual, which is then also written into `residual`.
 
-    Rows of x may be strided; residual and out [T, size] are contiguous; out may be x if that is
-    contiguous. float32 inside, rounded once (layer by layer in bfloat16 the product with the
-    weight rounds again). Source: https://arxiv.org/abs/1910.07467.
+    x: [T, size]; rows may be strided.
+    weight: [size], to which `offset` is added.
+    residual, out: [T, size], contiguous; out may be x if that is contiguous.
+
+    float32 inside, rounded once (layer by layer in bfloat16 the product with the weight rounds
+    again). Source: https://arxiv.org/abs/1910.07467.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _launch(x, residual, weight, out, eps, _block(x), offset=offset)
+    _launch_rms_norm(x, residual, weight, out, eps, _block_options(x), offset=offset)
     return out
 
 
-def rounded_norm(
+def rms_norm_quantized(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
-    part: int = 0,
-    plain: torch.Tensor | None = None,
+    group_size: int = 0,
+    unquantized_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rms_norm`, or as `sum_norm` for x float32 [P, T, size]: (e4m3 [T, size], float32 scales
-    [T, size / part]), rounded once; part 0: a scale a row. plain: [T, size], contiguous, where the
-    norm itself is wanted, too."""
-    room = Room.on(x.device, *x.shape[-2:], part)
-    values, scale = room.targets
-    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale, plain)
-    return room.filled
+    """(e4m3 [T, size], float32 scales [T, size / group_size]) of `rms_norm`, rounded once.
+
+    x: [T, size], or partial sums float32 [P, T, size] as for `sum_rms_norm`.
+    group_size: values that share a scale; 0: all of a row.
+    unquantized_out: [T, size], contiguous; gets the norm itself if given.
+    """
+    output = Fp8Output.empty(x.device, *x.shape[-2:], group_size)
+    values, scale = output.kernel_args
+    options = _block_options(x) | output.launch_options
+    _launch_rms_norm(x, residual, weight, values, eps, options, offset, scale, unquantized_out)
+    return output.result
 
 
-def sum_norm(
+def sum_rms_norm(
     partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """`rms_norm` of residual [T, size] plus the sum of partials [P, T, size], any float dtype.
 
-    Values of a partial's row lie side by side. The new residual is written where it was; the norm
-    has its dtype.
+    The values of a partial's row are contiguous. The sum is written into `residual`; the norm has
+    its dtype.
     """
     out = torch.empty_like(residual)
-    _launch(partials, residual, weight, out, eps, _block(residual))
+    _launch_rms_norm(partials, residual, weight, out, eps, _block_options(residual))
     return out
 
 
-def _block(x: torch.Tensor) -> dict[str, Any]:
-    """The options of a launch, whose result is not rounded to e4m3."""
+def _block_options(x: torch.Tensor) -> dict[str, Any]:
+    """Launch options where the result is not quantized."""
     block = triton.next_power_of_2(x.shape[-1])
     return {
-        "SIZE": x.shape[-1], "BLOCK": block, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0,
-        "num_warps": min(max(block // (32 * THREAD), 1), 16),
-    } | early_launch(x.device)  # fmt: skip
+        "SIZE": x.shape[-1], "BLOCK": block, "GROUP_SIZE": 0, "E4M3_MAX": 0.0, "MIN_SCALE": 0.0,
+        "num_warps": min(max(block // (32 * NORM_VALUES_PER_THREAD), 1), 16),
+    } | pdl_options(x.device)  # fmt: skip
 
 
-def _launch(
+def _launch_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -131,15 +146,15 @@ def _launch(
     options: dict[str, Any],
     offset: float = 0.0,
     scale: torch.Tensor | None = None,
-    plain: torch.Tensor | None = None,
+    unquantized_out: torch.Tensor | None = None,
 ) -> None:
-    """x: one [T, size], or [P, T, size]."""
+    """x: [T, size], or [P, T, size]."""
     tokens, partials = x.shape[-2], x.shape[0] if x.dim() == 3 else 1
     if tokens:
-        _norm[(tokens,)](
-            x, residual, weight, out, scale, plain, eps, x.stride(-2), x.stride(0),
-            PARTIALS=partials, ADD=residual is not None, OFFSET=offset, KEEPS=plain is not None,
-            **options,
+        _rms_norm_kernel[(tokens,)](
+            x, residual, weight, out, scale, unquantized_out, eps, x.stride(-2), x.stride(0),
+            PARTIALS=partials, ADD=residual is not None, OFFSET=offset,
+            STORE_UNQUANTIZED=unquantized_out is not None, **options,
         )  # fmt: skip
 
 
@@ -150,23 +165,204 @@ def rms_norm_reference(
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """`rms_norm` in plain torch."""
     if residual is not None:
         x = residual.copy_(x.float() + residual.float())
     factor = weight.float() + offset
     return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), factor, eps).to(x.dtype)
 
 
-def rounded_norm_reference(
+def rms_norm_quantized_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
-    part: int = 0,
+    group_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rounded_norm` in plain torch."""
+    """`rms_norm_quantized` in plain torch."""
     total = x.float().sum(0) if x.dim() == 3 else x.float()
     if residual is not None:
         total = residual.copy_(total + residual.float()).float()
-    return round_parts_reference(rms_norm_reference(total, weight, eps, offset=offset), part)
+    return quantize_groups_reference(
+        rms_norm_reference(total, weight, eps, offset=offset), group_size
+    )
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """One region of memory in each rank, laid out alike, as seen from one rank.
+
+    addresses: of every rank's region, multiples of 16.
+    rank: whose view this is.
+    signals: offset in bytes of SIGNAL_BYTES, zero at first, with which ranks signal each other.
+    expected: int32 [MAX_PROGRAMS], zero at first, of this rank alone: the signals for which each
+        program has waited so far.
+    """
+
+    addresses: tuple[int, ...]
+    rank: int
+    signals: int
+    expected: torch.Tensor
+
+
+# How ranks wait for each other: program p of every rank adds one to the signals of program p of
+# every rank, itself included, and waits until its own have grown by the number of ranks. Nothing is
+# ever reset, so a replayed graph goes on where the last launch ended, whichever it was; the
+# difference of two counts stays right when they wrap around. A rank that signals for the next round
+# cannot be mistaken for one that has not signalled in this round: it has passed only because all
+# ranks had signalled.
+
+
+@triton.jit
+def _signal_peers(peers, signals, RANKS: tl.constexpr):
+    peer = tl.arange(0, RANKS)
+    address = tl.zeros((RANKS,), tl.int64)
+    for index in tl.static_range(RANKS):
+        address = tl.where(peer == index, peers[index], address)
+    address += signals + tl.program_id(0) * SIGNAL_STRIDE
+    one = tl.full((RANKS,), 1, tl.int32)
+    tl.atomic_add(address.to(tl.pointer_type(tl.int32)), one, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_for_peers(peers, signals, target, RANK: tl.constexpr):
+    mine = (peers[RANK] + signals + tl.program_id(0) * SIGNAL_STRIDE).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - target < 0:
+        pass
+    tl.debug_barrier()  # what one thread has acquired holds for all
+
+
+# Each rank reads and writes the others beginning with the next one, itself last, so that not all
+# ranks use one rank's link at once.
+
+
+@triton.jit
+def _sum_ranks(peers, partials, at, inside, own, BLOCK: tl.constexpr, RANK: tl.constexpr,
+         RANKS: tl.constexpr):  # fmt: skip
+    parts = ()
+    for turn in tl.static_range(RANKS):
+        source = peers[(RANK + 1 + turn) % RANKS] + partials
+        source = tl.multiple_of(source.to(tl.pointer_type(own.dtype)), 16) + at
+        parts += (tl.load(source, mask=inside, other=0.0, cache_modifier=".cg"),)
+    # In the order of ranks on all of them: sums are equal bit by bit.
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in tl.static_range(RANKS):
+        total += parts[(index + RANKS - RANK - 1) % RANKS].to(tl.float32)
+    return total + own.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "partials", "results", "signals"])
+def _all_reduce_norm_kernel(
+    peers, partials, results, signals, expected, residual, weight, out, rows, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    TWO_SHOTS: tl.constexpr, BARRIERS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    if BARRIERS:
+        _signal_peers(peers, signals, RANKS)
+    target = tl.load(expected + program) + RANKS
+    norm_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    # Row r is that of rank r % RANKS in two shots; in one shot every rank computes every row.
+    first = program * RANKS + RANK if TWO_SHOTS else program
+    step = tl.num_programs(0) * (RANKS if TWO_SHOTS else 1)
+    # The rank's own memory is read while it waits.
+    own = tl.load(residual + tl.minimum(first, rows - 1) * SIZE + column, mask=inside, other=0.0)
+    if BARRIERS:
+        _wait_for_peers(peers, signals, target, RANK)
+    for row in range(first, rows, step):
+        at = row * SIZE + column
+        total = _sum_ranks(peers, partials, at, inside, own, BLOCK, RANK, RANKS)
+        following = tl.minimum(row + step, rows - 1) * SIZE + column
+        own = tl.load(residual + following, mask=inside, other=0.0)
+        rounded = total.to(residual.dtype.element_ty)
+        tl.store(residual + at, rounded, mask=inside)
+        # The norm is of the sum as it is stored: what a later layer will add to.
+        total = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
+        normed = (total * scale * norm_weight).to(residual.dtype.element_ty)
+        if TWO_SHOTS:
+            for turn in tl.static_range(RANKS):
+                theirs = peers[(RANK + 1 + turn) % RANKS] + results
+                theirs = theirs.to(tl.pointer_type(normed.dtype))
+                tl.store(tl.multiple_of(theirs, 16) + at, normed, mask=inside)
+        else:
+            tl.store(out + at, normed, mask=inside)
+    if BARRIERS:
+        if TWO_SHOTS:
+            tl.debug_barrier()  # all threads have written before one says so
+            _signal_peers(peers, signals, RANKS)
+            target += RANKS
+            _wait_for_peers(peers, signals, target, RANK)
+        tl.store(expected + program, target)
+
+
+def all_reduce_norm(
+    memory: SymmetricMemory,
+    partials: int,
+    out: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    results: int | None = None,
+    barriers: bool = True,
+) -> None:
+    """Makes `out` the norm of the ranks' partial sums plus `residual`.
+
+    memory: of all ranks.
+    partials: offset in bytes of the partial sums [T, size] in every region, of residual's dtype.
+    out, residual: [T, size].
+    weight: [size].
+    results: offset in bytes of `out` in every region: the kernel runs in two shots. Rank r computes
+        the rows t with t % ranks == r and writes them to all ranks, and only these rows of
+        `residual` become the sum. None: in one shot every rank computes all rows; `out` is any
+        memory, and all of `residual` becomes the sum.
+    barriers: False for one process that plays all ranks.
+
+    In float32, in the order of ranks, rounded once to the residual and once to `out`. All ranks
+    call it with the same shapes, on one stream each. In one shot the partial sums must stay as they
+    are until the next call, so that call's go elsewhere.
+    """
+    rows, size = residual.shape
+    ranks = len(memory.addresses)
+    programs = min(rows if results is None else -(-rows // ranks), MAX_PROGRAMS)
+    if rows:
+        _all_reduce_norm_kernel[(programs,)](
+            memory.addresses, partials, results or 0, memory.signals, memory.expected,
+            residual, weight, out, rows, eps, **_constants(memory, size, results, barriers),
+        )  # fmt: skip
+
+
+def compile_all_reduce_norm(
+    memory: SymmetricMemory, vectors: torch.Tensor, results: int | None
+) -> None:
+    """Compiles the kernel for `vectors` [T, size] and ranks that wait for each other; runs
+    nothing."""
+    constants = _constants(memory, vectors.shape[1], results, True)
+    _all_reduce_norm_kernel.warmup(
+        memory.addresses, 0, 0, memory.signals, memory.expected, vectors, vectors,
+        vectors, len(vectors), 1e-6, grid=(1,), **constants,
+    )  # fmt: skip
+
+
+def _constants(
+    memory: SymmetricMemory, size: int, results: int | None, barriers: bool
+) -> dict[str, object]:
+    block = triton.next_power_of_2(size)
+    return {
+        "SIZE": size, "BLOCK": block, "RANK": memory.rank, "RANKS": len(memory.addresses),
+        "TWO_SHOTS": results is not None, "BARRIERS": barriers,
+        "num_warps": min(max(block // 1024, 1), 16),
+    }  # fmt: skip
+
+
+def all_reduce_norm_reference(
+    partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm, sum), both [T, size], of the ranks' partials [ranks, T, size], in plain torch."""
+    total = partials.float().sum(dim=0) + residual.float()
+    total = total.to(residual.dtype)
+    normed = torch.nn.functional.rms_norm(total.float(), total.shape[1:], weight.float(), eps)
+    return normed.to(residual.dtype), total

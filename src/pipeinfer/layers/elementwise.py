@@ -98,8 +98,7 @@ def _flashinfer() -> FusedOps:
 
 
 def _triton() -> FusedOps:
-    from pipeinfer.kernels.geglu import geglu
-    from pipeinfer.kernels.swiglu import swiglu
+    from pipeinfer.kernels.activations import geglu, swiglu
 
     return FusedOps(_triton_norm(0.0), _triton_norm(1.0), swiglu, geglu)
 

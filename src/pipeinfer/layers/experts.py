@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Mxfp4
-from pipeinfer.kernels.fp8 import SIDE
+from pipeinfer.kernels.formats import SCALE_BLOCK
 from pipeinfer.layers.linear import empty_quantized, empty_stacked_fp8
 from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.moe_backends import FusedExperts, StackedExperts, choose_backend
@@ -245,9 +245,9 @@ class GatedExperts:
         self._num_experts = num_experts
         self._backend = choose_backend(placement)
         in_fp8 = self.gate_up.scale is not None and self.down.scale is not None
-        whole = hidden_size % SIDE == 0 and share % SIDE == 0
+        whole = hidden_size % SCALE_BLOCK == 0 and share % SCALE_BLOCK == 0
         self.input_quantizer = (
-            ActivationQuantizer(SIDE, keep_unquantized=True) if in_fp8 and whole else None
+            ActivationQuantizer(SCALE_BLOCK, keep_unquantized=True) if in_fp8 and whole else None
         )
 
     @property
@@ -348,9 +348,9 @@ class ClampedExperts:
         return self._backend(self._stacked()).unsummed
 
     def _stacked(self) -> StackedExperts:
-        from pipeinfer.kernels.moe import Bounded
+        from pipeinfer.kernels.moe import ClampedSwiglu
 
-        bounded = Bounded(
+        bounded = ClampedSwiglu(
             *self._swiglu, self._gate_up_biases, self._down_biases if self._adds_down_bias else None
         )
         gate_up, down = self.gate_up.for_kernels, self.down.for_kernels

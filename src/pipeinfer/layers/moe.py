@@ -103,9 +103,9 @@ def _softmax_top_k_on(device: torch.device) -> SoftmaxTopK:
     kernel on a GPU, which also adds up split-K parts [P, T, experts]."""
     if device.type != "cuda":
         return _softmax_top_k
-    from pipeinfer.kernels.softmax_choice import softmax_choice
+    from pipeinfer.kernels.moe_routing import topk_softmax
 
-    return softmax_choice
+    return topk_softmax
 
 
 def _softmax_top_k(

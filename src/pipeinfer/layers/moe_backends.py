@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeinfer.close_names import did_you_mean
-from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.formats import E4M3
 from pipeinfer.layers.mlp import silu_and_mul
 from pipeinfer.layers.weight import ActivationQuantizer, Activations
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:
-    from pipeinfer.kernels.moe import Bounded
-    from pipeinfer.kernels.moe_e4m3 import Scaled
+    from pipeinfer.kernels.moe import ClampedSwiglu
+    from pipeinfer.kernels.moe_fp8 import Fp8Scaled
     from pipeinfer.layers.placement import Placement
 
 FusedExperts = Callable[[Activations, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -46,7 +46,7 @@ class StackedExperts:
     down: tuple[torch.Tensor, torch.Tensor | None]
     first: int
     num_experts: int
-    bounded: Bounded | None = None
+    bounded: ClampedSwiglu | None = None
     input_quantizer: ActivationQuantizer | None = None
 
     @property
@@ -66,14 +66,14 @@ class TritonExperts:
         """x [T, hidden], weights and experts [T, top_k] to the weighted sums [T, hidden]."""
         stack = self._stack
         if stack.input_quantizer is not None:
-            from pipeinfer.kernels.moe import sums
+            from pipeinfer.kernels.moe import moe_sum
 
             by_pair = self._fp8_by_pair(stack.input_quantizer, x, weights, experts)
             first = stack.first if stack.count < stack.num_experts else None
-            return sums(by_pair, experts.contiguous(), first, stack.count)
-        from pipeinfer.kernels.moe import experts_mlp
+            return moe_sum(by_pair, experts.contiguous(), first, stack.count)
+        from pipeinfer.kernels.moe import fused_experts
 
-        return experts_mlp(*self._arguments(x, weights, experts))
+        return fused_experts(*self._arguments(x, weights, experts))
 
     def unsummed(
         self, x: Activations, weights: torch.Tensor, experts: torch.Tensor
@@ -83,9 +83,9 @@ class TritonExperts:
         if stack.input_quantizer is not None:
             by_pair = self._fp8_by_pair(stack.input_quantizer, x, weights, experts)
         else:
-            from pipeinfer.kernels.moe import experts_by_pair
+            from pipeinfer.kernels.moe import fused_experts_by_pair
 
-            by_pair = experts_by_pair(*self._arguments(x, weights, experts))
+            by_pair = fused_experts_by_pair(*self._arguments(x, weights, experts))
         return by_pair.transpose(0, 1)
 
     def _arguments(
@@ -103,12 +103,12 @@ class TritonExperts:
         weights: torch.Tensor,
         experts: torch.Tensor,
     ) -> torch.Tensor:
-        from pipeinfer.kernels.moe_e4m3 import rounded_by_pair
+        from pipeinfer.kernels.moe_fp8 import fused_experts_w8a8_by_pair
 
         stack, rows = self._stack, x if x.dtype == E4M3 else quantizer.quantize(x)
         taken, span = (rows.values, rows.scale), (stack.first, stack.num_experts)
-        gate_up, down = cast("Scaled", stack.gate_up), cast("Scaled", stack.down)
-        return rounded_by_pair(taken, gate_up, down, weights, experts, span)
+        gate_up, down = cast("Fp8Scaled", stack.gate_up), cast("Fp8Scaled", stack.down)
+        return fused_experts_w8a8_by_pair(taken, gate_up, down, weights, experts, span)
 
 
 class TorchExperts:

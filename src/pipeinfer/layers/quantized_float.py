@@ -18,10 +18,9 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Fp8
-from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.fp8 import SIDE, round_rows_closely
-from pipeinfer.kernels.skinny_tiles import EightBitKind as Kind
-from pipeinfer.kernels.skinny_tiles import Tile, eight_bit_tile
+from pipeinfer.kernels.formats import E4M3, SCALE_BLOCK, quantize_rows_min_error
+from pipeinfer.kernels.tile_configs import Fp8GemmKind as Kind
+from pipeinfer.kernels.tile_configs import GemmConfig, fp8_gemm_config
 from pipeinfer.layers.placement import (
     DUMMY_STD,
     PartialSum,
@@ -102,7 +101,7 @@ class Fp8Tensor:
         """See Weight. ConfigurationError if `slices` cut through a block."""
         weight, scale = f"{name}.weight", f"{name}.{self.form.scale}"
         if self.form.quantize_at_load:
-            target = QuantizingTarget(self.weight[rows], self.scale[rows], round_rows_closely)
+            target = QuantizingTarget(self.weight[rows], self.scale[rows], quantize_rows_min_error)
             yield WeightSource(weight, shape, slices, target)
             return
         yield WeightSource(
@@ -169,8 +168,8 @@ def small_m_gemm_8bit(placement: Placement) -> SmallMGemm | None:
 
 def _gemm_for(form: Fp8, size: tuple[int, int], placement: Placement) -> SmallMGemm | None:
     blocks = form.scale_scope == "block"
-    fits = all(side % (SIDE if blocks else FP8_SIDE_MULTIPLE) == 0 for side in size)
-    if not fits or (blocks and form.block != (SIDE, SIDE)):
+    fits = all(side % (SCALE_BLOCK if blocks else FP8_SIDE_MULTIPLE) == 0 for side in size)
+    if not fits or (blocks and form.block != (SCALE_BLOCK, SCALE_BLOCK)):
         return None
     return small_m_gemm_8bit(placement)
 
@@ -180,9 +179,9 @@ class Fp8Gemm:
 
     def __init__(self, small_m: SmallMGemm, blocks: bool) -> None:
         """blocks: weights have a scale for each 128 x 128 values, not for each row."""
-        from pipeinfer.kernels import skinny as kernels
+        from pipeinfer.kernels import gemm as kernels
 
-        self.input_quantizer = ActivationQuantizer(SIDE if blocks else 0)
+        self.input_quantizer = ActivationQuantizer(SCALE_BLOCK if blocks else 0)
         self._small_m, self._blocks = small_m, blocks
         self._kernels = kernels
         self._large_m = _block_gemm() if blocks else _row_gemm()
@@ -192,8 +191,8 @@ class Fp8Gemm:
         tile = self._tile("product", x, values)
         if tile is None:
             return self._large_m(rows, weight, scale, bias)
-        scales = self._kernels.Scales(rows.scale, scale)
-        return self._kernels.product(rows.values, weight, tile, bias, scales, torch.bfloat16)
+        scales = self._kernels.GemmScales(rows.scale, scale)
+        return self._kernels.small_m_gemm(rows.values, weight, tile, bias, scales, torch.bfloat16)
 
     def split_k(
         self, x: Activations, values: Fp8Tensor, bias: torch.Tensor | None
@@ -202,20 +201,20 @@ class Fp8Gemm:
         if tile is None:
             return None
         rows = self._quantized(x)
-        scales = self._kernels.Scales(rows.scale, values.scale)
-        parts = self._kernels.split_product(rows.values, values.weight, tile, bias, scales)
+        scales = self._kernels.GemmScales(rows.scale, values.scale)
+        parts = self._kernels.split_k_gemm(rows.values, values.weight, tile, bias, scales)
         return PartialSum(parts, self._small_m)
 
-    def _tile(self, kind: Kind, x: Activations, values: Fp8Tensor) -> Tile | None:
+    def _tile(self, kind: Kind, x: Activations, values: Fp8Tensor) -> GemmConfig | None:
         width, depth = values.weight.shape
-        return eight_bit_tile(kind, x.shape[0], width, depth, self._blocks)
+        return fp8_gemm_config(kind, x.shape[0], width, depth, self._blocks)
 
     def _quantized(self, x: Activations) -> QuantizedActivations:
         return x if x.dtype == E4M3 else self.input_quantizer.quantize(x)
 
 
 def _block_gemm() -> LargeMGemm:
-    from pipeinfer.kernels.fp8_blocks import block_product
+    from pipeinfer.kernels.gemm import block_scaled_gemm
 
     def gemm(
         rows: QuantizedActivations,
@@ -223,7 +222,7 @@ def _block_gemm() -> LargeMGemm:
         scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        return block_product(rows.values, rows.scale, weight, scale, torch.bfloat16, bias)
+        return block_scaled_gemm(rows.values, rows.scale, weight, scale, torch.bfloat16, bias)
 
     return gemm
 

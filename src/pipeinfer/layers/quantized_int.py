@@ -19,8 +19,14 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Int4, Int8
-from pipeinfer.kernels.int4_layout import EACH, RUN, decoded, packed, run_of
-from pipeinfer.kernels.int4_tiles import COLUMNS, cut
+from pipeinfer.kernels.formats import (
+    INT4_PER_WORD,
+    INT4_TILE_K,
+    dequantize_int4,
+    int4_tile_k,
+    pack_int4,
+)
+from pipeinfer.kernels.tile_configs import INT4_BLOCK_N, int4_gemm_config
 from pipeinfer.layers.placement import (
     DUMMY_STD,
     ConvertingTarget,
@@ -41,7 +47,7 @@ INT4_STORED_DTYPES = ("I32",)
 # Which of its eight columns each 4 bits of an int32 are, from the lowest bits on: in AWQ's files,
 AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # and in those of the others.
-NIBBLE_ORDER = tuple(range(EACH))
+NIBBLE_ORDER = tuple(range(INT4_PER_WORD))
 
 
 @dataclass(frozen=True)
@@ -79,15 +85,15 @@ class Int4Tensor:
         fit groups and words."""
         *stack, rows, columns = size
         group = form.group or columns
-        if columns % group or columns % EACH or rows % EACH:
+        if columns % group or columns % INT4_PER_WORD or rows % INT4_PER_WORD:
             raise ConfigurationError(
                 f"quantization_config: a rank's {rows} x {columns} weights do not divide into "
-                f"groups of {group} columns and words of {EACH} numbers"
+                f"groups of {group} columns and words of {INT4_PER_WORD} numbers"
             )
         device = placement.device
         groups = (*stack, columns // group, rows, 2)
-        run = run_of(columns)
-        words = (*stack, columns // run, rows, run // EACH)
+        run = int4_tile_k(columns)
+        words = (*stack, columns // run, rows, run // INT4_PER_WORD)
         return cls(
             torch.empty(words, dtype=torch.int32, device=device),
             torch.full(groups, INT4_DUMMY_ZERO, dtype=placement.dtype, device=device),
@@ -99,7 +105,7 @@ class Int4Tensor:
         return Int4Tensor(self.qweight[index], self.scales_and_zeros[index], self.form)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        return decoded(self.words, self.scale, self.zero, dtype)
+        return dequantize_int4(self.words, self.scale, self.zero, dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
         for part in (self.qweight, self.scales_and_zeros):
@@ -114,28 +120,28 @@ class Int4Tensor:
         part = _FileSlices(name, shape, slices, group)
         if self.form.packing == "compressed-tensors":
             target = ConvertingTarget(
-                qweight, lambda words: packed(_unpacked_along_columns(words, NIBBLE_ORDER))
+                qweight, lambda words: pack_int4(_unpacked_along_columns(words, NIBBLE_ORDER))
             )
-            yield part.source("weight_packed", target, rows=1, columns=EACH)
+            yield part.source("weight_packed", target, rows=1, columns=INT4_PER_WORD)
             yield part.source("weight_scale", scale, rows=1, columns=group)
             if self.form.zeros:
                 target = ConvertingTarget(zero, lambda words: _unpacked_along_rows(words))
-                yield part.source("weight_zero_point", target, rows=EACH, columns=group)
+                yield part.source("weight_zero_point", target, rows=INT4_PER_WORD, columns=group)
             return
         awq = self.form.packing == "awq"
         places = AWQ_NIBBLE_ORDER if awq else NIBBLE_ORDER
         unpack = partial(_unpacked_along_columns, places=places)
         if awq:
-            target = ConvertingTarget(qweight, lambda words: packed(unpack(words).t()))
-            yield part.transposed("qweight", target, rows=EACH, columns=1)
+            target = ConvertingTarget(qweight, lambda words: pack_int4(unpack(words).t()))
+            yield part.transposed("qweight", target, rows=INT4_PER_WORD, columns=1)
         else:
             target = ConvertingTarget(
-                qweight, lambda words: packed(_unpacked_along_rows(words).t())
+                qweight, lambda words: pack_int4(_unpacked_along_rows(words).t())
             )
-            yield part.transposed("qweight", target, rows=1, columns=EACH)
+            yield part.transposed("qweight", target, rows=1, columns=INT4_PER_WORD)
         shift = self.form.zero_shift
         target = ConvertingTarget(zero, lambda words: (unpack(words) + shift).t())
-        yield part.transposed("qzeros", target, rows=EACH, columns=group)
+        yield part.transposed("qzeros", target, rows=INT4_PER_WORD, columns=group)
         yield part.transposed("scales", scale.t(), rows=1, columns=group)
 
 
@@ -160,7 +166,7 @@ class _FileSlices:
         where either is eight."""
         total = self.shape[0] // rows, self.shape[1] // columns
         held = self._part(self.slices[0], rows), self._part(self.slices[1], columns)
-        stored = INT4_STORED_DTYPES if EACH in (rows, columns) else None
+        stored = INT4_STORED_DTYPES if INT4_PER_WORD in (rows, columns) else None
         return WeightSource(f"{self.name}.{what}", total, held, target, stored, INT4_DUMMY_SCALE)
 
     def transposed(self, what: str, target: CopyTarget, rows: int, columns: int) -> WeightSource:
@@ -185,7 +191,7 @@ def _unpacked_along_columns(words: torch.Tensor, places: tuple[int, ...]) -> tor
 
 def _unpacked_along_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] to uint8 [8 n, m]."""
-    shifts = 4 * torch.arange(EACH, dtype=torch.int32, device=words.device)
+    shifts = 4 * torch.arange(INT4_PER_WORD, dtype=torch.int32, device=words.device)
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)
 
 
@@ -198,10 +204,10 @@ def int4_gemm(form: Int4, size: tuple[int, int], placement: Placement) -> Int4Ge
     rows, columns = size
     small_m = small_m_gemm(placement.device, placement.dtype)
     group = form.group or columns
-    grouped = group % RUN == 0 or group in INT4_SMALL_GROUPS
-    if rows % COLUMNS or columns % RUN or not grouped or small_m is None:
+    grouped = group % INT4_TILE_K == 0 or group in INT4_SMALL_GROUPS
+    if rows % INT4_BLOCK_N or columns % INT4_TILE_K or not grouped or small_m is None:
         return None
-    return Int4Gemm(small_m, rows // COLUMNS, placement.device)
+    return Int4Gemm(small_m, rows // INT4_BLOCK_N, placement.device)
 
 
 class Int4Gemm:
@@ -210,7 +216,7 @@ class Int4Gemm:
     input_quantizer = None
 
     def __init__(self, small_m: SmallMGemm, tiles: int, device: torch.device) -> None:
-        """tiles: of COLUMNS rows of the matrix, for each of which splits are counted."""
+        """tiles: of INT4_BLOCK_N rows of the matrix, for each of which splits are counted."""
         from pipeinfer.kernels import int4
 
         self._small_m = small_m
@@ -220,20 +226,22 @@ class Int4Gemm:
     def product(
         self, x: torch.Tensor, values: Int4Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        how = cut(x.shape[0], values.qweight.shape[1], x.shape[1])
+        how = int4_gemm_config(x.shape[0], values.qweight.shape[1], x.shape[1])
         if how is not None:
             weight = values.qweight, values.scales_and_zeros
-            return self._kernels.few_rows(x, *weight, how, bias, self._arrived)[0]
-        weight = self._kernels.decode(values.qweight, values.scales_and_zeros, x.dtype)
+            return self._kernels.int4_small_m_gemm(x, *weight, how, bias, self._arrived)[0]
+        weight = self._kernels.int4_dequantize(values.qweight, values.scales_and_zeros, x.dtype)
         return functional.linear(x, weight, bias)
 
     def split_k(
         self, x: torch.Tensor, values: Int4Tensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
-        how = cut(x.shape[0], values.qweight.shape[1], x.shape[1])
+        how = int4_gemm_config(x.shape[0], values.qweight.shape[1], x.shape[1])
         if how is None:
             return None
-        parts = self._kernels.few_rows(x, values.qweight, values.scales_and_zeros, how, bias)
+        parts = self._kernels.int4_small_m_gemm(
+            x, values.qweight, values.scales_and_zeros, how, bias
+        )
         return PartialSum(parts, self._small_m)
 
 

@@ -20,8 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.nn import functional
 
-from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.skinny_tiles import tile as choose
+from pipeinfer.kernels.formats import E4M3
+from pipeinfer.kernels.tile_configs import small_m_gemm_config as choose
 from pipeinfer.layers.elementwise import HALF_DTYPES
 from pipeinfer.layers.placement import PartialSum, Placement, WeightSource
 
@@ -68,12 +68,12 @@ class ActivationQuantizer:
     def __init__(self, group_size: int = 0, keep_unquantized: bool = False) -> None:
         """group_size: values of a row that share a scale; 0: all of them. keep_unquantized: norms
         and rows as they were are wanted, too."""
-        from pipeinfer.kernels import norm, rounding
+        from pipeinfer.kernels import activations, norm
 
         self._group_size, self._keep_unquantized = group_size, keep_unquantized
-        self._norm = norm.rounded_norm
-        self._swiglu = rounding.round_gated
-        self._quantize = rounding.round_parts
+        self._norm = norm.rms_norm_quantized
+        self._swiglu = activations.swiglu_quantize_groups
+        self._quantize = activations.quantize_groups
 
     def norm(
         self,
@@ -118,9 +118,9 @@ class SmallMGemm:
     """
 
     def __init__(self) -> None:
-        from pipeinfer.kernels import norm, skinny
+        from pipeinfer.kernels import gemm, norm
 
-        self._kernels = skinny
+        self._kernels = gemm
         self._norm = norm
 
     def product(
@@ -128,12 +128,12 @@ class SmallMGemm:
     ) -> torch.Tensor | None:
         """x @ weight.T + bias, [T, width]."""
         tile = choose("product", x.shape[0], *weight.shape)
-        return None if tile is None else self._kernels.product(x, weight, tile, bias)
+        return None if tile is None else self._kernels.small_m_gemm(x, weight, tile, bias)
 
     def swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
         tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
-        return None if tile is None else self._kernels.gated_product(x, weight, tile)
+        return None if tile is None else self._kernels.small_m_gemm_swiglu(x, weight, tile)
 
     def split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -142,7 +142,7 @@ class SmallMGemm:
         tile = choose("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
-        partial = self._kernels.split_product(x, weight, tile, bias)
+        partial = self._kernels.split_k_gemm(x, weight, tile, bias)
         return PartialSum(partial, self)
 
     def split_k_parts(
@@ -151,13 +151,13 @@ class SmallMGemm:
         """The split-K parts themselves, float32 [P, T, width], of a weight with few rows, such as a
         router's; their sum over P is x @ weight.T + bias."""
         tile = choose("narrow", x.shape[0], *weight.shape)
-        return None if tile is None else self._kernels.split_product(x, weight, tile, bias)
+        return None if tile is None else self._kernels.split_k_gemm(x, weight, tile, bias)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See SumNorm; `partial`: split-K parts [P, T, size]."""
-        return self._norm.sum_norm(partial, residual, weight, eps), residual
+        return self._norm.sum_rms_norm(partial, residual, weight, eps), residual
 
 
 @lru_cache(maxsize=8)

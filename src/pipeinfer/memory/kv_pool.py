@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
+from pipeinfer.kernels.formats import E4M3, UNIT_KV_SCALES, KVScales
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
@@ -51,7 +51,7 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        scales: Sequence[Scales] | None = None,
+        scales: Sequence[KVScales] | None = None,
         key_centers: Sequence[KeyCenter] | None = None,
     ) -> None:
         """scales: of each layer; None: pages store values as they are, and nothing is subtracted.
@@ -69,7 +69,7 @@ class KVPool:
         sizes = [
             (num_pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes
         ]
-        self.scales = tuple(scales or [ONES] * len(sizes))
+        self.scales = tuple(scales or [UNIT_KV_SCALES] * len(sizes))
         self.key_centers: tuple[KeyCenter, ...] = tuple(key_centers or [None] * len(sizes))
         self.k = [_zeros(size, self.storage_dtype, self.device) for size in sizes]
         self.v = [_zeros(size, self.storage_dtype, self.device) for size in sizes]

@@ -34,7 +34,7 @@ from pipeinfer.checkpoint.rope import RopeConfig
 from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers, with_model_names
 from pipeinfer.gguf.header import BLOCKS, is_gguf, read_header
 from pipeinfer.gguf.weights import GgufTensor, WeightFile, model_tensors
-from pipeinfer.kernels.e4m3 import ONES, Scales
+from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Shard, WeightSource, full_slices
 from pipeinfer.layers.rope import inverse_frequencies
 from pipeinfer.models.build import SINGLE_RANK, build_model
@@ -354,7 +354,7 @@ class ReadAhead:
 # --------------------------------------------------------------- scales of keys and values in pages
 
 
-def read_kv_scales(tensors: Mapping[str, CheckpointTensor], layers: int) -> tuple[Scales, ...]:
+def read_kv_scales(tensors: Mapping[str, CheckpointTensor], layers: int) -> tuple[KVScales, ...]:
     """The scales of each of `layers` layers; 1 where the checkpoint has none.
 
     tensors: those of `check_checkpoint`. Raises ConfigurationError for a scale that is not one
@@ -374,7 +374,9 @@ def read_kv_scales(tensors: Mapping[str, CheckpointTensor], layers: int) -> tupl
                 f"{entry.file} has two scales of {part.upper()} in layer {match['layer']}: "
                 f"{of_layer[part]:g}, and {scale:g} as {name}"
             )
-    return tuple(Scales(one.get("k", ONES.k), one.get("v", ONES.v)) for one in found)
+    return tuple(
+        KVScales(one.get("k", UNIT_KV_SCALES.k), one.get("v", UNIT_KV_SCALES.v)) for one in found
+    )
 
 
 def _read_kv_scale(

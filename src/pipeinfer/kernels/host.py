@@ -1,0 +1,515 @@
+"""The Kernels of the host in NumPy, whose vectorised loops need no thread pool; see interface.py.
+
+The definition of sampling: greedy, or Gumbel-max over what top-k, top-p and min-p leave, on one
+rank or from the candidates of ranks that each have a shard of the vocabulary. A row's token
+depends on its own logits, parameters, seed and position only: never on what else is in the batch.
+Knows rows, slots, ids and pages as arrays; no request. Needs no triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import torch
+
+from pipeinfer.kernels import noise
+from pipeinfer.kernels.interface import (
+    BAD_WORDS_HEADER,
+    GREEDY_BELOW,
+    NO_LOGIT_KEY,
+    NO_LOGITS,
+    NO_SLOT,
+    DeviceStep,
+    SamplingTensors,
+    SlotBadWords,
+    SlotLogitBias,
+    SlotTables,
+)
+from pipeinfer.wire import NO_ID
+
+SORTED_WIDTHS = (512, 4096)  # values that are sorted before a top-p row sorts its whole vocabulary
+LOGITS_PER_BLOCK = 1 << 18  # logits handled at a time, so that the passes over them stay in cache
+SPARSE_NOISE_COST = 6  # noise for single ids costs so many times more than for a whole row
+NO_CANDIDATE = 2**52  # the id of a rank without ids, which loses every tie
+HIGHEST_ID = 2**31 - 1  # in a packed logit key
+TOPK_BLOCK = 128  # ids whose greatest logit is looked at first, for the best log-probs
+
+
+def truncation_thresholds(
+    x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
+) -> np.ndarray:
+    """float32 [F, 1]: what top-k, top-p and min-p leave of row r are the ids with x >= threshold.
+
+    x: float32 [F, vocab], logits after temperature, shifted so that each row's maximum is 0.
+    top_k: int32 [F], applied first; 0 is off.
+    top_p: float32 [F], applied to the rest of the probability, renormalised; 1 is off.
+    min_p: float32 [F], relative to the largest probability; 0 is off.
+
+    The maximum always stays. Equal logits stand or fall together, so that neither ids nor the order
+    of a sort decide; a threshold depends on its own row only.
+    """
+    with np.errstate(divide="ignore"):
+        floor = np.log(min_p.astype(np.float32))[:, None]
+    by_k = (top_k > 0) & (top_k < x.shape[1])
+    by_p = top_p < 1
+    ranked = np.flatnonzero(by_k | by_p)
+    if len(ranked):
+        top_k = np.where(by_k, top_k, 0)[ranked, None]
+        top_p = np.where(by_p, top_p, np.inf)[ranked, None]
+        floor[ranked] = np.maximum(floor[ranked], _top_k_top_p(x[ranked], top_k, top_p))
+    return floor
+
+
+def _top_k_top_p(x: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray:
+    """The thresholds of top_k (0 is off), then top_p (infinity is off), all [F, 1].
+
+    Looks at the best few values, and at more of them for rows where the few do not reach top_p.
+    """
+    result = np.empty((len(x), 1), dtype=np.float32)
+    todo = np.arange(len(x))
+    first = int(top_k.max()) if top_k.all() else max(int(top_k.max()), SORTED_WIDTHS[0])
+    for width in (first, *(wide for wide in (*SORTED_WIDTHS, x.shape[1]) if wide > first)):
+        values = _largest(x[todo], width)
+        kth = np.take_along_axis(values, np.maximum(top_k[todo], 1) - 1, axis=-1)
+        kth[top_k[todo] == 0] = -np.inf
+        result[todo] = np.maximum(kth, _nucleus(x[todo], values, kth, top_p[todo]))
+        # A row is settled when its threshold lies above the smallest value that was looked at.
+        unsettled = (result[todo] <= values[:, -1:]) & (top_k[todo] == 0)
+        todo = todo[unsettled[:, 0]]
+        if len(todo) == 0 or width >= x.shape[1]:
+            break
+    return result
+
+
+def _nucleus(x: np.ndarray, values: np.ndarray, kth: np.ndarray, top_p: np.ndarray) -> np.ndarray:
+    """The smallest of `values` (falling) needed to reach top_p of the weight of all x >= kth."""
+    if not np.isfinite(top_p).any():
+        return np.full_like(kth, -np.inf)
+    weights = np.exp(x)
+    weights[x < kth] = 0
+    need = weights.sum(axis=-1, dtype=np.float64)[:, None] * top_p
+    weights = np.exp(values).astype(np.float64)
+    weights[values < kth] = 0
+    before = np.cumsum(weights, axis=-1) - weights
+    inside = ((before < need) & (weights > 0)).sum(axis=-1)
+    inside = np.maximum(inside, 1)  # a top_p that is 0 in float32 needs none; the best one stays
+    limit = np.take_along_axis(values, inside[:, None] - 1, axis=-1)
+    return np.where(np.isfinite(top_p), limit, -np.inf).astype(np.float32)
+
+
+def _largest(x: np.ndarray, width: int) -> np.ndarray:
+    """The `width` largest values of each row, falling, [F, min(width, vocab)]."""
+    width = min(width, x.shape[1])
+    if width < x.shape[1]:
+        x = np.partition(x, x.shape[1] - width, axis=-1)[:, x.shape[1] - width :]
+    return np.ascontiguousarray(np.sort(x, axis=-1)[:, ::-1])
+
+
+def is_truncated(
+    top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, vocab: float = inf
+) -> np.ndarray:
+    """bool [S]: rows that leave out some of `vocab` ids, unless they are greedy. By default any
+    top-k counts."""
+    return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """SamplingTensors of S rows as arrays, seeds as uint64."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, sampling: SamplingTensors) -> SamplingRows:
+        """Views of the same memory."""
+        names = "temperature", "top_k", "top_p", "min_p", "seed", "sample_positions"
+        temperature, top_k, top_p, min_p, seeds, positions = (
+            sampling[name].numpy() for name in names
+        )
+        return cls(temperature, top_k, top_p, min_p, seeds.view(np.uint64), positions)
+
+
+def sample(
+    logits: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor, truncate: bool = True
+) -> torch.Tensor:
+    """See interface.py, here and below. Of equal best candidates the lowest id wins."""
+    values, rows = logits.float().numpy(), SamplingRows.of(sampling)
+    ids = values.argmax(axis=-1)
+    peaks = np.take_along_axis(values, ids[:, None], axis=-1)
+    finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
+    random = (rows.temperature >= GREEDY_BELOW) & finite
+    if random.any():
+        vocab = values.shape[1]
+        truncated = np.zeros(len(ids), dtype=bool)
+        if truncate:
+            truncated = is_truncated(rows.top_k, rows.top_p, rows.min_p, vocab)
+        for block in _blocks(random & ~truncated, vocab):
+            ids[block] = _sample_from_row(_scaled(values, peaks, rows, block), rows, block)
+        for block in _blocks(random & truncated, vocab):
+            ids[block] = _sample_from_kept(_scaled(values, peaks, rows, block), rows, block)
+    return _sampled(ids, finite, sampling, last_token)
+
+
+def local_argmax(logits: torch.Tensor, sampling: SamplingTensors, first_id: int) -> torch.Tensor:
+    """float64 [S, 3]: | score of the best candidate | its id | the greatest logit |"""
+    values, rows = logits.float().numpy(), SamplingRows.of(sampling)
+    count, width = values.shape
+    mine = np.full((count, 3), -np.inf)
+    mine[:, 1] = NO_CANDIDATE
+    if width:
+        mine[:, 2] = values.max(axis=-1)
+        scores, random = values, rows.temperature >= GREEDY_BELOW
+        if random.any():
+            scores = values.astype(np.float64)
+            scores[random] /= rows.temperature[random, None]
+            hot = rows.seeds[random], rows.positions[random]
+            scores[random] += noise.gumbel_noise(*hot, width, first_id)
+        local = scores.argmax(axis=-1)
+        mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
+        mine[:, 1] = local + first_id
+    return torch.from_numpy(mine)
+
+
+def global_argmax(
+    offers: torch.Tensor, sampling: SamplingTensors, last_token: torch.Tensor
+) -> torch.Tensor:
+    scores, candidates, greatest = np.moveaxis(offers.numpy(), -1, 0)
+    good = np.isfinite(greatest.max(axis=0, initial=-np.inf))
+    ids = np.where(scores == scores.max(axis=0), candidates, np.inf).min(axis=0)
+    return _sampled(np.where(good, ids, 0).astype(np.int64), good, sampling, last_token)
+
+
+def _sampled(
+    ids: np.ndarray, good: np.ndarray, sampling: SamplingTensors, last_token: torch.Tensor
+) -> torch.Tensor:
+    """int64 [S, 2]: one token, of `ids` [S], for the rows in `good` bool [S]; 0 tokens for
+    others."""
+    made = np.empty((len(ids), 2), dtype=np.int64)
+    made[:, 0] = good
+    # A bad row may be part of one more step: it goes on from an id that exists.
+    made[:, 1] = ids * good
+    last_token.numpy()[sampling["write_slots"].numpy()] = made[:, 1]
+    return torch.from_numpy(made)
+
+
+def _blocks(chosen: np.ndarray, vocab: int) -> list[np.ndarray]:
+    """Indices of the chosen rows, a few at a time."""
+    indices = np.flatnonzero(chosen)
+    size = max(LOGITS_PER_BLOCK // vocab, 1)
+    return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
+
+
+def _scaled(
+    values: np.ndarray, peaks: np.ndarray, rows: SamplingRows, block: np.ndarray
+) -> np.ndarray:
+    """Logits of the block's rows over temperature, shifted so that each maximum is 0.
+
+    The peak goes first: differences are exact where they matter, and nothing overflows upwards.
+    """
+    x = values[block]
+    with np.errstate(over="ignore"):  # what lies that far below the peak is never sampled anyway
+        x -= peaks[block]
+        x /= rows.temperature[block, None]
+    return x
+
+
+def _sample_from_row(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
+    x += noise.gumbel_noise(rows.seeds[block], rows.positions[block], x.shape[1])
+    return x.argmax(axis=-1)
+
+
+def _sample_from_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
+    """Gumbel-max over what truncation leaves; noise is made only for these ids, if they are few."""
+    keep = x >= truncation_thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
+    flat = np.flatnonzero(keep)
+    if len(flat) * SPARSE_NOISE_COST > x.size:
+        x[~keep] = -np.inf
+        return _sample_from_row(x, rows, block)
+    row, ids = np.divmod(flat, x.shape[1])
+    value = noise.gumbel_noise_at(rows.seeds[block][row], rows.positions[block][row], ids)
+    value += x.reshape(-1)[flat]
+    # Candidates lie row after row, lowest id first, and every row has one.
+    best = np.maximum.reduceat(value, np.searchsorted(row, np.arange(len(x))))
+    winners = np.flatnonzero(value == best[row])
+    return ids[winners[np.searchsorted(row[winners], np.arange(len(x)))]]
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor:
+    """See interface.py, here and below."""
+    own_keys = logit_keys(logits, ids, 0)
+    return merge_topk(local_topk(logits, own_keys, num_top, 0)[None], own_keys)
+
+
+def logit_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+    columns = ids - first_id
+    if not logits.shape[1]:
+        return torch.full_like(columns, NO_LOGIT_KEY)
+    on_rank = (columns >= 0) & (columns < logits.shape[1])
+    mine = logits.gather(1, torch.where(on_rank, columns, 0)[:, None])[:, 0]
+    return torch.where(on_rank, _pack_keys(mine.float(), ids), NO_LOGIT_KEY)
+
+
+def local_topk(
+    logits: torch.Tensor, own_keys: torch.Tensor, num_top: int, first_id: int
+) -> torch.Tensor:
+    records = np.full((len(logits), 2 + num_top), NO_LOGIT_KEY)
+    scratch = np.empty(logits.shape[1], dtype=np.float32)
+    for record, one, key in zip(records, logits, own_keys.tolist(), strict=True):
+        row = one.float().numpy()
+        record[0] = _logsumexp(row, scratch).view(np.int32)
+        record[1] = _num_above(row, key, first_id)
+        best = _greatest_keys(row, num_top, first_id)
+        record[2 : 2 + len(best)] = best
+    return torch.from_numpy(records)
+
+
+def merge_topk(records: torch.Tensor, own_keys: torch.Tensor) -> torch.Tensor:
+    total = records[:, :, 0].int().view(torch.float32).logsumexp(0)
+    above = records[:, :, 1].sum(0)
+    every = records[:, :, 2:]
+    best = every.movedim(0, 1).flatten(1).topk(every.shape[2], dim=1).values
+    ids, values = _unpack_keys(torch.cat((own_keys[:, None], best), dim=1))
+    values = (values - total[:, None]).view(torch.int32)
+    return torch.cat((values[:, :1], above[:, None].int() + 1, ids[:, 1:], values[:, 1:]), dim=1)
+
+
+def _logsumexp(row: np.ndarray, scratch: np.ndarray) -> np.float32:
+    """log(sum(exp(row))) of float32 [n]; `scratch` is as large."""
+    peak = row.max(initial=np.float32(-np.inf))
+    if not np.isfinite(peak):
+        return np.float32(peak)
+    np.exp(np.subtract(row, peak, out=scratch), out=scratch)
+    return peak + np.log(scratch.sum())
+
+
+def _num_above(row: np.ndarray, key: int, first_id: int) -> int:
+    """The number of ids of the row, from `first_id` on, with greater keys."""
+    ids, values = _unpack_keys(torch.tensor([key]))
+    column = min(max(int(ids) - first_id, 0), len(row))
+    value = np.float32(values.item())
+    return int(np.count_nonzero(row > value) + np.count_nonzero(row[:column] == value))
+
+
+def _greatest_keys(row: np.ndarray, num_top: int, first_id: int) -> np.ndarray:
+    """int64 [num_top], or as many as there are: the greatest keys, falling.
+
+    At least num_top blocks have a maximum from the num_top-th greatest maximum on: only ids with
+    such logits can be among the best. That takes one pass.
+    """
+    blocks = len(row) // TOPK_BLOCK
+    if not num_top:
+        return np.empty(0, dtype=np.int64)
+    if blocks <= num_top:
+        columns = np.arange(len(row))
+    else:
+        maxima = row[: blocks * TOPK_BLOCK].reshape(blocks, TOPK_BLOCK).max(axis=1)
+        columns = np.flatnonzero(row >= np.partition(maxima, blocks - num_top)[blocks - num_top])
+    keys = _pack_keys(torch.from_numpy(row[columns]), torch.from_numpy(columns + first_id)).numpy()
+    if len(keys) > num_top:
+        keys = np.partition(keys, len(keys) - num_top)[len(keys) - num_top :]
+    return np.sort(keys)[::-1]
+
+
+def _pack_keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64, as many, packed logit keys of float32 logits; no two are equal. For few ids: a whole
+    vocabulary's would take longer than all else here.
+
+    A float's bits, read as an integer, sort positive floats; of negative ones the bits below the
+    sign are inverted.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # there is one zero
+    ordered = torch.where(bits < 0, bits ^ HIGHEST_ID, bits).long()
+    return (ordered << 32) | (HIGHEST_ID - ids)
+
+
+def _unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids int32, logits float32) of keys; NO_ID and -inf for absent ones."""
+    ids = HIGHEST_ID - (keys & 0xFFFFFFFF)
+    ordered = (keys >> 32).int()
+    logits = torch.where(ordered < 0, ordered ^ HIGHEST_ID, ordered).view(torch.float32)
+    there = keys != NO_LOGIT_KEY
+    return torch.where(there, ids, NO_ID).int(), torch.where(there, logits, float("-inf"))
+
+
+def apply_bad_words(
+    logits: torch.Tensor,
+    slot: int,
+    position: int,
+    bad_words: SlotBadWords,
+    first_id: int,
+    record_token: bool,
+) -> None:
+    """Sets the logit of each id to -inf that would complete a bad word at `position`.
+
+    logits: [ids] of one row, those from `first_id` on.
+    record_token: the last token joins the history before, if it was sampled in this slot.
+    """
+    words = bad_words.words.numpy()[slot]
+    count, begin, known, _ = words[:BAD_WORDS_HEADER].tolist()
+    history = words[BAD_WORDS_HEADER:][: bad_words.history]
+    if record_token and position > known:
+        history[(position - 1) % bad_words.history] = int(bad_words.last_token[slot])
+    ends = words[BAD_WORDS_HEADER + bad_words.history :][: count + 1]
+    ids = words[BAD_WORDS_HEADER + bad_words.history + bad_words.max_sequences + 1 :]
+    for first, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        before, last = ids[first : end - 1], int(ids[end - 1]) - first_id
+        places = np.arange(position - len(before), position)
+        applies = 0 <= last < len(logits) and len(before) <= position - begin
+        if applies and np.array_equal(history[places % bad_words.history], before):
+            logits[last] = float("-inf")
+
+
+def scatter_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
+    """See interface.py."""
+    num_pairs = int(count)
+    if num_pairs:
+        changes = pairs.numpy()[: 2 * num_pairs]
+        words.numpy()[changes[0::2]] = changes[1::2]
+
+
+def prepare_inputs(step: DeviceStep, slot_tables: SlotTables, page_size: int) -> None:
+    counts, slots = step.counts.numpy(), step.slots.numpy()
+    starts, sizes = step.starts.numpy(), counts
+    if not counts.all():
+        starts, sizes = (
+            np.where(counts, starts, 0),
+            np.where(counts, counts, step.padding_row_tokens),
+        )
+    lengths = starts + sizes
+    firsts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=firsts[1:])
+    _token_inputs(step, slot_tables, page_size, (slots, starts, counts, sizes, firsts))
+    _row_inputs(step, slot_tables, page_size, slots, lengths, firsts)
+    _sampling_inputs(step, slot_tables, slots, lengths, firsts)
+
+
+def _token_inputs(
+    step: DeviceStep, slot_tables: SlotTables, page_size: int, by_row: tuple[np.ndarray, ...]
+) -> None:
+    """Inputs by token. Tokens after the last row's, and padding, have no KV slot."""
+    slots, starts, counts, sizes, firsts = by_row
+    num_tokens, row, index = int(firsts[-1]), None, None
+    slot, position = slots, starts  # of one token each
+    if num_tokens != len(slots) or sizes is not counts:
+        row = np.repeat(np.arange(len(slots)), sizes)
+        index = np.arange(num_tokens) - firsts[row]
+        slot, position = slots[row], starts[row] + index
+    page = slot_tables.page_table.numpy()[slot, position // page_size].astype(np.int64)
+    kv_slot = page * page_size + position % page_size
+    ids = step.tokens.numpy()[:num_tokens].astype(np.int64)
+    unknown = np.flatnonzero(ids < 0)
+    ids[unknown] = slot_tables.last_token.numpy()[slot[unknown]]
+    if sizes is not counts and index is not None:
+        padding = index >= counts[row]
+        position[padding], kv_slot[padding], ids[padding] = 0, NO_SLOT, 0
+    for target, values, filler in (
+        (step.positions, position, 0),
+        (step.slot_mapping, kv_slot, NO_SLOT),
+        (step.input_ids, ids, 0),
+    ):
+        target = target.numpy()
+        target[:num_tokens], target[num_tokens:] = values, filler
+
+
+def _row_inputs(
+    step: DeviceStep, slot_tables: SlotTables, page_size: int, slots: np.ndarray,
+    lengths: np.ndarray, firsts: np.ndarray,
+) -> None:  # fmt: skip
+    """Inputs by row, and the pages of rows."""
+    width, used = slot_tables.page_table.shape[1], -(-lengths // page_size)
+    step.qo_indptr.numpy()[:] = firsts
+    step.prefill_qo_indptr.numpy()[:] = firsts[step.shape.decodes :] - step.prefill_query_base
+    step.seq_lens.numpy()[:] = lengths
+    step.last_page_len.numpy()[:] = lengths - (used - 1) * page_size
+    kv_indptr, table = step.kv_indptr.numpy(), slot_tables.page_table.numpy()
+    if step.lists_pages:
+        kv_indptr[0] = 0
+        np.cumsum(used, out=kv_indptr[1:])
+        row = np.repeat(np.arange(len(slots)), used)
+        pages = table[slots[row], np.arange(len(row)) - kv_indptr[row]]
+        shown = min(len(pages), len(step.kv_indices))
+        step.kv_indices.numpy()[:shown] = pages[:shown]
+    else:
+        kv_indptr[:-1], kv_indptr[-1] = slots * width, 0
+    if len(step.block_table):
+        some = slice(len(slots) - len(step.block_table), None)
+        shown = np.arange(width) < used[some, None]
+        np.copyto(step.block_table.numpy(), table[slots[some]], where=shown)
+
+
+def _sampling_inputs(
+    step: DeviceStep,
+    slot_tables: SlotTables,
+    slots: np.ndarray,
+    lengths: np.ndarray,
+    firsts: np.ndarray,
+) -> None:
+    """Inputs by row of logits."""
+    logits_rows = step.logits_rows.numpy()
+    rows = np.flatnonzero(logits_rows != NO_LOGITS)
+    entry = logits_rows[rows]
+    of = np.empty(len(rows), dtype=np.int64)  # of each row of logits, its row
+    of[np.where(entry >= 0, entry, -1 - entry)] = rows
+    slot, token, position = slots[of], firsts[of + 1] - 1, lengths[of]
+    if entry.min(initial=0) < 0:
+        padding = logits_rows[of] < 0
+        slot = np.where(padding, len(slot_tables.page_table) - 1, slot)
+        position = np.where(padding, 0, position)
+        token[padding] = 0
+    step.logits_indices.numpy()[:] = token
+    step.write_slots.numpy()[:] = slot
+    step.sample_positions.numpy()[:] = position
+    theirs, mine, wide = (
+        slot_tables.sampling_words.numpy(),
+        step.sampling_words.numpy(),
+        2 * slot_tables.num_wide,
+    )
+    from_here, to_here = wide * len(slot_tables.page_table), wide * len(of)
+    for source, target, shape in (
+        (theirs[:from_here], mine[:to_here], (slot_tables.num_wide, -1, 2)),
+        (theirs[from_here:], mine[to_here:], (slot_tables.num_narrow, -1)),
+    ):
+        target.reshape(shape)[:] = source.reshape(shape)[:, slot]
+
+
+def apply_logit_bias(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, bias: SlotLogitBias,
+    first_id: int = 0, add_bias: bool = False,
+) -> None:  # fmt: skip
+    slot = slots.numpy()
+    counts, words = bias.counts.numpy()[slot], bias.words.numpy()
+    for row in np.flatnonzero(counts).tolist():
+        ids, bits, until = words[:, slot[row], : abs(counts[row])]
+        column = ids.astype(np.int64) - first_id
+        on_rank, never = (column >= 0) & (column < logits.shape[1]), until > int(positions[row])
+        there = torch.from_numpy(column[on_rank])
+        left = logits[row, there]
+        if add_bias:
+            left += torch.from_numpy(bits.view(np.float32)[on_rank])
+        if counts[row] < 0:
+            logits[row] = float("-inf")
+        logits[row, there] = left
+        logits[row, torch.from_numpy(column[on_rank & never])] = float("-inf")
+    num_bad_words = bias.bad_words.words.numpy()[slot, 0]
+    for row in np.flatnonzero(num_bad_words).tolist():
+        apply_bad_words(
+            logits[row], int(slot[row]), int(positions[row]), bias.bad_words, first_id, not add_bias
+        )
+
+
+def apply_token_bitmask(
+    logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0
+) -> None:
+    width = logits.shape[1]
+    for row, own in zip(rows.tolist(), words.numpy(), strict=True):
+        bits = np.unpackbits(own.view(np.uint8), bitorder="little")[first_id : first_id + width]
+        forbidden = torch.from_numpy(bits == 0)
+        logits[row, : len(bits)].masked_fill_(forbidden, float("-inf"))
+        logits[row, len(bits) :] = float("-inf")
