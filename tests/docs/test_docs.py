@@ -32,7 +32,7 @@ from pipeinfer.settings import PREFIX, Settings
 from pipeinfer.settings_help import GROUPS, MODEL
 from pipeinfer.statistics_help import EACH, STATISTICS
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import VARIABLES, Entry
+from pipeinfer.topology.topology import VARIABLES, StageEntry
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +276,7 @@ def test_every_policy_and_command_is_named():
 
 def test_topology_fields_are_documented_and_the_examples_load():
     page = text("docs/topology.md")
-    for name in Entry.__struct_fields__:
+    for name in StageEntry.__struct_fields__:
         assert f"`{name}`" in page, name
     assert len(topologies.load(ROOT / "stages/three-hosts.toml").hosts()) == 3
     for name in ("pipeinfer.toml", "container.toml"):

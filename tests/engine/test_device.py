@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from pipeinfer.engine.device import Failed, HostDevice
+from pipeinfer.engine.device import FailedEvent, HostDevice
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_closing_waits_for_what_was_submitted():
 
 
 async def test_what_could_not_be_submitted_has_ended_with_its_error():
-    failed, over = Failed(ValueError("too large")), asyncio.Event()
+    failed, over = FailedEvent(ValueError("too large")), asyncio.Event()
     assert failed.ready and failed.busy == failed.idle == 0
     with pytest.raises(ValueError, match="too large"):
         failed.wait()

@@ -15,7 +15,7 @@ import pipeinfer.demo
 from grammars.costly_grammars import LATE
 from parity.cores import Cores
 from pipeinfer.engine.masks import GrammarMasks
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores
@@ -27,7 +27,7 @@ from pipeinfer.text.loading import grammar_setup
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)
-VOCABULARY = Vocabulary(SETUP.tokenizer, SETUP.width, SETUP.end_ids, SETUP.known_ids)
+VOCABULARY = GrammarVocabulary(SETUP.tokenizer, SETUP.width, SETUP.end_ids, SETUP.known_ids)
 PROMPT = list(b"Tell me something about yourself.")
 SPECS = {
     "object": StructuredOutputs(

@@ -27,7 +27,7 @@ from pipeinfer.engine.graph_shapes import (
     shared_prefix_variants,
 )
 from pipeinfer.engine.graphs import Graphs
-from pipeinfer.engine.step_buffers import DeviceBuffers, Packer, SlotState, layout
+from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.tables import NO_SLOT
@@ -81,7 +81,7 @@ class Side:
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
         self.arrays = DeviceBuffers(LARGEST, page_size, traits, self.state, CPU, host)
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
-        self.packer = Packer(self.buffer, SLOTS)
+        self.packer = StepPacker(self.buffer, SLOTS)
 
     def expand(self, step: Step, room: Shape, samples: int, graph: bool):
         views = self.arrays.views(room, samples, graph)

@@ -30,13 +30,13 @@ from pipeinfer.gateway.tool_parsers.registry import (
 )
 from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.text.files import AddedId
 
 TOKENIZER = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
 SIZE = TOKENIZER.get_vocab_size()
-VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (256,), tuple(range(SIZE)))
+VOCABULARY = GrammarVocabulary(TOKENIZER.to_str(), SIZE, (256,), tuple(range(SIZE)))
 PARAMETERS: Any = {
     "type": "object",
     "properties": {
@@ -536,9 +536,9 @@ def test_calls_between_special_tokens_are_read_as_they_are_generated(name: str) 
 
 
 @cache
-def vocabulary(name: str) -> Vocabulary:
+def vocabulary(name: str) -> GrammarVocabulary:
     size = tokenizer(name).get_vocab_size()
-    return Vocabulary(tokenizer(name).to_str(), size, (256,), tuple(range(size)))
+    return GrammarVocabulary(tokenizer(name).to_str(), size, (256,), tuple(range(size)))
 
 
 def allows_ids(name: str, grammar: str, ids: list[int]) -> bool:

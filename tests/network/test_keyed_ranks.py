@@ -9,7 +9,7 @@ from pipeinfer.bus import curve
 from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
 from pipeinfer.topology import addresses
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology.topology import StageEntry, Topology
 from port_rows import port_row
 
 
@@ -19,8 +19,8 @@ def topology(tmp_path):
     curve.create_key_pair(tmp_path / "ours", curve.DEFAULT_KEY)
     curve.create_key_pair(tmp_path / "theirs", curve.DEFAULT_KEY)
     ranks = (
-        Entry("engine", f"tcp://127.0.0.1:{port}"),
-        Entry("engine", f"tcp://127.0.0.1:{port + 4}", rank=1),
+        StageEntry("engine", f"tcp://127.0.0.1:{port}"),
+        StageEntry("engine", f"tcp://127.0.0.1:{port + 4}", rank=1),
     )
     return Topology(ranks, keys=str(tmp_path / "ours"))
 

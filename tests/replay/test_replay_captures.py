@@ -19,7 +19,7 @@ from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
 from pipeinfer.replay.run import ReplayTally
 from pipeinfer.trace.format import Record
-from pipeinfer.trace.reader import BodyDecoder
+from pipeinfer.trace.reader import RecordDecoder
 
 
 class Runner:
@@ -77,4 +77,4 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
 @pytest.mark.parametrize(("direction", "message"), [("in", GraphDue()), ("out", Capture())])
 def test_a_recording_holds_when_graphs_are_due(direction, message):
     record = Record(0.0, direction, LOCAL, "", 0, 0.0, msgspec.msgpack.encode(message))
-    assert BodyDecoder("engine").decode(record) == message
+    assert RecordDecoder("engine").decode(record) == message

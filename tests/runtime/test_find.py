@@ -25,7 +25,7 @@ from pipeinfer.runtime.find import (
 )
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
-from pipeinfer.topology.topology import Entry, Topology
+from pipeinfer.topology.topology import StageEntry, Topology
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatc
 
 
 def test_a_stage_is_named_by_its_id_or_by_a_name_that_only_one_group_has():
-    engines = [Entry("engine", f"ipc://e{g}{r}", g, r) for g in (0, 1) for r in (0, 1)]
-    topology = Topology((Entry("scheduler", "ipc://s0", 0), *engines[:2]))
+    engines = [StageEntry("engine", f"ipc://e{g}{r}", g, r) for g in (0, 1) for r in (0, 1)]
+    topology = Topology((StageEntry("scheduler", "ipc://s0", 0), *engines[:2]))
     assert chosen_stage(topology, "scheduler") == "scheduler-0"
     assert chosen_stage(topology, "engine") == "engine-0-0"
     assert chosen_stage(topology, "engine-0-1") == "engine-0-1"

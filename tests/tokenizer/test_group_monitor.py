@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.messages import Ended, GroupStatus, Standing
-from pipeinfer.tokenizer.routing import MAX_SILENCE_SECONDS, GroupMonitor, GroupReport, Router
+from pipeinfer.tokenizer.routing import MAX_SILENCE_SECONDS, GroupMonitor, GroupReport, GroupRouter
 
 GROUPS = 3
 
@@ -86,7 +86,7 @@ words = st.tuples(
 @given(st.lists(st.one_of(words, st.floats(0.1, MAX_SILENCE_SECONDS)), max_size=60))
 def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
     """The model: each group's last word, its time, and whether it counts any more."""
-    watch, router, now = GroupMonitor(), Router("round-robin", GROUPS), 0.0
+    watch, router, now = GroupMonitor(), GroupRouter("round-robin", GROUPS), 0.0
     last: dict[int, tuple[str, int, float]] = {}
     lost: set[int] = set()
     for step in done:

@@ -22,7 +22,7 @@ from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step import Sampled
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 
 PREFIXES, EACH, PREFIX = 64, 64, 1500
 TAIL, OUTPUTS = 40, 16  # tokens of each request's own prompt, and of its answer
@@ -81,7 +81,7 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
     heads = [rng.integers(0, 50_000, PREFIX, np.int32) for _ in range(PREFIXES)]
     order = [prefix for prefix in range(PREFIXES) for _ in range(each)]
     random.Random(seed).shuffle(order)
-    router, watch = Router(policy, groups), GroupMonitor()
+    router, watch = GroupRouter(policy, groups), GroupMonitor()
     cluster = [Group(g, POOL // groups, 256 // groups) for g in range(groups)]
     left, under_way, rounds = deque(enumerate(order)), 0, 0
     params = SamplingParams(max_tokens=OUTPUTS, ignore_eos=True)

@@ -13,7 +13,7 @@ from rebuilt import events, fresh, outputs
 from pipeinfer.messages import Begin, Plan
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology.topology import NAMES, Entry, Identity, Topology
+from pipeinfer.topology.topology import NAMES, Identity, StageEntry, Topology
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
 from pipeinfer.trace.notes import Crash
@@ -206,7 +206,7 @@ def test_a_stage_that_dies_leaves_a_flight_recording_that_dies_again(tmp_path, m
     assert any(isinstance(m, Plan) for _, out in events(trace) for m in out)
     (tmp_path / "crashed").unlink()
     settings = msgspec.convert(trace.header.settings, Settings)
-    topology = Topology(tuple(Entry(name, f"inproc://{name}") for name in NAMES))
+    topology = Topology(tuple(StageEntry(name, f"inproc://{name}") for name in NAMES))
     who, incarnation = Identity("scheduler"), trace.header.incarnation
     context = StageContext(settings, topology, who, incarnation, lambda *_: None)
     core = builder("scheduler")(context).core

@@ -13,7 +13,7 @@ from random import Random
 
 from fuzz import mutation, radix, running, wire_values
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import Core
 from pipeinfer.events import Tick
 from pipeinfer.messages import PROTOCOL
@@ -97,7 +97,7 @@ class Cores:
             running.run(radix.Program(b"".join(pieces[1:2])))
             return
         name = STAGES[number]
-        header = wire_values.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
+        header = wire_values.encode(FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0))
         core, now = None, 0.0
         for channel, body in zip(pieces[1::2], pieces[2::2], strict=False):
             try:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.choices import choice_ids
 from pipeinfer.core import LOCAL
 from pipeinfer.events import Tick
@@ -94,7 +94,7 @@ class Gateway:
             self.on_failure()  # its client may wait for ever
 
     def _travel(self, channel: str, message: Message) -> None:
-        parts = frames.encode(channel, Header(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
+        parts = frames.encode(channel, FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
         _, _, arrived = frames.decode(parts)
         if isinstance(arrived, Abort):
             self._gone.add(arrived.request_id)

@@ -19,7 +19,7 @@ from fuzz import values, wire_values
 from fuzz.target import Wrong
 from fuzz.tree_model import Numbers
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import LOCAL, Core, Send
 from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.events import Compiled, StepDone, Tick
@@ -334,7 +334,7 @@ def handled(core: Core, message: Message, now: float) -> list[Send]:
 
 def travelled(channel: str, value: Any) -> Message | None:
     """What the bus makes of these plain values; None: they have no frame, or it is dropped."""
-    header = wire_values.encode(Header(PROTOCOL, "engine-0-0", 1, 0, 0.0))
+    header = wire_values.encode(FrameHeader(PROTOCOL, "engine-0-0", 1, 0, 0.0))
     try:
         body = wire_values.encode(value)
         return frames.decode([channel.encode(), header, body])[2]

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from pipeinfer.liveness import HEARTBEAT_SECONDS
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from simulate.arrivals import Arrival
 from simulate.group import Group
 
@@ -20,7 +20,7 @@ FOREVER = float("inf")
 class Cluster:
     """`groups` behind `router`, which hears of them as often as in a server."""
 
-    def __init__(self, groups: Sequence[Group], router: Router) -> None:
+    def __init__(self, groups: Sequence[Group], router: GroupRouter) -> None:
         self._groups, self._router = groups, router
         self._watch = GroupMonitor()
         self._due: list[tuple[float, int]] = []  # a group stands here while something is under way

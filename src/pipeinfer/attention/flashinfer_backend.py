@@ -31,7 +31,7 @@ SPLIT_TILE = 16  # queries times group of one work item of a decode
 
 
 @dataclass(frozen=True)
-class WindowPlan:
+class FlashInferWindowPlan:
     """What the layers with one sliding window share: FlashInfer's plan and where it lies."""
 
     info: Any
@@ -42,7 +42,7 @@ class WindowPlan:
 class FlashInferPlan:
     """One kind of row of one step."""
 
-    by_window: dict[int | None, WindowPlan]
+    by_window: dict[int | None, FlashInferWindowPlan]
     q_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     indices: torch.Tensor
@@ -73,7 +73,7 @@ class FlashInferKernel:
         self._causal = causal
         self._staging = {shape.sliding_window: _Staging(device) for shape in shapes}
         self._modules: dict[tuple[int, bool], tuple[str, Any]] = {}
-        self._unsplit: dict[tuple[int | None, int], WindowPlan] = {}
+        self._unsplit: dict[tuple[int | None, int], FlashInferWindowPlan] = {}
         self._float = torch.empty(0)
         self._room = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -145,7 +145,7 @@ class FlashInferKernel:
 
     def _plan_window(
         self, inputs: PlanInputs, window: int | None, begin: int, end: int
-    ) -> WindowPlan:
+    ) -> FlashInferWindowPlan:
         staging, count = self._staging[window], end - begin
         if not self._whole(inputs, window, count):
             workspace = staging.fixed if inputs.step.padded else staging.device[inputs.parity]
@@ -160,7 +160,7 @@ class FlashInferKernel:
 
     def _plan_into(
         self, workspace: torch.Tensor, inputs: PlanInputs, window: int | None, begin: int, end: int
-    ) -> WindowPlan:
+    ) -> FlashInferWindowPlan:
         shape, whole = self._shape(window), self._whole(inputs, window, end - begin)
         host = inputs.on_host
         q_indptr, lengths = host.queries(begin, end), host.seq_lens[begin:end]
@@ -174,7 +174,7 @@ class FlashInferKernel:
         ]  # fmt: skip
         if kernels == "fa2":
             arguments += [-1, whole, 0]  # no fixed split, whether not to split, nothing beside it
-        return WindowPlan(module.plan(*arguments), workspace)
+        return FlashInferWindowPlan(module.plan(*arguments), workspace)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
         shape, scales = self._shapes[layer], self._scales[layer]

@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus import frames, reliable
-from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
+from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, FrameHeader
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.reliable import ReliableLinks
 from pipeinfer.bus.sockets import SocketFactory, send_multipart
@@ -121,7 +121,7 @@ class Bus:
             self.reader.start(handler, busy_poll)
             return
 
-        def on_frame(channel: str, header: Header, message: Message) -> None:
+        def on_frame(channel: str, header: FrameHeader, message: Message) -> None:
             if self._accepts(channel, header, message):
                 handler(channel, header, message)
 
@@ -139,7 +139,7 @@ class Bus:
         sent = self._clock()
         link = self._links.outgoing(send.to)
         counted = 0 if link is None else link.next
-        header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
+        header = FrameHeader(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
         parts = frames.encode(send.channel, header, send.message)
         if send.to == EVERYONE:
             send_multipart(self._publishers[send.channel], parts)
@@ -169,7 +169,7 @@ class Bus:
         """Frames that were sent once more, since the start: a connection had taken them along."""
         return self._links.repeated
 
-    def _accepts(self, channel: str, header: Header, message: Message) -> bool:
+    def _accepts(self, channel: str, header: FrameHeader, message: Message) -> bool:
         """Whether a frame is for the stage, and has not come before."""
         who, process = header.sender, header.incarnation
         if channel == reliable.CHANNEL:
@@ -181,7 +181,7 @@ class Bus:
         return self._links.accepts(who, process, header.link, size, self._clock())
 
     def _send_link_message(self, stage: str, message: Message) -> None:
-        header = Header(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
+        header = FrameHeader(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
         self._push(stage, frames.encode(reliable.CHANNEL, header, message))
 
     def _close_outbox(self, stage: str) -> None:
@@ -281,13 +281,13 @@ class ControlClient:
         if outbox is None:
             outbox = self._outboxes[stage] = self._sockets.socket(zmq.PUSH)
             self._sockets.connect(outbox, stage, "inbox")
-        header = Header(PROTOCOL, self._name, self._incarnation, self._sent, time.monotonic())
+        header = FrameHeader(PROTOCOL, self._name, self._incarnation, self._sent, time.monotonic())
         self._sent += 1
         outbox.send_multipart(frames.encode(CONTROL, header, message))
 
-    def receive(self, seconds: float) -> list[tuple[Header, Message]]:
+    def receive(self, seconds: float) -> list[tuple[FrameHeader, Message]]:
         """The messages that came, after waiting at most `seconds` for the first."""
-        received: list[tuple[Header, Message]] = []
+        received: list[tuple[FrameHeader, Message]] = []
         for subscriber, _ in self._poller.poll(int(seconds * 1_000)):
             try:
                 _, header, message = frames.decode(subscriber.recv_multipart(zmq.NOBLOCK))

@@ -31,14 +31,14 @@ class Received(Message, frozen=True):
     missing: bool
 
 
-class Kept(Message, frozen=True):
+class Retained(Message, frozen=True):
     """To a receiver: frames from `first` on are kept, and those before `next` have been sent."""
 
     first: int
     next: int
 
 
-LINK = Union[Received, Kept]
+LINK = Union[Received, Retained]
 
 
 class OutgoingLink:
@@ -80,11 +80,11 @@ class OutgoingLink:
         """Those that are kept."""
         return list(self._frames)
 
-    def status(self) -> Kept:
+    def status(self) -> Retained:
         """What the receiver may be told of them."""
-        return Kept(first=self.first, next=self.next)
+        return Retained(first=self.first, next=self.next)
 
-    def kept_due(self) -> Kept | None:
+    def kept_due(self) -> Retained | None:
         """To be asked regularly: what to say if nothing has arrived since the last time."""
         stands = bool(self._frames) and self._first_before == self.first
         self._first_before = self.first if self._frames else 0
@@ -124,7 +124,7 @@ class IncomingLink:
             return None
         return self._received(missing=False)
 
-    def on_kept(self, kept: Kept, now: float) -> Received:
+    def on_kept(self, kept: Retained, now: float) -> Received:
         """What to say to the sender of `kept`, which was sent behind all before `kept.next`."""
         self._next = max(self._next, kept.first)
         asked = self._ask(now) if self._next < kept.next else None
@@ -201,7 +201,7 @@ class ReliableLinks:
         if message is not None:
             self._send(stage, message)
 
-    def _on_kept(self, sender: str, incarnation: int, kept: Kept, now: float) -> None:
+    def _on_kept(self, sender: str, incarnation: int, kept: Retained, now: float) -> None:
         incoming = self._incoming(sender)
         if incoming.is_current(incarnation):
             self._send(sender, incoming.on_kept(kept, now))
@@ -219,6 +219,6 @@ class ReliableLinks:
                 self._push(sender, parts)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
-        Kept: _on_kept,
+        Retained: _on_kept,
         Received: _on_received,
     }

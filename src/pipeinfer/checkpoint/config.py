@@ -212,7 +212,7 @@ def _missing(
     return found if kv_heads is None else {**found, "num_key_value_heads": kv_heads}
 
 
-class Experts(TypedDict, total=False):
+class ExpertFields(TypedDict, total=False):
     """Fields of a ModelConfig, see there."""
 
     num_experts: int
@@ -229,7 +229,7 @@ class Experts(TypedDict, total=False):
     sinks: bool
 
 
-def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> Experts:
+def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> ExpertFields:
     """num_experts is called num_local_experts by transformers 5."""
     experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
     step = fields.integer("decoder_sparse_step", 1)
@@ -243,13 +243,13 @@ def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> Experts:
     }
 
 
-def qwen2_experts(fields: Fields, layers: int) -> Experts:
+def qwen2_experts(fields: Fields, layers: int) -> ExpertFields:
     """The same, and one for all tokens."""
     size = fields.integer("shared_expert_intermediate_size", 5632)
     return {**qwen_experts(fields, layers, chosen=4), "shared_intermediate_size": size}
 
 
-def mixtral_experts(fields: Fields, layers: int) -> Experts:
+def mixtral_experts(fields: Fields, layers: int) -> ExpertFields:
     """Every layer is sparse, and an expert as large as another model's dense block."""
     experts = fields.integer("num_local_experts", 8)
     return {
@@ -261,7 +261,7 @@ def mixtral_experts(fields: Fields, layers: int) -> Experts:
     }
 
 
-def glm4_experts(fields: Fields, layers: int) -> Experts:
+def glm4_experts(fields: Fields, layers: int) -> ExpertFields:
     """Experts in groups, of which the best are looked at; the first layers are dense."""
     experts, (groups, top_groups) = fields.integer("n_routed_experts", 128), _groups(fields)
     if experts % groups or (groups > 1 and experts < 2 * groups):
@@ -282,7 +282,7 @@ def glm4_experts(fields: Fields, layers: int) -> Experts:
     }
 
 
-def gpt_oss_experts(fields: Fields, layers: int) -> Experts:
+def gpt_oss_experts(fields: Fields, layers: int) -> ExpertFields:
     """As Mixtral's, with bounds; attention has sinks wherever it has such experts."""
     return {
         "num_experts": (experts := fields.integer("num_local_experts", 128)),

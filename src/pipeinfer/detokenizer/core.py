@@ -63,7 +63,7 @@ STATISTICS = (
 )
 
 
-class Diverged(Exception):
+class TokensDiverged(Exception):
     """The tokens of a group that runs a request are not those that were read of the request."""
 
 
@@ -160,7 +160,7 @@ class DetokenizerCore:
                     if not stream.takes(row, event.group):
                         self._counts["late_rows"] += 1
                         continue
-                except Diverged:
+                except TokensDiverged:
                     hits.append(self._next_attempt(stream))
                     continue
             text = self._process_row(stream, row)
@@ -401,7 +401,7 @@ class RequestStream:
 
     def takes(self, row: TokenRow, group: int) -> bool:
         """Whether `row`, which `group` sent (-1: this stream's group), says more than was read; if
-        it does, the stream is that group's. Raises Diverged if its tokens are other ones."""
+        it does, the stream is that group's. Raises TokensDiverged if its tokens are other ones."""
         own = group in (-1, self.group)
         if not own and row.offset > self._others.get(group, -1):
             self._others.pop(group, None)  # rows of that group were lost
@@ -409,7 +409,7 @@ class RequestStream:
         begin = 4 * row.offset
         common = max(min(len(row.ids), len(self._ids) - begin), 0)
         if common and not self._ids.startswith(row.ids[:common], begin):
-            raise Diverged
+            raise TokensDiverged
         end = row.offset + len(row.ids) // 4
         if own:
             return True

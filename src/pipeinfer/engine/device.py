@@ -92,7 +92,7 @@ class Device(Protocol):
         ...
 
 
-class Failed:
+class FailedEvent:
     """The event of what could not even be submitted."""
 
     ready, busy, idle = True, 0.0, 0.0

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
-from pipeinfer.engine.device import Failed, StepEvent
+from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import Compiled, GraphDue, StepDone
 from pipeinfer.messages import Message
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
 MOST_UNFINISHED = 4
 
 
-class Watch(Protocol):
+class StepObserver(Protocol):
     """Looks on, on the thread that launches steps, and must not change them."""
 
     def before(self, step: Step, /) -> None:
@@ -66,7 +66,7 @@ class Executor:
         on_done: Callable[[Step, Sampled, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
-        watch: Watch | None = None,
+        watch: StepObserver | None = None,
         masks: Masks | None = None,
     ) -> None:
         """`loop`: the running one if None. `masks`: where steps may have masked rows."""
@@ -128,7 +128,7 @@ class Executor:
                 self._unfinished = step.masked is not None
                 event = launched.event
             except Exception as error:  # whatever it is, it belongs to this step's owner
-                event = Failed(error)
+                event = FailedEvent(error)
             self._launched.append((step, event, launched))
             if self._unfinished:
                 self._finish()
@@ -144,7 +144,7 @@ class Executor:
         try:
             self._runner.finish(launched, partial(self._masks.fill, step))
         except Exception as error:
-            event = Failed(error)
+            event = FailedEvent(error)
             self._launched[0] = step, event, None
         self._unfinished = False
         event.then(self._loop, self._report)

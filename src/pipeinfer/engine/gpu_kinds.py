@@ -20,7 +20,7 @@ HEAD = ("capability", "GPUs", "attention, heads", "FP8 weights", "4 bits", "FP8 
 
 
 @dataclass(frozen=True)
-class Kind:
+class GpuKind:
     """GPUs of one capability. shared_bytes: of memory that a block may have; run: what was run
     on one, in words; missing: what never was, though code is there for it."""
 
@@ -78,10 +78,10 @@ class Kind:
         return (self.number, self.names, attention, *formats, run)
 
 
-KINDS: Sequence[Kind] = (
-    Kind((8, 0), "A100", 163 * 1024),
-    Kind((8, 9), "L4, L40S, RTX 4090", 99 * 1024),
-    Kind(
+KINDS: Sequence[GpuKind] = (
+    GpuKind((8, 0), "A100", 163 * 1024),
+    GpuKind((8, 9), "L4, L40S, RTX 4090", 99 * 1024),
+    GpuKind(
         (9, 0),
         "H100, H200",
         227 * 1024,
@@ -89,7 +89,7 @@ KINDS: Sequence[Kind] = (
         "FP8 KV, models of transformers",
         missing="other heads of 256, FP8 KV with flashinfer but for heads of 64",
     ),
-    Kind((10, 0), "B200", 227 * 1024),
+    GpuKind((10, 0), "B200", 227 * 1024),
 )
 
 

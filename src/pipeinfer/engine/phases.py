@@ -41,7 +41,7 @@ class NoMarks:
         """Nothing."""
 
 
-class Span:
+class PhaseSpan:
     """One phase of one step, as a context manager."""
 
     __slots__ = ("_begin", "_marks", "_number", "_phase", "_phases")
@@ -80,9 +80,9 @@ class Phases:
         self._full = np.zeros((len(PHASES), most), dtype=np.float32)
         self._fulls = self._largest = 0
 
-    def span(self, phase: str, number: int) -> Span:
+    def span(self, phase: str, number: int) -> PhaseSpan:
         """Times a phase of step `number`; at most once for each step and phase."""
-        return Span(self, phase, number)
+        return PhaseSpan(self, phase, number)
 
     @contextmanager
     def range(self, name: str) -> Generator[None]:

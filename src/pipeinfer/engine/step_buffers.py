@@ -74,7 +74,7 @@ def layout(shape: GraphShape) -> Layout:
     return Layout(*at)
 
 
-class Packer:
+class StepPacker:
     """Writes steps into `words` int32, one after the other, as Layout says. Padding rows have the
     slot `padding_slot`.
     """
@@ -357,7 +357,7 @@ class StepBuffers:
     ) -> None:
         self.parity = parity
         self._pinned = device.pinned((words,), torch.int32)
-        self.packer = Packer(self._pinned.numpy(), padding_slot)
+        self.packer = StepPacker(self._pinned.numpy(), padding_slot)
         self.plan: Plan = None
         self._drawn = device.pinned((most_rows, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()

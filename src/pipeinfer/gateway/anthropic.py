@@ -19,7 +19,7 @@ from pipeinfer.gateway.adapter import (
     ResponseEnd,
 )
 from pipeinfer.gateway.errors import ApiError, required
-from pipeinfer.gateway.json_prescan import CHAT_LIMITS, LimitExceeded, prescan
+from pipeinfer.gateway.json_prescan import CHAT_LIMITS, JsonLimitExceeded, prescan
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
     INT32,
@@ -63,7 +63,7 @@ class SourceBlock(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Source(msgspec.Struct, frozen=True):
+class DocumentSource(msgspec.Struct, frozen=True):
     """Where a document's text is: `data`, with "text", or `content`, with "content"."""
 
     type: str
@@ -81,7 +81,7 @@ class CitationsOptions(msgspec.Struct, frozen=True):
 class TextBlock(SourceBlock, frozen=True):
     """A text, of the system or of what a tool gave; there also a document."""
 
-    source: Source | None = None
+    source: DocumentSource | None = None
     title: str | None = None
     context: str | None = None
     citations: CitationsOptions | list[JsonObject] | None = None
@@ -521,7 +521,7 @@ def _tool_input(text: str) -> JsonObject:
         for _ in prescan(raw, CHAT_LIMITS):
             continue
         return msgspec.json.decode(raw, type=JsonObject)
-    except (LimitExceeded, msgspec.DecodeError, UnicodeDecodeError):
+    except (JsonLimitExceeded, msgspec.DecodeError, UnicodeDecodeError):
         return {"invalid_json": text}
 
 

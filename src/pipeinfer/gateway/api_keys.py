@@ -182,7 +182,7 @@ class KeyLimits:
 
 
 @dataclass(frozen=True)
-class LimitExceeded:
+class KeyLimitExceeded:
     """Why a request is not taken.
 
     reason: for the client.
@@ -250,17 +250,17 @@ class KeyUsage:
         self._requests = TokenBucket(limits.requests, now) if limits.requests else None
         self._tokens = TokenBucket(limits.tokens, now) if limits.tokens else None
 
-    def admit(self, now: float) -> LimitExceeded | None:
+    def admit(self, now: float) -> KeyLimitExceeded | None:
         """Lets one request in, or says why not; then nothing was taken."""
         if self._tokens is not None and self._tokens.level(now) <= 0:
             reason = f"the limit of {self.limits.tokens} tokens a minute is used up"
-            return LimitExceeded(reason, self._tokens.seconds_until(1.0, now))
+            return KeyLimitExceeded(reason, self._tokens.seconds_until(1.0, now))
         excess = self._check_concurrency(0, 1) or self._take_requests(0, 1, now)
         if excess is None:
             self.running += 1
         return excess
 
-    def admit_choices(self, prompts: int, choices: int, now: float) -> LimitExceeded | None:
+    def admit_choices(self, prompts: int, choices: int, now: float) -> KeyLimitExceeded | None:
         """Takes a request that was let in as one for `prompts` of them, which have `choices`
         in all, at least one each; or says why not.
 
@@ -273,34 +273,34 @@ class KeyUsage:
             self._requests.take(-1, now)
             if excess.wait and prompts <= self.limits.requests:
                 wait = self._requests.seconds_until(prompts, now)
-                excess = LimitExceeded(excess.reason, max(excess.wait, wait))
+                excess = KeyLimitExceeded(excess.reason, max(excess.wait, wait))
         return excess
 
-    def _check_concurrency(self, inside: int, choices: int) -> LimitExceeded | None:
+    def _check_concurrency(self, inside: int, choices: int) -> KeyLimitExceeded | None:
         """Why so many answers, of which some are inside already, cannot be made now."""
         most = self.limits.concurrent
         if most and choices > most:
-            return LimitExceeded(
+            return KeyLimitExceeded(
                 f"{choices} choices in a request, where {most} may be made at a time"
             )
         if most and self.running + choices - inside > most:
-            return LimitExceeded(
+            return KeyLimitExceeded(
                 f"{self.running} answers are being made, {most} may at a time", 1.0
             )
         return None
 
-    def _take_requests(self, inside: int, prompts: int, now: float) -> LimitExceeded | None:
+    def _take_requests(self, inside: int, prompts: int, now: float) -> KeyLimitExceeded | None:
         """Takes what so many prompts cost of the minute's requests, or says why not."""
         a_minute = self.limits.requests
         if self._requests is None:
             return None
         if prompts > a_minute:
-            return LimitExceeded(
+            return KeyLimitExceeded(
                 f"{prompts} prompts in a request, where {a_minute} a minute may come"
             )
         wait = self._requests.seconds_until(prompts - inside, now)
         if wait > 0:
-            return LimitExceeded(f"the limit of {a_minute} requests a minute is used up", wait)
+            return KeyLimitExceeded(f"the limit of {a_minute} requests a minute is used up", wait)
         self._requests.take(prompts - inside, now)
         return None
 

@@ -21,10 +21,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer import traceparent
-from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits, KeyUsage, LimitExceeded
+from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
 from pipeinfer.gateway.counters import MetricCounter
 from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError, Handler
-from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.events import Failed, OutputDelta, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.sessions import ResponseSink
@@ -250,7 +250,7 @@ class Admission:
         return self._clients[key.name]
 
     @staticmethod
-    def _raise_if_limited(client_request: ClientRequest, excess: LimitExceeded | None) -> None:
+    def _raise_if_limited(client_request: ClientRequest, excess: KeyLimitExceeded | None) -> None:
         if excess is not None:
             client_request.limited = True
             raise ApiError(
@@ -307,7 +307,7 @@ class _MeteredSink:
         self._usage.prompt_tokens += started.prompt_tokens
         self._sink.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         if delta.ids:  # hot path: once for every token of every stream
             client, tokens = self._client, len(delta.ids) // 4
             client.use_tokens(client.output, tokens, self._clock)

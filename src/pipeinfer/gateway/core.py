@@ -15,7 +15,7 @@ import msgspec
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, Status
 from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
 from pipeinfer.gateway.ledger import (
     Backlog,
@@ -293,7 +293,7 @@ class GatewayCore:
                     self._begin(record)
             elif prompt is None:
                 return
-            delta = Delta(row.request_id, text, ids, byte, token)
+            delta = OutputDelta(row.request_id, text, ids, byte, token)
             if prompt is not None or row.logprobs is not None or row.offsets:
                 delta = msgspec.structs.replace(
                     delta,
@@ -304,10 +304,12 @@ class GatewayCore:
             out.append(Send(LOCAL, "", delta))
         else:
             self._complete(record, now)
-            delta = Delta(row.request_id, text, ids, byte, token)
+            delta = OutputDelta(row.request_id, text, ids, byte, token)
             self._finish(record, row, delta, out)
 
-    def _finish(self, record: RequestRecord, row: TextRow, delta: Delta, out: list[Send]) -> None:
+    def _finish(
+        self, record: RequestRecord, row: TextRow, delta: OutputDelta, out: list[Send]
+    ) -> None:
         delivered = record.started or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
@@ -397,7 +399,7 @@ class GatewayCore:
         if not record.started:
             out.append(local(_timed_out(record)))
             return
-        delta = Delta(
+        delta = OutputDelta(
             request_id=record.request_id,
             text="",
             ids=b"",
@@ -485,9 +487,9 @@ def _started(accepted: Accepted, record: RequestRecord) -> Started:
     )
 
 
-def _encoded(record: RequestRecord) -> Delta:
+def _encoded(record: RequestRecord) -> OutputDelta:
     """The end of a request whose prompt was only to be encoded."""
-    return Delta(
+    return OutputDelta(
         request_id=record.request_id,
         text="",
         ids=b"",

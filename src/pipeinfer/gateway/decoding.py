@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from pipeinfer.gateway.errors import ApiError, from_validation
 from pipeinfer.gateway.json_prescan import (
-    LimitExceeded,
+    JsonLimitExceeded,
     prescan,
 )
 from pipeinfer.gateway.schema import Body
@@ -162,7 +162,7 @@ def prescanned(body: bytes | bytearray, kind: type[BodyType]) -> Iterator[None]:
     """
     try:
         yield from prescan(body, kind.json_limits)
-    except LimitExceeded as error:
+    except JsonLimitExceeded as error:
         raise ApiError(400, str(error), code="invalid_value") from None
 
 

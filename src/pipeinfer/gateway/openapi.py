@@ -262,7 +262,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     _models(
         "/v1/models/{model}",
         "One model.",
-        response_types.Model,
+        response_types.ModelCard,
         "`max_model_len` is the most tokens of prompt and output. `root` is the model's name "
         "here, and `parent` is null.",
         404,

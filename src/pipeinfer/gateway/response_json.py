@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.events import OutputDelta, Started
 from pipeinfer.gateway.token_scores import RankedToken, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -118,7 +118,7 @@ class TokenUsage:
     cached: int = 0
     reasoning: int = 0  # of the output
 
-    def add(self, delta: Delta, reasoning: int = 0) -> None:
+    def add(self, delta: OutputDelta, reasoning: int = 0) -> None:
         """Adds a choice, by its last delta; `reasoning`: its reasoning tokens."""
         self.reasoning += reasoning
         self.prompt += delta.prompt_tokens
@@ -229,7 +229,7 @@ class ChunkEncoder:
         if self._usage_by_choice is not None:
             self._usage_by_choice[index].prompt = started.prompt_tokens
 
-    def count(self, index: int, delta: Delta, reasoning: int) -> None:
+    def count(self, index: int, delta: OutputDelta, reasoning: int) -> None:
         """Comes before the chunks of a delta. `reasoning`: the choice's reasoning tokens so far."""
         if self._usage_by_choice is None:
             return

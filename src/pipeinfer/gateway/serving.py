@@ -22,7 +22,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cross_origin import BrowserGuard
 from pipeinfer.gateway.decoding import BodyType
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Call, Delta, Failed, Started
+from pipeinfer.gateway.events import Call, Failed, OutputDelta, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
@@ -141,7 +141,7 @@ class EncodedPrompt:
         if not self._result.done():
             self._result.set_result(started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         """The end; Started brought all of it."""
 
     def failed(self, index: int, failed: Failed) -> None:
@@ -281,7 +281,7 @@ class _GrammarRefusals:
             _note_ignored_schema(self._request, (f"{self._loses}: {started.refusal}",))
         self._sink.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         self._sink.delta(index, delta)
 
     def failed(self, index: int, failed: Failed) -> None:

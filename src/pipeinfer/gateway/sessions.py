@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.choices import choice_ids
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.health import StageStatus
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import GroupMetrics
@@ -71,7 +71,7 @@ class ResponseSink(Protocol):
 
     def started(self, index: int, started: Started) -> None: ...
 
-    def delta(self, index: int, delta: Delta) -> None: ...
+    def delta(self, index: int, delta: OutputDelta) -> None: ...
 
     def failed(self, index: int, failed: Failed) -> None: ...
 
@@ -187,9 +187,9 @@ class RequestSessions:
         if route.admitted:
             self._measure_end(route, outcome)
 
-    def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
+    def deliver(self, message: Started | OutputDelta | Failed | CacheReset) -> None:
         """Passes an event of the core to its sink; events that nobody waits for are dropped."""
-        if isinstance(message, Delta):  # hot path: every token of every stream
+        if isinstance(message, OutputDelta):  # hot path: every token of every stream
             route = self._routes.get(message.request_id)
             if route is None:
                 return
@@ -228,7 +228,7 @@ class RequestSessions:
             route.group = self._metrics.vllm.group(started.group)
             route.group.prompt_tokens += started.prompt_tokens
 
-    def _measure_output(self, route: _ChoiceRoute, delta: Delta) -> None:
+    def _measure_output(self, route: _ChoiceRoute, delta: OutputDelta) -> None:
         now, tokens, group = self._clock(), len(delta.ids) // 4, route.group
         seconds = now - route.last_output
         if route.tokens:

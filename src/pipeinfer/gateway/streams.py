@@ -15,7 +15,7 @@ from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError
-from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.events import Failed, OutputDelta, Started
 from pipeinfer.gateway.response_encoders import ResponseEncoder
 
 MOST_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
@@ -44,7 +44,7 @@ class WholeAnswer:
     def started(self, index: int, started: Started) -> None:
         self._outlet.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         self._content = self._outlet.delta(index, delta)
         if self._outlet.ended and not self._done.done():
             self._done.set_result(None)
@@ -110,7 +110,7 @@ class EventStream:
     def started(self, index: int, started: Started) -> None:
         self._outlet.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         if self._ended.done():
             return
         data = self._outlet.delta(index, delta)  # hot path: every token of every stream

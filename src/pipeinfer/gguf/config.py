@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from pipeinfer.gguf.header import Header, Metadata, quote, read_header
-from pipeinfer.gguf.tokenizer import MODEL, Kind, load_tokenizer, tokenizer_config
+from pipeinfer.gguf.header import GgufHeader, Metadata, quote, read_header
+from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer_config
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 
@@ -38,7 +38,7 @@ LLAMA3 = {
 class Keys:
     """The key-values that count for a model, under the architecture's name."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: GgufHeader) -> None:
         self._header = header
         name = header.metadata.get("general.architecture")
         if not isinstance(name, str):
@@ -87,10 +87,10 @@ class Architecture:
     """`name`: transformers'. `more`: fields that only this one has."""
 
     name: str
-    more: Callable[[Header, Keys], dict[str, object]]
+    more: Callable[[GgufHeader, Keys], dict[str, object]]
 
 
-def config_json(header: Header) -> dict[str, object]:
+def config_json(header: GgufHeader) -> dict[str, object]:
     """The fields that config.json would have. Raises ConfigurationError that names the key."""
     keys = Keys(header)
     found = ARCHITECTURES.get(keys.architecture)
@@ -125,7 +125,7 @@ def config_json(header: Header) -> dict[str, object]:
     }
 
 
-def end_ids(header: Header) -> list[int]:
+def end_ids(header: GgufHeader) -> list[int]:
     """Ids that end a request: of the text, of the turn, of the message."""
     named = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
     ids = [value for value in named if isinstance(value, int) and value >= 0]
@@ -134,12 +134,12 @@ def end_ids(header: Header) -> list[int]:
                          ("tokens", "token_type"))  # fmt: skip
         if isinstance(tokens, list) and isinstance(types, list):
             both = zip(tokens, types, strict=False)
-            ends = [(text, Kind.CONTROL) for text in ENDS_OF_TURN]
+            ends = [(text, TokenType.CONTROL) for text in ENDS_OF_TURN]
             ids += [at for at, token in enumerate(both) if token in ends]
     return list(dict.fromkeys(ids))
 
 
-def _head_dim(header: Header, keys: Keys, hidden: int, heads: int) -> int:
+def _head_dim(header: GgufHeader, keys: Keys, hidden: int, heads: int) -> int:
     if hidden % heads and not keys.has("attention.key_length"):
         raise header.error(f"embedding_length {hidden} is not a multiple of {heads} heads")
     head_dim = keys.integer("attention.key_length", max(hidden // heads, 1))
@@ -149,7 +149,7 @@ def _head_dim(header: Header, keys: Keys, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _vocab_size(header: Header) -> int:
+def _vocab_size(header: GgufHeader) -> int:
     """Rows of the embedding, which may be more than there are tokens."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -157,7 +157,7 @@ def _vocab_size(header: Header) -> int:
     return embedding.shape[0]
 
 
-def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object] | None:
+def _rope_scaling(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, object] | None:
     kind = keys.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in header.tensors:
         return _llama3(header, keys, head_dim)
@@ -172,7 +172,7 @@ def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object
     return scaling
 
 
-def _llama3(header: Header, keys: Keys, head_dim: int) -> dict[str, object]:
+def _llama3(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, object]:
     """Llama 3.1 and later: the file has what each frequency is divided by, computed from numbers
     that it does not have. Taken if they follow from the numbers of all these models."""
     tensor = header.tensors["rope_freqs.weight"]
@@ -198,7 +198,7 @@ def _divisor(frequency: float, factor: float) -> float:
     return 1 / ((1 - blend) / factor + blend)
 
 
-def _llama(header: Header, keys: Keys) -> dict[str, object]:
+def _llama(header: GgufHeader, keys: Keys) -> dict[str, object]:
     if keys.has("expert_count") and keys.integer("expert_count", 1) > 1:
         raise header.error("mixtures of experts of the llama architecture are not supported")
     return {
@@ -207,11 +207,11 @@ def _llama(header: Header, keys: Keys) -> dict[str, object]:
     }
 
 
-def _nothing(header: Header, keys: Keys) -> dict[str, object]:
+def _nothing(header: GgufHeader, keys: Keys) -> dict[str, object]:
     return {}
 
 
-def _experts(header: Header, keys: Keys) -> dict[str, object]:
+def _experts(header: GgufHeader, keys: Keys) -> dict[str, object]:
     number = keys.integer("expert_count")
     tensor = header.tensors.get("blk.0.ffn_gate_exps.weight")
     if tensor is None or tensor.shape[0] != number:
@@ -224,7 +224,7 @@ def _experts(header: Header, keys: Keys) -> dict[str, object]:
     }
 
 
-def _gemma3(header: Header, keys: Keys) -> dict[str, object]:
+def _gemma3(header: GgufHeader, keys: Keys) -> dict[str, object]:
     layers, heads = keys.integer("block_count"), keys.heads
     head_dim = keys.integer("attention.key_length", 256)
     # The 27B model alone scales queries by the hidden size's share of a head.
@@ -268,11 +268,11 @@ def tokenizer(path: Path) -> Tokenizer | None:
     return _of_vocabulary(read_header(path), load_tokenizer)
 
 
-def _tokenizer_config(header: Header) -> dict[str, object] | None:
+def _tokenizer_config(header: GgufHeader) -> dict[str, object] | None:
     return _of_vocabulary(header, tokenizer_config)
 
 
-def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | None:
+def _of_vocabulary(header: GgufHeader, make: Callable[[Metadata], Made]) -> Made | None:
     if header.metadata.get(MODEL, "none") in ("none", "no_vocab"):
         return None
     try:
@@ -282,7 +282,7 @@ def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | N
         raise error if str(header.path) in text else header.error(text) from None
 
 
-DOCUMENTS: dict[str, Callable[[Header], dict[str, object] | None]] = {
+DOCUMENTS: dict[str, Callable[[GgufHeader], dict[str, object] | None]] = {
     "config.json": config_json,
     "tokenizer_config.json": _tokenizer_config,
 }

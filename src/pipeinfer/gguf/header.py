@@ -339,7 +339,7 @@ class FileMetadata(Mapping[str, Value]):
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """`tensors` by name."""
 
     path: Path
@@ -352,7 +352,7 @@ class Header:
         return ConfigurationError(f"{self.path}: {message}")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """The header of a file; ConfigurationError in one line if it is none, cut or lies."""
     try:
         with path.open("rb") as stream:
@@ -365,7 +365,7 @@ def read_header(path: Path) -> Header:
         raise ConfigurationError(f"{path} is a broken GGUF file: {error}") from None
 
 
-def _read(path: Path, data: mmap.mmap) -> Header:
+def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     if data[:4] != MAGIC:
         raise InvalidFile("it does not begin with GGUF")
     cursor = Cursor(data, 4)
@@ -386,7 +386,7 @@ def _read(path: Path, data: mmap.mmap) -> Header:
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise InvalidFile(f"{ALIGNMENT} is {alignment}")
     begin = -(-cursor.at // alignment) * alignment
-    return Header(path, metadata, _located(listed, begin, len(data)), data)
+    return GgufHeader(path, metadata, _located(listed, begin, len(data)), data)
 
 
 def _offsets(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]]:

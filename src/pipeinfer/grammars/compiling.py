@@ -73,7 +73,7 @@ def limits() -> LLParserLimits:
     )
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens that grammars are about. Masks are int32 [words], one bit a token.
 
     tokenizer: tokenizer.json as text.
@@ -151,7 +151,7 @@ class Grammar:
     num_rows: rows that use it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, spec: StructuredOutputs) -> None:
         """Raises GrammarError with what the compiler says."""
         self.vocabulary = vocabulary
         self.allows_leading_space = spec.json is not None

@@ -153,7 +153,7 @@ class GatewayObserver:
     }
     _on_output: ClassVar[dict[str, Callable[[Any, Any, float], None]]] = {
         "Submit": _submit,
-        "Delta": _delta,
+        "OutputDelta": _delta,
         "Failed": _failed,
     }
 

@@ -151,12 +151,12 @@ class RequestOutput:
         """None: there are no adapters."""
 
 
-def logprobs_of(delta: events.Delta) -> list[Logprobs] | None:
+def logprobs_of(delta: events.OutputDelta) -> list[Logprobs] | None:
     """As callers see them; None if the delta has none."""
     return None if delta.logprobs is None else list(_listed(delta.logprobs, delta.ids))
 
 
-def prompt_logprobs_of(delta: events.Delta) -> list[Logprobs | None] | None:
+def prompt_logprobs_of(delta: events.OutputDelta) -> list[Logprobs | None] | None:
     """The same of the prompt's tokens in it."""
     if delta.prompt is None:
         return None
@@ -254,7 +254,7 @@ class Collector:
         if self._call.return_prompt_text:
             self._prompt_text = started.prompt_text
 
-    def delta(self, delta: events.Delta) -> None:
+    def delta(self, delta: events.OutputDelta) -> None:
         """Hot path: once for every token."""
         if self._metrics.first_token_time is None and delta.ids:
             self._metrics.first_token_time = time.monotonic()
@@ -386,7 +386,7 @@ class ChoiceStream:
     def started(self, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
 
-    def delta(self, delta: events.Delta) -> None:
+    def delta(self, delta: events.OutputDelta) -> None:
         """Hot path: once for every token."""
         ids = unpack_few(delta.ids)
         self._received = delta.token_offset + len(ids)

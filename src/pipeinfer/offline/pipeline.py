@@ -15,7 +15,7 @@ import zmq
 
 from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import StageStatus, expected_stages
 from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.gateway.sessions import CacheResets
@@ -37,7 +37,7 @@ class OutputSink(Protocol):
 
     def started(self, started: Started) -> None: ...
 
-    def delta(self, delta: Delta) -> None: ...
+    def delta(self, delta: OutputDelta) -> None: ...
 
     def failed(self, failed: Failed) -> None: ...
 
@@ -74,7 +74,7 @@ class OfflineDriver:
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs; what nobody waits for is dropped."""
-        if isinstance(message, Delta):  # hot path: once for every token of every request
+        if isinstance(message, OutputDelta):  # hot path: once for every token of every request
             if message.finish is None:
                 sink = self._sinks.get(message.request_id)
             else:

@@ -17,12 +17,12 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus.bus import Bus
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Message
 from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.recording import LoadedTrace, load_stage, warn_of_tail
-from pipeinfer.replay.roles import Diverged, Role, TimedSend, role_of
+from pipeinfer.replay.roles import ReplayDiverged, Role, TimedSend, role_of
 from pipeinfer.runtime.stage import heartbeat, rank_status
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
@@ -99,11 +99,11 @@ class StagePlayer:
             self._bus.close()
             self._context.term()
 
-    def _on_message(self, channel: str, _header: Header, message: Message) -> None:
+    def _on_message(self, channel: str, _header: FrameHeader, message: Message) -> None:
         self._inputs += 1
         try:
             self._send(self._role.take(channel, message))
-        except Diverged as error:
+        except ReplayDiverged as error:
             self._end(DIFFERENT, f"the live side diverges: {error}")
 
     def _tick(self) -> None:

@@ -18,7 +18,7 @@ import zmq
 
 from pipeinfer import control
 from pipeinfer.bus.bus import Bus, NoSuchStage
-from pipeinfer.bus.frames import Header, Unencodable
+from pipeinfer.bus.frames import FrameHeader, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
@@ -322,7 +322,7 @@ class Shell:
             hook.sent(send.channel, send.to, number, sent, body)
         return ()
 
-    def _on_message(self, channel: str, header: Header, message: Message) -> None:
+    def _on_message(self, channel: str, header: FrameHeader, message: Message) -> None:
         if channel == control.CHANNEL:
             self._control(message)
             return
@@ -341,7 +341,7 @@ class Shell:
         self._process_event(message, now)
         self._publish_if_changed()
 
-    def _notify_fenced(self, header: Header, now: float) -> None:
+    def _notify_fenced(self, header: FrameHeader, now: float) -> None:
         """Tells a process that its frames are dropped, since it may not know: it was replaced, or
         its clock was set back."""
         if header.sender in self._stages and not self._stop.is_set():

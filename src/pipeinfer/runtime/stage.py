@@ -101,7 +101,7 @@ class Driver(Protocol):
         ...
 
 
-class PipelineMonitor(Protocol):
+class MonitorHook(Protocol):
     """A gateway's view of the pipeline, for its page: asks stages, and takes their answers."""
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
@@ -140,7 +140,7 @@ class Stage:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None
-    monitor: PipelineMonitor | None = None
+    monitor: MonitorHook | None = None
     prefixes: Callable[[int, int], tuple[Prefix, ...]] | None = None
 
 

@@ -4,7 +4,7 @@ WaitingQueue has those that may be admitted, in the order of admission: priority
 earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the head
 of its priority. Beside the queue, where they hold nobody up, wait
 - choices of one prompt (`n`) while another choice computes it: SamplingGroups,
-- prompts that begin alike while another request computes the beginning: SharedPrefixes,
+- prompts that begin alike while another request computes the beginning: PrefixesInProgress,
 - requests whose grammar engines have not compiled: GrammarQueue,
 - requests whose masks cost much while others' masks are paid for: MaskBudget.
 
@@ -45,7 +45,7 @@ class WaitingQueue:
         self._order: list[tuple[int, int, Request]] = []
         self._finished = 0
         self._sampling_groups = SamplingGroups()
-        self._prefixes = SharedPrefixes()
+        self._prefixes = PrefixesInProgress()
 
     @property
     def waiting_for_prefix(self) -> int:
@@ -59,7 +59,7 @@ class WaitingQueue:
 
     def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
         """An epoch begins, on engines of these incarnations: grammars that they have not compiled
-        are asked for. block_size: see SharedPrefixes.begin."""
+        are asked for. block_size: see PrefixesInProgress.begin."""
         self.grammars.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
         with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
@@ -234,7 +234,7 @@ KEY_BYTES = 8
 COMING = ("waiting", "running", "waiting_for_prefix")
 
 
-class SharedPrefixes:
+class PrefixesInProgress:
     """Prompts that begin alike: the first request to want a beginning leads. It computes the
     beginning, and requests that come with the same one wait until that is planned, not for the
     whole prompt.

@@ -41,7 +41,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import unpack
 from pipeinfer.params import Thoughts, ThoughtState
 from pipeinfer.recovery import ASK_AGAIN, RollCall, bracketed_answer, stage_number
-from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
+from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, TokenizedPrompt
 from pipeinfer.tokenizer.requests import (
     PendingPrompt,
     PendingPrompts,
@@ -52,7 +52,7 @@ from pipeinfer.tokenizer.requests import (
     grammar_digest,
     without_choice,
 )
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, GroupRouter
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded on arrival.
@@ -100,7 +100,7 @@ class EncodeNext(Message, frozen=True):
     gives one back in each turn of its loop, so that other messages come in between."""
 
 
-class Try(Message, frozen=True):
+class ValidateGrammar(Message, frozen=True):
     """core -> driver: validate the grammar of this request (TokenizerCore.submit_to_validate).
 
     client: as in Submit.
@@ -111,7 +111,7 @@ class Try(Message, frozen=True):
     client: str = ""
 
 
-class Tried(Message, frozen=True):
+class GrammarVerdict(Message, frozen=True):
     """driver -> core: the verdict on a grammar.
 
     status, message: why it is not served; status 0: it is served.
@@ -143,7 +143,7 @@ class TokenizerCore:
     def __init__(
         self,
         encoder: PromptEncoder,
-        router: Router,
+        router: GroupRouter,
         monitor: GroupMonitor,
         eos_ids: tuple[int, ...],
         stage: str = "tokenizer-0",
@@ -268,7 +268,7 @@ class TokenizerCore:
     def _reject(self, event: Submit, error: Rejected) -> list[Send]:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
-    def _on_tried(self, event: Tried, _now: float) -> list[Send]:
+    def _on_tried(self, event: GrammarVerdict, _now: float) -> list[Send]:
         """Goes on with all requests that wait for a verdict on this grammar."""
         if event.grammar and event.status in (0, 400):
             # Also if the client has left meanwhile, who may come again.
@@ -320,7 +320,7 @@ class TokenizerCore:
         if event.status:
             why = (event.status, event.message, event.param, event.code)
             return self._refuse_all(pending.submit, *why)
-        prompt = Prompt(unpack(event.prompt_ids), event.left, event.thoughts)
+        prompt = TokenizedPrompt(unpack(event.prompt_ids), event.left, event.thoughts)
         return self._route(pending, prompt)
 
     def _refuse_all(
@@ -355,7 +355,7 @@ class TokenizerCore:
         )
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
-    def _route(self, pending: PendingPrompt, prompt: Prompt) -> list[Send]:
+    def _route(self, pending: PendingPrompt, prompt: TokenizedPrompt) -> list[Send]:
         """Chooses a group and sends all choices there."""
         event, in_one_group = pending.submit, pending.in_one_group
         names, ids = _choice_names(event), prompt.ids
@@ -381,7 +381,7 @@ class TokenizerCore:
         accepted = self._accepted(pending, prompt, group)
         return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
-    def _accepted(self, pending: PendingPrompt, prompt: Prompt, group: int) -> Send:
+    def _accepted(self, pending: PendingPrompt, prompt: TokenizedPrompt, group: int) -> Send:
         event, ids = pending.submit, prompt.ids
         texted = event.return_prompt_text and event.text is None
         # What a template made of a chat: without special tokens its turns would run together.
@@ -400,7 +400,7 @@ class TokenizerCore:
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
 
-    def _works(self, event: Submit, prompt: Prompt) -> list[Work]:
+    def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[Work]:
         """One Work for each choice. Here they share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
@@ -415,7 +415,7 @@ class TokenizerCore:
             for number in event.choices
         ]
 
-    def _work(self, event: Submit, prompt: Prompt) -> Work:
+    def _work(self, event: Submit, prompt: TokenizedPrompt) -> Work:
         spec = event.params.structured_outputs
         verdict = None if spec is None else self._pending.verdicts.get(grammar_digest(spec))
         return Work(
@@ -622,7 +622,7 @@ class TokenizerCore:
         Submit: _on_submit,
         Encoded: _on_encoded,
         EncodeNext: _on_encode_next,
-        Tried: _on_tried,
+        GrammarVerdict: _on_tried,
         Abort: _on_abort,
         Done: _on_done,
         ResetCache: _on_reset_cache,
@@ -643,7 +643,7 @@ class TokenizerCore:
 def _validate(prompt: PendingPrompt) -> Send:
     """Has the driver validate the grammar."""
     submit = prompt.submit
-    return Send(LOCAL, "", Try(first_choice(submit), submit.attempt, submit.client))
+    return Send(LOCAL, "", ValidateGrammar(first_choice(submit), submit.attempt, submit.client))
 
 
 def _choice_names(event: Submit) -> list[str]:

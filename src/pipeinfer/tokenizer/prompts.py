@@ -64,7 +64,7 @@ class Rejected(ValueError):
         self.code = code
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """An encoded prompt.
 
     ids: int32 [n], 0 < n < max_model_len.
@@ -143,7 +143,7 @@ class PromptEncoder:
         """The ids of `prompt`."""
         return self.prompt(submit).ids
 
-    def prompt(self, submit: Submit) -> Prompt:
+    def prompt(self, submit: Submit) -> TokenizedPrompt:
         """Raises Rejected."""
         param, state = "prompt" if submit.chat is None else "messages", None
         self._check_params(submit.params)
@@ -158,7 +158,7 @@ class PromptEncoder:
             raise Rejected("the request has no prompt", param)
         if not len(ids):
             if submit.only_encode and submit.chat is None:
-                return Prompt(ids)  # whoever counts texts has empty ones among them
+                return TokenizedPrompt(ids)  # whoever counts texts has empty ones among them
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
         kept = self._truncate(ids, submit.params)
@@ -168,7 +168,9 @@ class PromptEncoder:
             self._check_length(len(kept), submit.params, param)
         return self._with_thoughts(submit, kept, state)
 
-    def _with_thoughts(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
+    def _with_thoughts(
+        self, submit: Submit, ids: np.ndarray, state: ThoughtState | None
+    ) -> TokenizedPrompt:
         """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
         from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
@@ -179,9 +181,9 @@ class PromptEncoder:
             # The client names the text behind which its grammar begins.
             over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
             thoughts = Thoughts("", spec.after, "over" if over else "open")
-            return Prompt(ids, state or "before", thoughts)
+            return TokenizedPrompt(ids, state or "before", thoughts)
         if tags is None or not (chat or budget or spec is not None):
-            return Prompt(ids)
+            return TokenizedPrompt(ids)
         if state is None:
             state = self._thought_state(ids, tags)
         waits = budget or spec is not None
@@ -189,7 +191,7 @@ class PromptEncoder:
             # A completion's grammar is about all of its text, unless the prompt begins thoughts.
             at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
-        return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
+        return TokenizedPrompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
     def _thought_state(self, ids: np.ndarray, tags: ThoughtTags) -> ThoughtState:
         """Where a prompt that was not made by a template leaves the thoughts."""

@@ -241,7 +241,7 @@ class Verdict(NamedTuple):
     """On a grammar.
 
     refusal: why it is refused, "" if it is served.
-    slow: as in Tried.
+    slow: as in GrammarVerdict.
     """
 
     refusal: str = ""

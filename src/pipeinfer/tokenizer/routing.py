@@ -200,7 +200,7 @@ ROUTING_POLICIES: dict[str, Callable[[GroupTable], RoutingPolicy]] = {
 }
 
 
-class Router:
+class GroupRouter:
     """Chooses groups by a policy and keeps account of what it sent where."""
 
     def __init__(self, policy: str, groups: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.events import NewEpoch, Tick
@@ -102,7 +102,7 @@ class RecorderHook:
 
     # --------------------------------------------------------------------------------- the hot path
 
-    def frame(self, now: float, channel: str, header: Header, body: bytes) -> None:
+    def frame(self, now: float, channel: str, header: FrameHeader, body: bytes) -> None:
         """The core is about to take a frame's message."""
         self._inputs += 1
         self.add((now, "in", channel, header.sender, header.seq, header.sent, body))

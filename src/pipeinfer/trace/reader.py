@@ -29,7 +29,7 @@ LOCAL_IN = {
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encoded",
         "pipeinfer.tokenizer.core:EncodeNext",
-        "pipeinfer.tokenizer.core:Tried",
+        "pipeinfer.tokenizer.core:GrammarVerdict",
     ),
     "engine": (
         "pipeinfer.events:StepDone",
@@ -42,18 +42,18 @@ LOCAL_IN = {
 LOCAL_OUT = {
     "gateway": tuple(
         f"pipeinfer.gateway.events:{name}"
-        for name in ("Started", "Delta", "Failed", "StatusChanged")
+        for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
     ),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encode",
         "pipeinfer.tokenizer.core:EncodeNext",
-        "pipeinfer.tokenizer.core:Try",
+        "pipeinfer.tokenizer.core:ValidateGrammar",
     ),
     "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
 }
 
 
-class BodyDecoder:
+class RecordDecoder:
     """Decodes the bodies of one stage's records; `stage` is its name ("engine")."""
 
     def __init__(self, stage: str) -> None:
@@ -118,7 +118,7 @@ class Trace:
             except UnreadableTrace as error:
                 raise type(error)(f"{self.path}: {error}") from None
             self._begin = file.tell()
-        self._bodies = BodyDecoder(self.header.name)
+        self._bodies = RecordDecoder(self.header.name)
 
     def __iter__(self) -> Iterator[Record]:
         """The records in order. Raises UnreadableTrace at a block that is damaged."""

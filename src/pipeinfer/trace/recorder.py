@@ -178,7 +178,7 @@ class Recorder:
         self._closing = threading.Event()
         self._given = self._done = 0  # bytes handed to the thread, and worked off by it
         self._recordings: list[Recording] = []
-        self._packer = form.Packer()
+        self._packer = form.RecordPacker()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"record {stem}", daemon=True)
         self._thread.start()
