@@ -122,7 +122,7 @@ class LendingDevice(HostDevice):
 
         def again() -> None:
             self._forget()
-            made.again()
+            made.run()
 
         self._forget()
         self._left += made.tensors
@@ -161,7 +161,7 @@ def checked(work):
 
 hurry()
 shared_prefixes.LEAST = 16  # tokens: prompts here are short
-graph_shapes.SHARING = graphs.SHARING = 2
+graph_shapes.MIN_SHARED_DECODES = graphs.MIN_SHARED_DECODES = 2
 READ = Reads(block=16, warps=4, stages=2)
 FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
 hybrid.cut = lambda *_: FEW
@@ -185,10 +185,10 @@ def served(folder: str, collectives=None, reads="hybrid", late=False, **changes)
     cores = GpuCores(
         Path(folder), settings, budget=24, collectives=collectives, masks=masks, late=late
     )
-    GRAPHS[reads] = [cores.loaded.runner.graphs, cores.loaded.runner.graphs_left]
+    GRAPHS[reads] = [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
     submit_all(cores, bad=True)
     cores.run()
-    GRAPHS[reads] += [cores.loaded.runner.graphs, cores.loaded.runner.graphs_left]
+    GRAPHS[reads] += [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
     cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well
     return cores
 

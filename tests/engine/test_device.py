@@ -102,9 +102,9 @@ def test_captured_work_is_done_again_into_the_same_tensors_from_what_lies_there_
         doubled, total = replay.tensors
         assert (doubled.tolist(), total.tolist()) == ([0, 2, 4], [3])
         source.add_(1)
-        replay.again()
+        replay.run()
         assert (doubled.tolist(), total.tolist()) == ([2, 4, 6], [6])
-        assert device.seconds(replay.again, 3) > 0
+        assert device.seconds(replay.run, 3) > 0
 
     device.run(work)
     with pytest.raises(ZeroDivisionError):

@@ -48,5 +48,5 @@ def test_every_way_of_running_a_step_of_transformers_gives_the_tokens_of_the_cpu
     cores = Cores(folder, settings, budget=24, masks=masks_for(folder))
     submit_all(cores)
     cores.run()
-    assert cores.loaded.foreign and all(cores.outputs.values())
+    assert cores.loaded.transformers and all(cores.outputs.values())
     assert {way: found[way] for way in WAYS} == dict.fromkeys(WAYS, cores.outputs)

@@ -14,7 +14,7 @@ from dense_attention import causal, split
 from foreign_checkpoints import write_configuration
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine import kv_store as module
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import measure_key_centers
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import ReadyHeads
@@ -67,7 +67,7 @@ def test_with_sinks_a_turn_changes_nothing_but_a_shift_would():
 @torch.inference_mode()
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
 def test_the_shift_is_the_key_that_queries_see_on_average(checkpoint, architecture, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS", 70)  # more than Gemma's window
+    monkeypatch.setattr(module, "CENTERING_TOKENS", 70)  # more than Gemma's window
     model = model_of(checkpoint(architecture))
     shapes, wanted = model.attention_shapes(), {}
     attend = causal(shapes)
@@ -78,12 +78,14 @@ def test_the_shift_is_the_key_that_queries_see_on_average(checkpoint, architectu
 
     ids = torch.from_numpy(np.random.RandomState(0).randint(0, model.vocabulary.vocab_size, 70))
     model(ids, torch.arange(70), split(watch))
-    found = key_shifts(model, 1000, CPU)
+    found = measure_key_centers(model, 1000, CPU)
     assert len(found) == len(wanted) == len(shapes)
     for layer, shift in enumerate(found):
         torch.testing.assert_close(shift, wanted[layer], rtol=1e-4, atol=1e-5)
         assert shift.abs().max() > 1e-2
-    assert not torch.equal(key_shifts(model, 30, CPU)[0], found[0]), "of the tokens there may be"
+    assert not torch.equal(measure_key_centers(model, 30, CPU)[0], found[0]), (
+        "of the tokens there may be"
+    )
 
 
 def test_layers_with_sinks_or_a_soft_cap_have_none(checkpoint, tmp_path):

@@ -65,7 +65,7 @@ async def driven(monkeypatch):
         monkeypatch.setattr(executor, name, 0.001)
     runner, fed = Runner(), asyncio.Queue()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), background=BackgroundCapture(runner)
     )
     core = EngineCore(hello(), "scheduler-0", MemoryManager(9, 16, 2, 64))
 

@@ -27,7 +27,7 @@ def test_a_decoder_of_transformers_is_as_close_to_float32_as_transformers(tmp_pa
         f"{found.error:.4f} (transformers {found.usual_error:.4f}), agreement "
         f"{found.agreement:.4f} ({found.usual_agreement:.4f})"
     )
-    assert made.loaded.foreign
+    assert made.loaded.transformers
     assert bool(sizes) == (model_type not in EAGER)
     assert found.error < max(RELATIVE_ERROR, 1.5 * found.usual_error)
     assert found.agreement >= min(AGREEMENT, found.usual_agreement - 0.02)

@@ -84,7 +84,7 @@ def test_a_decoder_of_transformers_gives_its_tokens_in_chunks_behind_cached_pref
     known = references(folder, [60, 1, 70, 17, 52])
     assert len({token for one in known for token in one.ids}) > 3, "it says the same always"
     cores = served(folder, known, SETTINGS)
-    assert cores.loaded.foreign
+    assert cores.loaded.transformers
     check(cores, known)
     shared = [cores.cached[f"r{number}"] for number in (2, 4)]
     assert min(shared) >= PREFIX - 3
@@ -94,9 +94,9 @@ def test_a_decoder_of_transformers_gives_its_tokens_in_chunks_behind_cached_pref
 def test_auto_leaves_to_transformers_what_pipeinfer_lacks_and_nothing_else(tmp_path):
     settings = Settings(page_size=4, kv_pages=64, threads=1)
     lacking = write_foreign(tmp_path / "lacking", "olmo2")
-    assert Cores(lacking, settings).loaded.foreign
+    assert Cores(lacking, settings).loaded.transformers
     own = CheckpointCache(tmp_path / "own")("LlamaForCausalLM")
-    assert not Cores(own, settings).loaded.foreign
+    assert not Cores(own, settings).loaded.transformers
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])

@@ -64,7 +64,7 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
         monkeypatch.setattr(executor, name, 0.0)  # the engine's own wish comes at once
     runner, tally = Runner(left), ReplayTally()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), background=BackgroundCapture(runner)
     )
     device = DevicePlayback(driver, tally)
     await device.play(

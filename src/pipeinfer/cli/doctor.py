@@ -93,7 +93,7 @@ def _devices() -> Iterator[Finding]:
     """What computes here; its value is the number of GPUs."""
     import torch
 
-    from pipeinfer.engine.gpu_kinds import said
+    from pipeinfer.engine.gpu_kinds import doctor_line
     from pipeinfer.engine.host_memory import available_bytes
 
     free = available_bytes() / 2**30
@@ -108,7 +108,7 @@ def _devices() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(number)
         text = f"{number}: {name}, capability {major}.{minor}, {free:.0f} of {total:.0f} GiB free"
         yield "ok", "GPU", text
-        yield "note", "GPU", f"{number}: {said((major, minor))}"
+        yield "note", "GPU", f"{number}: {doctor_line((major, minor))}"
     for package in GPU_PACKAGES:
         yield _package(package)
     missing = [tool for tool in GPU_TOOLS if shutil.which(tool) is None]
@@ -126,10 +126,10 @@ def _package(name: str) -> Finding:
 
 def _model(settings: Settings) -> Finding:
     """What an engine would choose for it, or why it would not start."""
-    from pipeinfer.engine.loading import choose
+    from pipeinfer.engine.loading import choose_engine
 
     try:
-        chosen = choose(settings, Path(settings.model))
+        chosen = choose_engine(settings, Path(settings.model))
     except ConfigurationError as error:
         return "bad", "model", str(error)
     dtype = str(chosen.dtype).removeprefix("torch.")

@@ -16,7 +16,15 @@ from pipeinfer.layers.skinny import SHARED_BYTES
 HEADS = (64, 96, 128, 192, 256)
 ALL_PACKAGES: frozenset[str] = frozenset({"flashinfer", "sgl_kernel"})
 YES, PLAIN = "in their format", "plain"
-HEAD = ("capability", "GPUs", "attention, heads", "FP8 weights", "4 bits", "FP8 KV", "run so far")
+TABLE_HEAD = (
+    "capability",
+    "GPUs",
+    "attention, heads",
+    "FP8 weights",
+    "4 bits",
+    "FP8 KV",
+    "run so far",
+)
 
 
 @dataclass(frozen=True)
@@ -39,29 +47,30 @@ class GpuKind:
     def backends(self) -> dict[str, tuple[int, ...]]:
         """Head sizes by the attention backend that takes them in bfloat16, all packages there."""
         found = {
-            name: tuple(dim for dim in HEADS if self._runs(name, dim)) for name in registry.BACKENDS
+            name: tuple(dim for dim in HEADS if self._supports(name, dim))
+            for name in registry.BACKENDS
         }
         return {name: dims for name, dims in found.items() if dims}
 
-    def _runs(self, name: str, dim: int, e4m3: bool = False) -> bool:
+    def _supports(self, name: str, dim: int, e4m3: bool = False) -> bool:
         gpu = Gpu(self.capability, "bfloat16", dim, ALL_PACKAGES, e4m3=e4m3)
         return registry.obstacle(name, gpu) == ""
 
     @property
     def fp8_weights(self) -> str:
-        """Whether they stay so."""
+        """In which format FP8 weights are computed: their own, or plain."""
         fits = self.capability >= FIRST_CAPABILITY and self.shared_bytes >= SHARED_BYTES
         return YES if fits else PLAIN
 
     @property
     def int4_weights(self) -> str:
-        """Whether they stay so."""
+        """In which format FP8 weights are computed: their own, or plain."""
         return YES if self.shared_bytes >= SHARED_BYTES else PLAIN
 
     @property
     def fp8_kv(self) -> str:
         """The backends that take it, for heads of 128."""
-        names = [name for name in registry.BACKENDS if self._runs(name, 128, e4m3=True)]
+        names = [name for name in registry.BACKENDS if self._supports(name, 128, e4m3=True)]
         return ", ".join(names)
 
     def cells(self) -> tuple[str, ...]:
@@ -93,8 +102,8 @@ KINDS: Sequence[GpuKind] = (
 )
 
 
-def said(capability: tuple[int, int]) -> str:
-    """What `doctor` says of a GPU of that capability."""
+def doctor_line(capability: tuple[int, int]) -> str:
+    """The line of `pipeinfer doctor` about a GPU of that capability."""
     kind = next((one for one in KINDS if one.capability == capability), None)
     if kind is None:
         return "pipeinfer was never run on this kind of GPU"
@@ -104,5 +113,5 @@ def said(capability: tuple[int, int]) -> str:
 
 def table() -> str:
     """All kinds, in Markdown."""
-    rows = (HEAD, ("---",) * len(HEAD), *(kind.cells() for kind in KINDS))
+    rows = (TABLE_HEAD, ("---",) * len(TABLE_HEAD), *(kind.cells() for kind in KINDS))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -22,10 +22,10 @@ from pipeinfer.checkpoint.quantization import choose_quantization
 from pipeinfer.checkpoint.safetensors import weight_files
 from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladder
-from pipeinfer.engine.kv_store import key_shifts
+from pipeinfer.engine.kv_store import measure_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
-from pipeinfer.engine.sampling import SplitSampler, WholeSampler
+from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
 from pipeinfer.gguf.weights import few_bits
@@ -51,13 +51,13 @@ AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """What settings and checkpoint come to, before anything is loaded. foreign: how transformers
-    builds the model; None: it is our own. stored: where our own one's weights lie on disk, by name;
-    None where they are random. kv_scales: of each layer's keys and values, if they are stored as
-    e4m3."""
+    """What settings and checkpoint come to, before anything is loaded. transformers: how
+    transformers builds the model; None: it is our own. stored: where our own one's weights lie on
+    disk, by name; None where they are random. kv_scales: of each layer's keys and values, if they
+    are stored as e4m3."""
 
     outline: ModelOutline
-    foreign: Foreign | None
+    transformers: Foreign | None
     device: str
     dtype: torch.dtype
     attention: str
@@ -71,8 +71,8 @@ class EngineChoices:
     @property
     def layers(self) -> int:
         """How many attend."""
-        if self.foreign is not None:
-            return len(self.foreign.traced.shapes)
+        if self.transformers is not None:
+            return len(self.transformers.traced.shapes)
         return self.config.num_layers
 
     @property
@@ -92,7 +92,7 @@ class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
     graph_sizes: batch sizes with a CUDA graph, now or later. step_tokens: the largest step.
-    step_cost: what steps take, if it was measured. foreign: transformers built the model.
+    step_cost: what steps take, if it was measured. transformers: transformers built the model.
     """
 
     runner: Runner
@@ -106,11 +106,11 @@ class LoadedEngine:
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
-    foreign: bool = False
+    transformers: bool = False
     kv_dtype: str = AS_THE_MODEL
 
 
-def choose(
+def choose_engine(
     settings: Settings, folder: Path, rank: int = 0, ordinal: int | None = None
 ) -> EngineChoices:
     """Checks settings and checkpoint against each other; of weights it reads what
@@ -125,15 +125,15 @@ def choose(
     max_model_len = _max_model_len(settings.max_model_len, outline)
     dtype = _dtype(settings.dtype, outline, device)
     outline = _in_format(outline, _quantization(settings.quantization, folder, device, dtype))
-    foreign, config = None, outline.config
+    transformers, config = None, outline.config
     narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
-        foreign = _foreign(settings, folder, outline, max_model_len)
-        layers = len(foreign.traced.shapes)
+        transformers = _read_transformers_model(settings, folder, outline, max_model_len)
+        layers = len(transformers.traced.shapes)
         needs = _Needs(
-            registry.padded_head_dim(foreign.traced.head_dim),
-            foreign.traced.sinks,
-            foreign.traced.soft_cap,
+            registry.padded_head_dim(transformers.traced.head_dim),
+            transformers.traced.sinks,
+            transformers.traced.soft_cap,
             narrow,
         )
     else:
@@ -148,7 +148,7 @@ def choose(
         outline = replace(outline, config=config)
     return EngineChoices(
         outline=outline,
-        foreign=foreign,
+        transformers=transformers,
         device=device,
         dtype=dtype,
         attention=attention,
@@ -172,12 +172,12 @@ def load_engine(
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
-    `choose` gave for this rank; it is asked here if they are not given.
+    `choose_engine` gave for this rank; it is asked here if they are not given.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
     """
-    choices, start = choices or choose(settings, folder, rank), start or Start()
+    choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
     kernels = registry.import_packages(choices.attention)  # while weights are read
@@ -215,7 +215,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         graph_sizes=runner.graph_sizes,
         step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
-        foreign=choices.foreign is not None,
+        transformers=choices.transformers is not None,
         kv_dtype=choices.kv_dtype,
     )
 
@@ -228,8 +228,8 @@ def _model(
     progress: Callable[[int, int], None] | None,
 ) -> Model:
     """With its weights."""
-    if choices.foreign is not None:
-        return _foreign_model(choices.foreign, settings, folder, choices, progress)
+    if choices.transformers is not None:
+        return _load_transformers_model(choices.transformers, settings, folder, choices, progress)
     model = build_model(
         choices.config,
         choices.shard,
@@ -247,7 +247,9 @@ def _model(
     return model
 
 
-def _foreign(settings: Settings, folder: Path, outline: ModelOutline, most_tokens: int) -> Foreign:
+def _read_transformers_model(
+    settings: Settings, folder: Path, outline: ModelOutline, max_tokens: int
+) -> Foreign:
     """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
     named = f"{outline.architecture} is served through transformers"
     if settings.tp > 1:
@@ -259,11 +261,11 @@ def _foreign(settings: Settings, folder: Path, outline: ModelOutline, most_token
         raise ConfigurationError(f"{named}: {flag} is for models of pipeinfer's own")
     from pipeinfer.models.foreign.loading import look_at  # which imports transformers
 
-    return look_at(folder, outline, most_tokens)
+    return look_at(folder, outline, max_tokens)
 
 
-def _foreign_model(
-    foreign: Foreign,
+def _load_transformers_model(
+    transformers: Foreign,
     settings: Settings,
     folder: Path,
     choices: EngineChoices,
@@ -278,13 +280,13 @@ def _foreign_model(
     if progress is not None and total:
         progress(0, total)
     model = load(
-        foreign,
+        transformers,
         None if settings.load_format == "dummy" else folder,
         settings.seed,
         torch.device(choices.device),
         choices.dtype,
         choices.max_model_len,
-        registry.padded_head_dim(foreign.traced.head_dim, choices.attention),
+        registry.padded_head_dim(transformers.traced.head_dim, choices.attention),
     )
     if progress is not None and total:
         progress(total, total)
@@ -313,16 +315,16 @@ def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchColle
         )
 
 
-def _in_format(outline: ModelOutline, asked: str) -> ModelOutline:
+def _in_format(outline: ModelOutline, requested: str) -> ModelOutline:
     """With the number format that `--quantization` makes of the checkpoint's."""
     if outline.config is None:
-        if asked not in ("auto", "none"):
+        if requested not in ("auto", "none"):
             raise ConfigurationError(
-                f"--quantization {asked}: {outline.architecture} is built by transformers, whose "
-                "weights are plain"
+                f"--quantization {requested}: {outline.architecture} is built by "
+                "transformers, whose weights are plain"
             )
         return outline
-    how = choose_quantization(outline.config.quantization, asked)
+    how = choose_quantization(outline.config.quantization, requested)
     return replace(outline, config=replace(outline.config, quantization=how))
 
 
@@ -412,13 +414,13 @@ def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> s
     return name
 
 
-def _max_model_len(asked: int, outline: ModelOutline) -> int:
+def _max_model_len(requested: int, outline: ModelOutline) -> int:
     limit = outline.context_length
-    if asked > limit:
+    if requested > limit:
         raise ConfigurationError(
-            f"--max-model-len: {asked} is more than the checkpoint's {limit} tokens"
+            f"--max-model-len: {requested} is more than the checkpoint's {limit} tokens"
         )
-    return asked or limit
+    return requested or limit
 
 
 log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
@@ -463,16 +465,16 @@ def build_runner(
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
 
-    shifts = _shifts(model, shape, machine)
+    key_centers = _key_centers(model, shape, machine)
 
     def pool(pages: int) -> KVPool:
         size = (pages, shape.page_size)
-        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, shifts)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers)
 
     if collectives is None:
-        sampler = WholeSampler(model, machine.kernels)
+        sampler = LocalSampler(model, machine.kernels)
     else:
-        sampler = SplitSampler(model, collectives, machine.kernels)
+        sampler = ShardedSampler(model, collectives, machine.kernels)
     with start.phase("attention"):
         runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
     with start.phase("warm_up"):
@@ -487,16 +489,18 @@ def build_runner(
     with start.phase("step_times"):
         runner.measure(partial(all_find, int if collectives is None else collectives.smallest))
     if runner.step_cost is not None:
-        _tell(runner.step_cost, settings, tokens)
+        _log_step_cost(runner.step_cost, settings, tokens)
     return runner
 
 
-def _shifts(model: Model, shape: EngineShape, machine: Machine) -> tuple[Shift, ...] | None:
+def _key_centers(model: Model, shape: EngineShape, machine: Machine) -> tuple[Shift, ...] | None:
     """What each layer's keys are stored less, if pages hold e4m3."""
     if shape.scales is None:
         return None
     found: list[tuple[Shift, ...]] = []
-    machine.device.run(lambda: found.append(key_shifts(model, shape.max_model_len, machine.where)))
+    machine.device.run(
+        lambda: found.append(measure_key_centers(model, shape.max_model_len, machine.where))
+    )
     return found[0]
 
 
@@ -518,7 +522,7 @@ def _agreed(collectives: TorchCollectives, pages: int) -> int:
     return least
 
 
-def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
+def _log_step_cost(cost: StepCost, settings: Settings, tokens: int) -> None:
     """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
     details.info("what steps take, in ms: %s", cost)
     if not settings.mixed_step_tokens:
@@ -534,10 +538,10 @@ def _capture(
     mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
     # Ranks sum within steps, so each step must take the same graph on all of them. That a model
     # cannot be captured is known when its first graph is.
-    alone = settings.tp == 1
-    later = alone and not settings.all_graphs_first
+    single_rank = settings.tp == 1
+    later = single_rank and not settings.all_graphs_first
     try:
-        runner.capture(sizes, mixed, start.captured, choose=alone, later=later)
+        runner.capture(sizes, mixed, start.captured, drop_slower=single_rank, later=later)
     except RuntimeError as error:
         if not model.may_not_capture:
             raise

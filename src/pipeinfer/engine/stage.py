@@ -56,7 +56,7 @@ def build(context: StageContext) -> Stage:
             libraries.join()
 
         from pipeinfer.engine.core import EngineCore
-        from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
+        from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
 
@@ -64,7 +64,7 @@ def build(context: StageContext) -> Stage:
             gc.freeze()
     profile = profile_path(settings, identity.id)
     with start.phase("checks"):
-        choices = choose(settings, folder, identity.rank, ordinal)
+        choices = choose_engine(settings, folder, identity.rank, ordinal)
     state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
@@ -89,10 +89,10 @@ def build(context: StageContext) -> Stage:
         with start.phase("vocabulary"):
             masks.wait()
     details.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
-    watch = None
+    profile_observer = None
     if profile is not None:
-        watch = StepProfile(settings.profile, profile, loaded.runner.phases)
-    driver = _driver(loaded, watch, masks, start)
+        profile_observer = StepProfile(settings.profile, profile, loaded.runner.phases)
+    driver = _driver(loaded, profile_observer, masks, start)
     return Stage(
         core,
         driver,
@@ -120,11 +120,11 @@ def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
     )
 
 
-def _prefixes(cache: PrefixCache, most: int, ids: int) -> tuple[Prefix, ...]:
+def _prefixes(cache: PrefixCache, count: int, ids: int) -> tuple[Prefix, ...]:
     """The cache's largest ones, as they travel."""
     return tuple(
         Prefix(tokens=one.tokens, ends=one.ends, held=one.held, first=pack(one.first))
-        for one in cache.largest(most, ids)
+        for one in cache.largest(count, ids)
     )
 
 
@@ -199,7 +199,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
 
 def _driver(
     loaded: LoadedEngine,
-    watch: StepProfile | None,
+    observer: StepProfile | None,
     masks: Masks | None,
     start: Start,
 ) -> DeviceDriver:
@@ -211,7 +211,7 @@ def _driver(
     )
 
     return DeviceDriver(
-        partial(Executor, loaded.runner, watch=watch, masks=masks),
+        partial(Executor, loaded.runner, observer=observer, masks=masks),
         loaded.runner.phases,
         nothing_to_prepare if masks is None else masks.prepare,
         BackgroundCapture(loaded.runner),
