@@ -21,7 +21,7 @@ from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
-from pipeinfer.scheduler.queue import SHARE
+from pipeinfer.scheduler.queue import UNITS_PER_STEP
 from pipeinfer.settings import Settings
 from pipeinfer.text.loading import grammar_setup
 
@@ -326,5 +326,5 @@ def test_results_tell_rows_whose_masks_cost_much(loaded, masks):
     made.submit("costly", PROMPT, costly, eos_ids=SETUP.end_ids)
     made.submit("free", PROMPT, params("free", 0.0, ignore_eos=True), eos_ids=SETUP.end_ids)
     made.run()
-    assert max(told) > 3 * SHARE, told
+    assert max(told) > 3 * UNITS_PER_STEP, told
     assert len(made.outputs["costly"]) >= 5

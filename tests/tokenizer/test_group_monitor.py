@@ -99,7 +99,7 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
             gone = watch.newly_silent(now)
             assert {group for group, _ in gone} == {g for g in late if last[g][0] == "serves"}
             for group, report in gone:
-                router.report(group, report)
+                router.on_report(group, report)
             continue
         group, standing, incarnation, ends = step
         before = last[group][1] if group in last else 0
@@ -116,7 +116,7 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
         assert (report is not None) == news
         if report is not None:
             assert report.up == (last[group][0] == "serves" and group not in lost)
-            router.report(group, report)
+            router.on_report(group, report)
         assert watch.deserted() == [
             g for g in sorted(last) if last[g][0] == "deserted" and g not in lost
         ]

@@ -104,7 +104,7 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
             for group in cluster:
                 report = watch.on_status(group.scheduler.status(), rounds)
                 assert report is not None
-                router.report(group.number, report)
+                router.on_report(group.number, report)
     stats = [group.engine.stats() for group in cluster]
     served = [one["computed_tokens_total"] for one in stats]
     cached = sum(one["cached_tokens_total"] for one in stats)

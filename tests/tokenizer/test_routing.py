@@ -38,7 +38,7 @@ def test_one_group_needs_no_policy_and_an_unknown_policy_is_named():
 def test_round_robin_takes_each_in_turn_and_skips_who_is_down():
     router = GroupRouter("round-robin", 3)
     assert [choose(router, str(n), prompt(n, 4)) for n in range(4)] == [0, 1, 2, 0]
-    router.report(1, GroupReport(up=False))
+    router.on_report(1, GroupReport(up=False))
     assert [choose(router, f"x{n}", prompt(n, 4)) for n in range(4)] == [2, 0, 2, 0]
 
 
@@ -99,60 +99,60 @@ def test_a_busy_home_is_left_when_waiting_costs_more_than_computing():
 
 def test_a_group_that_is_down_gets_nothing_and_one_that_came_back_is_used_again():
     router = GroupRouter("least-loaded", 2)
-    router.report(0, GroupReport(up=False))
+    router.on_report(0, GroupReport(up=False))
     assert {choose(router, str(n), prompt(n, 4)) for n in range(5)} == {1}
-    router.report(0, GroupReport(up=True))
+    router.on_report(0, GroupReport(up=True))
     assert choose(router, "next", prompt(9, 4)) == 0
-    router.report(0, GroupReport(up=False))
-    router.report(1, GroupReport(up=False))
+    router.on_report(0, GroupReport(up=False))
+    router.on_report(1, GroupReport(up=False))
     assert choose(router, "last", prompt(9, 4)) in (0, 1)  # it waits for either to come back
 
 
 def test_work_that_came_from_elsewhere_counts():
     router = GroupRouter("least-loaded", 2)
-    router.report(0, GroupReport(up=True, tokens=1000, requests=3))
+    router.on_report(0, GroupReport(up=True, tokens=1000, requests=3))
     assert {choose(router, str(n), prompt(n, 4), outputs=50) for n in range(5)} == {1}
     assert router.loads() == [1000, 5 * 54]
-    router.report(1, GroupReport(up=True, tokens=9000, requests=5))  # those sent from here
+    router.on_report(1, GroupReport(up=True, tokens=9000, requests=5))  # those sent from here
     assert router.loads() == [1000, 5 * 54]
-    router.report(1, GroupReport(up=True, tokens=9000, requests=6))  # and one from elsewhere
+    router.on_report(1, GroupReport(up=True, tokens=9000, requests=6))  # and one from elsewhere
     assert router.loads() == [1000, 5 * 54 + 1500]
 
 
 def test_a_new_epoch_forgets_what_was_cached_and_evictions_forget_the_oldest():
     router = GroupRouter("prefix", 2)
     old, new = prompt(0, 6 * BLOCK_TOKENS), prompt(1, 3 * BLOCK_TOKENS)
-    router.report(1, GroupReport(up=False))
+    router.on_report(1, GroupReport(up=False))
     for name, ids in (("old", old), ("new", new)):
         choose(router, name, ids)
         router.on_ended(name)
-    router.report(1, GroupReport(up=True))
+    router.on_report(1, GroupReport(up=True))
     assert choose(router, "a", old) == 0
     router.on_ended("a")
-    router.report(
+    router.on_report(
         0, GroupReport(up=True, evicted=3 * BLOCK_TOKENS + 1)
     )  # those of `new`, used before `old`
-    router.report(0, GroupReport(up=True, tokens=2 * BLOCK_TOKENS, evicted=3 * BLOCK_TOKENS + 1))
+    router.on_report(0, GroupReport(up=True, tokens=2 * BLOCK_TOKENS, evicted=3 * BLOCK_TOKENS + 1))
     assert choose(router, "b", new) == 1
     router.on_ended("b")
-    router.report(0, GroupReport(up=True, epoch=1))
-    router.report(0, GroupReport(up=True, tokens=1, epoch=1))
+    router.on_report(0, GroupReport(up=True, epoch=1))
+    router.on_report(0, GroupReport(up=True, tokens=1, epoch=1))
     assert choose(router, "c", old) == 1
 
 
 def test_what_was_evicted_is_forgotten_once_however_reports_go_back_and_forth():
     router = GroupRouter("prefix", 2)
     old, new = prompt(0, 3 * BLOCK_TOKENS), prompt(1, 6 * BLOCK_TOKENS)
-    router.report(1, GroupReport(up=False))
+    router.on_report(1, GroupReport(up=False))
     for name, ids in (("old", old), ("new", new)):
         choose(router, name, ids)
         router.on_ended(name)
     for evicted in (3 * BLOCK_TOKENS, 0) * 3 + (3 * BLOCK_TOKENS,):  # those of `old`
-        router.report(0, GroupReport(up=True, evicted=evicted))
-    router.report(
+        router.on_report(0, GroupReport(up=True, evicted=evicted))
+    router.on_report(
         0, GroupReport(up=True, tokens=BLOCK_TOKENS, evicted=3 * BLOCK_TOKENS, requests=1)
     )
-    router.report(1, GroupReport(up=True))
+    router.on_report(1, GroupReport(up=True))
     assert choose(router, "again", new) == 0, "it is cached there"
 
 

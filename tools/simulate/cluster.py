@@ -67,6 +67,6 @@ class Cluster:
         for index in sorted(self._active):
             report = self._watch.on_status(self._groups[index].told(), self._beat_at)
             if report is not None:
-                self._router.report(index, report)
+                self._router.on_report(index, report)
         self._active.clear()
         self._beat_at += HEARTBEAT_SECONDS

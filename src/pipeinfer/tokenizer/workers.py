@@ -245,8 +245,8 @@ class EncodingQueues:
     """Encodes long prompts. `find_submit`: see WorkerPool."""
 
     def __init__(self, folder: Path, settings: Settings, find_submit: FindSubmit) -> None:
-        own = msgspec.structs.replace(settings, api_key="", api_key_file="")
-        setup = EncoderSetup(str(folder), own)
+        worker_settings = msgspec.structs.replace(settings, api_key="", api_key_file="")
+        setup = EncoderSetup(str(folder), worker_settings)
         self._pools = tuple(
             WorkerPool(1, lambda: EncoderProcess(setup), find_submit) for _ in range(3)
         )
@@ -383,7 +383,7 @@ class TokenizerDriver:
         self._encoding = encoding
         self._validation = validation
         self._feed: Callable[[Message], None] | None = None
-        self._turns = 0  # EncodeNext that the core has not got back
+        self._outstanding = 0  # EncodeNext that the core has not got back
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """See Driver, here and below."""
@@ -396,8 +396,8 @@ class TokenizerDriver:
             case Encode():
                 self._encoding.deliver(message)
             case EncodeNext():
-                self._turns += 1
-                if self._turns == 1:
+                self._outstanding += 1
+                if self._outstanding == 1:
                     asyncio.get_running_loop().call_soon(self._encode_next)
             case ValidateGrammar():
                 self._validation.deliver(message)
@@ -408,8 +408,8 @@ class TokenizerDriver:
         """Runs in a turn of the loop of its own."""
         if self._feed is None:
             return
-        self._turns -= 1
-        if self._turns:
+        self._outstanding -= 1
+        if self._outstanding:
             asyncio.get_running_loop().call_soon(self._encode_next)
         self._feed(EncodeNext())
 

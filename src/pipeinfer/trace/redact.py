@@ -74,7 +74,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
         ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
-        ("pipeinfer.scheduler.queue:PendingGrammar", "answered"),
+        ("pipeinfer.scheduler.queue:PendingGrammar", "ranks_prepared"),
         ("pipeinfer.scheduler.queue:PrefixesInProgress", "_blocks_led"),
         ("pipeinfer.fair_queue:_Flows", "_last"),
         ("pipeinfer.histogram:Histogram", "counts"),
