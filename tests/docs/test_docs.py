@@ -244,7 +244,7 @@ def test_every_endpoint_is_explained():
     page = text("docs/reference/endpoints.md")
     for one in ENDPOINTS:
         assert f"\n## {one.method.upper()} {one.path}\n" in page
-        assert one.summary and one.more, one.path
+        assert one.summary and one.details, one.path
 
 
 def test_every_error_code_is_documented_and_none_besides():

@@ -27,5 +27,5 @@ class Edited:
         """A copy of [S, ids], edited."""
         logits = torch.from_numpy(logits.copy())
         where = [torch.tensor(list(part), dtype=torch.int64) for part in (slots, positions)]
-        host.edit(logits, *where, self.state.max_edits, first_id, values)
+        host.edit(logits, *where, self.state.logit_edits, first_id, values)
         return logits.numpy()

@@ -247,14 +247,14 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
           pages=np.array([77], np.int32))  # fmt: skip
     assert np.argwhere(state.by_slot.table.numpy()).tolist() == [[3, 95]]
     assert state.by_slot.table[3, 95] == 77
-    assert state.max_edits.counts.nonzero().view(-1).tolist() == [0, 11]
+    assert state.logit_edits.counts.nonzero().view(-1).tolist() == [0, 11]
     for one in said:
-        assert state.max_edits.counts[one.slot] == len(one.ids)
-        ids, values, until = state.max_edits.words[:, one.slot, : len(one.ids)]
+        assert state.logit_edits.counts[one.slot] == len(one.ids)
+        ids, values, until = state.logit_edits.words[:, one.slot, : len(one.ids)]
         assert ids.tolist() == one.ids.tolist() and until.tolist() == one.until.tolist()
         assert values.view(torch.float32).tolist() == one.values.tolist()
     apply(admitted=admitted[1:2], fields=some_fields(1, random))
-    assert state.max_edits.counts.nonzero().view(-1).tolist() == [0], (
+    assert state.logit_edits.counts.nonzero().view(-1).tolist() == [0], (
         "nothing of who was there before"
     )
     with pytest.raises(ValueError, match="5 edits"):

@@ -104,7 +104,7 @@ def test_the_best_have_the_highest_mean(data, prompts, made):
     shown = data.draw(st.integers(1, made))
     score = st.integers(-8, 0).map(float)
     each = [data.draw(st.lists(score, max_size=4)) for _ in range(prompts * made)]
-    best = BestOf(len(each), made, shown, wanted=False)
+    best = BestOf(len(each), made, shown, with_logprobs=False)
     for index, scores in enumerate(each):
         for at, value in enumerate(scores):
             texts = LogprobTexts(entry(value), (b"x",), pack([at]))

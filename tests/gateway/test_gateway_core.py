@@ -12,7 +12,7 @@ from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage
-from pipeinfer.gateway.ledger import MOST_STALE, Backlog
+from pipeinfer.gateway.ledger import MAX_STALE, Backlog
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
@@ -270,10 +270,10 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
     harness = Harness()
     for name, timeout in (("last", 30.0), ("first", 10.0), ("second", 20.0), ("never", 0.0)):
         harness.running(name, timeout=timeout)
-    for n in range(MOST_STALE + 10):
+    for n in range(MAX_STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
         harness.do(Hangup(str(n)))
-    assert len(harness.core._deadlines) > MOST_STALE
+    assert len(harness.core._deadlines) > MAX_STALE
     assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
     for name in ("first", "second", "last"):

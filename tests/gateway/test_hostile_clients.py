@@ -289,7 +289,7 @@ async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
 async def test_together_large_bodies_are_bounded_and_small_ones_pass(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MOST_BUFFERED", 2**21)
+    monkeypatch.setattr(bodies, "MAX_BUFFERED", 2**21)
     taken, fill = list[bodies.BodyReader](), bodies.BodyReader._fill
 
     async def noted(self: bodies.BodyReader, *args: Any) -> None:

@@ -27,7 +27,7 @@ from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import ExpectedStage
-from pipeinfer.gateway.ledger import MOST_ENDED
+from pipeinfer.gateway.ledger import MAX_ENDED
 from pipeinfer.messages import (
     Accepted,
     Delivered,
@@ -181,7 +181,7 @@ def _gateway(requests: int, outputs: int) -> Made:
         ),
         1.0,
     )
-    for name in [*(f"cmpl-old-{n}" for n in range(MOST_ENDED)), *names]:
+    for name in [*(f"cmpl-old-{n}" for n in range(MAX_ENDED)), *names]:
         chat = [{"role": "user", "content": "count " * 300}]
         core.handle(Call(name, PARAMS, chat=chat), 1.0)
         core.handle(Accepted(request_id=name, attempt=1, group=0, prompt_tokens=PROMPT), 1.0)

@@ -91,5 +91,5 @@ class HostMachine:
         self._sampling_bytes = runner.sampling_bytes
 
     def free_for_pages(self, fraction: float) -> int:
-        fraction = int(available_bytes() // self._ranks * fraction)
-        return min(fraction - self._sampling_bytes, MAX_HOST_BYTES)
+        of_rank = int(available_bytes() // self._ranks * fraction)
+        return min(of_rank - self._sampling_bytes, MAX_HOST_BYTES)

@@ -380,7 +380,7 @@ class Runner:
     def _apply_logit_edits(
         self, logits: torch.Tensor, views: DeviceStep, values: bool = False
     ) -> None:
-        edits, first = self._state.max_edits, self._sampler.first_id
+        edits, first = self._state.logit_edits, self._sampler.first_id
         where = views.write_slots, views.sample_positions
         self._kernels.edit(logits, *where, edits, first, values)
 

@@ -410,15 +410,15 @@ class SlotState:
     all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
     """
 
-    def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
+    def __init__(self, slots: int, pages: int, max_edits: int, device: torch.device) -> None:
         self.padding_slot, many = slots, slots + 1
         self._pages = pages
-        self._max_edits = edits
+        self._max_edits = max_edits
         self.biased = np.zeros(slots, dtype=bool)
         self._fields_at = many * pages
         self._counts_at = self._fields_at + many * FIELD_WORDS
         self._edits_at = self._counts_at + many
-        self._bad_words_at = self._edits_at + 3 * many * edits
+        self._bad_words_at = self._edits_at + 3 * many * max_edits
         words = np.zeros(self._bad_words_at + many * BAD_WORDS_SIZE, dtype=np.int32)
         fields = filled(many)
         words[self._fields_at : self._counts_at] = np.concatenate(
@@ -432,9 +432,9 @@ class SlotState:
             wide=WIDE,
             narrow=len(FIELDS) - WIDE,
         )
-        self.max_edits = EditsBySlot(
+        self.logit_edits = EditsBySlot(
             self.words[self._counts_at : self._edits_at],
-            self.words[self._edits_at : self._bad_words_at].view(3, many, edits),
+            self.words[self._edits_at : self._bad_words_at].view(3, many, max_edits),
             BansBySlot(
                 self.words[self._bad_words_at :].view(many, BAD_WORDS_SIZE),
                 LONGEST_BAD,

@@ -100,7 +100,7 @@ class MessageBlock(TextBlock, frozen=True):
     is_error: bool | None = None
 
 
-class Turn(msgspec.Struct, frozen=True):
+class InputMessage(msgspec.Struct, frozen=True):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -156,7 +156,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
 
     unsupported_fields: ClassVar[Refusals] = MESSAGES
     ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
-    messages: list[Turn]
+    messages: list[InputMessage]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[InputTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -214,14 +214,14 @@ def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatReques
     """The chat without sampling parameters; `by_effort` as in to_chat. ApiError 400."""
     choice, messages = request.tool_choice, _messages(request)
     continues = messages[-1].role == "assistant"
-    alone = choice is not None and choice.disable_parallel_tool_use
+    single_call = choice is not None and choice.disable_parallel_tool_use
     chat = ChatRequest(
         messages=messages,
         model=request.model,
         chat_template_kwargs=_arguments(request, by_effort),
         tools=_tools(request),
         tool_choice=_choice(choice),
-        parallel_tool_calls=False if alone else None,
+        parallel_tool_calls=False if single_call else None,
         continue_final_message=continues or None,
         add_generation_prompt=False if continues else None,
     )
@@ -238,15 +238,15 @@ def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatReques
 
 def _arguments(request: CountRequest, by_effort: bool) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
-    asked: JsonObject = {}
+    arguments: JsonObject = {}
     if request.thinking is not None:
-        asked["enable_thinking"] = request.thinking.type != "disabled"
+        arguments["enable_thinking"] = request.thinking.type != "disabled"
     effort = request.output_config.effort if request.output_config is not None else None
     if by_effort:
         effort = _effort(effort, request.thinking)
     if effort is not None:
-        asked["reasoning_effort"] = effort
-    return {**asked, **(request.chat_template_kwargs or {})} or None
+        arguments["reasoning_effort"] = effort
+    return {**arguments, **(request.chat_template_kwargs or {})} or None
 
 
 def _effort(
@@ -300,13 +300,13 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
     if request.system:
         conversation.add_message("system", _texts(request.system, "system"))
     for i, turn in enumerate(request.messages):
-        _add_turn(conversation, turn, f"messages[{i}].content")
+        _add_message(conversation, turn, f"messages[{i}].content")
     messages = conversation.messages()
-    _check_last_turn(messages[-1], f"messages[{many - 1}].content")
+    _check_last_message(messages[-1], f"messages[{many - 1}].content")
     return messages
 
 
-def _check_last_turn(last: ChatMessage, where: str) -> None:
+def _check_last_message(last: ChatMessage, where: str) -> None:
     """The assistant's last message goes on from its text."""
     if last.role != "assistant" or (last.content and not last.tool_calls):
         return
@@ -315,25 +315,25 @@ def _check_last_turn(last: ChatMessage, where: str) -> None:
     raise ApiError(400, message, where, "invalid_value")
 
 
-def _add_turn(conversation: ConversationBuilder, turn: Turn, where: str) -> None:
-    if isinstance(turn.content, str):
-        conversation.add_message(turn.role, [turn.content])
+def _add_message(conversation: ConversationBuilder, message: InputMessage, where: str) -> None:
+    if isinstance(message.content, str):
+        conversation.add_message(message.role, [message.content])
         return
     texts: list[str] = []
-    for j, block in enumerate(turn.content):
+    for j, block in enumerate(message.content):
         here = f"{where}[{j}]"
         if block.type == "text":
             texts.append(required(block.text, f"{here}.text"))
             continue
-        if block.type == "document" and turn.role == "user":
+        if block.type == "document" and message.role == "user":
             texts.append(_document(block, here))
             continue
         if texts:
-            conversation.add_message(turn.role, texts)
+            conversation.add_message(message.role, texts)
             texts = []
-        _BLOCK_HANDLERS.get((turn.role, block.type), _refuse_block)(conversation, block, here)
-    if texts or not turn.content:
-        conversation.add_message(turn.role, texts)
+        _BLOCK_HANDLERS.get((message.role, block.type), _refuse_block)(conversation, block, here)
+    if texts or not message.content:
+        conversation.add_message(message.role, texts)
 
 
 def _add_thinking(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:

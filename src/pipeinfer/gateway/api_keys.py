@@ -20,8 +20,8 @@ from pipeinfer.settings import ConfigurationError
 DEFAULT_NAME = "default"  # the name of a key that was given without one
 KEY_PREFIX = "pik-"  # by which people and scanners for leaked secrets know a key of pipeinfer
 KEY_BYTES = 32  # bytes of a fresh key
-MOST_KEYS = 1_000  # each request is compared with all of them, and each is a label of the metrics
-MOST_FILE_BYTES = 2**20  # of a file of keys
+MAX_KEYS = 1_000  # each request is compared with all of them, and each is a label of the metrics
+MAX_FILE_BYTES = 2**20  # of a file of keys
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 LIMIT_VALUE = re.compile(r"[0-9]{1,12}")
@@ -81,14 +81,14 @@ def read_key_file(path: str, limits: KeyLimits) -> ApiKeys:
     """
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
         text = content.decode()
     except OSError as error:
         raise ConfigurationError(f"--api-key-file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigurationError(f"--api-key-file {path}: it is not UTF-8 text") from None
-    if len(content) > MOST_FILE_BYTES:
-        raise ConfigurationError(f"--api-key-file {path}: it has more than {MOST_FILE_BYTES} bytes")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"--api-key-file {path}: it has more than {MAX_FILE_BYTES} bytes")
     try:
         return parse_keys(text, limits)
     except ConfigurationError as error:
@@ -114,8 +114,8 @@ def parse_keys(text: str, limits: KeyLimits) -> ApiKeys:
                 raise ConfigurationError(f"the name {key.name} stands above already")
             if any(hmac.compare_digest(key.digest, other.digest) for other in found.values()):
                 raise ConfigurationError(f"{key.name} has the key of a line above")
-            if len(found) == MOST_KEYS:
-                raise ConfigurationError(f"more than {MOST_KEYS} keys")
+            if len(found) == MAX_KEYS:
+                raise ConfigurationError(f"more than {MAX_KEYS} keys")
         except ConfigurationError as error:
             raise ConfigurationError(f"line {number}: {error}") from None
         found[key.name] = key
@@ -222,9 +222,9 @@ class TokenBucket:
         if now > self._updated_at:
             self._updated_at = now
 
-    def seconds_until(self, wanted: float, now: float) -> float:
-        """Seconds until the level is `wanted`, 0 if it is; `wanted` is at most `a_minute`."""
-        missing = wanted - self.level(now)
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Seconds until the level is `amount`, 0 if it is; `amount` is at most `a_minute`."""
+        missing = amount - self.level(now)
         return missing * MINUTE / self.per_minute if missing > ROUNDING else 0.0
 
     def resized(self, a_minute: int, now: float) -> TokenBucket:
@@ -278,14 +278,14 @@ class KeyUsage:
 
     def _check_concurrency(self, inside: int, choices: int) -> KeyLimitExceeded | None:
         """Why so many answers, of which some are inside already, cannot be made now."""
-        most = self.limits.concurrent
-        if most and choices > most:
+        max_concurrent = self.limits.concurrent
+        if max_concurrent and choices > max_concurrent:
             return KeyLimitExceeded(
-                f"{choices} choices in a request, where {most} may be made at a time"
+                f"{choices} choices in a request, where {max_concurrent} may be made at a time"
             )
-        if most and self.running + choices - inside > most:
+        if max_concurrent and self.running + choices - inside > max_concurrent:
             return KeyLimitExceeded(
-                f"{self.running} answers are being made, {most} may at a time", 1.0
+                f"{self.running} answers are being made, {max_concurrent} may at a time", 1.0
             )
         return None
 

@@ -42,7 +42,7 @@ class FieldHelp(NamedTuple):
 _FORM = "The form of the answer, as {} says it: {}"
 
 MODEL = {"model": FieldHelp("The name of the model. Another name than the served one gets 404.")}
-COMMON = {
+SAMPLING_FIELDS = {
     "stream": FieldHelp("Whether the answer comes as server-sent events.", "false"),
     "temperature": FieldHelp(
         "How even the choice among tokens is. 0 is greedy. At most 100.",
@@ -90,7 +90,7 @@ TEMPLATE = {
 }
 GENERATION: dict[str, FieldHelp] = {
     **MODEL,
-    **COMMON,
+    **SAMPLING_FIELDS,
     **PENALTIES,
     "stream_options": FieldHelp(
         "Only with `stream`. `include_usage`: one more event has the usage. "
@@ -274,10 +274,10 @@ COMPLETION: dict[str, FieldHelp] = {
         "`n`",
     ),
 }
-_COMES_BACK = FieldHelp("Comes back as it is, and changes nothing.")
+_ECHOED = FieldHelp("Comes back as it is, and changes nothing.")
 RESPONSES: dict[str, FieldHelp] = {
     **MODEL,
-    **COMMON,
+    **SAMPLING_FIELDS,
     **PENALTIES,
     **TEMPLATE,
     **{
@@ -348,10 +348,10 @@ RESPONSES: dict[str, FieldHelp] = {
     "top_logprobs": FieldHelp("Alternatives of each token's log-prob, 0 to 20.", "0"),
     "stream_options": FieldHelp("Changes nothing: the last event always has the usage.", "none"),
     "store": FieldHelp("Nothing is stored, and the answer says false."),
-    "metadata": _COMES_BACK,
-    "user": _COMES_BACK,
-    "safety_identifier": _COMES_BACK,
-    "prompt_cache_key": _COMES_BACK,
+    "metadata": _ECHOED,
+    "user": _ECHOED,
+    "safety_identifier": _ECHOED,
+    "prompt_cache_key": _ECHOED,
 }
 INPUT_TOKENS: dict[str, FieldHelp] = {
     name: RESPONSES[name]
@@ -405,7 +405,7 @@ COUNT: dict[str, FieldHelp] = {
 }
 MESSAGES: dict[str, FieldHelp] = {
     **COUNT,
-    **COMMON,
+    **SAMPLING_FIELDS,
     "max_tokens": FieldHelp("The most output tokens, thoughts included.", "required"),
     "stop_sequences": GENERATION["stop"],
     "metadata": FieldHelp("Is taken, and changes nothing."),

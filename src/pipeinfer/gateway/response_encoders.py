@@ -112,7 +112,7 @@ class StreamEncoder:
         self._usage = TokenUsage()
         # Whether all chunks between the first and the last are text, and nothing else.
         self._text_only = not (
-            answer.output_options.more_than_text or answer.parser_factory or continuous_usage
+            answer.output_options.has_logprobs_or_ids or answer.parser_factory or continuous_usage
         )
 
     @property
@@ -131,7 +131,7 @@ class StreamEncoder:
         parsed = self._collectors[index].parse(delta)
         chunks.count(index, delta, self._collectors[index].reasoning_tokens)
         opening, logprobs = b"", NULL
-        if options.more_than_text:
+        if options.has_logprobs_or_ids:
             delta = requested_part(self._answer, delta)
             if delta.prompt is not None:
                 self._collectors[index].add_logprobs(delta)
@@ -237,11 +237,11 @@ class ChoiceCollector:
 
     def __init__(self, answer: ResponseMetadata) -> None:
         options = answer.output_options
-        most, of_prompt = options.logprobs, options.prompt_logprobs
-        self._chat = ChatLogprobs() if answer.chat and most is not None else None
+        alternatives, of_prompt = options.logprobs, options.prompt_logprobs
+        self._chat = ChatLogprobs() if answer.chat and alternatives is not None else None
         self._completion: CompletionLogprobs | None = None
-        if most is not None and not answer.chat:
-            self._completion = CompletionLogprobs(most)
+        if alternatives is not None and not answer.chat:
+            self._completion = CompletionLogprobs(alternatives)
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
         self._echo = options.echo
         self._texts: list[str] = []
@@ -354,8 +354,8 @@ class BestOf:
     - wanted: the client asked for log-probs as well
     """
 
-    def __init__(self, choices: int, made: int, options: int, wanted: bool) -> None:
-        self._made, self._shown, self._wanted = made, options, wanted
+    def __init__(self, choices: int, made: int, options: int, with_logprobs: bool) -> None:
+        self._made, self._shown, self._with_logprobs = made, options, with_logprobs
         self._sums = [0.0] * choices
         self._tokens = [0] * choices
 
@@ -364,9 +364,9 @@ class BestOf:
         if delta.logprobs is None:
             return delta
         for score in token_scores([(delta.logprobs, delta.ids)]):
-            self._sums[index] += score.own.logprob
+            self._sums[index] += score.sampled.logprob
             self._tokens[index] += 1
-        return delta if self._wanted else msgspec.structs.replace(delta, logprobs=None)
+        return delta if self._with_logprobs else msgspec.structs.replace(delta, logprobs=None)
 
     def best_choices(self) -> list[int]:
         """Indices of the returned choices, each prompt's best first; of equals the earlier. A

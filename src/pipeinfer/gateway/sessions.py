@@ -185,7 +185,7 @@ class RequestSessions:
         del route.session.live[request_id]
         self._metrics.count_ended(outcome)
         if route.admitted:
-            self._measure_end(route, outcome)
+            self._record_times(route, outcome)
 
     def deliver(self, message: Started | OutputDelta | Failed | CacheReset) -> None:
         """Passes an event of the core to its sink; events that nobody waits for are dropped."""
@@ -246,14 +246,14 @@ class RequestSessions:
         if group is not None:
             group.output_tokens += tokens
 
-    def _measure_end(self, route: _ChoiceRoute, outcome: str) -> None:
+    def _record_times(self, route: _ChoiceRoute, outcome: str) -> None:
         if route.group is not None and outcome in route.group.finished:
             route.group.finished[outcome] += 1
         if outcome not in ("stop", "length"):
             return
-        whole, decode = self._clock() - route.arrived, route.last_output - route.first_output
-        self._metrics.request_seconds.observe(whole)
+        total, decode = self._clock() - route.arrived, route.last_output - route.first_output
+        self._metrics.request_seconds.observe(total)
         if route.tokens > 1:
             self._metrics.time_per_output_token.observe(decode / (route.tokens - 1))
         if route.group is not None:
-            route.group.count_finished(whole, decode, route.prompt_tokens, route.tokens)
+            route.group.count_finished(total, decode, route.prompt_tokens, route.tokens)

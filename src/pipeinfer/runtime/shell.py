@@ -363,7 +363,7 @@ class Shell:
         stage = self._stage
         if isinstance(message, (Observed, Prefixes)):
             if stage is not None and stage.monitor is not None:
-                stage.monitor.see(message)
+                stage.monitor.on_message(message)
         elif isinstance(message, ShowPrefixes):
             if stage is not None and stage.prefixes is not None:
                 found = stage.prefixes(message.most, message.ids)
@@ -397,7 +397,7 @@ class Shell:
     def _on_observed(self, observed: Observed) -> None:
         self._publish_control(observed)
         if self._stage is not None and self._stage.monitor is not None:
-            self._stage.monitor.see(observed)  # a gateway sees itself without a socket
+            self._stage.monitor.on_message(observed)  # a gateway sees itself without a socket
 
     def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""

@@ -109,7 +109,7 @@ class MonitorHook(Protocol):
         loop; the gateway's own id is one of them."""
         ...
 
-    def see(self, message: Observed | Prefixes) -> None:
+    def on_message(self, message: Observed | Prefixes) -> None:
         """Takes an answer of a stage, to this gateway or another."""
         ...
 
