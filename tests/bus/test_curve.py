@@ -260,14 +260,14 @@ async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path,
 
 def test_refusals_are_said_at_once_and_then_once_a_minute(caplog):
     refusals = RefusalLog(logging.getLogger("gate"))
-    refusals.report(0.0)
+    refusals.log_suppressed(0.0)
     refusals.record("10.0.0.1 shows an unknown key")
-    refusals.report(1.0)
+    refusals.log_suppressed(1.0)
     for second in range(2, 60):
         refusals.record("10.0.0.1 shows an unknown key")
-        refusals.report(float(second))
+        refusals.log_suppressed(float(second))
     assert len(caplog.records) == 1
-    refusals.report(1.0 + LOG_PERIOD)
+    refusals.log_suppressed(1.0 + LOG_PERIOD)
     assert [r.message for r in caplog.records] == [
         "handshakes refused: 10.0.0.1 shows an unknown key (1 times)",
         "handshakes refused: 10.0.0.1 shows an unknown key (58 times)",
@@ -279,7 +279,7 @@ def test_any_number_of_reasons_is_one_bounded_line(caplog):
     refusals = RefusalLog(logging.getLogger("gate"))
     for number in range(10_000):
         refusals.record(f"10.0.{number // 256}.{number % 256} shows an unknown key")
-    refusals.report(1.0)
+    refusals.log_suppressed(1.0)
     [record] = caplog.records
     assert record.message.count("unknown key") == MAX_REASONS
     assert f"others ({10_000 - MAX_REASONS} times)" in record.message

@@ -164,7 +164,7 @@ shared_prefixes.LEAST = 16  # tokens: prompts here are short
 graph_shapes.MIN_SHARED_DECODES = graphs.MIN_SHARED_DECODES = 2
 READ = Reads(block=16, warps=4, stages=2)
 FEW = DecodeTiles(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
-hybrid.cut = lambda *_: FEW
+hybrid.tile_config = lambda *_: FEW
 calibrate.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 loading.mixed_ladder = ladder

@@ -17,7 +17,7 @@ from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.replay.compare import ignored_fields
 from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
-from pipeinfer.replay.run import ReplayTally
+from pipeinfer.replay.run import ReplayCounts
 from pipeinfer.trace.format import Record
 from pipeinfer.trace.reader import RecordDecoder
 
@@ -62,7 +62,7 @@ def recorded() -> list[TraceExchange]:
 async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(monkeypatch, left):
     for name in ("FIRST", "QUIET", "GAP"):
         monkeypatch.setattr(executor, name, 0.0)  # the engine's own wish comes at once
-    runner, tally = Runner(left), ReplayTally()
+    runner, tally = Runner(left), ReplayCounts()
     driver = DeviceDriver(
         lambda *reports: Executor(runner, *reports), Phases(), background=BackgroundCapture(runner)
     )

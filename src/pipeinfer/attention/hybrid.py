@@ -35,7 +35,7 @@ from pipeinfer.step import AttentionShape
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long. What many
 # rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
-CUTS = (
+TILE_CONFIGS = (
     (32, DecodeTiles(64, 32, 64, Reads(block=32, warps=2, stages=3))),
     (64, DecodeTiles(128, 32, 128, Reads(block=32, warps=1, stages=4))),
     (384, DecodeTiles(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
@@ -61,11 +61,11 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeTiles:
+def tile_config(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeTiles:
     """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
     a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
     memory, and half the steps."""
-    found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
+    found = next((config for most, config in TILE_CONFIGS if rows * kv_heads <= most), MANY)
     reads = found.reads
     if narrow and reads.warps > 1:
         reads = reads._replace(block=2 * reads.block)
@@ -100,27 +100,27 @@ class TritonDecodeKernel:
         """Makes room for what pieces of rows leave for each other."""
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        cuts = [(count, self._cut(count)) for count in range(1, most_rows + 1)]
+        cuts = [(count, self._tile_config(count)) for count in range(1, most_rows + 1)]
         most = max(most_pieces(count, how, self._seats(how)) for count, how in cuts)
         runs = max(most_of_runs(count, how, self._seats(how)) for count, how in cuts)
         tile = max(how.tile if self._group else 0 for _, how in cuts)
         self._scratch = {
             size: Scratch(most_rows, most, size, self._device, runs, tile) for size in sizes
         }
-        self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
-        self._runs = room_for_runs(most_rows, self._device)
+        self._splits = {window: room_for(most, self._device) for window in self._first.values()}
+        self._shared_prefixes = room_for_runs(most_rows, self._device)
 
     def plan(self, inputs: PlanInputs, begin: int, end: int) -> DecodePlan:
         """Views only."""
         step, runs = inputs.step, None
         lengths, indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
         leaders, ranks = step.prefix_leaders, step.prefix_ranks
-        shares = self._seats(self._cut(end - begin)) > 0
+        shares = self._seats(self._tile_config(end - begin)) > 0
         if shares and leaders is not None and ranks is not None:
-            runs = Runs(leaders[begin:end], ranks[begin:end], *self._runs)
+            runs = Runs(leaders[begin:end], ranks[begin:end], *self._shared_prefixes)
         windows = {
             window: DecodeRows(lengths, indptr, step.kv_indices, pieces, None if window else runs)
-            for window, pieces in self._pieces.items()
+            for window, pieces in self._splits.items()
         }
         return DecodePlan(windows, early=end == step.shape.rows)
 
@@ -128,7 +128,7 @@ class TritonDecodeKernel:
         shape, pool = self._shapes[layer], self._pool
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
-        rows, how = plan.windows[window], self._cut(len(q))
+        rows, how = plan.windows[window], self._tile_config(len(q))
         if first:
             seats, page_size = self._seats(how), pool.page_size
             cut_rows(rows.lengths, rows.pieces, how, window, rows.runs, seats, page_size)
@@ -147,8 +147,8 @@ class TritonDecodeKernel:
             scales=pool.scales[layer],
         )
 
-    def _cut(self, rows: int) -> DecodeTiles:
-        return cut(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
+    def _tile_config(self, rows: int) -> DecodeTiles:
+        return tile_config(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
 
     def _seats(self, how: DecodeTiles) -> int:
         """Rows whose queries share a piece."""

@@ -49,8 +49,8 @@ class Bus:
     Stages may start in any order: ZeroMQ queues for an inbox that is not there yet, and what a
     publisher sent too early is repaired by numbered plans and repeated heartbeats.
 
-    patience: seconds after which a frame that its inbox has not taken is dropped, where TCP may
-    lose it.
+    resend_seconds: seconds after which a frame that its inbox has not taken is dropped, where TCP
+    may lose it.
     reader: reads the inbox and the subscriptions.
     """
 
@@ -61,7 +61,7 @@ class Bus:
         topology: Topology,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float] = time.monotonic,
-        patience: float = inf,
+        resend_seconds: float = inf,
     ) -> None:
         self.identity = identity
         self.incarnation = incarnation
@@ -77,7 +77,7 @@ class Bus:
         everybody = frozenset(topology.ids() if far else ())
         self._links = ReliableLinks(
             incarnation, everybody, far, self._send_link_message, self._push, self._close_outbox,
-            int(min(patience / LINK_TIMER, 1 << 30)),
+            int(min(resend_seconds / LINK_TIMER, 1 << 30)),
         )  # fmt: skip
         self._on_link_timerer: asyncio.TimerHandle | None = None
 
@@ -85,9 +85,9 @@ class Bus:
         """Opens the inbox and the publishers. AddressTaken if somebody has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
-        transport, rest = addresses.split(self._address)
+        transport, pending = addresses.split(self._address)
         if transport == "ipc":
-            Path(rest).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(pending).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sockets.load_keys()
         inbox = self._socket(zmq.PULL)
         inbox.rcvhwm, inbox.maxmsgsize = INBOX_HWM, FRAME_BYTES

@@ -34,8 +34,8 @@ GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first 
 HEARD = 3.0  # seconds in which a stage of a running server says something
 FILES_BESIDE_STREAMS = 256  # that a gateway has open
 
-Mark = Literal["ok", "note", "bad"]
-Finding = tuple[Mark, str, str]  # how it is, what was looked at, what was found
+CheckStatus = Literal["ok", "note", "bad"]
+Finding = tuple[CheckStatus, str, str]  # how it is, what was looked at, what was found
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -230,7 +230,7 @@ def _front(settings: Settings) -> Iterator[Finding]:
             yield "ok", "TLS", settings.tls_cert
         if settings.api_key_file and not settings.api_key:
             found = len(api_keys.read_key_file(settings.api_key_file, KeyLimits()))
-            mark: Mark = "ok" if found else "note"
+            mark: CheckStatus = "ok" if found else "note"
             yield mark, "API keys", f"{found} in {settings.api_key_file}"
     except ConfigurationError as error:
         yield "bad", "HTTP", str(error)

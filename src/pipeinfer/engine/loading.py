@@ -28,7 +28,7 @@ from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
-from pipeinfer.gguf.weights import few_bits
+from pipeinfer.gguf.weights import is_low_bit
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, Shift
@@ -409,7 +409,7 @@ def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> s
             "--quantization int8 is for CPUs, and computes in bfloat16; here it would be "
             f"{str(dtype).removeprefix('torch.')} on {device}"
         )
-    if name == "auto" and fits and is_gguf(folder) and few_bits(read_header(folder)):
+    if name == "auto" and fits and is_gguf(folder) and is_low_bit(read_header(folder)):
         return "int8"
     return name
 

@@ -42,7 +42,7 @@ def build(context: StageContext) -> Stage:
     state: State = "starting"
 
     def say(text: str) -> None:
-        context.report(state, text)
+        context.report_status(state, text)
 
     start = Start(say)
     start.took("process", process_age())
@@ -170,7 +170,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     from pipeinfer.bus.sockets import SocketFactory
     from pipeinfer.distributed.collectives import join
 
-    context.report("loading", "waiting for the other ranks")
+    context.report_status("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
     # Longer than the scheduler's patience, which is the one to say what happened.
     timeout = max(MEETING, context.settings.watchdog + 10)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer.checkpoint.fields import read_json
-from pipeinfer.checkpoint.source import WANTED, find_model
+from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys, http_server
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
@@ -243,7 +243,9 @@ def fingerprint(settings: Settings, model: Path) -> str:
     values = msgspec.to_builtins(settings)
     counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
     digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
-    files = [model] if model.is_file() else sorted({p for w in WANTED for p in model.glob(w)})
+    files = (
+        [model] if model.is_file() else sorted({p for w in FILES_TO_FETCH for p in model.glob(w)})
+    )
     for path in files:
         _add_file(digest, path)
     if settings.chat_template:

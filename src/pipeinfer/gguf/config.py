@@ -24,7 +24,14 @@ LARGEST = 1 << 19
 MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
 # Control tokens that end a turn, where the file names only the end of a text: llama.cpp knows them
 # by their text too.
-ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
+END_OF_TURN_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<EOT>",
+)
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LOCAL_BASE = 10_000.0  # of RoPE in Gemma 3's local layers
 PATTERN = 6  # each sixth layer of Gemma 3 is global
@@ -77,17 +84,17 @@ class Keys:
     def kv_heads(self) -> int:
         return self.integer("attention.head_count_kv", self.heads)
 
-    def _wrong(self, name: str, value: object, wanted: str) -> Exception:
-        said = "is missing" if value is None else f"must be {wanted}, not {quote(str(value))}"
-        return self._header.error(f"{quote(self.architecture)[1:-1]}.{name} {said}")
+    def _wrong(self, name: str, value: object, expected: str) -> Exception:
+        found = "is missing" if value is None else f"must be {expected}, not {quote(str(value))}"
+        return self._header.error(f"{quote(self.architecture)[1:-1]}.{name} {found}")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`name`: transformers'. `more`: fields that only this one has."""
+    """`name`: transformers'. `extra_fields`: fields that only this one has."""
 
     name: str
-    more: Callable[[GgufHeader, Keys], dict[str, object]]
+    extra_fields: Callable[[GgufHeader, Keys], dict[str, object]]
 
 
 def config_json(header: GgufHeader) -> dict[str, object]:
@@ -121,7 +128,7 @@ def config_json(header: GgufHeader) -> dict[str, object]:
         "max_position_embeddings": context,
         "dtype": "bfloat16",  # where it matters, on GPUs; ranges of float16 are too small for some
         "eos_token_id": end_ids(header),
-        **found.more(header, keys),
+        **found.extra_fields(header, keys),
     }
 
 
@@ -134,7 +141,7 @@ def end_ids(header: GgufHeader) -> list[int]:
                          ("tokens", "token_type"))  # fmt: skip
         if isinstance(tokens, list) and isinstance(types, list):
             both = zip(tokens, types, strict=False)
-            ends = [(text, TokenType.CONTROL) for text in ENDS_OF_TURN]
+            ends = [(text, TokenType.CONTROL) for text in END_OF_TURN_TEXTS]
             ids += [at for at, token in enumerate(both) if token in ends]
     return list(dict.fromkeys(ids))
 

@@ -314,14 +314,14 @@ def listed_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]
     merges: dict[Merge, None] = {}
     for number, merge in enumerate(read_texts(metadata, MERGES)):
         # The space that divides is never the first character: that one belongs to a token.
-        cut = merge.find(" ", 1)
-        if cut < 0:
+        split_at = merge.find(" ", 1)
+        if split_at < 0:
             raise metadata_error(MERGES, f"entry {number} is not two tokens: {quote(merge)}")
-        left, right = ids.get(merge[:cut]), ids.get(merge[cut + 1 :])
-        if left is None or right is None or tokens[left] + tokens[right] not in ids:
+        left_part, right = ids.get(merge[:split_at]), ids.get(merge[split_at + 1 :])
+        if left_part is None or right is None or tokens[left_part] + tokens[right] not in ids:
             raise metadata_error(MERGES, f"entry {number} names an unknown token: {quote(merge)}")
         # Of equal ones the first counts. The vocabulary's own texts take no further memory.
-        merges.setdefault((tokens[left], tokens[right]))
+        merges.setdefault((tokens[left_part], tokens[right]))
     return list(merges)
 
 
@@ -343,12 +343,12 @@ def scored_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]
     merges: list[Merge] = []
     for number, token in zip(order, known, strict=True):
         vocabulary.check_length(number)
-        for cut in range(len(token) - 1, 0, -1):
-            left = known.get(token[:cut])
-            if left is not None:
-                right = known.get(token[cut:])
+        for split_at in range(len(token) - 1, 0, -1):
+            left_part = known.get(token[:split_at])
+            if left_part is not None:
+                right = known.get(token[split_at:])
                 if right is not None:
-                    merges.append((left, right))
+                    merges.append((left_part, right))
         if len(merges) > most:
             raise metadata_error(TOKENS, f"more than {most} pairs of tokens make another token")
     return merges
@@ -473,7 +473,7 @@ NAMED = {
 # Bounds on the work and memory that a lying file can ask for. SentencePiece's tokens have 16
 # characters unless its trainer was told otherwise, and a vocabulary some thousand added tokens.
 LONGEST = 512  # characters of a token that is looked for, or made from others
-MOST_ADDED = 1 << 20  # characters of all tokens that are looked for
+MAX_ADDED = 1 << 20  # characters of all tokens that are looked for
 
 
 class TokenType(IntEnum):
@@ -513,9 +513,9 @@ class GgufVocabulary(NamedTuple):
         numbers = self.of_kinds(ADDED)
         for number in numbers:
             self.check_length(number)
-        if sum(len(self.tokens[number]) for number in numbers) > MOST_ADDED:
+        if sum(len(self.tokens[number]) for number in numbers) > MAX_ADDED:
             raise metadata_error(
-                TYPES, f"control and user-defined tokens exceed {MOST_ADDED} characters"
+                TYPES, f"control and user-defined tokens exceed {MAX_ADDED} characters"
             )
         return numbers
 

@@ -118,7 +118,7 @@ class GgufTensor:
     norm_offset: float = 0.0
 
 
-def few_bits(header: GgufHeader) -> bool:
+def is_low_bit(header: GgufHeader) -> bool:
     """Whether all matrices have eight bits a value or less, but the small ones that choose
     experts."""
     return all(

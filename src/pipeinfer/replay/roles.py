@@ -29,7 +29,7 @@ from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.recording import LoadedTrace, TraceEntry
 
 # Names whose values are one process's or one run's own.
-OWN = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")
+LOCAL_NAMES = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")
 
 Value = TypeVar("Value")
 Change = Callable[[Any], Any]

@@ -29,7 +29,7 @@ from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
 
 TICK, HEARTBEAT = 0.1, 0.5  # seconds
-APART = 1e-6  # seconds between two of a kind, for timers of one moment have no order
+MIN_TIMER_GAP = 1e-6  # seconds between two of a kind, for timers of one moment have no order
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +118,7 @@ class StagePlayer:
             # Answers of one kind stay in order, however the live questions are spaced.
             kind = type(send.message)
             due = self._due_last[kind] = max(
-                self._due_last.get(kind, 0.0) + APART, loop.time() + after
+                self._due_last.get(kind, 0.0) + MIN_TIMER_GAP, loop.time() + after
             )
             self._waiting += 1
             loop.call_at(due, self._due, send)

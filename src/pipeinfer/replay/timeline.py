@@ -210,7 +210,7 @@ def _flow(journey: RequestTimes, zero: float, inside: set[tuple[str, int]]) -> F
 
 
 TEMPLATE = Path(__file__).with_name("page.html")
-PLACE = "/*DATA*/null"
+DATA_PLACEHOLDER = "/*DATA*/null"
 MICRO = 1e6  # microseconds in a second
 
 
@@ -218,7 +218,7 @@ def html(picture: TraceTimeline) -> str:
     """The page. Names and details are data, never markup."""
     data = json.dumps(_compact(picture), separators=(",", ":"))
     # What could end the script element from within a string.
-    return TEMPLATE.read_text().replace(PLACE, data.replace("<", "\\u003c"))
+    return TEMPLATE.read_text().replace(DATA_PLACEHOLDER, data.replace("<", "\\u003c"))
 
 
 def _compact(picture: TraceTimeline) -> dict[str, object]:

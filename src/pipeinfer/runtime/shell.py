@@ -115,7 +115,7 @@ class Shell:
         self.incarnation = process.incarnation or time.time_ns()
         self._started_at = _clock()
         patience = FORGET_FACTOR * settings.host_loss
-        self.bus = Bus(identity, self.incarnation, topology, context, patience=patience)
+        self.bus = Bus(identity, self.incarnation, topology, context, resend_seconds=patience)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._core_channels = CORE_CHANNELS[identity.name]

@@ -63,7 +63,7 @@ class StageContext:
     """What a builder gets.
 
     settings, topology, identity, incarnation: of the stage.
-    report: `report(state, reason)` shows progress before there is a core.
+    report_status: `report(state, reason)` shows progress before there is a core.
     listen_fds: sockets for HTTP that the parent process opened; none: open your own.
     """
 
@@ -71,14 +71,14 @@ class StageContext:
     topology: Topology
     identity: Identity
     incarnation: int
-    report: Callable[[State, str], None]
+    report_status: Callable[[State, str], None]
     listen_fds: tuple[int, ...] = ()
 
     def log_progress(self, text: str) -> None:
         """Says what takes long before the stage knows whether it can start: as a line of the log,
         and as the reason in the heartbeat."""
         log.info("%s", text)
-        self.report("starting", text)
+        self.report_status("starting", text)
 
 
 class Driver(Protocol):

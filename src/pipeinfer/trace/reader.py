@@ -23,7 +23,7 @@ from pipeinfer.trace import format as form
 from pipeinfer.trace.format import OtherProtocol, Record, TraceHeader, UnreadableTrace
 from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 
-COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
+COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
     "tokenizer": (
@@ -81,7 +81,7 @@ class RecordDecoder:
                 raise UnreadableTrace(f"there is no channel {channel!r}")
             return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
         if direction == "in":
-            common = [getattr(events, name) for name in COMMON]
+            common = [getattr(events, name) for name in COMMON_MESSAGES]
             own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
             # A gateway hears itself without a socket.
             return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
