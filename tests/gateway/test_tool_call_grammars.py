@@ -343,7 +343,7 @@ def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> N
             continue
         if not compiles(spec):
             assert (
-                job.constraint.lost_in_fallback == "parameters of weather"
+                job.constraint.fallback_omits == "parameters of weather"
                 and made.otherwise is not None
             )
             spec = made.otherwise
@@ -369,7 +369,7 @@ def test_a_form_beside_calls_is_any_json_where_nobody_can_hold_its_schema() -> N
     form = {"response_format": {"type": "json_schema", "json_schema": asked_for}}
     job, made = called(hermes, PARAMETERS, **form)
     assert not compiles(StructuredOutputs(json=json.dumps(unsatisfiable)))
-    assert job.constraint.lost_in_fallback == "schema"
+    assert job.constraint.fallback_omits == "schema"
     assert allows(made.otherwise.grammar, '{"b": 1}')
     assert allows(made.otherwise.grammar, said("hermes", SAID["hermes"][0]))
     asked_for["strict"] = True
