@@ -26,16 +26,16 @@ class Runner:
     """Has graphs to capture, and no steps."""
 
     def __init__(self, left: int) -> None:
-        self.device, self.graphs, self.graphs_left = HostDevice(), 2, left
+        self.device, self.graphs, self.graphs_deferred = HostDevice(), 2, left
 
     def capture_next(self):
         def work() -> None:
-            self.graphs, self.graphs_left = self.graphs + 1, self.graphs_left - 1
+            self.graphs, self.graphs_deferred = self.graphs + 1, self.graphs_deferred - 1
 
         return self.device.submit(work)
 
     def stop_capturing(self) -> None:
-        self.graphs_left = 0
+        self.graphs_deferred = 0
 
 
 def core() -> EngineCore:
@@ -71,7 +71,7 @@ async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(
         CorePlayer(core(), ignored_fields, device.deliver), recorded(), ReplayPace(True, 0.0)
     )
     assert tally.first is None
-    assert (runner.graphs, runner.graphs_left) == (2 + min(left, 2), max(left - 2, 0))
+    assert (runner.graphs, runner.graphs_deferred) == (2 + min(left, 2), max(left - 2, 0))
 
 
 @pytest.mark.parametrize(("direction", "message"), [("in", GraphDue()), ("out", Capture())])
