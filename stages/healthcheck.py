@@ -13,7 +13,7 @@ import sys
 import zmq
 
 from pipeinfer.bus.bus import Listener
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.election import elected_instance
 from pipeinfer.settings import ConfigurationError
@@ -27,7 +27,7 @@ async def state_of(stage: str, topology: Topology) -> str:
     """The state in the next heartbeat of `stage`, or "silent"."""
     heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def hear(_channel: str, header: Header, message: Message) -> None:
+    def hear(_channel: str, header: FrameHeader, message: Message) -> None:
         if isinstance(message, Heartbeat) and header.sender == stage and not heard.done():
             heard.set_result(message.state)
 

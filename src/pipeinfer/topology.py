@@ -43,7 +43,7 @@ class Identity(msgspec.Struct, frozen=True):
         return f"{self.name}-{self.group if self.name == 'scheduler' else self.index}"
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One [[stage]] table."""
 
     name: str
@@ -62,7 +62,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    stage: list[Entry]
+    stage: list[StageEntry]
     settings: dict[str, Any] = {}
     supervisor: str = ""
     keys: str = ""
@@ -76,7 +76,7 @@ class Topology:
     folder of their CURVE keys; `secret`: that of this process, where it is not in a file.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StageEntry, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     supervisor: str = ""
     keys: str = ""
@@ -105,7 +105,7 @@ class Topology:
             return self.supervisor
         return self.entry(stage).address
 
-    def entry(self, stage: str) -> Entry:
+    def entry(self, stage: str) -> StageEntry:
         """What the file says of stage id `stage`; ConfigurationError if there is no such stage."""
         for entry in self.entries:
             if entry.identity.id == stage:
@@ -177,7 +177,7 @@ def local(settings: Settings, prefix: str) -> Topology:
         identities.append(Identity("scheduler", group))
         identities += [Identity("engine", group, rank) for rank in ranks]
     identities.append(Identity("detokenizer"))
-    entries = (Entry(i.name, prefix + i.id, i.group, i.rank, i.index) for i in identities)
+    entries = (StageEntry(i.name, prefix + i.id, i.group, i.rank, i.index) for i in identities)
     return check_topology(Topology(tuple(entries)))
 
 
@@ -301,7 +301,7 @@ def deployed_topology(path: str | None, environ: Mapping[str, str]) -> Topology:
         raise ConfigurationError(f"{source}: {error}") from None
 
 
-def parse_stages(text: str) -> tuple[Entry, ...]:
+def parse_stages(text: str) -> tuple[StageEntry, ...]:
     """The stages of PIPEINFER_STAGES: `ID=ADDRESS[,FIELD=VALUE...]`, separated by white space.
 
     Raises ConfigurationError, which quotes the word that is wrong.
@@ -309,7 +309,7 @@ def parse_stages(text: str) -> tuple[Entry, ...]:
     return tuple(_stage(word) for word in text.split())
 
 
-def _stage(word: str) -> Entry:
+def _stage(word: str) -> StageEntry:
     stage, _, rest = word.partition("=")
     address, *more = rest.split(",")
     fields = {name: value for name, _, value in (pair.partition("=") for pair in more)}
@@ -325,9 +325,9 @@ def _stage(word: str) -> Entry:
             "engine-0-1=ipc:///run/pipeinfer/engine-0-1"
         )
     if name in ("engine", "scheduler"):
-        entry = Entry(name, address, counts[0], counts[-1] if name == "engine" else 0)
+        entry = StageEntry(name, address, counts[0], counts[-1] if name == "engine" else 0)
     else:
-        entry = Entry(name, address, index=counts[0])
+        entry = StageEntry(name, address, index=counts[0])
     return msgspec.structs.replace(entry, **fields)
 
 

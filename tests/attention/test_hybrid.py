@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 
 from pipeinfer.attention.hybrid import (
-    CUTS,
     FEW_HEADS,
     MANY,
     OF_FEW_HEADS,
     OF_RUNS,
     RUNS,
-    cut,
+    TILE_CONFIGS,
+    tile_config,
 )
 from pipeinfer.attention.registry import HEAD_DIMS
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_fewer_programs_are_cut_smaller(kv_heads):
-    most = CUTS[-1][0]
-    assert cut(1, kv_heads, 128) == CUTS[0][1]
-    assert cut(most // kv_heads, kv_heads, 128) == CUTS[-1][1]
+    most = TILE_CONFIGS[-1][0]
+    assert tile_config(1, kv_heads, 128) == TILE_CONFIGS[0][1]
+    assert tile_config(most // kv_heads, kv_heads, 128) == TILE_CONFIGS[-1][1]
     many = replace(
         MANY,
         prefix_queries=64,
@@ -32,13 +32,13 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     )
     if kv_heads <= FEW_HEADS:
         many = replace(many, load=OF_FEW_HEADS)
-    assert cut(most // kv_heads + 1, kv_heads, 64) == many
+    assert tile_config(most // kv_heads + 1, kv_heads, 64) == many
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 def test_many_rows_have_a_launch_for_what_they_begin_with(kv_heads):
-    rows = CUTS[-1][0] // kv_heads + 1
-    many, few = cut(rows, kv_heads, 128), cut(rows - 1, kv_heads, 128)
+    rows = TILE_CONFIGS[-1][0] // kv_heads + 1
+    many, few = tile_config(rows, kv_heads, 128), tile_config(rows - 1, kv_heads, 128)
     assert (
         many.prefix_load is not None
         and many.prefix_queries == 64
@@ -46,13 +46,13 @@ def test_many_rows_have_a_launch_for_what_they_begin_with(kv_heads):
     )
     assert few.prefix_load is None and few.prefix_queries == MANY.prefix_queries
     assert many.min_prefix_tokens % many.prefix_load.block_n == 0
-    for other in (cut(rows, kv_heads, 256), cut(rows, kv_heads, 128, narrow=True)):
+    for other in (tile_config(rows, kv_heads, 256), tile_config(rows, kv_heads, 128, narrow=True)):
         assert other.prefix_load is None
 
 
 @pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
 def test_large_heads_take_no_more_shared_memory_and_registers(rows):
-    usual, whole = cut(rows, 8, 128).load, cut(rows, 8, 256)
+    usual, whole = tile_config(rows, 8, 128).load, tile_config(rows, 8, 256)
     large = whole.load
     assert large.block_n * 256 <= usual.block_n * 128 and large.num_stages == usual.num_stages
     assert 256 / large.num_warps == 128 / usual.num_warps
@@ -62,7 +62,7 @@ def test_large_heads_take_no_more_shared_memory_and_registers(rows):
 @pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_blocks_of_8_bits_have_twice_the_tokens_at_most_and_cut_rows_evenly(dim, rows):
-    usual, whole = cut(rows, 8, dim).load, cut(rows, 8, dim, narrow=True)
+    usual, whole = tile_config(rows, 8, dim).load, tile_config(rows, 8, dim, narrow=True)
     narrow = whole.load
     assert usual.block_n <= narrow.block_n <= 2 * usual.block_n
     assert whole.min_tokens % narrow.block_n == 0 and whole.min_prefix_tokens % narrow.block_n == 0

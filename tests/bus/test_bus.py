@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import INBOX_HWM, Bus
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL, Abort, Begin, Heartbeat, Plan, StopHit, TokenRow, Tokens
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import Entry, Identity, Topology, check_address, socket_address
+from pipeinfer.topology import Identity, StageEntry, Topology, check_address, socket_address
 from pipeinfer.wire import pack, unpack
 from port_rows import port_row
 
-HEADER = Header(PROTOCOL, "scheduler-0", 1, 0, 0.0)
+HEADER = FrameHeader(PROTOCOL, "scheduler-0", 1, 0, 0.0)
 
 
 def topology(prefix: str) -> Topology:
     names = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
-    return Topology(tuple(Entry(name, prefix + name) for name in names))
+    return Topology(tuple(StageEntry(name, prefix + name) for name in names))
 
 
 @pytest.fixture(params=["inproc", "ipc", "tcp"])
@@ -33,7 +33,7 @@ def place(request, short_path):
     if request.param == "tcp":
         port = port_row(16)
         entries = [
-            Entry(name, f"tcp://127.0.0.1:{port + 4 * i}")
+            StageEntry(name, f"tcp://127.0.0.1:{port + 4 * i}")
             for i, name in enumerate(("gateway", "tokenizer", "scheduler", "engine"))
         ]
         return Topology(tuple(entries))
@@ -102,7 +102,7 @@ async def test_bad_frames_are_counted_and_dropped_and_kill_nothing(place, caplog
         raw = context.socket(zmq.PUSH)
         raw.connect(socket_address(place.address("scheduler-0"), "inbox"))
         good = frames.encode("work", HEADER, Abort("r", 1))
-        old = Header(PROTOCOL + 1, "tokenizer-0", 1, 0, 0.0)
+        old = FrameHeader(PROTOCOL + 1, "tokenizer-0", 1, 0, 0.0)
         for parts in (
             [b"work"],
             [b"no-such-channel", *good[1:]],

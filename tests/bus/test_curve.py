@@ -17,7 +17,7 @@ from pipeinfer.bus.curve import LOG_PERIOD, MAX_REASONS, RefusalLog
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import Entry, Identity, Topology
+from pipeinfer.topology import Identity, StageEntry, Topology
 from port_rows import port_row
 
 BEAT = Heartbeat("tokenizer-0", "tokenizer", 0, 0, 0, 1, 1, "ready")
@@ -69,8 +69,8 @@ def place(request, tmp_path):
         curve.create_key_pair(tmp_path / "keys", name)
     first, second = free_ports(2)
     entries = (
-        Entry("gateway", f"tcp://{request.param}:{first}", key="front"),
-        Entry("tokenizer", f"tcp://{request.param}:{second}", key="gpu"),
+        StageEntry("gateway", f"tcp://{request.param}:{first}", key="front"),
+        StageEntry("tokenizer", f"tcp://{request.param}:{second}", key="gpu"),
     )
     return Topology(entries, keys=str(tmp_path / "keys"))
 
@@ -237,7 +237,7 @@ async def test_a_stage_without_its_key_does_not_start(place, tmp_path):
 
 async def test_an_address_of_another_host_is_not_bound(tmp_path):
     curve.create_key_pair(tmp_path, curve.DEFAULT_KEY)
-    place = Topology((Entry("gateway", "tcp://192.0.2.1:7000"),), keys=str(tmp_path))
+    place = Topology((StageEntry("gateway", "tcp://192.0.2.1:7000"),), keys=str(tmp_path))
     with pytest.raises(ConfigurationError, match="no address of this host"):
         Stage("gateway", place)
 
@@ -245,9 +245,9 @@ async def test_an_address_of_another_host_is_not_bound(tmp_path):
 async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path, short_path):
     curve.create_key_pair(tmp_path, curve.DEFAULT_KEY)
     [port] = free_ports(1)
-    named = Entry("tokenizer", f"tcp://192.0.2.1:{port}", bind="127.0.0.1")
-    outside = Entry("tokenizer", f"tcp://127.0.0.1:{port}")
-    gateway = Entry("gateway", f"ipc://{short_path}/gateway")
+    named = StageEntry("tokenizer", f"tcp://192.0.2.1:{port}", bind="127.0.0.1")
+    outside = StageEntry("tokenizer", f"tcp://127.0.0.1:{port}")
+    gateway = StageEntry("gateway", f"ipc://{short_path}/gateway")
     inner = Stage("tokenizer", Topology((named, gateway), keys=str(tmp_path)))
     outer = Stage("gateway", Topology((outside, gateway), keys=str(tmp_path)))
     try:
@@ -260,14 +260,14 @@ async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path,
 
 def test_refusals_are_said_at_once_and_then_once_a_minute(caplog):
     refusals = RefusalLog(logging.getLogger("gate"))
-    refusals.report(0.0)
+    refusals.log_suppressed(0.0)
     refusals.record("10.0.0.1 shows an unknown key")
-    refusals.report(1.0)
+    refusals.log_suppressed(1.0)
     for second in range(2, 60):
         refusals.record("10.0.0.1 shows an unknown key")
-        refusals.report(float(second))
+        refusals.log_suppressed(float(second))
     assert len(caplog.records) == 1
-    refusals.report(1.0 + LOG_PERIOD)
+    refusals.log_suppressed(1.0 + LOG_PERIOD)
     assert [r.message for r in caplog.records] == [
         "handshakes refused: 10.0.0.1 shows an unknown key (1 times)",
         "handshakes refused: 10.0.0.1 shows an unknown key (58 times)",
@@ -279,7 +279,7 @@ def test_any_number_of_reasons_is_one_bounded_line(caplog):
     refusals = RefusalLog(logging.getLogger("gate"))
     for number in range(10_000):
         refusals.record(f"10.0.{number // 256}.{number % 256} shows an unknown key")
-    refusals.report(1.0)
+    refusals.log_suppressed(1.0)
     [record] = caplog.records
     assert record.message.count("unknown key") == MAX_REASONS
     assert f"others ({10_000 - MAX_REASONS} times)" in record.message

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from pipeinfer.bus import frames
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.curve import ZAP, CurveAuthenticator
-from pipeinfer.bus.frames import BadFrame, Header, Unencodable
+from pipeinfer.bus.frames import BadFrame, FrameHeader, Unencodable
 from pipeinfer.bus.reader import Reader
 from pipeinfer.core import Send
 from pipeinfer.messages import CHANNELS, PROTOCOL, Abort, Submit
 from pipeinfer.params import SamplingParams
-from pipeinfer.topology import Entry, Identity, Topology
+from pipeinfer.topology import Identity, StageEntry, Topology
 from waiting import until
 
-HEADER = Header(PROTOCOL, "tokenizer-0", 1, 0, 0.0)
+HEADER = FrameHeader(PROTOCOL, "tokenizer-0", 1, 0, 0.0)
 DEEP_ARRAY, DEEP_MAP = b"\x91" * 100_000 + b"\x01", b"\x81\xa1a" * 100_000 + b"\x01"
 HERE = msgspec.msgpack.encode("here")
 GOOD = frames.encode("work", HEADER, Abort("r", 1))
@@ -64,7 +64,7 @@ def test_a_frame_that_its_receiver_would_cut_the_connection_for_is_not_sent(monk
 
 
 async def test_what_cannot_be_sent_leaves_no_hole_in_the_numbers():
-    place = Topology(tuple(Entry(n, f"inproc://hole-{n}") for n in ("gateway", "tokenizer")))
+    place = Topology(tuple(StageEntry(n, f"inproc://hole-{n}") for n in ("gateway", "tokenizer")))
     with zmq.Context() as context:
         sender, receiver = (Bus(Identity(e.name), 1, place, context) for e in place.entries)
         heard: list[tuple[int, str]] = []

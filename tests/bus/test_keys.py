@@ -10,7 +10,7 @@ import zmq
 from pipeinfer.bus import curve
 from pipeinfer.bus.curve import keyring
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.topology import Entry, Topology
+from pipeinfer.topology import StageEntry, Topology
 
 
 def test_a_secret_key_is_its_owners_alone_and_never_overwritten(tmp_path):
@@ -57,8 +57,8 @@ def test_what_is_no_key_is_refused_with_its_source(text):
 
 def topology(folder, **more) -> Topology:
     entries = (
-        Entry("gateway", "tcp://front:7000", key="front"),
-        Entry("tokenizer", "tcp://other:7010", key="other"),
+        StageEntry("gateway", "tcp://front:7000", key="front"),
+        StageEntry("tokenizer", "tcp://other:7010", key="other"),
     )
     return Topology(entries, keys=str(folder), **more)
 
@@ -87,7 +87,7 @@ def test_who_is_no_stage_uses_a_key_that_lies_here(tmp_path):
 
 def test_a_secret_may_come_without_a_file():
     public, secret = zmq.curve_keypair()
-    entries = (Entry("gateway", "tcp://front:1"), Entry("tokenizer", "tcp://other:1"))
+    entries = (StageEntry("gateway", "tcp://front:1"), StageEntry("tokenizer", "tcp://other:1"))
     ring = keyring(Topology(entries, secret=secret.decode()), "gateway-0")
     assert ring is not None
     assert ring.stages == {"gateway-0": public, "tokenizer-0": public}
@@ -108,4 +108,4 @@ def test_a_public_key_that_is_not_the_secrets_is_refused(tmp_path):
 
 
 def test_without_keys_there_is_no_keyring():
-    assert keyring(Topology((Entry("gateway", "ipc://x"),)), "gateway-0") is None
+    assert keyring(Topology((StageEntry("gateway", "ipc://x"),)), "gateway-0") is None

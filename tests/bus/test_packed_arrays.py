@@ -10,7 +10,7 @@ import zmq
 
 from pipeinfer import messages
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import BadFrame, Header
+from pipeinfer.bus.frames import BadFrame, FrameHeader
 from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import (
     CHANNELS,
@@ -39,7 +39,7 @@ from pipeinfer.messages import (
 from pipeinfer.params import SamplingParams
 from waiting import until
 
-HEADER = Header(PROTOCOL, "engine-0-1", 1, 0, 0.0)
+HEADER = FrameHeader(PROTOCOL, "engine-0-1", 1, 0, 0.0)
 PARAMS, ONE, ODD = SamplingParams(), bytes(4), bytes(5)
 UNPACKED = {"logprobs", "prompt_logprobs", "scores"}  # their size is the request's
 

@@ -7,7 +7,7 @@ import asyncio
 import zmq
 
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import PROTOCOL, Abort, Heartbeat, Message
 from waiting import until
@@ -32,7 +32,7 @@ class Pair:
 
     async def send(self, channel: str = "requests", message: Message = ABORT) -> None:
         """One frame; returns when it was handled."""
-        header = Header(PROTOCOL, "gateway-0", 1, self._number, 0.0)
+        header = FrameHeader(PROTOCOL, "gateway-0", 1, self._number, 0.0)
         self._number += 1
         self._outbox.send_multipart(frames.encode(channel, header, message))
         await until(lambda: self._number - 1 in self.heard)

@@ -146,7 +146,7 @@ def test_a_new_receiver_gets_all_that_its_predecessor_did_not_confirm():
     assert not new.accepts(8, 0)  # the others were lost with the process before
     asked = new.report_due(8, 0.0)
     assert asked == Received(incarnation=1, next=0, missing=True)
-    told = new.on_kept(out.status(), 0.0)
+    told = new.on_retained(out.status(), 0.0)
     assert told == Received(incarnation=1, next=4, missing=True)
     assert out.frames() == [[b"%d" % number] for number in range(4, 9)]
     assert [new.accepts(number, 0) for number in range(4, 9)] == [True] * 5
@@ -181,7 +181,7 @@ def test_what_no_host_takes_is_kept_for_a_time_and_a_late_one_goes_on_behind_it(
     dropped: list[str] = []
     links = ReliableLinks(
         1, frozenset((A, B)), frozenset((A,)), lambda *_: None,
-        lambda _, parts: pushed.append(parts), dropped.append, patience=3,
+        lambda _, parts: pushed.append(parts), dropped.append, resend_seconds=3,
     )  # fmt: skip
     out = links.outgoing(A)
     assert out is not None
@@ -198,7 +198,7 @@ def test_what_no_host_takes_is_kept_for_a_time_and_a_late_one_goes_on_behind_it(
     assert late.is_current(1) and not late.accepts(6, 0)
     asked = late.report_due(6, 0.0)
     assert asked == Received(1, 0, True)
-    word = late.on_kept(out.status(), 0.0)
+    word = late.on_retained(out.status(), 0.0)
     links.on_message(A, 9, word, 0.0)
     assert pushed == [[b"6"]] and late.accepts(6, 0)
     links.on_message(A, 9, Received(1, 7, False), 0.0)

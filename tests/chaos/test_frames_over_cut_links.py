@@ -10,7 +10,7 @@ from chaos.links import Link
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import Send
 from pipeinfer.messages import Abort, Message
-from pipeinfer.topology import Entry, Identity, Topology
+from pipeinfer.topology import Identity, StageEntry, Topology
 from port_rows import port_row
 
 LISTEN, GOAL = "127.0.0.2", "127.0.0.3"
@@ -20,8 +20,8 @@ TEXT = "x" * 2_000
 async def test_nothing_is_lost_and_nothing_comes_twice_while_connections_are_cut():
     """A burst, a cut amid it, and so on; the last cut is behind the last frame."""
     port, count, heard = port_row(8), 4_000, asyncio.Queue[Message]()
-    there = Entry("tokenizer", f"tcp://{LISTEN}:{port}", bind=GOAL)
-    place = Topology((Entry("gateway", f"tcp://127.0.0.1:{port + 4}"), there))
+    there = StageEntry("tokenizer", f"tcp://{LISTEN}:{port}", bind=GOAL)
+    place = Topology((StageEntry("gateway", f"tcp://127.0.0.1:{port + 4}"), there))
     links = [Link(LISTEN, GOAL, port + at) for at in range(2)]
     with zmq.Context() as context:
         sender, receiver = (Bus(Identity(n), 1, place, context) for n in ("gateway", "tokenizer"))

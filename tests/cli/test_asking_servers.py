@@ -20,7 +20,13 @@ from terminal import CTRL_C, Terminal
 from pipeinfer import topology as topologies
 from pipeinfer.cli.running import servers_of
 from pipeinfer.demo import demo_path
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServerInfo, mark_running, publish_served_model
+from pipeinfer.runtime.find import (
+    PREFIX,
+    TOPOLOGY,
+    ServerInfo,
+    publish_served_model,
+    record_running,
+)
 from pipeinfer.settings import Settings
 from servers import Server, environment
 
@@ -247,7 +253,7 @@ def running(folder: Path, name: str, url: str, model: str) -> ExitStack:
     file = made / TOPOLOGY
     file.write_text(topologies.local(Settings(), f"ipc://{made}/").to_toml())
     stack = ExitStack()
-    stack.enter_context(mark_running(file))
+    stack.enter_context(record_running(file))
     publish_served_model(file, ServerInfo(url=url, model=model, path=f"/models/{model}"))
     return stack
 

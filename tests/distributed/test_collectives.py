@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.collectives import RendezvousError, disable_multicast, rendezvous
-from pipeinfer.topology import Entry, Topology, socket_address
+from pipeinfer.topology import StageEntry, Topology, socket_address
 from port_rows import port_row
 
 
@@ -56,7 +56,7 @@ def test_a_rank_of_a_group_of_another_size_is_refused(short_path):
 
 def test_rank_0_listens_where_its_topology_says_though_others_know_it_elsewhere():
     port = port_row(4)
-    entry = Entry("engine", f"tcp://127.0.0.2:{port}", bind="127.0.0.3")
+    entry = StageEntry("engine", f"tcp://127.0.0.2:{port}", bind="127.0.0.3")
     wires, formed = SocketFactory(Topology((entry,)), zmq.Context.instance(), "engine-0-0"), Event()
     rendezvous(entry.address, 0, 2, timeout=20, sockets=wires, formed=formed)
     with socket.create_connection(("127.0.0.3", port + 3), timeout=10) as line:

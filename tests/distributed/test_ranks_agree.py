@@ -32,7 +32,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.engine_state import MOST_UNCOMPARED, DigestAgreement, RanksDisagree
+from pipeinfer.scheduler.engine_state import MAX_UNCOMPARED, DigestAgreement, RanksDisagree
 from pipeinfer.scheduler.epochs import ASK_AGAIN_SECONDS
 from pipeinfer.step import Sampled, Step
 from pipeinfer.wire import pack, unpack
@@ -329,8 +329,8 @@ def test_digests_that_leave_plans_out_are_no_agreement():
 
 def test_a_rank_that_says_nothing_is_noticed():
     agreement = DigestAgreement(2)
-    with pytest.raises(RanksDisagree, match=f"rank 1 said nothing of {MOST_UNCOMPARED + 1} plans"):
-        for _ in range(MOST_UNCOMPARED + 1):
+    with pytest.raises(RanksDisagree, match=f"rank 1 said nothing of {MAX_UNCOMPARED + 1} plans"):
+        for _ in range(MAX_UNCOMPARED + 1):
             agreement.on_result(1)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, ids_of, knobs_of, sample
-from pipeinfer.engine.sampling import SplitSampler, truncated
+from pipeinfer.engine.sampling import ShardedSampler, truncated
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels import host
 from rank_threads import ThreadCollectives, ThreadGroup
@@ -42,7 +42,7 @@ def split(logits: np.ndarray, params: SamplingRows, size: int, group: ThreadGrou
         start = min(rank * share, vocab)
         held = SimpleNamespace(start=start, stop=min(start + share, vocab), vocab_size=vocab)
         model = SimpleNamespace(vocabulary=held, local_logits=None)
-        sampler = SplitSampler(model, ranks, host)
+        sampler = ShardedSampler(model, ranks, host)
         part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
         last_token = torch.full((len(part),), -5)
         drawn = sampler.sample(part, knobs_of(params), last_token, truncated(params.fields))

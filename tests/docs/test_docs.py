@@ -31,7 +31,7 @@ from pipeinfer.messages import CHANNELS
 from pipeinfer.other_servers import refused
 from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings, settings_help
-from pipeinfer.topology import VARIABLES, Entry
+from pipeinfer.topology import VARIABLES, StageEntry
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]
@@ -243,7 +243,7 @@ def test_every_endpoint_is_explained():
     page = text("docs/reference/endpoints.md")
     for one in ENDPOINTS:
         assert f"\n## {one.method.upper()} {one.path}\n" in page
-        assert one.summary and one.more, one.path
+        assert one.summary and one.details, one.path
 
 
 def test_every_error_code_is_documented_and_none_besides():
@@ -275,7 +275,7 @@ def test_every_policy_and_command_is_named():
 
 def test_topology_fields_are_documented_and_the_examples_load():
     page = text("docs/topology.md")
-    for name in Entry.__struct_fields__:
+    for name in StageEntry.__struct_fields__:
         assert f"`{name}`" in page, name
     assert len(topologies.load(ROOT / "stages/three-hosts.toml").hosts()) == 3
     for name in ("pipeinfer.toml", "container.toml"):

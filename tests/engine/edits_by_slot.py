@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.step_buffers import SlotState
-from pipeinfer.engine.step_builder import MOST_EDITS
+from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
 from pipeinfer.kernels import host
 from pipeinfer.step import Delta
 
@@ -15,7 +15,7 @@ class Edited:
     """What deltas leave behind in so many slots; `state` is the engine's own."""
 
     def __init__(self, slots: int, pages: int = 8) -> None:
-        self.state = SlotState(slots, pages, MOST_EDITS, torch.device("cpu"))
+        self.state = SlotState(slots, pages, MAX_LOGIT_EDITS, torch.device("cpu"))
 
     def apply(self, delta: Delta) -> None:
         pairs = torch.from_numpy(self.state.changes(delta))
@@ -27,5 +27,5 @@ class Edited:
         """A copy of [S, ids], edited."""
         logits = torch.from_numpy(logits.copy())
         where = [torch.tensor(list(part), dtype=torch.int64) for part in (slots, positions)]
-        host.apply_logit_bias(logits, *where, self.state.edits, first_id, values)
+        host.apply_logit_bias(logits, *where, self.state.logit_edits, first_id, values)
         return logits.numpy()

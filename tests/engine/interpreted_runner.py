@@ -122,7 +122,7 @@ class LendingDevice(HostDevice):
 
         def again() -> None:
             self._forget()
-            made.again()
+            made.run()
 
         self._forget()
         self._left += made.tensors
@@ -161,10 +161,10 @@ def checked(work):
 
 hurry()
 shared_prefixes.MIN_SHARED_TOKENS = 16  # tokens: prompts here are short
-graph_shapes.SHARING = graphs.SHARING = 2
+graph_shapes.MIN_SHARED_DECODES = graphs.MIN_SHARED_DECODES = 2
 READ = LoadConfig(block_n=16, num_warps=4, num_stages=2)
 FEW = DecodeConfig(8, 4, 64, READ, prefix_queries=16, min_prefix_tokens=16, prefix_load=READ)
-hybrid.cut = lambda *_: FEW
+hybrid.tile_config = lambda *_: FEW
 calibrate.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 loading.mixed_ladder = ladder
@@ -185,10 +185,10 @@ def served(folder: str, collectives=None, reads="hybrid", late=False, **changes)
     cores = GpuCores(
         Path(folder), settings, budget=24, collectives=collectives, masks=masks, late=late
     )
-    GRAPHS[reads] = [cores.loaded.runner.graphs, cores.loaded.runner.graphs_left]
+    GRAPHS[reads] = [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
     submit_all(cores, bad=True)
     cores.run()
-    GRAPHS[reads] += [cores.loaded.runner.graphs, cores.loaded.runner.graphs_left]
+    GRAPHS[reads] += [cores.loaded.runner.graphs, cores.loaded.runner.graphs_deferred]
     cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well
     return cores
 

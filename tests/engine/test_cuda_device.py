@@ -124,7 +124,7 @@ async def test_the_next_mark_is_asked_for_after_one_whose_call_has_raised(device
 
 def test_times_are_those_between_the_streams_events_and_stay_when_events_are_used_again(device):
     events = []
-    for number in range(2 * module.MARKS):
+    for number in range(2 * module.EVENT_PAIRS):
         events.append(device.submit(lambda: None))
         end(device, number)
         assert events[-1].ready

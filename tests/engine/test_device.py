@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from pipeinfer.engine.device import Failed, HostDevice
+from pipeinfer.engine.device import FailedEvent, HostDevice
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_closing_waits_for_what_was_submitted():
 
 
 async def test_what_could_not_be_submitted_has_ended_with_its_error():
-    failed, over = Failed(ValueError("too large")), asyncio.Event()
+    failed, over = FailedEvent(ValueError("too large")), asyncio.Event()
     assert failed.ready and failed.busy == failed.idle == 0
     with pytest.raises(ValueError, match="too large"):
         failed.wait()
@@ -102,9 +102,9 @@ def test_captured_work_is_done_again_into_the_same_tensors_from_what_lies_there_
         doubled, total = replay.tensors
         assert (doubled.tolist(), total.tolist()) == ([0, 2, 4], [3])
         source.add_(1)
-        replay.again()
+        replay.run()
         assert (doubled.tolist(), total.tolist()) == ([2, 4, 6], [6])
-        assert device.seconds(replay.again, 3) > 0
+        assert device.seconds(replay.run, 3) > 0
 
     device.run(work)
     with pytest.raises(ZeroDivisionError):

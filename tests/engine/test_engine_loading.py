@@ -15,7 +15,7 @@ from kept_logits import logits_of
 from pipeinfer.engine import loading, machine
 from pipeinfer.engine.calibrate import allow_all, largest_step
 from pipeinfer.engine.host_memory import available_bytes
-from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.engine.loading import choose_engine, load_engine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import truncated
 from pipeinfer.models import loading as checkpoint_files
@@ -31,7 +31,7 @@ def folder(checkpoint):
 @pytest.mark.parametrize(("fast", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_automatic_choices_on_a_cpu(checkpoint, monkeypatch, fast, dtype):
     monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: fast)
-    choices = choose(Settings(), checkpoint("LlamaForCausalLM", dtype=torch.bfloat16))
+    choices = choose_engine(Settings(), checkpoint("LlamaForCausalLM", dtype=torch.bfloat16))
     assert (choices.device, choices.attention, choices.page_size) == ("cpu", "torch", 16)
     assert choices.config.dtype == "bfloat16"
     assert choices.dtype == dtype
@@ -44,9 +44,9 @@ def test_headers_are_read_once_for_checking_and_loading(folder, monkeypatch):
         checkpoint_files, "read_tensor_index", lambda path: seen.append(path) or read(path)
     )
     settings = Settings(kv_pages=4)
-    load_engine(settings, folder, choices=choose(settings, folder))
+    load_engine(settings, folder, choices=choose_engine(settings, folder))
     assert seen == [folder]
-    assert choose(Settings(load_format="dummy"), folder).stored is None
+    assert choose_engine(Settings(load_format="dummy"), folder).stored is None
     assert seen == [folder]
 
 
@@ -132,7 +132,7 @@ def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):
     sampling = loaded.runner.sampling_bytes
     assert sampling == 2 * 256 * 264 * 4, "counts and float32 logits, of all slots and ids"
     assert loaded.pages == (500 * page_bytes - sampling) // page_bytes
-    monkeypatch.setattr(machine, "MOST_HOST_BYTES", 50 * page_bytes)
+    monkeypatch.setattr(machine, "MAX_HOST_BYTES", 50 * page_bytes)
     assert load_engine(Settings(), folder).pages == 50
     monkeypatch.setattr(machine, "available_bytes", lambda: page_bytes)
     with pytest.raises(ConfigurationError, match="no memory for KV pages"):

@@ -12,7 +12,7 @@ import pytest
 from single_steps import empty_step
 
 from pipeinfer.engine.device import HostDevice, HostEvent, TwoPhaseEvent
-from pipeinfer.engine.executor import MOST_UNFINISHED, Executor
+from pipeinfer.engine.executor import MAX_UNFINISHED, Executor
 from pipeinfer.step import MaskRows, Sampled, Step
 
 
@@ -108,15 +108,15 @@ async def test_errors_of_launch_and_of_result_are_reported_in_their_place(runnin
 
 async def test_more_steps_than_the_overlap_loop_needs_are_refused(running):
     runner, reports, executor = running
-    for number in range(MOST_UNFINISHED):
+    for number in range(MAX_UNFINISHED):
         executor.submit(empty_step(number))
-    with pytest.raises(RuntimeError, match=f"while {MOST_UNFINISHED} are unfinished"):
+    with pytest.raises(RuntimeError, match=f"while {MAX_UNFINISHED} are unfinished"):
         executor.submit(empty_step(9))
     runner.end(0)  # the loop has no iteration in which it could be reported
-    executor.submit(empty_step(MOST_UNFINISHED))
-    for number in range(1, MOST_UNFINISHED + 1):
+    executor.submit(empty_step(MAX_UNFINISHED))
+    for number in range(1, MAX_UNFINISHED + 1):
         runner.end(number)
-    assert [(await reports.all.get())[0] for _ in range(MOST_UNFINISHED + 1)] == [0, 1, 2, 3, 4]
+    assert [(await reports.all.get())[0] for _ in range(MAX_UNFINISHED + 1)] == [0, 1, 2, 3, 4]
 
 
 async def test_a_report_may_submit_the_next_step():
@@ -148,7 +148,7 @@ async def test_closing_ends_the_watch_on_the_devices_thread_and_takes_nothing_mo
             seen.append(threading.current_thread().name)
 
     runner, reports = Runner(), Reports()
-    executor = Executor(runner, reports.done, reports.error, watch=Watch())
+    executor = Executor(runner, reports.done, reports.error, observer=Watch())
     executor.submit(empty_step(0))
     runner.end(0)
     executor.close()
@@ -282,7 +282,7 @@ async def test_ids_that_no_grammar_can_take_are_the_steps_own_error_and_later_st
 async def test_a_step_behind_one_that_is_not_finished_counts():
     runner, reports = MaskedRunner(), Reports()
     executor = Executor(runner, reports.done, reports.error, masks=Filled(runner.log))
-    for number in range(MOST_UNFINISHED):
+    for number in range(MAX_UNFINISHED):
         executor.submit(masked(number))
-    with pytest.raises(RuntimeError, match=f"while {MOST_UNFINISHED} are unfinished"):
+    with pytest.raises(RuntimeError, match=f"while {MAX_UNFINISHED} are unfinished"):
         executor.submit(masked(9))

@@ -23,7 +23,7 @@ from dense_attention import causal, split
 from kept_logits import logits_of
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.engine.kv_store import find_key_centers
-from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.engine.loading import choose_engine, load_engine
 from pipeinfer.kernels.formats import KVScales, hadamard_transform
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
@@ -115,9 +115,11 @@ def test_scales_of_a_checkpoint_are_used(checkpoint, tmp_path, names, caplog):
               "1 v": torch.tensor(0.5, dtype=torch.bfloat16), "1 q": torch.tensor(9.0)}  # fmt: skip
     folder = with_scales(checkpoint("Qwen3ForCausalLM"), tmp_path / "scaled", names, scales)
     read = [KVScales(float(scales["0 k"]), float(scales["0 v"])), KVScales(1.0, 0.5)]
-    choices = choose(Settings(**FP8), folder)
+    choices = choose_engine(Settings(**FP8), folder)
     assert list(choices.kv_scales) == read
-    assert choose(Settings(), folder).kv_scales is None and not caplog.records, "ignored in silence"
+    assert choose_engine(Settings(), folder).kv_scales is None and not caplog.records, (
+        "ignored in silence"
+    )
     ids = ids_of(30)
     if names == "vllm":  # once is enough
         got, wanted = computed(folder, ids, [20]), expected(folder, ids, read)[[19, 29]]
@@ -139,8 +141,8 @@ def test_scales_that_mean_nothing_are_refused_and_only_where_they_are_asked_for(
     folder = checkpoint("Qwen3ForCausalLM")
     folder = with_scales(folder, tmp_path / "scaled", "llm-compressor", {"1 k": scale})
     with pytest.raises(ConfigurationError, match=message):
-        choose(Settings(**FP8), folder)
-    assert choose(Settings(), folder).kv_scales is None
+        choose_engine(Settings(**FP8), folder)
+    assert choose_engine(Settings(), folder).kv_scales is None
 
 
 def test_two_scales_for_one_thing_are_refused(checkpoint, tmp_path):
@@ -149,7 +151,7 @@ def test_two_scales_for_one_thing_are_refused(checkpoint, tmp_path):
     folder = with_scales(folder, tmp_path / "one", "vllm", one)
     folder = with_scales(folder, tmp_path / "two", "llm-compressor", two)
     with pytest.raises(ConfigurationError, match=r"two scales of V in layer 0: 0\.5, and 0\.25 as"):
-        choose(Settings(**FP8), folder)
+        choose_engine(Settings(**FP8), folder)
 
 
 PROMPTS = [ids_of(120)[n:] for n in (0, 5, 60)]
@@ -194,13 +196,15 @@ def test_an_engine_with_pages_of_8_bits_says_so_and_has_more_of_them(checkpoint,
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 def test_pages_in_bfloat16_for_a_model_that_is_not_are_refused(checkpoint, dtype):
     with pytest.raises(ConfigurationError, match=r"--kv-cache-dtype bfloat16: .* float(32|16), "):
-        choose(Settings(dtype=dtype, kv_cache_dtype="bfloat16"), checkpoint("LlamaForCausalLM"))
+        choose_engine(
+            Settings(dtype=dtype, kv_cache_dtype="bfloat16"), checkpoint("LlamaForCausalLM")
+        )
 
 
 def test_random_weights_have_no_scales(checkpoint):
     folder = checkpoint("LlamaForCausalLM")
     layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    choices = choose(Settings(load_format="dummy", **FP8), folder)
+    choices = choose_engine(Settings(load_format="dummy", **FP8), folder)
     assert choices.kv_scales == (KVScales(),) * layers
 
 
@@ -211,4 +215,4 @@ def test_the_flag_has_the_name_that_other_servers_have():
 def test_a_checkpoint_without_scales_lacks_none(checkpoint):
     folder = checkpoint("LlamaForCausalLM")
     assert check_checkpoint(folder, read_config(folder))
-    assert choose(Settings(**FP8), folder).kv_scales == (KVScales(),) * 2
+    assert choose_engine(Settings(**FP8), folder).kv_scales == (KVScales(),) * 2

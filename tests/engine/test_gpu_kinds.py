@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeinfer.attention.registry import PACKAGES
-from pipeinfer.engine.gpu_kinds import ALL_PACKAGES, KINDS, PLAIN, said, table
+from pipeinfer.engine.gpu_kinds import ALL_PACKAGES, KINDS, PLAIN, doctor_line, table
 
 PAGE = Path(__file__).parents[2] / "docs/gpus.md"
 
@@ -22,8 +22,8 @@ def test_kinds_differ_in_what_they_run():
 
 
 def test_what_never_ran_is_said():
-    assert "not yet: " in said((9, 0)) and "what was run: nothing" in said((8, 0))
-    assert "never run on this kind" in said((12, 0))
+    assert "not yet: " in doctor_line((9, 0)) and "what was run: nothing" in doctor_line((8, 0))
+    assert "never run on this kind" in doctor_line((12, 0))
 
 
 def test_all_packages_of_backends_are_counted_as_there():

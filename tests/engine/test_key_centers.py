@@ -73,7 +73,7 @@ def test_with_sinks_a_turn_changes_nothing_but_a_shift_would():
 @torch.inference_mode()
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
 def test_the_shift_is_the_key_that_queries_see_on_average(checkpoint, architecture, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS", 70)  # more than Gemma's window
+    monkeypatch.setattr(module, "CENTERING_TOKENS", 70)  # more than Gemma's window
     model = model_of(checkpoint(architecture))
     shapes, wanted = model.attention_shapes(), {}
     attend = causal(shapes)

@@ -8,7 +8,7 @@ import torch
 
 from hadamard_matrix import matrix
 from pipeinfer.checkpoint.rope import RopeConfig
-from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_kept
+from pipeinfer.engine.kv_store import StepAttention, TorchStore, store_valid
 from pipeinfer.kernels.formats import E4M3, KVScales, hadamard_transform
 from pipeinfer.layers.attention import MergedQKV, RotatedQKV
 from pipeinfer.layers.norm import GEMMA_RMS_NORM, RMS_NORM, HeadNorm
@@ -81,7 +81,7 @@ def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros
     k[1], v[1] = float("nan"), float("inf")  # of a token that is padding
     made, places = pool(), PLACES.clone().int()
     places[1] = -1
-    queries, *others = store_kept(made, 1, RotatedQKV(q, k, v), places)
+    queries, *others = store_valid(made, 1, RotatedQKV(q, k, v), places)
     assert queries is q and others == [None, None]
     kept = torch.tensor([0, 2, 3, 4])
     untouched = np.setdiff1d(np.arange(1, 6 * PAGE), PLACES[kept])
@@ -128,7 +128,7 @@ def test_ready_heads_of_8_bits_are_stored_alike_by_both_stores():
             for _ in range(2)
         )
         q, k, v = TorchStore(one)(layer, ready, PLACES)
-        queries, *_ = store_kept(two, layer, ready, PLACES)
+        queries, *_ = store_valid(two, layer, ready, PLACES)
         assert torch.equal(q, queries) and {x.dtype for x in (q, k, v)} == {torch.bfloat16}
         for part, other in ((one.k, two.k), (one.v, two.v)):
             bits, others = (x[layer].view(torch.uint8) for x in (part, other))

@@ -29,7 +29,7 @@ class Runner(HostRunner):
         self.seen: list[str] = []
         self.gate, self.steps = threading.Semaphore(0), threading.Semaphore(0)
         self.begun = threading.Semaphore(0)
-        self.graphs, self.graphs_left = 2, LEFT
+        self.graphs, self.graphs_deferred = 2, LEFT
         self.error: Exception | None = None
 
     def _step(self, step) -> Sampled:
@@ -43,13 +43,13 @@ class Runner(HostRunner):
             self.gate.acquire()
             if self.error is not None:
                 raise self.error
-            self.graphs, self.graphs_left = self.graphs + 1, self.graphs_left - 1
+            self.graphs, self.graphs_deferred = self.graphs + 1, self.graphs_deferred - 1
             self.seen.append("graph")
 
         return self.device.submit(work)
 
     def stop_capturing(self) -> None:
-        self.graphs_left = 0
+        self.graphs_deferred = 0
 
 
 def hello() -> Hello:
@@ -65,7 +65,7 @@ async def driven(monkeypatch):
         monkeypatch.setattr(executor, name, 0.001)
     runner, fed = Runner(), asyncio.Queue()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), background=BackgroundCapture(runner)
     )
     core = EngineCore(hello(), "scheduler-0", MemoryManager(9, 16, 2, 64))
 
@@ -131,4 +131,4 @@ async def test_an_engine_that_ends_begins_no_capture(driven):
     runner.gate.release()
     await driver.stop()
     await asyncio.sleep(0.01)
-    assert runner.seen == ["graph"] and runner.graphs_left == LEFT - 1
+    assert runner.seen == ["graph"] and runner.graphs_deferred == LEFT - 1

@@ -15,19 +15,19 @@ import pipeinfer.demo
 from grammars.costly_grammars import LATE
 from parity.cores import Cores
 from pipeinfer.engine.masks import GrammarMasks
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs, Thoughts
-from pipeinfer.scheduler.queue import SHARE
+from pipeinfer.scheduler.queue import UNITS_PER_STEP
 from pipeinfer.settings import Settings
 from pipeinfer.text import grammar_setup
 from pipeinfer.wire import unpack_scores
 
 FOLDER = Path(pipeinfer.demo.__file__).parent
 SETUP = grammar_setup(FOLDER)
-VOCABULARY = Vocabulary(SETUP.tokenizer, SETUP.width, SETUP.end_ids, SETUP.known_ids)
+VOCABULARY = GrammarVocabulary(SETUP.tokenizer, SETUP.width, SETUP.end_ids, SETUP.known_ids)
 PROMPT = list(b"Tell me something about yourself.")
 SPECS = {
     "object": StructuredOutputs(
@@ -326,5 +326,5 @@ def test_results_tell_rows_whose_masks_cost_much(loaded, masks):
     made.submit("costly", PROMPT, costly, eos_ids=SETUP.end_ids)
     made.submit("free", PROMPT, params("free", 0.0, ignore_eos=True), eos_ids=SETUP.end_ids)
     made.run()
-    assert max(told) > 3 * SHARE, told
+    assert max(told) > 3 * UNITS_PER_STEP, told
     assert len(made.outputs["costly"]) >= 5

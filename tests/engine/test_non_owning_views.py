@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeinfer.engine.cuda import non_owning_view, place
+from pipeinfer.engine.cuda import array_interface, non_owning_view
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class Told:
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.__array_interface__ = place(tensor) | {"version": 3}  # NumPy's name for it
+        self.__array_interface__ = array_interface(tensor) | {"version": 3}  # NumPy's name for it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

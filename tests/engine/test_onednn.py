@@ -10,17 +10,17 @@ import sys
 import pytest
 import torch
 
-from pipeinfer.engine.preload import KEPT, NAMES, keep_few_kernels
+from pipeinfer.engine.preload import MAX_CACHED_KERNELS, NAMES, limit_kernel_cache
 
 SHOW = """
 import os, sys
-from pipeinfer.engine.preload import KEPT, keep_few_kernels
+from pipeinfer.engine.preload import MAX_CACHED_KERNELS, limit_kernel_cache
 if sys.argv[1] == "few":
-    keep_few_kernels(os.environ)
+    limit_kernel_cache(os.environ)
 import torch
 torch.set_num_threads(1)
 weight = torch.ops.mkldnn._reorder_linear_weight(torch.ones(512, 64), 8)
-for rows in (*range(1, 4 * KEPT), 1, 4 * KEPT - 1):
+for rows in (*range(1, 4 * MAX_CACHED_KERNELS), 1, 4 * MAX_CACHED_KERNELS - 1):
     print("rows", rows, flush=True)
     torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 64), weight, None, "none", [], "")
 print(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")))
@@ -49,14 +49,14 @@ def test_the_latest_kernels_only_are_kept():
     assert re.findall(r"create:(cache_\w+)", first)[0] == "cache_miss"
     assert set(re.findall(r"create:(cache_\w+)", last)) == {"cache_hit"}
     # A kernel takes 200 to 600 KiB: 128 instead of 512 of them.
-    assert resident(every) - resident(few) > 2 * KEPT * 100
+    assert resident(every) - resident(few) > 2 * MAX_CACHED_KERNELS * 100
 
 
 def test_what_the_user_says_stays():
     oneself = dict.fromkeys(NAMES, "7")
     environ = dict(oneself)
-    keep_few_kernels(environ)
+    limit_kernel_cache(environ)
     assert environ == oneself
     environ = {}
-    keep_few_kernels(environ)
-    assert environ == dict.fromkeys(NAMES, str(KEPT))
+    limit_kernel_cache(environ)
+    assert environ == dict.fromkeys(NAMES, str(MAX_CACHED_KERNELS))

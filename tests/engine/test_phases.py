@@ -81,7 +81,7 @@ def test_full_steps_are_decodes_with_nearly_as_many_rows_as_ever():
 
 
 def test_only_the_last_steps_count_and_none_of_before_a_new_beginning():
-    phases = Phases(most=4)
+    phases = Phases(samples=4)
     for number in range(10):
         phases.add("pack", number, float(number))
         phases.done(number, 1, 1)
@@ -97,11 +97,11 @@ def test_ranges_nest_and_close_where_they_were_opened():
     marks = Noted()
     phases = Phases(marks)
     with phases.range("step 3"), phases.span("forward", 3):
-        phases.marks = Noted()  # a profile begins in the middle
+        phases.ranges = Noted()  # a profile begins in the middle
     with pytest.raises(ValueError, match="inside"), phases.range("step 4"):
         raise ValueError("inside")
     assert marks.seen == ["step 3/forward", "step 3"]
-    assert phases.marks.seen == ["step 4"]
+    assert phases.ranges.seen == ["step 4"]
 
 
 @pytest.fixture

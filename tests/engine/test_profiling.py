@@ -58,7 +58,7 @@ async def run_steps(watch, phases, steps):
     def note(*reported):
         done.put_nowait(reported)
 
-    executor = Executor(HostRunner(run), note, note, watch=watch)
+    executor = Executor(HostRunner(run), note, note, observer=watch)
     for step in steps:
         executor.submit(step)
         assert len(await done.get()) == 3  # ids and seconds, not an error
@@ -67,12 +67,12 @@ async def run_steps(watch, phases, steps):
 
 async def test_steps_before_the_twentieth_decode_of_an_epoch_are_left_out(tmp_path):
     phases, path = Phases(), tmp_path / "profile.json"
-    usual = phases.marks
+    usual = phases.ranges
     first = [decode(number) for number in range(WARM_STEPS - 1)]
     second = [decode(number, epoch=1) for number in range(WARM_STEPS + 3)]
     await run_steps(StepProfile(9, path, phases), phases, first + second)
     assert ranges(path)["forward"] == 3  # fewer than asked for, when there are no more
-    assert phases.marks is usual
+    assert phases.ranges is usual
 
 
 async def test_no_file_without_enough_steps(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.engine.step_builder import MOST_EDITS, RequestTable, edits_of, filled
+from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS, RequestTable, filled, logit_edits_of
 from pipeinfer.messages import Admit
 from pipeinfer.params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
 from pipeinfer.step import Delta
@@ -30,7 +30,7 @@ def admit(slot: int, prompt_len: int, suppress=(), **params) -> Admit:
 
 @given(st.sets(st.integers(0, VOCABULARY - 1)), BIASES, st.integers(0, 2**40))
 def test_an_id_that_is_suppressed_and_biased_is_one_edit(suppress, biases, least):
-    edits = edits_of(admit(3, 4, suppress, min_tokens=least, logit_bias=biases))
+    edits = logit_edits_of(admit(3, 4, suppress, min_tokens=least, logit_bias=biases))
     assert (edits.ids.dtype, edits.values.dtype, edits.until.dtype) == ("i4", "f4", "i4")
     until = min(4 + least, 2**31 - 1)
     expected = {
@@ -46,8 +46,8 @@ def test_the_most_that_a_request_may_ask_for_has_room_on_the_device():
     stops, biases = range(MOST_STOP_TOKENS + 9), range(5000, 5000 + MOST_BIASES)
     most = admit(0, 1, stops, min_tokens=1, logit_bias=dict.fromkeys(biases, 1.0))
     words = tuple((9000 + n,) for n in range(2 * MOST_BAD_WORDS))
-    edits = edits_of(structs.replace(most, banned=words))
-    assert len(edits.ids) == len(stops) + len(biases) + len(words) < MOST_EDITS
+    edits = logit_edits_of(structs.replace(most, banned=words))
+    assert len(edits.ids) == len(stops) + len(biases) + len(words) < MAX_LOGIT_EDITS
 
 
 LISTED = st.none() | st.sets(st.integers(0, VOCABULARY - 1), min_size=1)
@@ -57,7 +57,7 @@ LISTED = st.none() | st.sets(st.integers(0, VOCABULARY - 1), min_size=1)
 def test_what_is_allowed_and_what_never_is_are_one_edit_an_id(allowed, suppress, biases, never):
     listed = None if allowed is None else tuple(allowed)
     one = admit(1, 4, suppress, min_tokens=2, logit_bias=biases, allowed_token_ids=listed)
-    edits = edits_of(structs.replace(one, banned=tuple((token,) for token in never)))
+    edits = logit_edits_of(structs.replace(one, banned=tuple((token,) for token in never)))
     state = Edited(2)
     fields = {name: values[:1] for name, values in filled(1).items()}
     state.apply(Delta(admitted=np.array([1], np.int32), fields=fields, edits=(edits,)))

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.attention.interface import Traits
-from pipeinfer.engine.calibrate import Frame, alike_decodes, amid_prompts, deep_decodes
+from pipeinfer.engine.calibrate import PageGeometry, alike_decodes, amid_prompts, deep_decodes
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.graph_shapes import (
-    SHARING,
+    MIN_SHARED_DECODES,
     LargestStep,
     decode_ladder,
     decode_only,
@@ -28,7 +28,7 @@ from pipeinfer.engine.graph_shapes import (
     shared_prefix_variants,
 )
 from pipeinfer.engine.graphs import Graphs
-from pipeinfer.engine.step_buffers import DeviceBuffers, Packer, SlotState, layout
+from pipeinfer.engine.step_buffers import DeviceBuffers, SlotState, StepPacker, layout
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import NO_SLOT
@@ -82,7 +82,7 @@ class Side:
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
         self.arrays = DeviceBuffers(LARGEST, page_size, traits, self.state, CPU, host)
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
-        self.packer = Packer(self.buffer, SLOTS)
+        self.packer = StepPacker(self.buffer, SLOTS)
 
     def expand(self, step: Step, room: Shape, samples: int, graph: bool):
         views = self.arrays.views(room, samples, graph)
@@ -248,14 +248,16 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
           pages=np.array([77], np.int32))  # fmt: skip
     assert np.argwhere(state.by_slot.page_table.numpy()).tolist() == [[3, 95]]
     assert state.by_slot.page_table[3, 95] == 77
-    assert state.edits.counts.nonzero().view(-1).tolist() == [0, 11]
+    assert state.logit_edits.counts.nonzero().view(-1).tolist() == [0, 11]
     for one in said:
-        assert state.edits.counts[one.slot] == len(one.ids)
-        ids, values, until = state.edits.words[:, one.slot, : len(one.ids)]
+        assert state.logit_edits.counts[one.slot] == len(one.ids)
+        ids, values, until = state.logit_edits.words[:, one.slot, : len(one.ids)]
         assert ids.tolist() == one.ids.tolist() and until.tolist() == one.until.tolist()
         assert values.view(torch.float32).tolist() == one.values.tolist()
     apply(admitted=admitted[1:2], fields=some_fields(1, random))
-    assert state.edits.counts.nonzero().view(-1).tolist() == [0], "nothing of who was there before"
+    assert state.logit_edits.counts.nonzero().view(-1).tolist() == [0], (
+        "nothing of who was there before"
+    )
     with pytest.raises(ValueError, match="5 edits"):
         apply(admitted=admitted[:1], fields=some_fields(1, random), edits=(edits(3, range(5)),))
 
@@ -349,8 +351,8 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
     graphs = Graphs(HostDevice())
     graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), decode_ladder(256)
     usual = [*graphs.mixed, *map(decode_only, graphs.decodes)]
-    graphs.sharing = tuple(sorted(shared_prefix_variants(usual)))
-    graphs._captured = {room: room for room in (*usual, *graphs.sharing)}
+    graphs.shared_prefix_shapes = tuple(sorted(shared_prefix_variants(usual)))
+    graphs._captured = {room: room for room in (*usual, *graphs.shared_prefix_shapes)}
 
     def fitting(decodes, prompts=0, shares=True):
         step = alike_decodes(decodes, prompts, 16)
@@ -358,8 +360,8 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
 
     assert fitting(130) == Shape(192, 192, 0, shared_prefix=True)
     assert fitting(130, shares=False) == Shape(136, 136, 0)
-    assert fitting(SHARING) == Shape(16, 16, 0, shared_prefix=True)
-    assert fitting(SHARING - 1) == decode_only(8), "so few read as fast each for itself"
+    assert fitting(MIN_SHARED_DECODES) == Shape(16, 16, 0, shared_prefix=True)
+    assert fitting(MIN_SHARED_DECODES - 1) == decode_only(8), "so few read as fast each for itself"
     assert fitting(60, 30) == Shape(128, 64, 32, shared_prefix=True)
     assert fitting(65, 30) == Shape(128, 96, 32, shared_prefix=True), (
         "as many decodes as it has room for"
@@ -368,21 +370,21 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
     graphs.slow = frozenset((128,))
     assert fitting(60, 30) == Shape(192, 64, 32, shared_prefix=True)
     assert fitting(128) == Shape(128, 128, 0, shared_prefix=True), "which has no prompts"
-    graphs.sharing = ()
+    graphs.shared_prefix_shapes = ()
     assert fitting(130) == Shape(136, 136, 0), "until those are captured, each reads for itself"
 
 
 def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
     usual = [*map(decode_only, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
     few = shared_prefix_variants(usual)
-    assert all(room.shared_prefix and room.decodes >= SHARING for room in few)
+    assert all(room.shared_prefix and room.decodes >= MIN_SHARED_DECODES for room in few)
     assert not {replace(room, shared_prefix=False) for room in few} - set(usual)
     assert len(few) < len(usual) / 2
     decodes = [room.decodes for room in few if not room.prefills]
     assert decodes == [16, 24, 32, 48, 64, 96, 128, 192, 200]
     # Of each number of tokens with decodes, one as large as any.
     for room in usual:
-        if room.prefills and room.decodes >= SHARING:
+        if room.prefills and room.decodes >= MIN_SHARED_DECODES:
             same = [other for other in few if other.tokens == room.tokens and other.prefills]
             assert max(other.decodes for other in same) >= room.decodes
     first, left = eager_and_deferred([*usual, *few])
@@ -428,7 +430,7 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
 
     captured(graphs, first)
     assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
-    assert all(room.shared_prefix == (room.decodes >= SHARING) for room in graphs.mixed)
+    assert all(room.shared_prefix == (room.decodes >= MIN_SHARED_DECODES) for room in graphs.mixed)
     for shares in (False, True):
         assert fitting(40, 0, shares) == Shape(48, 48, 0, shared_prefix=True)
         assert fitting(20, 20, shares) == Shape(128, 64, 32, shared_prefix=True)
@@ -470,7 +472,7 @@ def test_measured_decodes_read_pages_of_their_own_and_write_to_the_dummy(rows, p
        st.sampled_from([300, 5000]))  # fmt: skip
 def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, longest):
     depth = depth if longest > room.tokens + depth else 0
-    step = amid_prompts(room, longest, depth, Frame(400, 16))
+    step = amid_prompts(room, longest, depth, PageGeometry(400, 16))
     prompts = step.counts[step.decodes :]
     assert len(step.tokens) == room.tokens
     assert step.decodes <= room.decodes and len(prompts) <= room.prefills

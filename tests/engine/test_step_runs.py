@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.engine.graph_shapes import GraphShape
-from pipeinfer.engine.step_buffers import Packer, layout
+from pipeinfer.engine.step_buffers import StepPacker, layout
 from pipeinfer.engine.step_builder import RequestTable, StepBuilder
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release
@@ -88,7 +88,7 @@ def test_words_of_a_step_have_its_runs_and_no_others(room):
     step = two_with_a_common_prompt(side)
     if room.prefills:
         step = side.run([5, 4, 2], 9999, (admit(4, [*COMMON, 1, 2, 3]),))
-    packer = Packer(np.full(400, 77, dtype=np.int32), 8)
+    packer = StepPacker(np.full(400, 77, dtype=np.int32), 8)
     at = layout(room)
     for runs in (step.shared_prefixes, None):
         alone = replace(step, shared_prefixes=None) if runs is None else step

@@ -116,7 +116,7 @@ class Pipeline:
         self.feed(Text(rows))
 
     def _refuse(self, submit: Submit) -> None:
-        assert frames.encode("requests", frames.Header(1, "gateway-0", 1, 1, 0.0), submit)
+        assert frames.encode("requests", frames.FrameHeader(1, "gateway-0", 1, 1, 0.0), submit)
         refused = Refused(submit.request_id, submit.attempt, 0, 400, "too long", "prompt", "length")
         self._loop.call_soon(self.feed, refused)
 

@@ -74,7 +74,7 @@ def test_a_wrong_file_is_an_error_that_names_the_line_and_quotes_no_key(
     assert "SECRET" not in message and digest("a") not in message
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (api_keys.MOST_FILE_BYTES + 1)])
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (api_keys.MAX_FILE_BYTES + 1)])
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
@@ -84,9 +84,9 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, content: bytes |
 
 
 def test_more_keys_than_are_compared_at_each_request_are_refused() -> None:
-    lines = [f"k{i} sha256:{digest(str(i))}" for i in range(api_keys.MOST_KEYS + 1)]
-    assert len(api_keys.parse_keys("\n".join(lines[:-1]), DEFAULTS)) == api_keys.MOST_KEYS
-    with pytest.raises(ConfigurationError, match=f"line {api_keys.MOST_KEYS + 1}: more than"):
+    lines = [f"k{i} sha256:{digest(str(i))}" for i in range(api_keys.MAX_KEYS + 1)]
+    assert len(api_keys.parse_keys("\n".join(lines[:-1]), DEFAULTS)) == api_keys.MAX_KEYS
+    with pytest.raises(ConfigurationError, match=f"line {api_keys.MAX_KEYS + 1}: more than"):
         api_keys.parse_keys("\n".join(lines), DEFAULTS)
 
 

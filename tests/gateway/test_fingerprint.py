@@ -81,7 +81,7 @@ def test_another_version_has_another_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_large_files_count_by_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_WHOLE_FILE", 1024)
+    monkeypatch.setattr(module, "MAX_WHOLE_FILE", 1024)
     weights = tmp_path / "m.gguf"
     weights.write_bytes(bytes(100_000))
     found = [fingerprint(Settings(), weights)]

@@ -31,7 +31,7 @@ def body(size: int) -> bytes:
 @pytest.fixture
 async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
-    monkeypatch.setattr(bodies, "MOST_BUFFERED", MOST)
+    monkeypatch.setattr(bodies, "MAX_BUFFERED", MOST)
     intake = BodyDecoder(bodies.BodyReader(LARGEST), lambda names: None)
 
     async def handler(request: web.Request) -> web.Response:

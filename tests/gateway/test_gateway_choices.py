@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.gateway.decoding import decode
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta
+from pipeinfer.gateway.events import OutputDelta
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat, parse_completion
 from pipeinfer.gateway.response_encoders import BestOf
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
@@ -104,11 +104,11 @@ def test_the_best_have_the_highest_mean(data, prompts, made):
     shown = data.draw(st.integers(1, made))
     score = st.integers(-8, 0).map(float)
     each = [data.draw(st.lists(score, max_size=4)) for _ in range(prompts * made)]
-    best = BestOf(len(each), made, shown, wanted=False)
+    best = BestOf(len(each), made, shown, with_logprobs=False)
     for index, scores in enumerate(each):
         for at, value in enumerate(scores):
             texts = LogprobTexts(entry(value), (b"x",), pack([at]))
-            delta = Delta("r", "x", pack([7]), at, at, logprobs=texts)
+            delta = OutputDelta("r", "x", pack([7]), at, at, logprobs=texts)
             assert best.add(index, delta).logprobs is None
     means = [sum(scores) / len(scores) if scores else float("-inf") for scores in each]
     chosen = best.best_choices()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import ExpectedStage
-from pipeinfer.gateway.ledger import MOST_STALE, Backlog
+from pipeinfer.gateway.ledger import MAX_STALE, Backlog
 from pipeinfer.liveness import GIVE_UP_FACTOR
 from pipeinfer.messages import (
     Abort,
@@ -145,9 +145,11 @@ def test_deltas_follow_started_and_end_with_the_counts() -> None:
     harness.do(Call("r", PARAMS, text="x"))
     accepted = Accepted("r", 1, 0, 3, pack([1, 2, 3]))
     assert harness.local(accepted) == [Started("r", 0, 3, pack([1, 2, 3]))]
-    assert harness.local(Text((row("ab", 0, 0),))) == [Delta("r", "ab", pack([0]), 0, 0)]
+    assert harness.local(Text((row("ab", 0, 0),))) == [OutputDelta("r", "ab", pack([0]), 0, 0)]
     last = row("é", 2, 1, finish="stop", stop_reason="é", output_tokens=2, cached_tokens=1)
-    assert harness.local(Text((last,))) == [Delta("r", "é", pack([1]), 2, 1, "stop", "é", 3, 2, 1)]
+    assert harness.local(Text((last,))) == [
+        OutputDelta("r", "é", pack([1]), 2, 1, "stop", "é", 3, 2, 1)
+    ]
     assert harness.core.idle()
 
 
@@ -158,7 +160,7 @@ def test_rows_that_overtake_accepted_are_delivered_after_it() -> None:
     assert harness.do(Text((row("a", 0, 0), last))) == []
     started, first, second = harness.local(Accepted("r", 1, 0, 1))
     assert isinstance(started, Started)
-    assert isinstance(first, Delta) and isinstance(second, Delta)
+    assert isinstance(first, OutputDelta) and isinstance(second, OutputDelta)
     assert (first.text, second.text, second.finish, second.prompt_tokens) == ("a", "b", "length", 1)
     assert harness.core.idle()
 
@@ -225,7 +227,9 @@ def test_text_that_comes_together_with_an_error_is_delivered_before_it() -> None
     texts = LogprobTexts(scores, (b"ab", b"c", b"d"), pack([0, 2, 3]))
     last = TextRow("r", 1, "abcd", 0, 0, ids, "error", error="boom", logprobs=texts)
     delta, failed = harness.local(Text((last,)))
-    assert isinstance(delta, Delta) and failed == Failed("r", 500, "boom", None, "request_failed")
+    assert isinstance(delta, OutputDelta) and failed == Failed(
+        "r", 500, "boom", None, "request_failed"
+    )
     assert (delta.text, delta.ids, delta.finish) == ("cd", ids[4:], None)
     assert (delta.byte_offset, delta.token_offset) == (2, 1)
     assert delta.logprobs is not None and delta.logprobs.texts == (b"c", b"d")
@@ -252,7 +256,7 @@ def test_timeout_without_output_is_an_error_and_with_output_an_abort() -> None:
     sends = harness.do(Tick())
     aborts = [s.message for s in sends if s.channel == "requests"]
     assert sorted(aborts, key=repr) == [Abort(name, 1, "timeout") for name in ("quiet", "r")]
-    delta = next(s.message for s in sends if isinstance(s.message, Delta))
+    delta = next(s.message for s in sends if isinstance(s.message, OutputDelta))
     assert (delta.request_id, delta.text, delta.finish) == ("r", "", "abort")
     assert (delta.byte_offset, delta.prompt_tokens, delta.output_tokens) == (2, 3, 1)
     failed = next(s.message for s in sends if isinstance(s.message, Failed))
@@ -265,10 +269,10 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
     harness = Harness()
     for name, timeout in (("last", 30.0), ("first", 10.0), ("second", 20.0), ("never", 0.0)):
         harness.running(name, timeout=timeout)
-    for n in range(MOST_STALE + 10):
+    for n in range(MAX_STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
         harness.do(Hangup(str(n)))
-    assert len(harness.core._deadlines) > MOST_STALE
+    assert len(harness.core._deadlines) > MAX_STALE
     assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
     for name in ("first", "second", "last"):
@@ -298,7 +302,7 @@ def test_an_abort_keeps_the_text_and_without_a_timeout_it_is_no_matter_of_time()
         known = harness.core._records["r"]
         last = TextRow("r", 1, text, known.bytes, known.tokens, b"", "abort")
         [delta] = harness.local(Text((last,)))
-        assert isinstance(delta, Delta) and (delta.text, delta.finish) == (text, "abort")
+        assert isinstance(delta, OutputDelta) and (delta.text, delta.finish) == (text, "abort")
 
 
 def test_the_end_is_told_again_to_the_tokenizer_that_had_the_request_or_to_all() -> None:
@@ -483,10 +487,10 @@ def test_output_that_is_sent_again_from_its_beginning_is_shown_once() -> None:
     assert harness.local(Text((TextRow("r", 1, "né🙂", 0, 0, pack([1, 2, 3])),))) == []
     assert harness.local(Text((TextRow("r", 1, "n", 0, 0, pack([1])),))) == [], "less than before"
     [delta] = harness.local(Text((TextRow("r", 1, "né🙂你好", 0, 0, pack([1, 2, 3, 4])),)))
-    assert delta == Delta("r", "你好", pack([4]), 7, 3)
+    assert delta == OutputDelta("r", "你好", pack([4]), 7, 3)
     whole = TextRow("r", 1, "né🙂你好", 0, 0, pack([1, 2, 3, 4]), "stop", None, 4)
     [last] = harness.local(Text((whole,)))
-    assert isinstance(last, Delta)
+    assert isinstance(last, OutputDelta)
     assert (last.text, last.ids, last.finish, last.byte_offset) == ("", b"", "stop", 13)
 
 
@@ -583,7 +587,7 @@ def test_no_byte_and_no_token_is_shown_twice_or_skipped(
         shown += harness.local(Text((one,)))
     shown += harness.local(Accepted("r", rows[-1].attempt, 1, 1))
     assert isinstance(shown[0], Started)
-    deltas = [delta for delta in shown[1:] if isinstance(delta, Delta)]
+    deltas = [delta for delta in shown[1:] if isinstance(delta, OutputDelta)]
     assert len(deltas) == len(shown) - 1
     assert [delta.finish for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
     text, ids = "", b""
@@ -604,7 +608,7 @@ def test_a_prompt_that_is_only_encoded_ends_with_its_ids_also_if_a_tokenizer_die
     assert again == sent
     answer = harness.do(Accepted("r", 1, -1, 3, b"ids"))
     said = [send.message for send in answer if send.channel == LOCAL]
-    assert [type(one) for one in said] == [Started, Delta]
+    assert [type(one) for one in said] == [Started, OutputDelta]
     assert said[0].prompt_ids == b"ids" and said[1].finish == "stop"
     assert [s.message for s in answer if s.channel == "requests"] == [Done(("r",))]
     assert harness.core.idle() and not harness.do(Accepted("r", 1, -1, 3, b"ids"))

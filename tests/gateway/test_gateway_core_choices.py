@@ -6,7 +6,7 @@ from msgspec import structs
 from test_gateway_core import Harness, row
 
 from pipeinfer.core import Unsent
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.messages import Abort, Accepted, Submit, Text
 from pipeinfer.params import SamplingParams
 
@@ -33,11 +33,11 @@ def test_a_prompt_is_counted_by_its_first_choice() -> None:
     harness = Harness()
     harness.do(Call("r", THREE, text="x"))
     harness.do(Accepted("r", 1, 0, 7, choices=(0, 1, 2)))
-    ends: list[Delta] = []
+    ends: list[OutputDelta] = []
     for name in NAMES:
         last = row("a", 0, 0, finish="length", output_tokens=1, cached_tokens=4)
         (delta,) = harness.local(Text((structs.replace(last, request_id=name),)))
-        assert isinstance(delta, Delta)
+        assert isinstance(delta, OutputDelta)
         ends.append(delta)
     counted = [(end.prompt_tokens, end.output_tokens, end.cached_tokens) for end in ends]
     assert counted == [(7, 1, 4), (0, 1, 0), (0, 1, 0)]

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from pipeinfer.gateway.ledger import (
     ENDED_LIFETIME,
-    MOST_ENDED,
+    MAX_ENDED,
     EndedRequest,
     EndedRequests,
     OutputDiverged,
@@ -112,11 +112,11 @@ def test_the_ends_of_the_last_minute_are_said_again():
 
 def test_the_latest_ends_are_remembered_for_a_minute():
     endings = EndedRequests()
-    for n in range(MOST_ENDED):
+    for n in range(MAX_ENDED):
         endings.add(str(n), EndedRequest("tokenizer-0", 1, "", 1.0))
     endings.add("0", again := EndedRequest("tokenizer-0", 1, "told again", 2.0))
     endings.add("more", EndedRequest("tokenizer-0", 1, "", 3.0))
     assert endings.get("0") == again and endings.get("1") is None
-    assert endings.get(str(MOST_ENDED - 1)) is not None and endings.get("more") is not None
+    assert endings.get(str(MAX_ENDED - 1)) is not None and endings.get("more") is not None
     endings.add("later", EndedRequest("tokenizer-0", 1, "", 3.0 + ENDED_LIFETIME))
     assert endings.get("0") is None and endings.get("more") is None

@@ -28,7 +28,7 @@ from pipeinfer.gateway.tool_parsers.harmony import (
     harmony_messages,
 )
 from pipeinfer.gateway.tool_parsers.registry import OutputParsers, choose_parsers
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.text import CALL, END, RETURN, AddedId
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
@@ -234,7 +234,9 @@ def test_responses_ask_for_an_effort_that_there_is() -> None:
 TOKENIZER = tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
 IDS: dict[str, int] = {text: TOKENIZER.token_to_id(text) for text in OUTPUT_MARKERS}
-VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (IDS[RETURN], IDS[CALL]), tuple(range(SIZE)))
+VOCABULARY = GrammarVocabulary(
+    TOKENIZER.to_str(), SIZE, (IDS[RETURN], IDS[CALL]), tuple(range(SIZE))
+)
 ADDED = {text: AddedId(i, True) for text, i in IDS.items()}
 PARAMETERS: Any = {
     "type": "object",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pipeinfer.gateway.health import MOST_NAMED, PER_GROUP, ExpectedStage, Health
+from pipeinfer.gateway.health import MAX_NAMED, PER_GROUP, ExpectedStage, Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Heartbeat, State
 from pipeinfer.step_cost import Targets
@@ -58,11 +58,11 @@ def test_what_is_missing_and_whether_requests_are_answered_follows_from_all_rows
         common = any(row.name not in PER_GROUP for row in missing)
         groups = {row.group for row in rows if row.name in PER_GROUP}
         assert health.can_serve() == (not common and bool(groups - {r.group for r in missing}))
-        named = [f"{r.stage} is {r.state}" for r in missing[:MOST_NAMED]]
+        named = [f"{r.stage} is {r.state}" for r in missing[:MAX_NAMED]]
         assert [part.split(" (")[0] for part in health.reason().split("; ") if part][
             : len(named)
         ] == named
-        rest = len(missing) - MOST_NAMED
+        rest = len(missing) - MAX_NAMED
         assert health.reason().endswith(f"and {rest} more") == (rest > 0)
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pipeinfer.gateway.json_prescan import (
     SLICE_BYTES,
+    JsonLimitExceeded,
     JsonLimits,
     JsonPrescan,
-    LimitExceeded,
     prescan,
 )
 
@@ -121,7 +121,7 @@ def test_a_bound_holds_exactly_and_wherever_the_text_is_cut(
     try:
         for start in range(0, len(body), size):
             seen.feed(body[start : start + size])
-    except LimitExceeded:
+    except JsonLimitExceeded:
         assert not allowed
     else:
         assert allowed
@@ -137,7 +137,7 @@ def test_a_bound_holds_exactly_and_wherever_the_text_is_cut(
     ],
 )
 def test_what_was_exceeded_is_named(body: bytes, what: str) -> None:
-    with pytest.raises(LimitExceeded, match=what):
+    with pytest.raises(JsonLimitExceeded, match=what):
         list(prescan(body, JsonLimits()))
 
 

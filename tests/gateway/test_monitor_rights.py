@@ -48,7 +48,7 @@ def cached(gateway: Gateway) -> None:
 
     def ask(stage: str, question: Message) -> None:
         if isinstance(question, ShowPrefixes):
-            sight(gateway).see(Prefixes(question.question, stage, (OPEN, SALTED)))
+            sight(gateway).on_message(Prefixes(question.question, stage, (OPEN, SALTED)))
 
     sight(gateway).open(ask)
 
@@ -65,7 +65,9 @@ async def completed(gateway: Gateway, key: str) -> str:
     """The id of a request; its stage tells of it, as it does while somebody looks."""
     client = gateway.client(key)
     name = (await client.completions.create(model="test", prompt="a")).id
-    sight(gateway).see(Observed("gateway-0", 1, (Passage("gateway-0", name, 1.0, 2.0, "stop"),)))
+    sight(gateway).on_message(
+        Observed("gateway-0", 1, (Passage("gateway-0", name, 1.0, 2.0, "stop"),))
+    )
     return name
 
 

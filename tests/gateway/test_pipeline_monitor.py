@@ -15,7 +15,7 @@ from pipeinfer.control import (
     Watch,
 )
 from pipeinfer.gateway import monitor as sights
-from pipeinfer.gateway.monitor import MOST_REQUESTS, PipelineMonitor
+from pipeinfer.gateway.monitor import MAX_REQUESTS, PipelineMonitor
 from pipeinfer.messages import Message
 
 NOW = 1_000.0
@@ -23,7 +23,7 @@ NOW = 1_000.0
 
 def seeing(sight: PipelineMonitor, *passages: Passage, steps: tuple[StepMade, ...] = ()) -> None:
     stage = passages[0].stage if passages else "scheduler-1"
-    sight.see(Observed(stage, 1, passages, steps))
+    sight.on_message(Observed(stage, 1, passages, steps))
 
 
 def step(at: float) -> StepMade:
@@ -78,21 +78,21 @@ async def test_the_minute_before_somebody_looked_is_asked_for_and_kept_once() ->
     with sight.watching():
         await asyncio.sleep(0)
         assert [one.past for one in asked if isinstance(one, Watch)] == [True]
-        sight.see(Observed("scheduler-1", 1, (), (step(NOW),), past))
+        sight.on_message(Observed("scheduler-1", 1, (), (step(NOW),), past))
         shown = sight.steps_since(0)
         assert [one.at for one in shown] == [*(one.at for one in past), NOW]
         assert [one.count for one in shown] == [4] * 119 + [1]
-        sight.see(Observed("scheduler-1", 1, (), (), past))  # another gateway's question
+        sight.on_message(Observed("scheduler-1", 1, (), (), past))  # another gateway's question
         assert sight.steps_since(0) == shown
 
 
 async def test_the_oldest_requests_go() -> None:
     sight = PipelineMonitor((), lambda: NOW)
     with sight.watching():
-        for number in range(MOST_REQUESTS + 5):
+        for number in range(MAX_REQUESTS + 5):
             seeing(sight, Passage("gateway-0", str(number), NOW))
         assert sight.spans("4") == [] and len(sight.spans("5")) == 1
-        assert len(sight.requests_since(0)) == MOST_REQUESTS
+        assert len(sight.requests_since(0)) == MAX_REQUESTS
 
 
 async def test_latencies_are_medians_of_ended_passages() -> None:
@@ -117,8 +117,8 @@ async def test_prefixes_come_from_those_that_answer(monkeypatch) -> None:
     def ask(stage: str, message: Message) -> None:
         assert isinstance(message, ShowPrefixes)
         if stage == "engine-0-0":
-            sight.see(Prefixes("of somebody else", stage, ()))
-            sight.see(Prefixes(message.question, stage, found))
+            sight.on_message(Prefixes("of somebody else", stage, ()))
+            sight.on_message(Prefixes(message.question, stage, found))
 
     sight.open(ask)
     assert await sight.prefixes(["engine-0-0", "engine-1-0"], 3) == {"engine-0-0": found}

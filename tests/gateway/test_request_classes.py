@@ -65,7 +65,7 @@ WITHIN: dict[str, type[Any]] = {
     "AnthropicCustomTool": anthropic.InputTool,
     "AnthropicJSONOutputFormat": anthropic.OutputFormat,
     "AnthropicJsonOutputFormat": anthropic.OutputFormat,
-    "AnthropicMessage": anthropic.Turn,
+    "AnthropicMessage": anthropic.InputMessage,
     "AnthropicOutputConfig": anthropic.OutputConfig,
     "AnthropicThinkingConfigAdaptive": anthropic.ThinkingOptions,
     "AnthropicThinkingConfigDisabled": anthropic.ThinkingOptions,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.sessions import CALLS_AT_ONCE, RequestSessions
@@ -53,7 +53,7 @@ class Errors:
 
     def started(self, index: int, started: Started) -> None: ...
 
-    def delta(self, index: int, delta: Delta) -> None: ...
+    def delta(self, index: int, delta: OutputDelta) -> None: ...
 
     def failed(self, index: int, failed: Failed) -> None:
         self.failures.append((index, failed.status))
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_amid_its_calls_leaves_none_behind() -> None:
     fed = Fed()
     task = await begun(fed, Errors(), 3)
     assert 0 < len(fed.calls) < PROMPTS
-    fed.port.deliver(Delta("1", "x", b"", 0, 0, "stop"))
+    fed.port.deliver(OutputDelta("1", "x", b"", 0, 0, "stop"))
     await cancelled(task)
     assert fed.hung_up == [name for name in fed.calls if name != "1"]
     assert fed.built == len(fed.calls) < PROMPTS
@@ -132,7 +132,7 @@ async def test_calls_that_are_done_early_do_not_stop_the_others() -> None:
     fed, sink = Fed(), Errors()
     task = await begun(fed, sink, 2)
     for name in list(fed.calls):
-        fed.port.deliver(Delta(name, "x", b"", 0, 0, "stop"))
+        fed.port.deliver(OutputDelta(name, "x", b"", 0, 0, "stop"))
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(fed.calls) == PROMPTS and not sink.failures
@@ -169,7 +169,7 @@ async def test_requests_that_no_group_had_are_none_of_vllms() -> None:
     async with fed.port.open(calls, Errors()):
         fed.port.deliver(Failed("refused", 429, "no", code="queue_full"))
         fed.port.deliver(Started("encoded", -1, 7))
-        fed.port.deliver(Delta("encoded", "", b"", 0, 0, "stop"))
+        fed.port.deliver(OutputDelta("encoded", "", b"", 0, 0, "stop"))
     told = metrics.exposition("")[0].decode()
     assert "pipeinfer_request_seconds_count 0.0" in told.splitlines()
     assert 'engine="' not in told
@@ -183,11 +183,11 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
     fed.port.bind(fed.take)
     async with fed.port.open([Call("r", SamplingParams(), text="x")], Errors()):
         fed.port.deliver(Started("r", 3, 7))
-        fed.port.deliver(Delta("r", "", b"", 0, 0))
+        fed.port.deliver(OutputDelta("r", "", b"", 0, 0))
         for ids in (1, 2, 3):
-            fed.port.deliver(Delta("r", "x", pack(range(ids)), 0, 0))
-        fed.port.deliver(Delta("r", "", b"", 0, 0, "stop"))
-        fed.port.deliver(Delta("r", "late", pack([1]), 0, 0))
+            fed.port.deliver(OutputDelta("r", "x", pack(range(ids)), 0, 0))
+        fed.port.deliver(OutputDelta("r", "", b"", 0, 0, "stop"))
+        fed.port.deliver(OutputDelta("r", "late", pack([1]), 0, 0))
     told = metrics.exposition("")[0].decode()
     for line in (
         "pipeinfer_prompt_tokens_total 7.0",

@@ -30,13 +30,13 @@ from pipeinfer.gateway.tool_parsers.registry import (
 )
 from pipeinfer.gateway.tool_parsers.xml_calls import XmlTags
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.text import AddedId
 
 TOKENIZER = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
 SIZE = TOKENIZER.get_vocab_size()
-VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (256,), tuple(range(SIZE)))
+VOCABULARY = GrammarVocabulary(TOKENIZER.to_str(), SIZE, (256,), tuple(range(SIZE)))
 PARAMETERS: Any = {
     "type": "object",
     "properties": {
@@ -343,7 +343,7 @@ def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> N
             continue
         if not compiles(spec):
             assert (
-                job.constraint.lost_in_fallback == "parameters of weather"
+                job.constraint.fallback_omits == "parameters of weather"
                 and made.otherwise is not None
             )
             spec = made.otherwise
@@ -369,7 +369,7 @@ def test_a_form_beside_calls_is_any_json_where_nobody_can_hold_its_schema() -> N
     form = {"response_format": {"type": "json_schema", "json_schema": asked_for}}
     job, made = called(hermes, PARAMETERS, **form)
     assert not compiles(StructuredOutputs(json=json.dumps(unsatisfiable)))
-    assert job.constraint.lost_in_fallback == "schema"
+    assert job.constraint.fallback_omits == "schema"
     assert allows(made.otherwise.grammar, '{"b": 1}')
     assert allows(made.otherwise.grammar, said("hermes", SAID["hermes"][0]))
     asked_for["strict"] = True
@@ -536,9 +536,9 @@ def test_calls_between_special_tokens_are_read_as_they_are_generated(name: str) 
 
 
 @cache
-def vocabulary(name: str) -> Vocabulary:
+def vocabulary(name: str) -> GrammarVocabulary:
     size = tokenizer(name).get_vocab_size()
-    return Vocabulary(tokenizer(name).to_str(), size, (256,), tuple(range(size)))
+    return GrammarVocabulary(tokenizer(name).to_str(), size, (256,), tuple(range(size)))
 
 
 def allows_ids(name: str, grammar: str, ids: list[int]) -> bool:

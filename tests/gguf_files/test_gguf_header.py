@@ -20,7 +20,7 @@ import checkpoints
 import gguf_writing
 from pipeinfer.checkpoint.config import read_config, read_generation
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.gguf.header import DEEPEST, MOST_ENTRIES, read_header
+from pipeinfer.gguf.header import DEEPEST, MAX_ENTRIES, read_header
 from pipeinfer.gguf.weights import model_tensors
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
@@ -219,9 +219,9 @@ def test_arrays_that_lie(tmp_path):
 
 
 def test_array_with_more_entries_than_anybody_needs_is_not_made(tmp_path):
-    array = struct.pack("<IQ", 0, MOST_ENTRIES + 1) + bytes(MOST_ENTRIES + 1)
+    array = struct.pack("<IQ", 0, MAX_ENTRIES + 1) + bytes(MAX_ENTRIES + 1)
     path = written(tmp_path / "m.gguf", [pair("general.architecture", 9, array)])
-    assert f"at most {MOST_ENTRIES:,} are read" in broken(path)
+    assert f"at most {MAX_ENTRIES:,} are read" in broken(path)
 
 
 def test_tensors_may_not_lie_on_each_other(tmp_path):

@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
     def cut(self, rows):
         """How so many are cut."""
-        return hybrid.cut(rows, self.kv_heads, DIM, self.pages == E4M3)
+        return hybrid.tile_config(rows, self.kv_heads, DIM, self.pages == E4M3)
 
     def floor_us(self, tokens):
         """What an H200 takes to read so many."""

@@ -40,10 +40,10 @@ class GpuCores(Cores):
 
     def _run_step(self, item) -> None:
         runner = self.loaded.runner
-        if runner.graphs_left and not self._launched:
+        if runner.graphs_deferred and not self._launched:
             runner.capture_next().wait()
         # No other is launched meanwhile, so that the next capture comes before the next step.
-        for step, _ in (item, *(() if runner.graphs_left else self._steps)):
+        for step, _ in (item, *(() if runner.graphs_deferred else self._steps)):
             if step.number not in self._launched:
                 self._launched[step.number] = runner.launch(step)
             if step.masked is not None:

@@ -56,12 +56,12 @@ def replay(trace: Path) -> dict[str, Any]:
     choices = argparse.Namespace(all=True, halt=False, until=None, realtime=False, json=False)
     player = ReplayRun(recording, rebuilt, choices, print)
     code = player.run()
-    first = player.tally.first
+    first = player.counts.first
     return {
         "code": code,
-        "tokens": player.tally.tokens,
-        "wrong_tokens": player.tally.wrong,
-        "wrong_requests": len(player.tally.requests),
+        "tokens": player.counts.tokens,
+        "wrong_tokens": player.counts.wrong,
+        "wrong_requests": len(player.counts.requests),
         "first_difference": None if first is None else first.as_json(),
         "replay_seconds": player.seconds,
     }

@@ -38,7 +38,7 @@ from kernels.sampling_cases import *  # noqa: E402, F403
 from kernels.sharded_sampling_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
-from pipeinfer.attention.hybrid import cut  # noqa: E402
+from pipeinfer.attention.hybrid import tile_config  # noqa: E402
 from pipeinfer.kernels.decode_splits import empty_splits, max_total_splits  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(narrow, dim, 
     case = attention.Case(lengths, torch.bfloat16, heads=4, kv_heads=1, dim=dim, page=64)
     if narrow:
         case.in_8_bits(attention.UNIT_KV_SCALES)
-    how = cut(rows, 1, dim, narrow)
+    how = tile_config(rows, 1, dim, narrow)
     case.pieces = empty_splits(max_total_splits(rows, how), case.q.device)
     case.scratch = attention.DecodeWorkspace(rows, len(case.pieces), (4, 1, dim), case.q.device)
     for window in (None, 512):

@@ -13,7 +13,7 @@ from test_cuda_parity import NEAR_TIE, cores, first_differences, generate, promp
 
 from engine.runner_requests import masks_for
 from grammars.vocabulary import ENDS, SETUP
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.grammars.masks import fill_masks, make_source
 from pipeinfer.params import SamplingParams, StructuredOutputs
 
@@ -63,7 +63,7 @@ def told(folder, masks, **changes):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_greedy_rows_take_the_likeliest_token_that_is_allowed(folder, masks, depth):
     made = told(folder, masks, overlap_depth=depth)
-    vocabulary = Vocabulary(SETUP.tokenizer, WIDTH, ENDS, SETUP.known_ids)
+    vocabulary = GrammarVocabulary(SETUP.tokenizer, WIDTH, ENDS, SETUP.known_ids)
     checked = jumped = 0
     for index, prompt in enumerate(prompts()):
         name, ids = f"r{index}", made.outputs[f"r{index}"]

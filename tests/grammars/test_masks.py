@@ -93,7 +93,7 @@ def test_only_ids_of_the_tokenizer_are_allowed():
 
 def test_an_id_that_is_not_to_be_sampled_leaves_the_mask():
     fewer = [i for i in KNOWN if i != ids_of("7")[0]]
-    vocabulary = compiling.Vocabulary(TOKENIZER.to_str(), WIDTH, ENDS, fewer)
+    vocabulary = compiling.GrammarVocabulary(TOKENIZER.to_str(), WIDTH, ENDS, fewer)
     grammar = compiling.Grammar(vocabulary, compiling.StructuredOutputs(regex="[0-9]"))
     assert sorted(allowed(GrammarSource(grammar))) == ids_of("012345689")
     only = compiling.Grammar(vocabulary, compiling.StructuredOutputs(regex="7"))
@@ -280,7 +280,7 @@ def test_a_row_that_does_not_jump_forces_nothing():
 def test_ids_that_cannot_be_sampled_are_never_forced():
     """Of a vocabulary that lacks a letter in the middle of a forced text."""
     known = [i for i in KNOWN if i not in ids_of("g")]
-    few = compiling.Vocabulary(TOKENIZER.to_str(), WIDTH, ENDS, known)
+    few = compiling.GrammarVocabulary(TOKENIZER.to_str(), WIDTH, ENDS, known)
     grammar = compiling.Grammar(few, StructuredOutputs(json=KEYS))
     row = GrammarSource(grammar, ids_of("{"))
     assert row.force() == ids_of('"has a')

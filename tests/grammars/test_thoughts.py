@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLExecutor
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.grammars.masks import (
     MAX_SPACE_TOKENS,
     ThinkingBudgetSource,
@@ -30,7 +30,7 @@ SUM = json.dumps({"type": "object", "properties": {"sum": {"enum": [20, 22]}}, "
 SAID = '{"sum": 22}'
 
 
-def vocabulary(*tokens: str) -> tuple[Tokenizer, Vocabulary]:
+def vocabulary(*tokens: str) -> tuple[Tokenizer, GrammarVocabulary]:
     """Of bytes and pairs of them, an end, and `tokens`."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     as_bytes = ["".join(piece for piece, _ in split.pre_tokenize_str(pair)) for pair in PAIRS]
@@ -41,7 +41,7 @@ def vocabulary(*tokens: str) -> tuple[Tokenizer, Vocabulary]:
     made.add_tokens([AddedToken(token, special=False) for token in tokens])
     width, end = made.get_vocab_size(), made.token_to_id("<|end|>")
     assert end is not None
-    return made, Vocabulary(made.to_str(), width, [end], range(width))
+    return made, GrammarVocabulary(made.to_str(), width, [end], range(width))
 
 
 TOKENS, WITH_TOKENS = vocabulary(*THINK)

@@ -16,7 +16,7 @@ from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.grammars.compiling import Grammar, Vocabulary, mask_cost
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary, mask_cost
 from pipeinfer.grammars.masks import GrammarSource, fill_masks
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text import grammar_setup
@@ -74,7 +74,7 @@ def cost(grammar: Grammar, ids: list[int]) -> tuple[int, float]:
 
 def main(model: str) -> None:
     setup = grammar_setup(Path(resolve_model(model, "")))
-    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
+    vocabulary = GrammarVocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
     tokenizer = Tokenizer.from_str(setup.tokenizer)
     print(f"{setup.width:,} ids\n| form | units | ms | ms, known text |\n| --- | --- | --- | --- |")
     for name, (form, text) in CASES.items():

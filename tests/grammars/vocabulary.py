@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 import pipeinfer.demo
 from pipeinfer.grammars.bounds import VocabularySetup
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 from pipeinfer.grammars.masks import GrammarSource, fill_masks
 from pipeinfer.params import StructuredOutputs
 
@@ -17,7 +17,7 @@ WIDTH = TOKENIZER.get_vocab_size() + 9  # so that the last word of a mask is not
 ENDS = (256, 258)
 KNOWN = tuple(sorted(TOKENIZER.get_vocab().values()))
 SETUP = VocabularySetup(TOKENIZER.to_str(), WIDTH, ENDS, KNOWN)
-VOCABULARY = Vocabulary(SETUP.tokenizer, WIDTH, ENDS, KNOWN)
+VOCABULARY = GrammarVocabulary(SETUP.tokenizer, WIDTH, ENDS, KNOWN)
 
 ALONE = LLExecutor(1)
 

@@ -11,7 +11,7 @@ import torch
 from drawn_ids import NOTHING, ids_of
 from kernels.sampling_cases import NAMES, mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
-from pipeinfer.engine.sampling import SplitSampler
+from pipeinfer.engine.sampling import ShardedSampler
 from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import by_triton, sampling
 from pipeinfer.kernels.sampling import global_argmax, local_argmax
@@ -113,7 +113,7 @@ def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
     held = SimpleNamespace(start=0, stop=vocab, vocab_size=vocab)
     model = SimpleNamespace(vocab_shard=held, local_logits=None)
     last_token = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
-    sampler = SplitSampler(model, ranks, by_triton)
+    sampler = ShardedSampler(model, ranks, by_triton)
     ids = ids_of(sampler.sample(logits, views, last_token, np.array([1, 3, 4])))
     assert ranks.gathered == [3]
     assert ids.tolist() == sample(logits, *knobs).tolist() == last_token.tolist()

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeinfer.attention.hybrid import cut
+from pipeinfer.attention.hybrid import tile_config
 from pipeinfer.engine.step_buffers import SEQUENCES
 from pipeinfer.kernels import (
     activations,
@@ -175,7 +175,7 @@ def decode(
     types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
     types |= dict.fromkeys(("prefix_out", "prefix_max_sum"), "*fp32")
     types |= dict.fromkeys(("members", "merges"), "*i32")
-    how = cut(rows, kv_heads, dim, pages == EIGHTH)
+    how = tile_config(rows, kv_heads, dim, pages == EIGHTH)
     tile, reads = how.prefix_queries if shared else 0, how.prefix_load if which == 1 else how.load
     assert reads is not None
     constants = {
@@ -210,7 +210,7 @@ def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_s
 @pytest.mark.parametrize(("pages", "group"), [(HALF, 2), (HALF, 5), (EIGHTH, 2)])
 def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages, group):
     """Four programs on a multiprocessor, as without."""
-    how = cut(300, 1, 128, pages == EIGHTH)
+    how = tile_config(300, 1, 128, pages == EIGHTH)
     assert how.prefix_queries and how.prefix_load is None
     assert decode(300, 128, pages, shared=True, group=group).metadata.shared < 227 * 1024 // 4
 

@@ -15,7 +15,7 @@ from checkpoints import CheckpointCache, load_reference
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.quantization import choose_quantization
-from pipeinfer.engine.loading import choose
+from pipeinfer.engine.loading import choose_engine
 from pipeinfer.kernels.formats import quantize_rows, quantize_rows_min_error
 from pipeinfer.layers.weight import UnquantizedWeight
 from pipeinfer.models.build import build_model
@@ -142,10 +142,10 @@ def test_what_is_asked_for_and_what_is_stored_fit_or_are_refused(
         folder, _ = quantize(folder, tmp_path, form)
     settings = Settings(quantization=asked)  # type: ignore[arg-type]
     if refusal is None:
-        assert choose(settings, folder).stored is not None
+        assert choose_engine(settings, folder).stored is not None
         return
     with pytest.raises(ConfigurationError, match=refusal):
-        choose(settings, folder)
+        choose_engine(settings, folder)
 
 
 BLOCKS, AWQ, GPTQ = (FORMATS[form][0] for form in ("fp8 blocks", "awq", "gptq"))
@@ -197,7 +197,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
     with pytest.raises(ConfigurationError, match=named):
-        choose(Settings(), folder)
+        choose_engine(Settings(), folder)
 
 
 def test_a_weight_that_is_not_in_the_format_that_config_json_names_is_refused(
@@ -206,7 +206,7 @@ def test_a_weight_that_is_not_in_the_format_that_config_json_names_is_refused(
     folder, plain = quantize(checkpoint("LlamaForCausalLM"), tmp_path, "fp8 rows")
     shutil.copy(plain / "model.safetensors", folder)
     with pytest.raises(ConfigurationError, match="is F32; supported: F8_E4M3"):
-        choose(Settings(), folder)
+        choose_engine(Settings(), folder)
 
 
 def test_a_scheme_for_keys_and_values_alone_leaves_weights_plain(

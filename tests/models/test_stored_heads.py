@@ -22,7 +22,7 @@ from cores import Cores
 
 from checkpoints import VOCAB_SIZE, load_reference
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.engine.loading import choose
+from pipeinfer.engine.loading import choose_engine
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError, Settings
@@ -126,12 +126,12 @@ def test_a_head_that_differs_is_used_and_said_and_one_that_does_not_is_the_embed
 ):
     folder = changed("LlamaForCausalLM", True, head_that_differs)
     with caplog.at_level(logging.WARNING):
-        assert not choose(Settings(), folder).config.tie_word_embeddings
+        assert not choose_engine(Settings(), folder).config.tie_word_embeddings
     assert "lm_head.weight is stored and differs" in caplog.text
     tensors = load_file(folder / WEIGHTS)
     save_file(head_stored_too(tensors), folder / WEIGHTS)
     caplog.clear()
-    assert choose(Settings(), folder).config.tie_word_embeddings and not caplog.records
+    assert choose_engine(Settings(), folder).config.tie_word_embeddings and not caplog.records
 
 
 def test_two_files_that_an_index_names_are_compared_too(changed):
@@ -186,7 +186,7 @@ def _logits(folder: Path, rank: int, group) -> torch.Tensor:
 def test_an_untied_head_does_not_stand_for_an_embedding(changed):
     folder = changed("LlamaForCausalLM", False, lambda tensors: _without(tensors, EMBEDDING))
     with pytest.raises(ConfigurationError, match=r"lacks tensor model\.embed_tokens\.weight"):
-        choose(Settings(), folder)
+        choose_engine(Settings(), folder)
 
 
 def _without(tensors: Tensors, name: str) -> Tensors:
@@ -215,7 +215,7 @@ def _without(tensors: Tensors, name: str) -> Tensors:
 def test_a_head_that_cannot_be_read_is_refused_by_name(changed, more, message):
     folder = changed("LlamaForCausalLM", True, lambda tensors: tensors | more)
     with pytest.raises(ConfigurationError, match=message):
-        choose(Settings(), folder)
+        choose_engine(Settings(), folder)
 
 
 @pytest.mark.parametrize("form", ["fp8 rows", "gptq"])
@@ -229,22 +229,22 @@ def test_beside_quantized_matrices_heads_mean_the_same(changed, tmp_path, form, 
 def test_columns_in_another_order_are_refused_by_name(checkpoint, tmp_path):
     """As desc_act gives them, whatever config.json says of it."""
     folder, _ = quantize(checkpoint("LlamaForCausalLM"), tmp_path, "gptq")
-    choose(Settings(), folder)
+    choose_engine(Settings(), folder)
     name = "model.layers.1.mlp.up_proj.g_idx"
     tensors = load_file(folder / WEIGHTS)
     save_file(tensors | {name: tensors[name].flip(0)}, folder / WEIGHTS)
     with pytest.raises(ConfigurationError, match=rf"{name} in .* columns in another order"):
-        choose(Settings(), folder)
+        choose_engine(Settings(), folder)
 
 
 def test_a_shape_that_is_not_that_of_the_matrix_is_refused_by_name(checkpoint, tmp_path):
     folder, _ = quantize(checkpoint("LlamaForCausalLM"), tmp_path, "4 bits")
-    choose(Settings(), folder)
+    choose_engine(Settings(), folder)
     name = "model.layers.0.self_attn.o_proj.weight_shape"
     tensors = load_file(folder / WEIGHTS)
     save_file(tensors | {name: tensors[name] + torch.tensor([0, 8])}, folder / WEIGHTS)
     with pytest.raises(ConfigurationError, match=rf"{name} in .* is not the shape of what is pack"):
-        choose(Settings(), folder)
+        choose_engine(Settings(), folder)
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
@@ -262,11 +262,11 @@ def test_stored_frequencies_are_compared_and_those_of_the_configuration_used(
         "LlamaForCausalLM", False, lambda tensors: tensors | {name: true.to(dtype)}, **overrides
     )
     caplog.clear()  # of what transformers says, which wrote it
-    choose(Settings(), folder)
+    choose_engine(Settings(), folder)
     assert not caplog.records
     tensors = load_file(folder / WEIGHTS)
     save_file(tensors | {name: (true * 1.1).to(dtype)}, folder / WEIGHTS, metadata={"format": "pt"})
-    choose(Settings(), folder)
+    choose_engine(Settings(), folder)
     assert f"{name} is not what config.json says of RoPE" in caplog.text
     if dtype == torch.float32:
         assert answer(folder) == greedy(folder)

@@ -13,7 +13,7 @@ import torch
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelConfig, read_config
-from pipeinfer.engine.loading import choose
+from pipeinfer.engine.loading import choose_engine
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import fill_dummy, load_weights
@@ -124,7 +124,7 @@ def test_a_cut_through_values_with_one_scale_is_refused_before_weights_are_read(
 ) -> None:
     folder, _ = quantize(checkpoint(architecture), tmp_path, form)
     with pytest.raises(ConfigurationError, match=named):
-        choose(Settings(tp=2), folder)
+        choose_engine(Settings(tp=2), folder)
 
 
 def assert_equals_one_rank(folder: Path, ranks: int, expert_parallel: bool = False) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelOutline, read_config, read_outline
-from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.engine.loading import choose_engine, load_engine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import fill_dummy
@@ -101,7 +101,7 @@ def test_what_a_flat_step_cannot_compute_is_refused_by_name_before_weights_are_a
 ) -> None:
     folder = write_configuration(tmp_path, kind, name, **fields)
     with pytest.raises(ConfigurationError, match=reason) as caught:
-        choose(TRANSFORMERS, folder)
+        choose_engine(TRANSFORMERS, folder)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -111,7 +111,7 @@ def test_rope_by_the_longest_sequence_is_served_where_none_is_long_enough_to_cha
 ) -> None:
     kind, name, fields, _ = REFUSED["RoPE by the longest"]
     folder = write_configuration(tmp_path, kind, name, **fields)
-    assert choose(Settings(model_impl="transformers", max_model_len=64), folder).layers == 2
+    assert choose_engine(Settings(model_impl="transformers", max_model_len=64), folder).layers == 2
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_settings_that_transformers_models_do_not_have_are_refused(
 ) -> None:
     folder = write_configuration(tmp_path, "olmo2", "Olmo2ForCausalLM")
     with pytest.raises(ConfigurationError, match=reason):
-        choose(Settings(**settings), folder)
+        choose_engine(Settings(**settings), folder)
 
 
 def test_quantized_checkpoints_and_gguf_files_are_refused(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_quantized_checkpoints_and_gguf_files_are_refused(tmp_path: Path) -> Non
     with pytest.raises(
         ConfigurationError, match="--quantization fp8: Olmo2ForCausalLM is built by"
     ):
-        choose(Settings(quantization="fp8", load_format="dummy"), folder)
+        choose_engine(Settings(quantization="fp8", load_format="dummy"), folder)
     with pytest.raises(ConfigurationError, match=r"--model-impl transformers: .* GGUF file"):
         read_outline(tmp_path / "model.gguf", "transformers")
 
@@ -165,7 +165,7 @@ def test_no_python_of_a_checkpoint_runs(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(code)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigurationError, match="OwnForCausalLM"):
-        choose(TRANSFORMERS, tmp_path)
+        choose_engine(TRANSFORMERS, tmp_path)
     assert not list(tmp_path.rglob("ran"))
 
 

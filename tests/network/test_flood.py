@@ -16,7 +16,7 @@ import zmq
 
 from pipeinfer import topology as topologies
 from pipeinfer.bus import curve, frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.messages import PROTOCOL, Abort
 from pipeinfer.settings import Settings
 from pipeinfer.topology import Topology, socket_address
@@ -33,7 +33,7 @@ def deployed(folder: Path) -> Topology:
     local = topologies.local(Settings(), "ipc:///x/")
     first = port_row(4 * len(local.entries))
     entries = (
-        topologies.Entry(e.name, f"tcp://127.0.0.1:{first + 4 * n}")
+        topologies.StageEntry(e.name, f"tcp://127.0.0.1:{first + 4 * n}")
         for n, e in enumerate(local.entries)
     )
     return Topology(tuple(entries), {"kv_pages": 500, "threads": 1}, keys=str(folder / "keys"))
@@ -158,7 +158,7 @@ def test_wrong_keys_get_in_nowhere(victim):
 def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
     """Of another version, of no channel, too short, too long; what cannot be read waits outside."""
     pair = curve.load_key_pair(Path(victim.topology.keys), curve.DEFAULT_KEY)
-    old = frames.encode("work", Header(PROTOCOL - 1, "old", 1, 0, 0.0), Abort("r", 1))
+    old = frames.encode("work", FrameHeader(PROTOCOL - 1, "old", 1, 0, 0.0), Abort("r", 1))
     kinds = [old, [b"x" * 10_000, b"", b""], [b"work"] * 50, [b"plan", b"\xc1", b"z" * 100_000]]
     before = _sums(victim, "bad_frames")
 

@@ -8,7 +8,7 @@ import zmq
 from pipeinfer.bus import curve
 from pipeinfer.bus.sockets import SocketFactory
 from pipeinfer.distributed.collectives import RendezvousError, rendezvous
-from pipeinfer.topology import Entry, Topology, socket_address
+from pipeinfer.topology import StageEntry, Topology, socket_address
 from port_rows import port_row
 
 
@@ -18,8 +18,8 @@ def topology(tmp_path):
     curve.create_key_pair(tmp_path / "ours", curve.DEFAULT_KEY)
     curve.create_key_pair(tmp_path / "theirs", curve.DEFAULT_KEY)
     ranks = (
-        Entry("engine", f"tcp://127.0.0.1:{port}"),
-        Entry("engine", f"tcp://127.0.0.1:{port + 4}", rank=1),
+        StageEntry("engine", f"tcp://127.0.0.1:{port}"),
+        StageEntry("engine", f"tcp://127.0.0.1:{port + 4}", rank=1),
     )
     return Topology(ranks, keys=str(tmp_path / "ours"))
 

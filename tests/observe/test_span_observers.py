@@ -8,7 +8,7 @@ import pytest
 
 from pipeinfer.control import Passage, StepMade
 from pipeinfer.core import LOCAL, Send, StepDone
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -102,11 +102,15 @@ def test_each_choice_has_its_own_passage_through_the_gateway():
     call = Call("r", SamplingParams(n=2, max_tokens=8), text="x", trace=TRACE)
     one.saw(call, ("tokenizer-0", submit(choices=(0, 1))))
     one.saw(Accepted(request_id="r", attempt=1, group=1, prompt_tokens=5, choices=(0, 1)))
-    one.saw(Text(()), Delta("r", "a", pack([1]), 0, 0), Delta("r/1", "b", pack([1, 2]), 0, 0))
-    one.saw(Text(()), Delta("r", "b", pack([1]), 1, 1))
+    one.saw(
+        Text(()),
+        OutputDelta("r", "a", pack([1]), 0, 0),
+        OutputDelta("r/1", "b", pack([1, 2]), 0, 0),
+    )
+    one.saw(Text(()), OutputDelta("r", "b", pack([1]), 1, 1))
     streamed = {name: values(passage, "streamed") for name, passage in one.open.items()}
     assert streamed == {"r": {"output_tokens": 2}, "r/1": {"output_tokens": 2}}
-    last = Delta("r", "c", pack([1]), 2, 2, "stop", None, 5, 3, 4)
+    last = OutputDelta("r", "c", pack([1]), 2, 2, "stop", None, 5, 3, 4)
     one.saw(Text(()), last)
     one.saw(Hangup("r/1"), ("tokenizer-0", Abort("r/1", 1)))
     first, second = one.over("r"), one.over("r/1")

@@ -18,13 +18,13 @@ from simulated_grammars import DEAD, HUGE, WRONG, dies, grammar_of, trial
 from simulated_grammars import expected_outputs as outputs_by_grammar
 from tokenizers import Tokenizer, decoders, models
 
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import LOCAL, Leave, Send, Tick
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.text import DecoderFactory
 from pipeinfer.engine.core import Compile
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta
 from pipeinfer.gateway.health import ExpectedStage
 from pipeinfer.messages import (
     PROTOCOL,
@@ -42,10 +42,10 @@ from pipeinfer.params import SamplingParams, choice_id
 from pipeinfer.runtime.incarnations import IncarnationFilter
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
-from pipeinfer.tokenizer.core import EncodeNext, TokenizerCore, Tried, Try
+from pipeinfer.tokenizer.core import EncodeNext, GrammarVerdict, TokenizerCore, ValidateGrammar
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.requests import grammar_digest
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.wire import pack, unpack
 from scheduler.model_engine import expected_outputs
 
@@ -92,7 +92,7 @@ class Client:
     offsets: list[int] = field(default_factory=list)
     choice: int = 0
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: OutputDelta) -> None:
         assert self.finish is None and self.failed is None, f"{delta} after the end"
         assert delta.byte_offset == len(self.text.encode()), f"{delta} after {self.text!r}"
         assert delta.token_offset == len(self.ids) // 4
@@ -198,7 +198,7 @@ class Process:
     core: object
     incarnation: int
     fence: IncarnationFilter = field(default_factory=IncarnationFilter)
-    later: list[Try | EncodeNext | Compile] = field(default_factory=list)
+    later: list[ValidateGrammar | EncodeNext | Compile] = field(default_factory=list)
     shown: object = None  # the state that its latest heartbeat told
 
 
@@ -256,7 +256,7 @@ class Simulation:
             return GatewayCore(expected, incarnation=incarnation)
         if name == "tokenizer":
             encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 10_000)
-            router, gateways = Router("round-robin", self.groups), ["gateway-0"]
+            router, gateways = GroupRouter("round-robin", self.groups), ["gateway-0"]
             watch = GroupMonitor(self.groups, HOST_LOSS)
             return TokenizerCore(encoder, router, watch, EOS, stage, incarnation, gateways)
         if name == "scheduler":
@@ -387,9 +387,9 @@ class Simulation:
 
     def _local(self, process: Process, message: Message) -> None:
         name = getattr(message, "request_id", "")
-        if isinstance(message, Try | EncodeNext | Compile):
+        if isinstance(message, ValidateGrammar | EncodeNext | Compile):
             process.later.append(message)
-        elif isinstance(message, Delta):
+        elif isinstance(message, OutputDelta):
             self.clients[name].take(message)
         elif isinstance(message, Failed):
             self.clients[name].failed = message
@@ -412,7 +412,7 @@ class Simulation:
         if chosen < len(waiting):
             sender, incarnation, receiver = key = waiting[chosen]
             message = self.links[key].popleft()
-            header = Header(PROTOCOL, sender, incarnation, 0, 0.0)
+            header = FrameHeader(PROTOCOL, sender, incarnation, 0, 0.0)
             if self.processes[receiver].fence.accepts(header, self.now):
                 self.feed(receiver, message)
             return True
@@ -443,7 +443,9 @@ class Simulation:
             spec = submit.params.structured_outputs
             said, known = trial(spec), grammar_digest(spec)
             status, slow = 400 if said else 0, known[0] % 2 == 0
-            self.feed(stage, Tried(asked.request_id, asked.attempt, status, said, known, slow))
+            self.feed(
+                stage, GrammarVerdict(asked.request_id, asked.attempt, status, said, known, slow)
+            )
 
     def tick(self, seconds: float) -> bool:
         """Time passes, and every stage's timer fires."""

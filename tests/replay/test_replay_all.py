@@ -17,7 +17,7 @@ from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.params import SamplingParams
 from pipeinfer.replay.compare import Difference
 from pipeinfer.replay.recording import TraceEntry, TraceExchange, load
-from pipeinfer.replay.run import ReplayTally
+from pipeinfer.replay.run import ReplayCounts
 from pipeinfer.wire import pack
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
@@ -82,18 +82,18 @@ def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
     step = TraceExchange(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
     rows = [pack(x) for x in ([4, 2], [0, 0], [1, 1], [1, 1], [50, 60], [])]
     step.outputs.append(entry(3, Result(7, 3, *rows, 0, 0, 0), "out", "result"))
-    tally = ReplayTally(keep_going=True)
+    tally = ReplayCounts(keep_going=True)
     tally.follow(TraceExchange(entry(1, plan, channel="plan")))
     tally.step(step, StepDone(7, 3, pack([1, 1]), pack([50, 61])))
     assert (tally.tokens, tally.wrong, tally.requests) == (2, 1, {"b"})
-    assert tally.lines()[1] == "tokens: 1 of 2 differ, in 1 of 2 requests"
+    assert tally.summary_lines()[1] == "tokens: 1 of 2 differ, in 1 of 2 requests"
     tally.step(step, StepDone(7, 3, pack([1, 0]), pack([50])))
     assert (tally.tokens, tally.wrong) == (4, 3), "of another length, all of it counts"
 
 
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_the_first_difference_ends_a_replay_unless_it_is_to_go_on(keep_going):
-    tally = ReplayTally(keep_going)
+    tally = ReplayCounts(keep_going)
     assert not tally.over
     found = [Difference(n, "text", "x", 0, 1, entry(n, StepDone(1, n, b"", b""))) for n in (5, 9)]
     for difference in (None, *found):

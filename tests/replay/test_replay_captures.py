@@ -16,25 +16,25 @@ from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.replay.compare import ignored_fields
 from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace
 from pipeinfer.replay.recording import TraceEntry, TraceExchange
-from pipeinfer.replay.run import ReplayTally
+from pipeinfer.replay.run import ReplayCounts
 from pipeinfer.trace.format import Record
-from pipeinfer.trace.reader import BodyDecoder
+from pipeinfer.trace.reader import RecordDecoder
 
 
 class Runner:
     """Has graphs to capture, and no steps."""
 
     def __init__(self, left: int) -> None:
-        self.device, self.graphs, self.graphs_left = HostDevice(), 2, left
+        self.device, self.graphs, self.graphs_deferred = HostDevice(), 2, left
 
     def capture_next(self):
         def work() -> None:
-            self.graphs, self.graphs_left = self.graphs + 1, self.graphs_left - 1
+            self.graphs, self.graphs_deferred = self.graphs + 1, self.graphs_deferred - 1
 
         return self.device.submit(work)
 
     def stop_capturing(self) -> None:
-        self.graphs_left = 0
+        self.graphs_deferred = 0
 
 
 def core() -> EngineCore:
@@ -61,19 +61,19 @@ def recorded() -> list[TraceExchange]:
 async def test_graphs_are_captured_where_the_recording_says_so_and_nowhere_else(monkeypatch, left):
     for name in ("FIRST", "QUIET", "GAP"):
         monkeypatch.setattr(executor, name, 0.0)  # the engine's own wish comes at once
-    runner, tally = Runner(left), ReplayTally()
+    runner, tally = Runner(left), ReplayCounts()
     driver = DeviceDriver(
-        lambda *reports: Executor(runner, *reports), Phases(), late=BackgroundCapture(runner)
+        lambda *reports: Executor(runner, *reports), Phases(), background=BackgroundCapture(runner)
     )
     device = DevicePlayback(driver, tally)
     await device.play(
         CorePlayer(core(), ignored_fields, device.deliver), recorded(), ReplayPace(True, 0.0)
     )
     assert tally.first is None
-    assert (runner.graphs, runner.graphs_left) == (2 + min(left, 2), max(left - 2, 0))
+    assert (runner.graphs, runner.graphs_deferred) == (2 + min(left, 2), max(left - 2, 0))
 
 
 @pytest.mark.parametrize(("direction", "message"), [("in", GraphDue()), ("out", Capture())])
 def test_a_recording_holds_when_graphs_are_due(direction, message):
     record = Record(0.0, direction, LOCAL, "", 0, 0.0, msgspec.msgpack.encode(message))
-    assert BodyDecoder("engine").decode(record) == message
+    assert RecordDecoder("engine").decode(record) == message

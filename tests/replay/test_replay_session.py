@@ -231,6 +231,6 @@ def test_text_delivered_twice_is_found_in_the_gateway(planted, session):
     later = [
         e.seq
         for e in load(session["gateway"]).entries
-        if e.kind == "Delta" and e.message.token_offset > 0
+        if e.kind == "OutputDelta" and e.message.token_offset > 0
     ]
     assert found.seq >= later[0] and found.seq <= later[40]

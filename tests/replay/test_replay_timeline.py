@@ -94,7 +94,7 @@ def test_flow_of_a_request_goes_from_the_gateway_through_all_stages_back(events,
     whole = next(
         e.message.request_id
         for e in load(session["gateway"]).entries
-        if e.kind == "Delta" and e.message.finish == "length"
+        if e.kind == "OutputDelta" and e.message.finish == "length"
     )
     way = [stages[e["pid"]] for e in events if e["ph"] in "stf" and e["name"] == whole]
     assert way[0] == way[-1] == "gateway-0"

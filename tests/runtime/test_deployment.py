@@ -11,7 +11,7 @@ from pipeinfer import topology as topologies
 from pipeinfer.bus import curve
 from pipeinfer.runtime.election import elect_instance, instance_file
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import Entry, deployed_topology
+from pipeinfer.topology import StageEntry, deployed_topology
 from servers import environment
 
 FIVE = (
@@ -23,10 +23,10 @@ FIVE = (
 
 def test_variables_say_what_a_file_says():
     found = deployed_topology(None, {"PIPEINFER_STAGES": FIVE, "PIPEINFER_KEYS": "/keys"})
-    assert found.entries[2] == Entry(
+    assert found.entries[2] == StageEntry(
         "scheduler", "tcp://[fd00::2]:7030", host="gpu-a", key="a", group=0
     )
-    assert found.entries[3] == Entry(
+    assert found.entries[3] == StageEntry(
         "engine", "tcp://10.0.0.2:7040", host="gpu-a", device="cuda:1", bind="0.0.0.0"
     )
     assert found.keys == "/keys"

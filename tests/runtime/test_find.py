@@ -18,14 +18,14 @@ from pipeinfer.runtime.find import (
     PREFIX,
     TOPOLOGY,
     ServerInfo,
-    mark_running,
     publish_served_model,
+    record_running,
     running_servers,
     running_topology,
     url_from_here,
 )
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.topology import Entry, Topology
+from pipeinfer.topology import StageEntry, Topology
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_only_running_server_is_found(temporary):
     file = server(temporary, "one")
     with pytest.raises(ConfigurationError, match="no server of this user runs"):
         running_topology()
-    with mark_running(file):
+    with record_running(file):
         assert running_topology() == topologies.load(file)
         assert running_topology().supervisor == "ipc://one/supervisor"
     with pytest.raises(ConfigurationError, match="no server of this user runs"):
@@ -60,7 +60,7 @@ def test_of_several_servers_one_is_chosen_by_its_port(temporary):
     files = [server(temporary, name) for name in ("one", "two", "three")]
     with ExitStack() as all_of_them:
         for file in files:
-            all_of_them.enter_context(mark_running(file))
+            all_of_them.enter_context(record_running(file))
         for port, file in ((8123, files[0]), (8124, files[1])):
             publish_served_model(
                 file, ServerInfo(f"http://127.0.0.1:{port}", f"model-{port}", "/models")
@@ -86,7 +86,7 @@ def test_of_several_servers_one_is_chosen_by_its_port(temporary):
 )
 def test_every_command_that_talks_to_a_server_says_port(temporary, capsys, words):
     files = [server(temporary, name) for name in ("one", "two")]
-    with mark_running(files[0]), mark_running(files[1]):
+    with record_running(files[0]), record_running(files[1]):
         publish_served_model(files[0], ServerInfo("http://[::1]:8123", "tiny", "/models/tiny"))
         assert main([*words]) == 2
         assert "\n  --port 8123  tiny, process " in capsys.readouterr().err
@@ -99,8 +99,8 @@ def test_a_server_that_was_killed_does_not_run(temporary):
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from pipeinfer.runtime.find import mark_running\n"
-        "with mark_running(Path(sys.argv[1])):\n"
+        "from pipeinfer.runtime.find import record_running\n"
+        "with record_running(Path(sys.argv[1])):\n"
         "    print('alive', flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -116,7 +116,7 @@ def test_a_server_that_was_killed_does_not_run(temporary):
 
 def test_what_a_running_server_serves_is_known_once_it_has_a_port(temporary):
     file = server(temporary, "one")
-    with mark_running(file):
+    with record_running(file):
         assert [one.served for one in running_servers()] == [None]
         served = ServerInfo(url="http://127.0.0.1:8123", model="tiny", path="/models/tiny")
         publish_served_model(file, served)
@@ -145,7 +145,7 @@ def test_a_file_written_by_hand_leads_to_the_server_that_serves_it(temporary):
     by_hand = temporary / "mine.toml"
     by_hand.write_text(Topology(topologies.load(file).entries).to_toml())
     assert running_topology(str(by_hand)).supervisor == ""
-    with mark_running(file):
+    with record_running(file):
         assert running_topology(str(by_hand)).supervisor == "ipc://one/supervisor"
 
 
@@ -164,8 +164,8 @@ def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatc
 
 
 def test_a_stage_is_named_by_its_id_or_by_a_name_that_only_one_group_has():
-    engines = [Entry("engine", f"ipc://e{g}{r}", g, r) for g in (0, 1) for r in (0, 1)]
-    topology = Topology((Entry("scheduler", "ipc://s0", 0), *engines[:2]))
+    engines = [StageEntry("engine", f"ipc://e{g}{r}", g, r) for g in (0, 1) for r in (0, 1)]
+    topology = Topology((StageEntry("scheduler", "ipc://s0", 0), *engines[:2]))
     assert chosen_stage(topology, "scheduler") == "scheduler-0"
     assert chosen_stage(topology, "engine") == "engine-0-0"
     assert chosen_stage(topology, "engine-0-1") == "engine-0-1"

@@ -11,7 +11,7 @@ import zmq
 
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus, Listener
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.runtime.entry import FAILED, end_on_group_fault
@@ -97,7 +97,7 @@ async def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, topology, sc
     file = tmp_path / "pipeinfer.toml"
     file.write_text(Topology(topology.entries, {"kv_pages": 50}).to_toml())
 
-    def hear(_channel: str, _header: Header, message: Message) -> None:
+    def hear(_channel: str, _header: FrameHeader, message: Message) -> None:
         if isinstance(message, RankStatus):
             say(scheduler, 0, "no result for 2 s", message.incarnation)
 

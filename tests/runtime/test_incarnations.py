@@ -12,7 +12,7 @@ from listening_core import ListeningCore
 
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus, Listener
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import Send
 from pipeinfer.messages import PROTOCOL, Abort, Fenced, Heartbeat, Message, Recover
 from pipeinfer.runtime.incarnations import (
@@ -70,7 +70,7 @@ def test_the_newest_process_passes_whatever_its_number_and_whoever_else_is_newer
     fence = IncarnationFilter()
 
     def passes(sender: str, incarnation: int) -> bool:
-        return fence.accepts(Header(PROTOCOL, sender, incarnation, 0, 0.0), 0.0)
+        return fence.accepts(FrameHeader(PROTOCOL, sender, incarnation, 0, 0.0), 0.0)
 
     assert passes("tokenizer-0", 0) and passes("tokenizer-0", 0)
     assert passes("tokenizer-0", 5) and passes("tokenizer-0", 5)
@@ -80,7 +80,7 @@ def test_the_newest_process_passes_whatever_its_number_and_whoever_else_is_newer
 
 def heard(fence: IncarnationFilter, number: int, now: float) -> Fenced | None:
     """A frame of process `number`; what its sender is told of it."""
-    header = Header(PROTOCOL, "scheduler-0", number, 0, 0.0)
+    header = FrameHeader(PROTOCOL, "scheduler-0", number, 0, 0.0)
     return None if fence.accepts(header, now) else fence.notice(header, now)
 
 

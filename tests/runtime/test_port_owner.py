@@ -15,7 +15,13 @@ import pytest
 
 import pipeinfer.runtime.listening as owners
 from pipeinfer import topology as topologies
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, ServerInfo, mark_running, publish_served_model
+from pipeinfer.runtime.find import (
+    PREFIX,
+    TOPOLOGY,
+    ServerInfo,
+    publish_served_model,
+    record_running,
+)
 from pipeinfer.runtime.listening import port_owner
 from pipeinfer.settings import Settings
 from servers import environment
@@ -87,7 +93,7 @@ def test_a_server_of_ours_is_named_with_its_model_even_before_it_listens(tmp_pat
     file = tmp_path / f"{PREFIX}one" / TOPOLOGY
     file.parent.mkdir()
     file.write_text(topologies.local(Settings(), "ipc://one/").to_toml())
-    with socket.create_server(("127.0.0.1", 0)) as ours, mark_running(file):
+    with socket.create_server(("127.0.0.1", 0)) as ours, record_running(file):
         port = ours.getsockname()[1]
         publish_served_model(file, ServerInfo(f"http://127.0.0.1:{port}", "tiny", "/models/tiny"))
         wanted = f"by process {os.getpid()} (pipeinfer serve, model tiny)"

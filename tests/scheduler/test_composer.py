@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_memory_runs_short import SIZE, running, work
 
-from pipeinfer.scheduler.composer import MOST_JUMPS, StepComposer
+from pipeinfer.scheduler.composer import MAX_JUMPS, StepComposer
 from pipeinfer.scheduler.engine_state import PageCredits, Slots
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
@@ -110,7 +110,7 @@ def test_prompts_get_what_costs_least_where_that_is_asked_for():
         spare = Spare(5, cheapest=7)
         step = composer([decode, prompt], spare=spare, queue=waiting(9), free=free)
         step.decode_all()
-        step.limit_prefill(cheapest=True)
+        step.limit_prefill(cheapest_rate=True)
         step.continue_prompts()
         assert step.rows == [(decode, 1), (prompt, 7)]
         assert spare.asked == [(1, 8, [Prompt(180, 20), Prompt(9)], left)]
@@ -164,8 +164,8 @@ def test_who_jumps_takes_pages_and_decodes_where_there_are_none():
 
 
 def test_not_more_jump_than_graphs_have_room_for():
-    runs = [ahead(f"r{n}", n, 2) for n in range(MOST_JUMPS + 3)]
-    assert jumped(runs, 50, budget=500) == [2] * MOST_JUMPS + [1] * 3
+    runs = [ahead(f"r{n}", n, 2) for n in range(MAX_JUMPS + 3)]
+    assert jumped(runs, 50, budget=500) == [2] * MAX_JUMPS + [1] * 3
 
 
 @pytest.mark.parametrize("runs", [[], [running("prompt", 0, 200, 20)]])

@@ -64,12 +64,12 @@ def test_what_a_later_plan_left_stands_when_an_earlier_one_reports():
     credits = PageCredits(page_size=4, pages=20)
     for number in range(3):
         credits.plan(number, 5)
-    assert credits.report(1, free=10, evictable=0)
+    assert credits.on_page_counts(1, free=10, evictable=0)
     assert credits.available == 10 - 5
-    assert not credits.report(0, free=15, evictable=0)
+    assert not credits.on_page_counts(0, free=15, evictable=0)
     assert credits.available == 10 - 5
-    assert credits.report(1, free=10, evictable=0), "the same plan says the same twice"
-    assert credits.report(2, free=3, evictable=1)
+    assert credits.on_page_counts(1, free=10, evictable=0), "the same plan says the same twice"
+    assert credits.on_page_counts(2, free=3, evictable=1)
     assert credits.available == 4
 
 

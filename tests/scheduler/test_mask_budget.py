@@ -7,7 +7,7 @@ from model_engine import COSTLY, UNITS
 from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.messages import Plan
-from pipeinfer.scheduler.queue import ALONE, SHARE
+from pipeinfer.scheduler.queue import UNITS_PER_COSTLY_STEP, UNITS_PER_STEP
 from pipeinfer.wire import unpack
 
 GRAMMAR = COSTLY.regex
@@ -48,7 +48,7 @@ def test_nobody_waits_for_rows_whose_masks_cost_much(depth):
     assert len(beside) > 50 and all(rows == 4 for _, rows, _ in beside)
     spent = sum(costly for costly, _, _ in beside) * UNITS
     first = 4 * UNITS * depth  # of whom nothing was known
-    assert spent <= first + (len(beside) + 1) * SHARE
+    assert spent <= first + (len(beside) + 1) * UNITS_PER_STEP
 
 
 def test_costly_rows_among_themselves_take_as_much_as_a_step_may_last():
@@ -58,7 +58,7 @@ def test_costly_rows_among_themselves_take_as_much_as_a_step_may_last():
         p.submit([n, 2, 3], 30, 30, grammar=GRAMMAR)
     p.settle()
     counts = [costly for costly, _, _ in plans]
-    assert max(counts[8:]) <= ALONE // UNITS + 1
+    assert max(counts[8:]) <= UNITS_PER_COSTLY_STEP // UNITS + 1
     assert sum(counts) == 8 * 30
 
 
@@ -87,6 +87,6 @@ def test_new_requests_of_a_grammar_that_is_known_to_cost_begin_one_after_the_oth
     while len(p.clients["r0"].outputs) < 250:
         p.deliver()
     began = sum(costly for costly, _, _ in plans)
-    assert 10 < began <= 1 + len(plans) * SHARE / UNITS + 1
+    assert 10 < began <= 1 + len(plans) * UNITS_PER_STEP / UNITS + 1
     assert p.core.stats()["preparing"] > 0
     p.settle()

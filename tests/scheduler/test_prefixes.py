@@ -13,7 +13,7 @@ from test_scheduler_core import pipeline
 from pipeinfer.messages import Abort, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.queue import SharedPrefixes
+from pipeinfer.scheduler.queue import PrefixesInProgress
 from pipeinfer.scheduler.request import request_of
 from pipeinfer.wire import pack
 
@@ -139,7 +139,7 @@ prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size
 @given(prompts, st.lists(st.integers(0, 8), max_size=20), st.integers(1, 3))
 def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
     """Whoever is held waits, perhaps over others, for one that is not."""
-    held = SharedPrefixes()
+    held = PrefixesInProgress()
     held.begin(grain)
     live, waiting = [], set()
 
@@ -185,7 +185,7 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
 
 
 def test_one_key_of_each_grain():
-    found = SharedPrefixes()
+    found = PrefixesInProgress()
     found.begin(4)
     request = request_of(Work("r", 1, 0, 0, pack(range(13)), SamplingParams(), 0), 0, 0.0)
     assert not found.must_wait(request)

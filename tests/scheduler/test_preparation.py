@@ -109,7 +109,7 @@ def test_a_turn_of_who_has_left_is_nobodys():
 
 
 def test_those_used_last_are_taken_to_be_there(monkeypatch):
-    monkeypatch.setattr(queue, "MOST_KNOWN", 2)
+    monkeypatch.setattr(queue, "MAX_KNOWN", 2)
     made = started()
     for regex in ("a", "b", "a", "c"):
         if made.must_wait(wants(regex, StructuredOutputs(regex=regex))):

@@ -15,31 +15,31 @@ def test_a_rank_that_begins_anew_is_gone_until_it_has_loaded():
     ranks = RankStates()
     for rank in range(2):
         ranks.on_status(said(rank), 0.0)
-    assert not ranks.gone and not ranks.silent
+    assert not ranks.deserted and not ranks.silent
     for state in ("starting", "loading"):
         ranks.on_status(said(1, 2, state), 1.0)
-        assert ranks.gone
+        assert ranks.deserted
     ranks.on_status(said(1, 2, "waiting"), 1.0)
-    assert not ranks.gone
+    assert not ranks.deserted
 
 
 def test_a_death_counts_until_a_later_process_is_heard_and_a_late_word_does_not():
     ranks = RankStates()
     ranks.on_status(said(0, 5), 0.0)
     ranks.on_ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
-    assert ranks.gone and ranks.alive() == []
+    assert ranks.deserted and ranks.alive() == []
     ranks.on_status(said(0, 5), 0.2)
-    assert ranks.gone, "sent before it died"
+    assert ranks.deserted, "sent before it died"
     ranks.on_status(said(0, 6, "waiting"), 0.3)
     ranks.on_ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.4)
-    assert not ranks.gone and ranks.alive() == [(0, 6)]
+    assert not ranks.deserted and ranks.alive() == [(0, 6)]
 
 
 def test_a_death_of_a_process_that_was_never_heard_is_that_of_its_rank():
     ranks = RankStates()
     ranks.on_status(said(0, 5), 0.0)
     ranks.on_ended(0, Ended("engine-0-0", 6, 9, "killed"), 0.1)
-    assert ranks.gone and ranks.alive() == []
+    assert ranks.deserted and ranks.alive() == []
 
 
 def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
@@ -50,7 +50,7 @@ def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
     ranks.check(SILENT_SECONDS)
     assert not ranks.silent
     ranks.check(SILENT_SECONDS + 0.1)
-    assert ranks.silent and not ranks.gone
+    assert ranks.silent and not ranks.deserted
     ranks.on_status(said(1), SILENT_SECONDS + 0.2)
     assert not ranks.silent
 
@@ -58,10 +58,10 @@ def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
 def test_a_rank_that_is_silent_for_too_long_is_gone():
     ranks = RankStates(host_loss=20.0)
     ranks.on_status(said(0, 5), 0.0)
-    assert not ranks.check(20.0) and not ranks.gone
-    assert ranks.check(20.1) and ranks.gone
+    assert not ranks.check(20.0) and not ranks.deserted
+    assert ranks.check(20.1) and ranks.deserted
     ranks.on_status(said(0, 5), 20.2)
-    assert not ranks.check(20.2) and not ranks.gone
+    assert not ranks.check(20.2) and not ranks.deserted
 
 
 def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
@@ -69,7 +69,7 @@ def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
     ranks.on_status(said(0, 5), 0.0)
     ranks.on_ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
     ranks.check(60.0)
-    assert ranks.gone and not ranks.silent
+    assert ranks.deserted and not ranks.silent
 
 
 def test_tokenizers_are_told_at_a_change_and_twice_a_second():

@@ -125,7 +125,7 @@ def they_begin_alike_and_came_before_the_engine() -> None:
 
 
 def grammars_are_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(queue, "MOST_KNOWN", 1)
+    monkeypatch.setattr(queue, "MAX_KNOWN", 1)
     p = started(pages=14, page_size=4, slots=4, budget=64)
     with_grammar(p, "first", 30, "a+", prompt=[5] * 8)
     with_grammar(p, "second", 30, "a+", prompt=[6] * 8)

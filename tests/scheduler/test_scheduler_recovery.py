@@ -32,8 +32,8 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.recovery import (
     CONTEXT_TOKENS,
-    MOST_KEPT_SECONDS,
-    MOST_REMEMBERED,
+    MAX_REMEMBERED,
+    MAX_RETENTION_SECONDS,
     ORPHANED_SECONDS,
     REMEMBERED_SECONDS,
     RecoveryRecords,
@@ -294,11 +294,11 @@ def test_ids_of_requests_that_are_over_are_remembered_for_a_minute() -> None:
     for number in range(1_000):
         ledger.on_ended(str(number), number * 1e-3)
     assert all(ledger.has_ended(str(number), 1) for number in range(1_000))
-    for number in range(1_000, 1_000 + MOST_REMEMBERED):
+    for number in range(1_000, 1_000 + MAX_REMEMBERED):
         ledger.on_ended(str(number), 1.0)
-    assert not ledger.has_ended("0", 1) and ledger.has_ended(str(999 + MOST_REMEMBERED), 1)
+    assert not ledger.has_ended("0", 1) and ledger.has_ended(str(999 + MAX_REMEMBERED), 1)
     ledger.on_ended("later", 1.0 + REMEMBERED_SECONDS)
-    assert ledger.has_ended("later", 1) and not ledger.has_ended(str(999 + MOST_REMEMBERED), 1)
+    assert ledger.has_ended("later", 1) and not ledger.has_ended(str(999 + MAX_REMEMBERED), 1)
 
 
 def test_a_request_that_a_stop_string_ended_is_kept_up_to_its_cut() -> None:
@@ -365,7 +365,7 @@ def test_done_ends_a_request_whose_stop_hit_was_lost() -> None:
     assert bench.told[-1] == Done(("r",))
 
 
-@pytest.mark.parametrize(("host_loss", "patience"), [(2.0, 40.0), (1e9, MOST_KEPT_SECONDS)])
+@pytest.mark.parametrize(("host_loss", "patience"), [(2.0, 40.0), (1e9, MAX_RETENTION_SECONDS)])
 def test_a_finished_request_whose_done_never_comes_is_aborted_everywhere_some_day(
     host_loss: float, patience: float
 ) -> None:

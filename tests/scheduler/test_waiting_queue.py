@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pipeinfer.messages import Work
 from pipeinfer.params import SamplingParams
-from pipeinfer.scheduler.queue import LOOKED_AT, WaitingQueue
+from pipeinfer.scheduler.queue import SCANNED_PER_ENTRY, WaitingQueue
 from pipeinfer.scheduler.request import Request, request_of
 from pipeinfer.wire import pack
 
@@ -77,7 +77,7 @@ class Waiting(RuleBasedStateMachine):
         told = self.queue.first(5)
         assert told == self.waiting[: len(told)]
         gone = len(self.queue._order) - len(self.waiting)
-        if gone <= 5 * (LOOKED_AT - 1):
+        if gone <= 5 * (SCANNED_PER_ENTRY - 1):
             assert len(told) == min(5, len(self.waiting))
 
 

@@ -22,9 +22,9 @@ from pipeinfer.tokenizer.core import (
     ENCODE_HERE_BYTES,
     Encode,
     EncodeNext,
+    GrammarVerdict,
     TokenizerCore,
-    Tried,
-    Try,
+    ValidateGrammar,
 )
 from pipeinfer.tokenizer.requests import MAX_REFUSAL_LETTERS, grammar_digest
 from pipeinfer.tokenizer.stage import make_core
@@ -47,8 +47,8 @@ def core() -> TokenizerCore:
     return make_core(demo_path(), Settings())
 
 
-def tried(name: str, regex: str = "a", status: int = 0, message: str = "") -> Tried:
-    return Tried(name, 1, status, message, grammar_digest(StructuredOutputs(regex=regex)))
+def tried(name: str, regex: str = "a", status: int = 0, message: str = "") -> GrammarVerdict:
+    return GrammarVerdict(name, 1, status, message, grammar_digest(StructuredOutputs(regex=regex)))
 
 
 def sent(core: TokenizerCore, event: Message) -> list[Message]:
@@ -56,7 +56,7 @@ def sent(core: TokenizerCore, event: Message) -> list[Message]:
 
 
 def test_a_grammar_is_tried_before_the_request_goes_on_and_then_never_again(core) -> None:
-    assert sent(core, asking("one", client="c")) == [Try("one", 1, "c")]
+    assert sent(core, asking("one", client="c")) == [ValidateGrammar("one", 1, "c")]
     assert not core.idle()
     assert sent(core, asking("one")) == [], "the gateway says it again"
     passed = sent(core, tried("one"))
@@ -79,7 +79,7 @@ def test_engines_are_told_what_takes_long_to_compile_also_of_later_requests(core
 
 
 def test_what_does_not_compile_is_refused_and_so_is_whoever_asks_for_it_later(core) -> None:
-    assert sent(core, asking("one", "(a", choices=(0, 1)))[0] == Try("one", 1)
+    assert sent(core, asking("one", "(a", choices=(0, 1)))[0] == ValidateGrammar("one", 1)
     refused = sent(core, tried("one", "(a", 400, "unclosed group"))
     assert [(r.request_id, r.status, r.param) for r in refused if isinstance(r, Refused)] == [
         ("one", 400, "structured_outputs"),
@@ -99,7 +99,10 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
     sent(core, asking("without", "(a"))
     assert core.submit_to_validate("one", 1).params.structured_outputs.regex == "(a"
     out = sent(core, tried("one", "(a", 400, "unclosed group"))
-    assert [m for m in out if isinstance(m, Try)] == [Try("one", 1, "c"), Try("long", 1)]
+    assert [m for m in out if isinstance(m, ValidateGrammar)] == [
+        ValidateGrammar("one", 1, "c"),
+        ValidateGrammar("long", 1),
+    ]
     assert [m.request_id for m in out if isinstance(m, Refused)] == ["without"]
     assert core.submit_to_validate("one", 1).params.structured_outputs == other
     passed = sent(core, tried("one", "b"))
@@ -120,15 +123,15 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
 def test_a_trial_that_could_not_be_made_says_nothing_of_the_grammar(core) -> None:
     sent(core, asking("one"))
     sent(core, asking("beside"))
-    [refused] = sent(core, Tried("one", 1, 500, "no process"))
+    [refused] = sent(core, GrammarVerdict("one", 1, 500, "no process"))
     assert isinstance(refused, Refused) and (refused.request_id, refused.status) == ("one", 500)
     assert core.submit_to_validate("beside", 1) is not None
-    assert sent(core, asking("two")) == [Try("two", 1)]
+    assert sent(core, asking("two")) == [ValidateGrammar("two", 1)]
 
 
 def test_a_long_prompt_is_encoded_when_its_grammar_has_passed(core) -> None:
     long = "x" * (ENCODE_HERE_BYTES + 1)
-    assert sent(core, asking("one", text=long, client="c")) == [Try("one", 1, "c")]
+    assert sent(core, asking("one", text=long, client="c")) == [ValidateGrammar("one", 1, "c")]
     [encode] = sent(core, tried("one"))
     assert isinstance(encode, Encode) and (encode.request_id, encode.client) == ("one", "c")
     assert core.submit_to_encode("one", 1) is not None and core.submit_to_validate("one", 1) is None
@@ -186,7 +189,7 @@ def test_verdicts_are_remembered_up_to_a_number_and_a_length(core, monkeypatch) 
         sent(core, asking(regex, regex))
         sent(core, tried(regex, regex))
     found = [type(sent(core, asking("x" + regex, regex))[0]) for regex in ("c", "b", "a")]
-    assert found == [Accepted, Accepted, Try]
+    assert found == [Accepted, Accepted, ValidateGrammar]
     sent(core, asking("long", "l"))
     sent(core, tried("long", "l", 400, "quoted " * 1000))
     [refused] = sent(core, asking("longer", "l"))
@@ -198,7 +201,7 @@ class Harness:
 
     def __init__(self, seconds: float = 30.0, none: str = "") -> None:
         self.submits: dict[str, Submit] = {}
-        self.fed: list[Tried] = []
+        self.fed: list[GrammarVerdict] = []
         setup = None if none else grammar_setup(demo_path())
         self.trials = GrammarValidation(
             setup, lambda name, _: self.submits.get(name), none, seconds
@@ -207,10 +210,10 @@ class Harness:
     def ask(self, name: str, spec: StructuredOutputs, client: str = "") -> None:
         params = SamplingParams(structured_outputs=spec)
         self.submits[name] = Submit(name, 1, 0, params, 0, client=client)
-        self.trials.deliver(Try(name, 1, client))
+        self.trials.deliver(ValidateGrammar(name, 1, client))
 
     def feed(self, event: Message) -> None:
-        assert isinstance(event, Tried)
+        assert isinstance(event, GrammarVerdict)
         self.fed.append(event)
 
     async def until(self, done: Callable[[], bool]) -> None:
@@ -260,5 +263,5 @@ async def test_a_model_without_a_vocabulary_for_it_says_so() -> None:
     await harness.trials.start(harness.feed)
     harness.ask("r", StructuredOutputs(regex="a"))
     await harness.until(lambda: bool(harness.fed))
-    assert harness.fed == [Tried("r", 1, 400, "there is no tokenizer")]
+    assert harness.fed == [GrammarVerdict("r", 1, 400, "there is no tokenizer")]
     await harness.trials.stop()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.messages import Ended, GroupStatus, Standing
-from pipeinfer.tokenizer.routing import MAX_SILENCE_SECONDS, GroupMonitor, GroupReport, Router
+from pipeinfer.tokenizer.routing import MAX_SILENCE_SECONDS, GroupMonitor, GroupReport, GroupRouter
 
 GROUPS = 3
 
@@ -86,7 +86,7 @@ words = st.tuples(
 @given(st.lists(st.one_of(words, st.floats(0.1, MAX_SILENCE_SECONDS)), max_size=60))
 def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
     """The model: each group's last word, its time, and whether it counts any more."""
-    watch, router, now = GroupMonitor(), Router("round-robin", GROUPS), 0.0
+    watch, router, now = GroupMonitor(), GroupRouter("round-robin", GROUPS), 0.0
     last: dict[int, tuple[str, int, float]] = {}
     lost: set[int] = set()
     for step in done:
@@ -99,7 +99,7 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
             gone = watch.newly_silent(now)
             assert {group for group, _ in gone} == {g for g in late if last[g][0] == "serves"}
             for group, report in gone:
-                router.report(group, report)
+                router.on_report(group, report)
             continue
         group, standing, incarnation, ends = step
         before = last[group][1] if group in last else 0
@@ -116,7 +116,7 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
         assert (report is not None) == news
         if report is not None:
             assert report.up == (last[group][0] == "serves" and group not in lost)
-            router.report(group, report)
+            router.on_report(group, report)
         assert watch.deserted() == [
             g for g in sorted(last) if last[g][0] == "deserted" and g not in lost
         ]

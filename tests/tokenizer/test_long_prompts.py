@@ -45,7 +45,7 @@ from pipeinfer.tokenizer.core import (
     TokenizerCore,
 )
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.stage import make_core
 from pipeinfer.tokenizer.worker_main import encode_submit
 from pipeinfer.tokenizer.workers import (
@@ -70,7 +70,7 @@ def encoder(max_model_len: int = 100_000) -> PromptEncoder:
 
 
 def make(groups: int = 1, gateways: tuple[str, ...] = ()) -> TokenizerCore:
-    router = Router("round-robin", groups)
+    router = GroupRouter("round-robin", groups)
     return TokenizerCore(encoder(), router, GroupMonitor(groups), (), "tokenizer-0", 7, gateways)
 
 
@@ -173,7 +173,7 @@ async def test_other_messages_come_between_prompts_that_wait() -> None:
 
 
 def test_what_cannot_fit_is_refused_by_its_length_alone() -> None:
-    router = Router("round-robin", 1)
+    router = GroupRouter("round-robin", 1)
     core = TokenizerCore(encoder(max_model_len=2048), router, GroupMonitor(), ())
     begun = time.thread_time()
     (send,) = core.handle(submit(text="a" * 5_000_000), 0.0)

@@ -20,7 +20,7 @@ from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Wo
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step import Sampled
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.wire import pack
 
 PREFIXES, EACH, PREFIX = 64, 64, 1500
@@ -80,7 +80,7 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
     heads = [rng.integers(0, 50_000, PREFIX, np.int32) for _ in range(PREFIXES)]
     order = [prefix for prefix in range(PREFIXES) for _ in range(each)]
     random.Random(seed).shuffle(order)
-    router, watch = Router(policy, groups), GroupMonitor()
+    router, watch = GroupRouter(policy, groups), GroupMonitor()
     cluster = [Group(g, POOL // groups, 256 // groups) for g in range(groups)]
     left, under_way, rounds = deque(enumerate(order)), 0, 0
     params = SamplingParams(max_tokens=OUTPUTS, ignore_eos=True)
@@ -103,7 +103,7 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
             for group in cluster:
                 report = watch.on_status(group.scheduler.status(), rounds)
                 assert report is not None
-                router.report(group.number, report)
+                router.on_report(group.number, report)
     stats = [group.engine.stats() for group in cluster]
     served = [one["computed_tokens_total"] for one in stats]
     cached = sum(one["cached_tokens_total"] for one in stats)

@@ -175,7 +175,7 @@ def test_long_prompts_are_told_apart_as_short_ones() -> None:
     submit = asked([USER], params={"structured_outputs": FORM})
     told, prompt = encode_submit(made, submit), made.prompt(submit)
     assert (
-        (told.left, told.thoughts)
+        (told.thought_state, told.thoughts)
         == (prompt.thought_state, prompt.thoughts)
         == ("open", told.thoughts)
     )

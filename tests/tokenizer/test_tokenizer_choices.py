@@ -16,13 +16,13 @@ from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import Encoded, TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.requests import PendingPrompt, PendingPrompts, first_choice
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.wire import pack
 
 
 def make(groups: int = 1, routing: str = "round-robin") -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 1_000)
-    return TokenizerCore(encoder, Router(routing, groups), GroupMonitor(groups), ())
+    return TokenizerCore(encoder, GroupRouter(routing, groups), GroupMonitor(groups), ())
 
 
 def submit(choices: tuple[int, ...] = (0, 1, 2), **fields: Any) -> Submit:

@@ -39,7 +39,7 @@ from pipeinfer.text import HARMONY_TOKENS
 from pipeinfer.tokenizer.chat_templates import ChatTemplates
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.topology import Identity, Topology
 from pipeinfer.wire import pack, unpack
@@ -296,7 +296,7 @@ def two_groups(gateways: tuple[str, ...] = (), host_loss: float = inf) -> Tokeni
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), vocab_size=10, max_model_len=100)
     return TokenizerCore(
         encoder,
-        Router("round-robin", 2),
+        GroupRouter("round-robin", 2),
         GroupMonitor(2, host_loss),
         (),
         "tokenizer-0",

@@ -12,7 +12,7 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Hello, Message
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology import NAMES, Entry, Identity, Topology
+from pipeinfer.topology import NAMES, Identity, StageEntry, Topology
 from pipeinfer.trace.reader import Trace
 
 Event = tuple[float, Message]
@@ -35,7 +35,7 @@ def fresh(trace: Trace) -> Core:
     settings = msgspec.convert(header.settings, Settings)
     if header.name == "engine":
         return _engine(trace, settings)
-    topology = Topology(tuple(Entry(name, f"inproc://{name}") for name in NAMES))
+    topology = Topology(tuple(StageEntry(name, f"inproc://{name}") for name in NAMES))
     who = Identity(header.name, header.group, header.rank, header.index)
     context = StageContext(settings, topology, who, header.incarnation, lambda *_: None)
     return builder(header.name)(context).core

@@ -13,7 +13,7 @@ from rebuilt import events, fresh, outputs
 from pipeinfer.messages import Begin, Plan
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.settings import Settings
-from pipeinfer.topology import NAMES, Entry, Identity, Topology
+from pipeinfer.topology import NAMES, Identity, StageEntry, Topology
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import ModelIdentity, TraceHeader
 from pipeinfer.trace.notes import Crash
@@ -31,7 +31,7 @@ def test_the_last_minute_is_there_and_what_is_older_goes():
     ring = FlightRing(1 << 30)
     begun = []
     for second in range(300):
-        if ring.wants_segment(second):
+        if ring.needs_segment(second):
             begun.append(second)
             ring.begin(HEADER, second, form.pack_state(b"%d" % second))
         ring.add(BLOCK, second)
@@ -44,7 +44,7 @@ def test_the_last_minute_is_there_and_what_is_older_goes():
 def test_memory_is_bounded_however_much_happens():
     ring = FlightRing(20 * len(BLOCK))
     for moment in range(500):
-        if ring.wants_segment(0.001 * moment):
+        if ring.needs_segment(0.001 * moment):
             ring.begin(HEADER, 0.001 * moment, form.pack_state(b"state"))
         ring.add(BLOCK, 0.001 * moment)
         assert ring.bytes <= 20 * len(BLOCK)
@@ -56,7 +56,7 @@ def test_an_engine_keeps_its_epoch_as_long_as_it_fits():
     ring = FlightRing(1 << 20, keep_all=True)
     ring.begin(HEADER, 0.0)
     for second in range(1_000):
-        assert not ring.wants_segment(second, undisturbed=True)
+        assert not ring.needs_segment(second, undisturbed=True)
         ring.add(b"x" * 100, second)
     assert len(ring.file("")) == 1_001
 
@@ -65,14 +65,14 @@ def test_an_engine_that_is_always_busy_loses_the_beginning_and_not_its_loop_or_i
     ring, budget = FlightRing(20 * len(BLOCK), keep_all=True), 20 * len(BLOCK)
     ring.begin(HEADER, 0.0, form.pack_state(b"state"))
     for moment in range(100):
-        assert not ring.wants_segment(moment), "no state is taken of it"
+        assert not ring.needs_segment(moment), "no state is taken of it"
         ring.add(BLOCK, moment)
         assert ring.bytes <= budget
     parts = ring.file("an error")
     header = form.unpack_header(parts[0][16:], None)
     assert header.broken and header.snapshot is None and header.error == "an error"
     assert 13 <= len(parts[1:]) <= 20 and set(parts[1:]) == {BLOCK}
-    assert ring.wants_segment(101, undisturbed=True)
+    assert ring.needs_segment(101, undisturbed=True)
     ring.begin(HEADER, 101, form.pack_state(b"later"))
     ring.add(BLOCK, 102)
     header, *blocks = ring.file("")
@@ -94,7 +94,7 @@ def test_a_stage_that_does_nothing_is_not_asked_for_its_state_again_and_again():
     ring = FlightRing(1 << 30)
     ring.begin(HEADER, 0.0, os.urandom(10 * len(BLOCK)))
     seconds = 0.0
-    while not ring.wants_segment(seconds):
+    while not ring.needs_segment(seconds):
         seconds += SEGMENT
         ring.add(BLOCK, seconds)
     assert 9 <= seconds / SEGMENT <= 11
@@ -119,7 +119,7 @@ def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, forks, 
     for record in trace:
         if record.direction == "in":
             settle(recorder, now)
-            if recorder.wants_segment(now, undisturbed=True):
+            if recorder.needs_segment(now, undisturbed=True):
                 recorder.begin_segment(trace.header, now, copier.take(core))
                 begun += 1
             core.handle(trace.message(record), record.time)
@@ -206,7 +206,7 @@ def test_a_stage_that_dies_leaves_a_flight_recording_that_dies_again(tmp_path, m
     assert any(isinstance(m, Plan) for _, out in events(trace) for m in out)
     (tmp_path / "crashed").unlink()
     settings = msgspec.convert(trace.header.settings, Settings)
-    topology = Topology(tuple(Entry(name, f"inproc://{name}") for name in NAMES))
+    topology = Topology(tuple(StageEntry(name, f"inproc://{name}") for name in NAMES))
     who, incarnation = Identity("scheduler"), trace.header.incarnation
     context = StageContext(settings, topology, who, incarnation, lambda *_: None)
     core = builder("scheduler")(context).core

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import StepDone, Tick
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.settings import Settings
@@ -52,7 +52,7 @@ async def test_an_engines_large_state_is_taken_only_while_nothing_happens_to_it(
     identity = Identity("engine", 0, 0, 0)
     tap = taps.RecorderHook(settings, local(settings, "ipc:///nowhere"), identity, 1, print, print)
     tap.begin(core, {})  # type: ignore[arg-type]
-    header = Header(PROTOCOL, "scheduler-0", 1, 1, 0.0)
+    header = FrameHeader(PROTOCOL, "scheduler-0", 1, 1, 0.0)
     tap.frame(10.0, "plan", header, b"")
     assert not tap._quiet(10.0) and not tap._quiet(10.0 + taps.QUIET_SECONDS / 2)
     assert tap._quiet(10.0 + taps.QUIET_SECONDS)

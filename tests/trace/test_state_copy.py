@@ -28,7 +28,7 @@ from pipeinfer.trace.hook import RecorderHook
 from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recorder import FlightRing, Recorder
 from pipeinfer.trace.snapshot import TooLarge, Unsnapshottable, _Walker, restore, snapshot
-from pipeinfer.trace.state_copy import MAX_WALKED_VALUES, StateCopier, StateLost
+from pipeinfer.trace.state_copy import MAX_WALKED_VALUES, StateCopier, StateCopyFailed
 from pipeinfer.wire import pack
 from waiting import until
 
@@ -135,7 +135,7 @@ def test_where_none_may_be_forked_a_large_state_is_walked_by_who_packs_it(monkey
     assert walks == [MAX_WALKED_VALUES], "no more than a small one takes, on the loop"
     assert form.unpack_state(copied.packed(never)) == snapshot(core)
     assert walks == [MAX_WALKED_VALUES, 0] and not copier.small
-    with pytest.raises(StateLost, match="busy"):
+    with pytest.raises(StateCopyFailed, match="busy"):
         copier.take(core, lambda: False)
     assert walks == [MAX_WALKED_VALUES, 0]
 
@@ -154,7 +154,7 @@ def test_a_state_that_changed_while_it_was_walked_is_lost(raises, monkeypatch):
 
     monkeypatch.setattr(state_copy, "snapshot", disturbed)
     copied = copier.take(core, lambda: still[0])
-    with pytest.raises(StateLost, match="went on"):
+    with pytest.raises(StateCopyFailed, match="went on"):
         copied.packed(never)
 
 
@@ -174,7 +174,7 @@ async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatc
     copied = StateCopier(forks=True).take(core_of(1))
     os.kill(copied.pid, number)
     await asyncio.sleep(0.05)
-    with pytest.raises(StateLost, match="nobody wants it"):
+    with pytest.raises(StateCopyFailed, match="nobody wants it"):
         copied.packed(lambda: True)
     assert heard == [] and not children()
     os.kill(os.getpid(), number)  # what is meant for the stage still reaches it
@@ -190,7 +190,7 @@ def test_the_copy_holds_none_of_our_sockets(monkeypatch):
     # At its end only when nobody has the other end open: a client would see its connection end.
     assert os.read(reading, 1) == b""
     os.close(reading)
-    with pytest.raises(StateLost):
+    with pytest.raises(StateCopyFailed):
         copied.packed(lambda: True)
 
 
@@ -198,11 +198,11 @@ def test_a_copy_that_is_killed_or_takes_too_long_is_no_state(monkeypatch, childr
     monkeypatch.setattr(state_copy, "snapshot", slowly)
     copied = StateCopier(forks=True).take(core_of(1))
     os.kill(copied.pid, signal.SIGKILL)
-    with pytest.raises(StateLost, match="killed"):
+    with pytest.raises(StateCopyFailed, match="killed"):
         copied.packed(never)
     monkeypatch.setattr(state_copy, "COPY_TIMEOUT", 0.05)
     monkeypatch.setattr(state_copy, "POLL_SECONDS", 0.01)
-    with pytest.raises(StateLost, match=r"more than 0\.05 s"):
+    with pytest.raises(StateCopyFailed, match=r"more than 0\.05 s"):
         StateCopier(forks=True).take(core_of(1)).packed(never)
     assert not children()
 
@@ -228,7 +228,7 @@ def test_without_a_state_the_flight_recorder_goes_on_with_the_one_before(tmp_pat
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fork", refuse)
-        with pytest.raises(StateLost, match="Resource temporarily unavailable"):
+        with pytest.raises(StateCopyFailed, match="Resource temporarily unavailable"):
             copier.take(core)
     recorder.add(row)
     recorder.flush(40.0)
@@ -238,13 +238,13 @@ def test_without_a_state_the_flight_recorder_goes_on_with_the_one_before(tmp_pat
     recorder.add(row)
     recorder.flush(41.0)
     deadline = time.monotonic() + 60
-    while recorder._asked:
+    while recorder._segment_requested:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     recorder.dump([tmp_path], "a test")
     recorder.close("")
-    assert len(ring._segments) == 1 and not recorder._asked
-    assert not recorder.wants_segment(41.0) and recorder._not_before > 41.0
+    assert len(ring._segments) == 1 and not recorder._segment_requested
+    assert not recorder.needs_segment(41.0) and recorder._not_before > 41.0
     flight = Trace(next(tmp_path.glob("*.pitrace")))
     assert flight.header.snapshot is None and len(list(flight)) == 2
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.engine.kv_store import TOKENS
+from pipeinfer.engine.kv_store import CENTERING_TOKENS
 from pipeinfer.kernels.formats import (
     E4M3,
     E4M3_MAX,
@@ -313,7 +313,7 @@ def _shifted(part: Part, shifts: Sequence[torch.Tensor]) -> Part:
 def _shifts(reference: Reference) -> list[torch.Tensor]:
     """What the engine subtracts (engine/kv_store.py), computed anew: [KV heads, 1, head_dim]."""
     config, found = reference.model.config, {}
-    ids = np.random.RandomState(0).randint(0, config.vocab_size, TOKENS).tolist()
+    ids = np.random.RandomState(0).randint(0, config.vocab_size, CENTERING_TOKENS).tolist()
     group = config.num_attention_heads // config.num_key_value_heads
 
     def attend(module: Any, q: Heads, k: Heads, v: Heads, mask: object, **more: Any) -> Any:

@@ -80,7 +80,7 @@ class InstantDevice:
 def build(context: StageContext) -> Stage:
     """The engine stage; settings that concern a model are ignored."""
     settings, identity = context.settings, context.identity
-    context.report("loading", "")
+    context.report_status("loading", "")
     slots = settings.max_running
     memory = MemoryManager(1 + PAGES, PAGE_SIZE, slots, MAX_MODEL_LEN, settings.cache)
     hello = Hello(

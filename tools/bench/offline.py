@@ -83,11 +83,11 @@ def efficiency(
 ) -> dict[str, float]:
     """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
     from pipeinfer import settings as config
-    from pipeinfer.engine.loading import choose
+    from pipeinfer.engine.loading import choose_engine
 
     built = config.build(settings)
     folder = resolve_model(built.model, built.revision)
-    dtype = str(choose(built, folder).dtype).removeprefix("torch.")
+    dtype = str(choose_engine(built, folder).dtype).removeprefix("torch.")
     machine = floor.Machine(options.flops, options.bandwidth)
     size = floor.model_size(folder, dtype, built.quantization, built.kv_cache_dtype)
     least = floor.floor_seconds(work, size, machine, built.max_running)

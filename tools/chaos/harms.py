@@ -44,7 +44,7 @@ class Network:
         self._goal = f"127.{128 + high}.{mid}.{low}"
         local = topologies.local(config.build(dict(settings)), "ipc:///nowhere/")
         self._ports: dict[Stage, int] = {}
-        entries: list[topologies.Entry] = []
+        entries: list[topologies.StageEntry] = []
         for number, entry in enumerate(local.entries):
             port = self._ports[entry.name, entry.group, entry.rank] = FIRST + ROW * number
             address = f"tcp://{self._listen}:{port}"

@@ -23,7 +23,7 @@ def page() -> str:
 
 def _parts(one: EndpointDoc) -> Iterator[str]:
     yield f"## {one.method.upper()} {one.path}"
-    yield " ".join(filter(None, (one.summary, one.more)))
+    yield " ".join(filter(None, (one.summary, one.details)))
     yield bullets(_facts(one))
 
 

@@ -25,9 +25,9 @@ from pipeinfer.gateway.schema import (
 from pipeinfer.gateway.unsupported_fields import (
     ALTERNATIVES,
     IGNORED,
-    MESSAGES_ALONE,
+    ONLY_MESSAGES,
+    ONLY_RESPONSES,
     REFUSED_OF,
-    RESPONSES_ALONE,
     Refusals,
 )
 
@@ -58,10 +58,10 @@ def _taken() -> Iterator[str]:
         yield f"## {title}"
         yield _fields(body, (name for name in body.__struct_fields__ if name not in shared))
     yield "## Responses"
-    yield "`POST /v1/responses`. " + _beside(RESPONSES_ALONE)
+    yield "`POST /v1/responses`. " + _beside(ONLY_RESPONSES)
     yield _fields(ResponsesRequest, ResponsesRequest.__struct_fields__)
     yield "## Messages"
-    yield "`POST /v1/messages`. " + _beside(MESSAGES_ALONE)
+    yield "`POST /v1/messages`. " + _beside(ONLY_MESSAGES)
     yield _fields(MessagesRequest, MessagesRequest.__struct_fields__)
     yield "## Counting tokens of messages"
     named = codes(CountRequest.__struct_fields__)

@@ -21,7 +21,7 @@ from fuzz.engines import Wrong
 from fuzz.radix import Numbers
 from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import LOCAL, Compiled, Core, Send, StepDone, Tick
 from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.memory.manager import MemoryManager
@@ -336,7 +336,7 @@ def handled(core: Core, message: Message, now: float) -> list[Send]:
 
 def travelled(channel: str, value: Any) -> Message | None:
     """What the bus makes of these plain values; None: they have no frame, or it is dropped."""
-    header = inputs.encode(Header(PROTOCOL, "engine-0-0", 1, 0, 0.0))
+    header = inputs.encode(FrameHeader(PROTOCOL, "engine-0-0", 1, 0, 0.0))
     try:
         body = inputs.encode(value)
         return frames.decode([channel.encode(), header, body])[2]
@@ -476,7 +476,7 @@ class Cores:
             run(radix.Program(b"".join(pieces[1:2])))
             return
         name = STAGES[number]
-        header = inputs.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
+        header = inputs.encode(FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0))
         core, now = None, 0.0
         for channel, body in zip(pieces[1::2], pieces[2::2], strict=False):
             try:

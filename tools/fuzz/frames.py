@@ -16,7 +16,7 @@ import zmq
 from fuzz import inputs
 from fuzz.engines import Wrong
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import PROTOCOL, Abort, Message
 
@@ -51,7 +51,7 @@ class Frames:
     async def _start(self) -> None:
         self._reader.start(self._handle)
 
-    def _handle(self, _channel: str, header: Header, _message: Message) -> None:
+    def _handle(self, _channel: str, header: FrameHeader, _message: Message) -> None:
         self._handled += 1
         self._marks += header.sender == MARK
 
@@ -97,7 +97,7 @@ class Frames:
 
     def _read(self, pieces: list[bytes]) -> None:
         marks, before = self._marks, self._handled + self._reader.bad_frames
-        header = Header(PROTOCOL, MARK, 1, 0, 0.0)
+        header = FrameHeader(PROTOCOL, MARK, 1, 0, 0.0)
         sent = 1
         if pieces:
             self._outbox.send_multipart(pieces)
@@ -124,5 +124,5 @@ class Frames:
 
 
 def _frame(channel: str, body: bytes) -> bytes:
-    header = inputs.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
+    header = inputs.encode(FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0))
     return inputs.joined([channel.encode(), header, body])

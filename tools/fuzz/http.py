@@ -27,7 +27,7 @@ from fuzz import inputs
 from fuzz.engines import Wrong
 from pipeinfer import topology as topologies
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import LOCAL, Tick
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.gateway.stage import build
@@ -183,7 +183,7 @@ class Gateway:
             self.on_failure()  # its client may wait for ever
 
     def _travel(self, channel: str, message: Message) -> None:
-        parts = frames.encode(channel, Header(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
+        parts = frames.encode(channel, FrameHeader(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
         _, _, arrived = frames.decode(parts)
         if isinstance(arrived, Abort):
             self._gone.add(arrived.request_id)

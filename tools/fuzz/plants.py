@@ -160,13 +160,13 @@ def _credits_go_back() -> None:
     """cores: pages are as many as was said last, whichever plan it was said of."""
     from pipeinfer.scheduler.engine_state import PageCredits
 
-    really = PageCredits.report
+    really = PageCredits.on_page_counts
 
     def report(self: Any, number: int, free: int, evictable: int) -> bool:
         self._number = -1
         return really(self, number, free, evictable)
 
-    PageCredits.report = report
+    PageCredits.on_page_counts = report
 
 
 def _lost_page() -> None:

@@ -36,7 +36,7 @@ from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.scheduler.planner import SchedulerOptions
 from pipeinfer.step import Sampled, Step
 from pipeinfer.step_cost import StepCost, Targets
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.wire import pack
 from simulate.metrics import Tally
 from simulate.noise import Draws
@@ -274,7 +274,7 @@ FOREVER = float("inf")
 class Cluster:
     """`groups` behind `router`, which hears of them as often as in a server."""
 
-    def __init__(self, groups: Sequence[Group], router: Router) -> None:
+    def __init__(self, groups: Sequence[Group], router: GroupRouter) -> None:
         self._groups, self._router = groups, router
         self._watch = GroupMonitor()
         self._due: list[tuple[float, int]] = []  # a group stands here while something is under way
@@ -321,6 +321,6 @@ class Cluster:
         for index in sorted(self._active):
             report = self._watch.on_status(self._groups[index].told(), self._beat_at)
             if report is not None:
-                self._router.report(index, report)
+                self._router.on_report(index, report)
         self._active.clear()
         self._beat_at += HEARTBEAT_SECONDS

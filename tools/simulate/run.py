@@ -17,7 +17,7 @@ from typing import Any
 from pipeinfer.bench.options import TokenRange
 from pipeinfer.scheduler.planner import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.routing import ROUTING_POLICIES, Router
+from pipeinfer.tokenizer.routing import ROUTING_POLICIES, GroupRouter
 from simulate import metrics, plot, step_model, workloads
 from simulate.cluster import Cluster, Deployment, Group
 from simulate.metrics import GroupTally, Tally
@@ -111,7 +111,7 @@ def simulate(
     """One run: `groups` groups behind a router with `policy`."""
     tally = Tally([GroupTally() for _ in range(groups)], model.inbound)
     members = [Group(index, deployment, model, tally, noise_seed) for index in range(groups)]
-    cluster = Cluster(members, Router(policy, groups))
+    cluster = Cluster(members, GroupRouter(policy, groups))
     with _without_collections():
         cluster.run(arrivals)
     return tally

@@ -40,7 +40,7 @@ from pipeinfer.step import AttentionShape
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long. What many
 # rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
-CUTS = (
+TILE_CONFIGS = (
     (32, DecodeConfig(64, 32, 64, LoadConfig(block_n=32, num_warps=2, num_stages=3))),
     (64, DecodeConfig(128, 32, 128, LoadConfig(block_n=32, num_warps=1, num_stages=4))),
     (
@@ -78,11 +78,11 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeConfig:
+def tile_config(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeConfig:
     """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
     a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
     memory, and half the steps."""
-    found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
+    found = next((config for most, config in TILE_CONFIGS if rows * kv_heads <= most), MANY)
     reads = found.load
     if narrow and reads.num_warps > 1:
         reads = reads._replace(block_n=2 * reads.block_n)
@@ -125,27 +125,27 @@ class TritonDecodeKernel:
         """Makes room for what pieces of rows leave for each other."""
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        cuts = [(count, self._cut(count)) for count in range(1, most_rows + 1)]
+        cuts = [(count, self._tile_config(count)) for count in range(1, most_rows + 1)]
         most = max(max_total_splits(count, how, self._seats(how)) for count, how in cuts)
         runs = max(max_prefix_splits(count, how, self._seats(how)) for count, how in cuts)
         tile = max(how.prefix_queries if self._group else 0 for _, how in cuts)
         self._scratch = {
             size: DecodeWorkspace(most_rows, most, size, self._device, runs, tile) for size in sizes
         }
-        self._pieces = {window: empty_splits(most, self._device) for window in self._first.values()}
-        self._runs = empty_prefix_merges(most_rows, self._device)
+        self._splits = {window: empty_splits(most, self._device) for window in self._first.values()}
+        self._shared_prefixes = empty_prefix_merges(most_rows, self._device)
 
     def plan(self, inputs: PlanInputs, begin: int, end: int) -> DecodePlan:
         """Views only."""
         step, runs = inputs.step, None
         lengths, indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
         leaders, ranks = step.prefix_leaders, step.prefix_ranks
-        shares = self._seats(self._cut(end - begin)) > 0
+        shares = self._seats(self._tile_config(end - begin)) > 0
         if shares and leaders is not None and ranks is not None:
-            runs = DecodePrefixes(leaders[begin:end], ranks[begin:end], *self._runs)
+            runs = DecodePrefixes(leaders[begin:end], ranks[begin:end], *self._shared_prefixes)
         windows = {
             window: DecodeRows(lengths, indptr, step.kv_indices, pieces, None if window else runs)
-            for window, pieces in self._pieces.items()
+            for window, pieces in self._splits.items()
         }
         return DecodePlan(windows, early=end == step.shape.rows)
 
@@ -153,7 +153,7 @@ class TritonDecodeKernel:
         shape, pool = self._shapes[layer], self._pool
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
-        rows, how = plan.windows[window], self._cut(len(q))
+        rows, how = plan.windows[window], self._tile_config(len(q))
         if first:
             seats, page_size = self._seats(how), pool.page_size
             split_rows(rows.seq_lens, rows.splits, how, window, rows.prefixes, seats, page_size)
@@ -172,8 +172,8 @@ class TritonDecodeKernel:
             scales=pool.scales[layer],
         )
 
-    def _cut(self, rows: int) -> DecodeConfig:
-        return cut(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
+    def _tile_config(self, rows: int) -> DecodeConfig:
+        return tile_config(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
 
     def _seats(self, how: DecodeConfig) -> int:
         """Rows whose queries share a piece."""

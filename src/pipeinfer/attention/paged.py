@@ -68,7 +68,7 @@ class PagedBackend:
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
         # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
-        self._beside = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
+        self._decode_stream = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """See interface.py, here and below."""
@@ -89,13 +89,13 @@ class PagedBackend:
 
     def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: PagedPlan) -> torch.Tensor:
         out = torch.empty_like(q)
-        if plan.at_once and self._beside is not None:
+        if plan.at_once and self._decode_stream is not None:
             stream = torch.cuda.current_stream()
-            self._beside.wait_stream(stream)
-            with torch.cuda.stream(self._beside):
+            self._decode_stream.wait_stream(stream)
+            with torch.cuda.stream(self._decode_stream):
                 self._run_prefill(layer, q, out, plan)
             self._run_decode(layer, q, out, plan)
-            stream.wait_stream(self._beside)
+            stream.wait_stream(self._decode_stream)
             return out
         if plan.decode is not None:
             self._run_decode(layer, q, out, plan)

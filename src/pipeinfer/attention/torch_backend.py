@@ -55,7 +55,7 @@ class PrefillPiece:
 
 
 @dataclass(frozen=True)
-class WindowPlan:
+class TorchWindowPlan:
     """What the layers with the same sliding window share. order: int64 [decodes], longest first."""
 
     order: torch.Tensor | None
@@ -63,7 +63,7 @@ class WindowPlan:
     pieces: list[PrefillPiece]
 
 
-TorchPlan = dict[int | None, WindowPlan]  # of one step, by sliding window
+TorchPlan = dict[int | None, TorchWindowPlan]  # of one step, by sliding window
 
 
 class TorchBackend:
@@ -129,19 +129,19 @@ class TorchBackend:
         pages: RowPages,
         decodes: int,
         window: int | None,
-    ) -> WindowPlan:
+    ) -> TorchWindowPlan:
         pieces = [
             self._piece(pages, window, piece)
             for piece in prefill_pieces(lengths, queries, decodes, window)
         ]
         if decodes == 0:
-            return WindowPlan(None, [], pieces)
+            return TorchWindowPlan(None, [], pieces)
         firsts, seen = key_spans(lengths[:decodes], window)
         order, bounds = length_buckets(seen)
         buckets = [
             self._bucket(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
-        return WindowPlan(self._tensor(order), buckets, pieces)
+        return TorchWindowPlan(self._tensor(order), buckets, pieces)
 
     def _bucket(
         self,

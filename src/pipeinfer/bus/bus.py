@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus import frames, reliable
-from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
+from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, FrameHeader
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.reliable import ReliableLinks
 from pipeinfer.bus.sockets import SocketFactory, send_multipart
@@ -48,8 +48,8 @@ class Bus:
     Stages may start in any order: ZeroMQ queues for an inbox that is not there yet, and what a
     publisher sent too early is repaired by numbered plans and repeated heartbeats.
 
-    patience: seconds after which a frame that its inbox has not taken is dropped, where TCP may
-    lose it.
+    resend_seconds: seconds after which a frame that its inbox has not taken is dropped, where TCP
+    may lose it.
     reader: reads the inbox and the subscriptions.
     """
 
@@ -60,7 +60,7 @@ class Bus:
         topology: Topology,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float] = time.monotonic,
-        patience: float = inf,
+        resend_seconds: float = inf,
     ) -> None:
         self.identity = identity
         self.incarnation = incarnation
@@ -76,7 +76,7 @@ class Bus:
         everybody = frozenset(topology.ids() if far else ())
         self._links = ReliableLinks(
             incarnation, everybody, far, self._send_link_message, self._push, self._close_outbox,
-            int(min(patience / LINK_TIMER, 1 << 30)),
+            int(min(resend_seconds / LINK_TIMER, 1 << 30)),
         )  # fmt: skip
         self._on_link_timerer: asyncio.TimerHandle | None = None
 
@@ -84,9 +84,9 @@ class Bus:
         """Opens the inbox and the publishers. AddressTaken if somebody has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
-        transport, rest = split_address(self._address)
+        transport, pending = split_address(self._address)
         if transport == "ipc":
-            Path(rest).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(pending).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sockets.load_keys()
         inbox = self._socket(zmq.PULL)
         inbox.rcvhwm, inbox.maxmsgsize = INBOX_HWM, FRAME_BYTES
@@ -120,7 +120,7 @@ class Bus:
             self.reader.start(handler, busy_poll)
             return
 
-        def on_frame(channel: str, header: Header, message: Message) -> None:
+        def on_frame(channel: str, header: FrameHeader, message: Message) -> None:
             if self._accepts(channel, header, message):
                 handler(channel, header, message)
 
@@ -138,7 +138,7 @@ class Bus:
         sent = self._clock()
         link = self._links.outgoing(send.to)
         counted = 0 if link is None else link.next
-        header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
+        header = FrameHeader(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
         parts = frames.encode(send.channel, header, send.message)
         if send.to == EVERYONE:
             send_multipart(self._publishers[send.channel], parts)
@@ -168,7 +168,7 @@ class Bus:
         """Frames that were sent once more, since the start: a connection had taken them along."""
         return self._links.repeated
 
-    def _accepts(self, channel: str, header: Header, message: Message) -> bool:
+    def _accepts(self, channel: str, header: FrameHeader, message: Message) -> bool:
         """Whether a frame is for the stage, and has not come before."""
         who, process = header.sender, header.incarnation
         if channel == reliable.CHANNEL:
@@ -180,7 +180,7 @@ class Bus:
         return self._links.accepts(who, process, header.link, size, self._clock())
 
     def _send_link_message(self, stage: str, message: Message) -> None:
-        header = Header(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
+        header = FrameHeader(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
         self._push(stage, frames.encode(reliable.CHANNEL, header, message))
 
     def _close_outbox(self, stage: str) -> None:
@@ -280,13 +280,13 @@ class ControlClient:
         if outbox is None:
             outbox = self._outboxes[stage] = self._sockets.socket(zmq.PUSH)
             self._sockets.connect(outbox, stage, "inbox")
-        header = Header(PROTOCOL, self._name, self._incarnation, self._sent, time.monotonic())
+        header = FrameHeader(PROTOCOL, self._name, self._incarnation, self._sent, time.monotonic())
         self._sent += 1
         outbox.send_multipart(frames.encode(CONTROL, header, message))
 
-    def receive(self, seconds: float) -> list[tuple[Header, Message]]:
+    def receive(self, seconds: float) -> list[tuple[FrameHeader, Message]]:
         """The messages that came, after waiting at most `seconds` for the first."""
-        received: list[tuple[Header, Message]] = []
+        received: list[tuple[FrameHeader, Message]] = []
         for subscriber, _ in self._poller.poll(int(seconds * 1_000)):
             try:
                 _, header, message = frames.decode(subscriber.recv_multipart(zmq.NOBLOCK))

@@ -115,7 +115,7 @@ class RefusalLog:
         self.total = 0
         self._log = log
         self._counts: dict[str, int] = {}
-        self._others = 0
+        self._suppressed = 0
         self._next = 0.0
 
     def record(self, reason: str) -> None:
@@ -124,18 +124,18 @@ class RefusalLog:
         if reason in self._counts or len(self._counts) < MAX_REASONS:
             self._counts[reason] = self._counts.get(reason, 0) + 1
         else:
-            self._others += 1
+            self._suppressed += 1
 
-    def report(self, now: float) -> None:
+    def log_suppressed(self, now: float) -> None:
         """Logs what was noted since the last line, if that is a minute ago. `now`: seconds."""
         if not self._counts or now < self._next:
             return
         named = [f"{reason} ({count} times)" for reason, count in self._counts.items()]
-        if self._others:
-            named.append(f"others ({self._others} times)")
+        if self._suppressed:
+            named.append(f"others ({self._suppressed} times)")
         self._log.warning("handshakes refused: %s", "; ".join(named))
         self._counts.clear()
-        self._others = 0
+        self._suppressed = 0
         self._next = now + LOG_PERIOD
 
 
@@ -178,7 +178,7 @@ class CurveAuthenticator:
         """Handshakes that were refused or failed, since the start."""
         return self._refusals.total
 
-    def watch(self, socket: zmq.Socket[bytes], peer: str) -> None:
+    def watch_socket(self, socket: zmq.Socket[bytes], peer: str) -> None:
         """Counts the failed handshakes of `socket` from now on: before it binds, or connects to
         `peer`.
 
@@ -221,7 +221,7 @@ class CurveAuthenticator:
                 monitor, peer = self._new.get()
                 peers[monitor] = peer
                 poller.register(monitor, zmq.POLLIN)
-            self._refusals.report(time.monotonic())
+            self._refusals.log_suppressed(time.monotonic())
         for socket in (self._zap, self._wakeup_receiver, *peers):
             socket.close(linger=0)
 

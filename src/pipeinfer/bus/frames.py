@@ -95,7 +95,7 @@ def array_checks(kinds: Iterable[object]) -> dict[type, ArrayCheck]:
     return found
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True):
+class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     """Second part of every frame: who sent it, and its number on that sender's channel.
 
     link: its number among all that this process sends to this inbox, from 1, where a connection may
@@ -119,7 +119,7 @@ FRAME_BYTES = 256 << 20
 TELEMETRY_BYTES = 1 << 20  # the same for a heartbeat or an answer on `control`: a few kilobytes
 
 _encode = msgspec.msgpack.Encoder().encode
-_header = msgspec.msgpack.Decoder(Header).decode
+_header = msgspec.msgpack.Decoder(FrameHeader).decode
 _types = {**CHANNELS, control.CHANNEL: control.CONTROL, reliable.CHANNEL: reliable.LINK}
 _decoders = {name: msgspec.msgpack.Decoder(types) for name, types in _types.items()}
 _checks = array_checks(_types.values())
@@ -133,7 +133,7 @@ class Unencodable(ValueError):
     """A message that cannot be sent: too deep, too large, or of values that MessagePack lacks."""
 
 
-def encode(channel: str, header: Header, message: Message) -> list[bytes]:
+def encode(channel: str, header: FrameHeader, message: Message) -> list[bytes]:
     """Three parts; the first is also the topic of PUB/SUB. Raises Unencodable."""
     try:
         parts = [channel.encode(), _encode(header), _encode(message)]
@@ -147,7 +147,7 @@ def encode(channel: str, header: Header, message: Message) -> list[bytes]:
     return parts
 
 
-def decode(parts: list[bytes]) -> tuple[str, Header, Message]:
+def decode(parts: list[bytes]) -> tuple[str, FrameHeader, Message]:
     """(channel, header, message) of a received frame, or BadFrame."""
     if len(parts) != 3:
         raise BadFrame(f"a frame has 3 parts, not {len(parts)}")

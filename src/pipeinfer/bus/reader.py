@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from pipeinfer.bus import frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.sockets import receive_multipart
 from pipeinfer.messages import Message
 
@@ -30,7 +30,7 @@ NOT_BUSY_POLLED = (
     "link",
 )  # what comes there comes all the time, and can wait
 
-Handler = Callable[[str, Header, Message], None]
+Handler = Callable[[str, FrameHeader, Message], None]
 
 
 class Reader:

@@ -31,26 +31,26 @@ class Received(Message, frozen=True):
     missing: bool
 
 
-class Kept(Message, frozen=True):
+class Retained(Message, frozen=True):
     """To a receiver: frames from `first` on are kept, and those before `next` have been sent."""
 
     first: int
     next: int
 
 
-LINK = Union[Received, Kept]
+LINK = Union[Received, Retained]
 
 
 class OutgoingLink:
     """What one process sends to one inbox: frames from `first` on are kept, `next` is to come.
-    `patience`: how often it is asked what is due before a frame is kept no longer; the receiver is
+    `max_marks`: how often it is asked what is due before a frame is kept no longer; the receiver is
     on a host that does not come back, and nobody waits for it any more."""
 
-    def __init__(self, patience: int = 1 << 30) -> None:
+    def __init__(self, max_marks: int = 1 << 30) -> None:
         self.first = self.next = 1
         self._frames: deque[list[bytes]] = deque()
         self._first_before = 0  # where they began when it was asked last what is due
-        self._patience = patience
+        self._max_marks = max_marks
         self._marks: deque[int] = deque()  # what was to come when it was asked so often
 
     def append(self, parts: list[bytes]) -> None:
@@ -70,7 +70,7 @@ class OutgoingLink:
             self._marks.clear()
             return False
         self._marks.append(self.next)
-        if len(self._marks) <= self._patience:
+        if len(self._marks) <= self._max_marks:
             return False
         first = self.first
         self.on_received(self._marks.popleft())
@@ -80,11 +80,11 @@ class OutgoingLink:
         """Those that are kept."""
         return list(self._frames)
 
-    def status(self) -> Kept:
+    def status(self) -> Retained:
         """What the receiver may be told of them."""
-        return Kept(first=self.first, next=self.next)
+        return Retained(first=self.first, next=self.next)
 
-    def kept_due(self) -> Kept | None:
+    def retained_due(self) -> Retained | None:
         """To be asked regularly: what to say if nothing has arrived since the last time."""
         stands = bool(self._frames) and self._first_before == self.first
         self._first_before = self.first if self._frames else 0
@@ -98,13 +98,13 @@ class IncomingLink:
         self._incarnation = 0
         self._next = 0  # 0: no frame of this process has come, nor word of which is the first
         self._frames = self._bytes = 0  # since the last word
-        self._asked, self._asked_at = -1, 0.0  # from where on, when
+        self._requested, self._requested_at = -1, 0.0  # from where on, when
 
     def is_current(self, incarnation: int) -> bool:
         """False for a process that is older than another that was met."""
         if incarnation > self._incarnation:
             self._incarnation = incarnation
-            self._next, self._asked = 0, -1
+            self._next, self._requested = 0, -1
         return incarnation == self._incarnation
 
     def accepts(self, number: int, size: int) -> bool:
@@ -124,16 +124,17 @@ class IncomingLink:
             return None
         return self._received(missing=False)
 
-    def on_kept(self, kept: Kept, now: float) -> Received:
-        """What to say to the sender of `kept`, which was sent behind all before `kept.next`."""
-        self._next = max(self._next, kept.first)
-        asked = self._ask(now) if self._next < kept.next else None
+    def on_retained(self, retained: Retained, now: float) -> Received:
+        """What to say to the sender of `retained`, which was sent behind all before
+        `retained.next`."""
+        self._next = max(self._next, retained.first)
+        asked = self._ask(now) if self._next < retained.next else None
         return asked or self._received(missing=False)
 
     def _ask(self, now: float) -> Received | None:
-        if self._asked == self._next and now - self._asked_at < RETRY_SECONDS:
+        if self._requested == self._next and now - self._requested_at < RETRY_SECONDS:
             return None
-        self._asked, self._asked_at = self._next, now
+        self._requested, self._requested_at = self._next, now
         return self._received(missing=True)
 
     def _received(self, missing: bool) -> Received:
@@ -146,7 +147,7 @@ class ReliableLinks:
     any of `stages`.
 
     `send(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more;
-    `drop(stage)` is told where frames are kept no longer, after so much `patience` (Outgoing).
+    `drop(stage)` is told where frames are kept no longer, after so much `max_marks` (Outgoing).
     repeated: how many frames were pushed.
     """
 
@@ -158,13 +159,13 @@ class ReliableLinks:
         send: Callable[[str, Message], object],
         push: Callable[[str, list[bytes]], object],
         drop: Callable[[str], object],
-        patience: int = 1 << 30,
+        resend_seconds: int = 1 << 30,
     ) -> None:
         self.repeated = 0
         self._incarnation = incarnation
         self._stages = stages
         self._send, self._push, self._drop = send, push, drop
-        self._out = {stage: OutgoingLink(patience) for stage in far}
+        self._out = {stage: OutgoingLink(resend_seconds) for stage in far}
         self._in: dict[str, IncomingLink] = {}
 
     def outgoing(self, stage: str) -> OutgoingLink | None:
@@ -192,7 +193,7 @@ class ReliableLinks:
         for stage, outgoing in self._out.items():
             if outgoing.expire():
                 self._drop(stage)
-            self._send_if(stage, outgoing.kept_due())
+            self._send_if(stage, outgoing.retained_due())
 
     def _incoming(self, stage: str) -> IncomingLink:
         return self._in.get(stage) or self._in.setdefault(stage, IncomingLink())
@@ -201,10 +202,10 @@ class ReliableLinks:
         if message is not None:
             self._send(stage, message)
 
-    def _on_kept(self, sender: str, incarnation: int, kept: Kept, now: float) -> None:
+    def _on_retained(self, sender: str, incarnation: int, retained: Retained, now: float) -> None:
         incoming = self._incoming(sender)
         if incoming.is_current(incarnation):
-            self._send(sender, incoming.on_kept(kept, now))
+            self._send(sender, incoming.on_retained(retained, now))
 
     def _on_received(self, sender: str, _incarnation: int, received: Received, _now: float) -> None:
         outgoing = self._out.get(sender)
@@ -219,6 +220,6 @@ class ReliableLinks:
                 self._push(sender, parts)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
-        Kept: _on_kept,
+        Retained: _on_retained,
         Received: _on_received,
     }

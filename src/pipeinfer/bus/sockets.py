@@ -88,7 +88,7 @@ class SocketFactory:
         if self._keyring is not None and is_tcp(address):
             self._keyring.secure_server(socket)
             if self._authenticator is not None:
-                self._authenticator.watch(socket, "")
+                self._authenticator.watch_socket(socket, "")
         bound = 0
         for place in bind_addresses(address, name, self._topology.bind(self._stage)):
             try:
@@ -112,7 +112,7 @@ class SocketFactory:
         if self._keyring is not None and is_tcp(address):
             self._keyring.secure_client(socket, stage)
             if self._authenticator is not None:
-                self._authenticator.watch(socket, stage)
+                self._authenticator.watch_socket(socket, stage)
         socket.connect(socket_address(address, name))
 
     def secure(self, socket: zmq.Socket[bytes], address: str) -> None:
@@ -130,7 +130,7 @@ class SocketFactory:
 
 
 _LAST = int(zmq.NOBLOCK)
-_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _send, _recv = Socket.send, Socket.recv
 
 
@@ -142,7 +142,7 @@ def send_multipart(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
     """
     *first, last = parts
     for part in first:
-        _send(socket, part, _MORE)
+        _send(socket, part, _SNDMORE)
     _send(socket, last, _LAST)
 
 
@@ -174,7 +174,7 @@ def raise_socket_limits(context: zmq.Context[zmq.Socket[bytes]], topology: Topol
     stages = len(topology.entries)
     context.set(zmq.MAX_SOCKETS, BASE_LIMIT + SOCKETS_PER_STAGE * stages)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = BASE_LIMIT + SOCKETS_PER_STAGE * DESCRIPTORS_PER_SOCKET * stages
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and most > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    needed = BASE_LIMIT + SOCKETS_PER_STAGE * DESCRIPTORS_PER_SOCKET * stages
+    hard_limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and hard_limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard))

@@ -113,7 +113,7 @@ class Family:
 
     bias: the field about attention's, and what it is where config.json does not say.
     missing: fields that config.json may leave out, as transformers' configuration of it has them.
-    more: further fields of the ModelConfig, of (fields, layers).
+    extra_fields: further fields of the ModelConfig, of (fields, layers).
     """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
@@ -123,7 +123,7 @@ class Family:
     tied: bool = False  # where config.json does not say
     activations: Activations = Activations("hidden_act", "silu", ("silu", "swish"))
     rope: Callable[[Fields], RopeConfig] = read_rope
-    more: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, layers: {}
+    extra_fields: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, layers: {}
 
 
 def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -212,7 +212,7 @@ def _missing(
     return found if kv_heads is None else {**found, "num_key_value_heads": kv_heads}
 
 
-class Experts(TypedDict, total=False):
+class ExpertFields(TypedDict, total=False):
     """Fields of a ModelConfig, see there."""
 
     num_experts: int
@@ -229,7 +229,7 @@ class Experts(TypedDict, total=False):
     sinks: bool
 
 
-def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> Experts:
+def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> ExpertFields:
     """num_experts is called num_local_experts by transformers 5."""
     experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
     step = fields.integer("decoder_sparse_step", 1)
@@ -243,13 +243,13 @@ def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> Experts:
     }
 
 
-def qwen2_experts(fields: Fields, layers: int) -> Experts:
+def qwen2_experts(fields: Fields, layers: int) -> ExpertFields:
     """The same, and one for all tokens."""
     size = fields.integer("shared_expert_intermediate_size", 5632)
     return {**qwen_experts(fields, layers, chosen=4), "shared_intermediate_size": size}
 
 
-def mixtral_experts(fields: Fields, layers: int) -> Experts:
+def mixtral_experts(fields: Fields, layers: int) -> ExpertFields:
     """Every layer is sparse, and an expert as large as another model's dense block."""
     experts = fields.integer("num_local_experts", 8)
     return {
@@ -261,7 +261,7 @@ def mixtral_experts(fields: Fields, layers: int) -> Experts:
     }
 
 
-def glm4_experts(fields: Fields, layers: int) -> Experts:
+def glm4_experts(fields: Fields, layers: int) -> ExpertFields:
     """Experts in groups, of which the best are looked at; the first layers are dense."""
     experts, (groups, top_groups) = fields.integer("n_routed_experts", 128), _groups(fields)
     if experts % groups or (groups > 1 and experts < 2 * groups):
@@ -282,7 +282,7 @@ def glm4_experts(fields: Fields, layers: int) -> Experts:
     }
 
 
-def gpt_oss_experts(fields: Fields, layers: int) -> Experts:
+def gpt_oss_experts(fields: Fields, layers: int) -> ExpertFields:
     """As Mixtral's, with bounds; attention has sinks wherever it has such experts."""
     return {
         "num_experts": (experts := fields.integer("num_local_experts", 128)),
@@ -324,14 +324,14 @@ FAMILIES = {
         tied=True,
         activations=Activations("hidden_activation", "gelu_tanh", ("gelu_pytorch_tanh",)),
         rope=lambda fields: read_two_ropes(fields)[0],
-        more=_gemma3,
+        extra_fields=_gemma3,
     ),
     "Glm4ForCausalLM": GLM,
     "Glm4MoeForCausalLM": Family(
         _full_attention,
         _missing(131_072, kv_heads=8, rms_norm_eps=1e-5),
         rope=partial(read_partial_rope, interleaved=False),
-        more=glm4_experts,
+        extra_fields=glm4_experts,
     ),
     "GlmForCausalLM": GLM,
     "GptOssForCausalLM": Family(
@@ -340,7 +340,7 @@ FAMILIES = {
         head_dim=64,
         bias=("attention_bias", True),
         rope=partial(read_rope, theta=150_000.0, missing=GPT_OSS_ROPE),
-        more=gpt_oss_experts,
+        extra_fields=gpt_oss_experts,
     ),
     "LlamaForCausalLM": Family(_full_attention, _missing(2_048)),
     "MistralForCausalLM": Family(_one_window, _missing(131_072, kv_heads=8)),
@@ -348,18 +348,18 @@ FAMILIES = {
         partial(_one_window, missing=None),
         _missing(131_072, kv_heads=8, rms_norm_eps=1e-5),
         rope=partial(read_rope, theta=1e6),
-        more=mixtral_experts,
+        extra_fields=mixtral_experts,
     ),
     "Qwen2ForCausalLM": Family(_layered_window, _missing(32_768, kv_heads=32)),
     "Qwen2MoeForCausalLM": Family(
         _alternating_window,
         _missing(32_768, kv_heads=16),
         bias=("qkv_bias", True),
-        more=qwen2_experts,
+        extra_fields=qwen2_experts,
     ),
     "Qwen3ForCausalLM": Family(_layered_window, _missing(32_768, kv_heads=32), head_dim=128),
     "Qwen3MoeForCausalLM": Family(
-        _switched_window, _missing(32_768, kv_heads=4), more=qwen_experts
+        _switched_window, _missing(32_768, kv_heads=4), extra_fields=qwen_experts
     ),
 }
 
@@ -392,7 +392,7 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids=fields.ids("eos_token_id"),
         activation=_activation(fields, family.activations),
         quantization=read_quantization(fields),
-        **family.more(fields, layers),
+        **family.extra_fields(fields, layers),
     )
     rotated = config.rope.rotated(config.head_dim)
     if rotated % 2 or not rotated:
@@ -470,17 +470,17 @@ def read_outline(checkpoint: Path, model_impl: str = "auto") -> ModelOutline:
     have = any(name in ARCHITECTURES for name in named)
     foreign = [name for name in named if name.endswith(DECODERS)]
     if model_impl == "pipeinfer" or (model_impl == "auto" and have) or not foreign:
-        return _own(read_config(checkpoint))
-    return _foreign(fields, foreign[0])
+        return _native_outline(read_config(checkpoint))
+    return _transformers_outline(fields, foreign[0])
 
 
-def _own(config: ModelConfig) -> ModelOutline:
+def _native_outline(config: ModelConfig) -> ModelOutline:
     return ModelOutline(
         config.architecture, config.vocab_size, config.context_length, config.dtype, config
     )
 
 
-def _foreign(fields: Fields, architecture: str) -> ModelOutline:
+def _transformers_outline(fields: Fields, architecture: str) -> ModelOutline:
     if read_quantization(fields) is not None:
         raise fields.error(
             f"quantization_config is not supported for {architecture}, which transformers builds"

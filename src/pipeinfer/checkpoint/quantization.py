@@ -17,7 +17,7 @@ from pipeinfer.settings import ConfigurationError
 GROUPS = (32, 64, 128)  # columns that share a scale of 4 bits, beside all of a row
 REPEATS = re.compile(r"[*+?{]")
 REPEATED_GROUP = re.compile(r"\)[*+?{]")  # whose matches can take exponential time
-MOST_REPEATS = 3
+MAX_REPEATS = 3
 EXPERTS = (re.compile(r"\.experts"),)  # modules that no product with whole numbers takes
 
 
@@ -119,23 +119,23 @@ def read_quantization(fields: Fields) -> Quantization | None:
             f"quantization_config: quant_method {method!r} is not supported, only "
             f"{', '.join(METHODS)}"
         )
-    return Quantization(str(method), reader(how), _kept(how))
+    return Quantization(str(method), reader(how), _unquantized_modules(how))
 
 
-def choose_quantization(stored: Quantization | None, asked: str) -> Quantization | None:
+def choose_quantization(stored: Quantization | None, requested: str) -> Quantization | None:
     """What `--quantization` makes of a checkpoint; raises ConfigurationError if it cannot be."""
-    if asked == "auto" or (stored is not None and asked == stored.method):
+    if requested == "auto" or (stored is not None and requested == stored.method):
         return stored
-    if asked == "none":
+    if requested == "none":
         return None if stored is None else replace(stored, dequantize_at_load=True)
-    if asked == "fp8" and stored is None:
+    if requested == "fp8" and stored is None:
         return Quantization("fp8", Fp8(quantize_at_load=True))
-    if asked == "int8" and stored is None:
+    if requested == "int8" and stored is None:
         return Quantization("int8", Int8(), EXPERTS)
-    if asked == "fp8" and stored is not None and stored.format.bits == 8:
+    if requested == "fp8" and stored is not None and stored.format.bits == 8:
         return stored
     what = "plain" if stored is None else stored.method
-    raise ConfigurationError(f"--quantization {asked}: the checkpoint's weights are {what}")
+    raise ConfigurationError(f"--quantization {requested}: the checkpoint's weights are {what}")
 
 
 def _fine_grained(how: Fields) -> Fp8:
@@ -252,15 +252,15 @@ def _group_size(fields: Fields, value: object) -> int:
     raise fields.error(f"quantization_config: group_size {value!r} is not supported, only {shown}")
 
 
-def _kept(how: Fields) -> tuple[re.Pattern[str], ...]:
+def _unquantized_modules(how: Fields) -> tuple[re.Pattern[str], ...]:
     """By any of the names that the list has."""
-    listed: list[str] = []
+    modules: list[str] = []
     for name in ("ignore", "modules_to_not_convert", "ignored_layers"):
         given = how.raw.get(name) or []
         if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
             raise how.error(f"quantization_config: {name} must be a list of names")
-        listed += given
-    return tuple(_pattern(how, one) for one in listed)
+        modules += given
+    return tuple(_pattern(how, one) for one in modules)
 
 
 def _pattern(how: Fields, name: str) -> re.Pattern[str]:
@@ -269,7 +269,7 @@ def _pattern(how: Fields, name: str) -> re.Pattern[str]:
     if not name.startswith("re:"):
         inner = ".*".join(re.escape(part) for part in name.split("*"))
         return re.compile(rf"(?:^|\.){inner}(?:\.|$)")
-    if len(REPEATS.findall(name)) > MOST_REPEATS or REPEATED_GROUP.search(name):
+    if len(REPEATS.findall(name)) > MAX_REPEATS or REPEATED_GROUP.search(name):
         raise how.error(f"quantization_config: {name!r} may take too long to match")
     try:
         return re.compile(rf"^(?:{name[3:]})")

@@ -20,7 +20,7 @@ from pipeinfer.settings import ConfigurationError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
-MOST_ELEMENTS, MOST_DIMENSIONS = 1 << 48, 16
+MAX_ELEMENTS, MAX_DIMENSIONS = 1 << 48, 16
 # Bytes of a value, by its type. Files may have others, which no model asks for.
 SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -136,8 +136,10 @@ def _decode(file: Path, raw: bytes) -> dict[str, Any]:
         raise ConfigurationError(f"{file} has a broken safetensors header: {error}") from None
     if not isinstance(header, dict):
         raise ConfigurationError(f"{file} has a broken safetensors header: not an object")
-    said = header.pop("__metadata__", {})
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise ConfigurationError(f"{file} has a broken safetensors header: its __metadata__")
     return header
 
@@ -150,11 +152,11 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
     except (KeyError, TypeError, ValueError):
         raise ConfigurationError(f"{broken} has no dtype, shape or offsets") from None
     numbers = (start, stop, *shape)
-    whole = all(type(number) is int and 0 <= number <= MOST_ELEMENTS for number in numbers)
-    if not whole or len(shape) > MOST_DIMENSIONS:
+    size = all(type(number) is int and 0 <= number <= MAX_ELEMENTS for number in numbers)
+    if not size or len(shape) > MAX_DIMENSIONS:
         raise ConfigurationError(f"{broken} has a shape or offsets that no tensor has")
     elements = prod(shape)
-    if not isinstance(dtype, str) or elements > MOST_ELEMENTS:
+    if not isinstance(dtype, str) or elements > MAX_ELEMENTS:
         raise ConfigurationError(f"{broken} has {elements} values of type {dtype!r}")
     fits = dtype not in SIZES or stop - start == elements * SIZES[dtype]
     if start > stop or not fits:

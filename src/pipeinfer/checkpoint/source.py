@@ -58,7 +58,7 @@ def resolve_model(
         return demo_path()
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 (a Path raises for a user that is none)
     if folder.is_dir():
-        _check_whole(folder)
+        _check_complete(folder)
         return folder.resolve()
     if folder.exists() and is_gguf(folder):
         return folder.resolve()
@@ -71,7 +71,7 @@ def resolve_model(
     return fetch(name, revision, say, weights)
 
 
-def _check_whole(folder: Path) -> None:
+def _check_complete(folder: Path) -> None:
     """ConfigurationError for a folder that has an adapter alone."""
     adapter = read_object(folder, "adapter_config.json")
     if adapter is not None and not (folder / "config.json").exists():
@@ -84,7 +84,7 @@ def _check_whole(folder: Path) -> None:
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+FILES_TO_FETCH = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 UNWANTED = ["original/*", "consolidated*", "onnx/*", "adapter_*"]
 WEIGHTS = ".safetensors"
 OTHER_WEIGHTS = (".gguf", ".bin", ".pt", ".pth", ".onnx", ".h5", ".msgpack")
@@ -123,9 +123,9 @@ def fetch(name: str, revision: str, say: Say, weights: bool = True) -> Path:
 def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download  # slow to import, and rarely needed
 
-    wanted: dict[str, Any] = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    wanted: dict[str, Any] = {"allow_patterns": FILES_TO_FETCH, "ignore_patterns": UNWANTED}
     try:
-        snapshot = _listed(HfApi(), name, revision)
+        snapshot = _repository_snapshot(HfApi(), name, revision)
     except Exception as error:  # the hub, the network and the disk each have their own families
         try:
             wanted |= {"revision": revision or None, "local_files_only": True}
@@ -136,7 +136,7 @@ def _fetch(name: str, revision: str, say: Say, weights: bool) -> Path:
         _check_weights(snapshot)
     try:
         if _missing(snapshot):
-            with _alone(name, say):
+            with _download_lock(name, say):
                 _download(snapshot, say)
         # Links, and under which commit the cache knows the revision; nothing large is left.
         wanted |= {"revision": revision or None, "tqdm_class": _NoBar}
@@ -162,18 +162,18 @@ def _no_line_for_each_request() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _listed(api: HfApi, name: str, revision: str) -> Snapshot:
+def _repository_snapshot(api: HfApi, name: str, revision: str) -> Snapshot:
     """What the hub has."""
     info = api.model_info(name, revision=revision or None, files_metadata=True, timeout=ANSWER)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     return Snapshot(name, info.sha or revision, sizes)
 
 
-def _wanted(snapshot: Snapshot) -> list[str]:
+def _is_needed(snapshot: Snapshot) -> list[str]:
     from huggingface_hub.utils import filter_repo_objects
 
     found = filter_repo_objects(
-        list(snapshot.sizes), allow_patterns=WANTED, ignore_patterns=UNWANTED
+        list(snapshot.sizes), allow_patterns=FILES_TO_FETCH, ignore_patterns=UNWANTED
     )
     return sorted(found)
 
@@ -187,12 +187,12 @@ def _missing(snapshot: Snapshot) -> list[str]:
         size = snapshot.sizes[file]  # 0 where the hub does not say it
         return isinstance(found, str) and size in (0, Path(found).stat().st_size)
 
-    lacking = [file for file in _wanted(snapshot) if not there(file)]
+    lacking = [file for file in _is_needed(snapshot) if not there(file)]
     return sorted(lacking, key=lambda file: -snapshot.sizes[file])
 
 
 def _check_weights(snapshot: Snapshot) -> None:
-    if any(file.endswith(WEIGHTS) for file in _wanted(snapshot)):
+    if any(file.endswith(WEIGHTS) for file in _is_needed(snapshot)):
         return
     others = sorted(file for file in snapshot.sizes if file.endswith(OTHER_WEIGHTS))
     shown = ", ".join(others[:3]) + (" ..." if len(others) > 3 else "")
@@ -208,7 +208,7 @@ def _check_weights(snapshot: Snapshot) -> None:
 
 
 @contextmanager
-def _alone(name: str, say: Say) -> Iterator[None]:
+def _download_lock(name: str, say: Say) -> Iterator[None]:
     """Of all processes that use this cache, one downloads a model; the others wait for it here."""
     folder = _cache() / ".locks" / _folder_name(name)
     try:
@@ -254,7 +254,7 @@ def _download(snapshot: Snapshot, say: Say) -> None:
         return  # another process has
     sizes = {file: snapshot.sizes[file] for file in files}
     total = sum(sizes.values())
-    _check_room(snapshot.name, total)
+    _check_disk_space(snapshot.name, total)
     say(f"{snapshot.name}: downloading {len(files)} files, {size(total)}, to {_cache()}")
     halt = threading.Event()
     with (
@@ -274,7 +274,7 @@ def _download(snapshot: Snapshot, say: Say) -> None:
             raise error
 
 
-def _check_room(name: str, total: int) -> None:
+def _check_disk_space(name: str, total: int) -> None:
     kept = sum(part.stat().st_size for part in _blobs(name).glob("*.incomplete"))
     free, needed = shutil.disk_usage(_cache()).free, max(total - kept, 0)
     if free < needed:
@@ -548,7 +548,7 @@ def _lacking(name: str, local: Exception) -> str:
 
     # Only a client that raises this error keeps lists of files.
     tree = huggingface_hub.get_cached_repo_tree(name, revision=Path(folder).name)
-    files = _wanted(Snapshot(name, "", {one.path: one.size for one in tree}))
+    files = _is_needed(Snapshot(name, "", {one.path: one.size for one in tree}))
     missing = [file for file in files if not Path(folder, file).exists()]
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     return f"its copy lacks {shown}"

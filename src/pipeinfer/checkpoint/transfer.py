@@ -20,7 +20,7 @@ from tqdm import tqdm
 Say = Callable[[str], object]
 
 GIB, MIB = 2**30, 2**20
-LINE_SECONDS, LINE_SHARE = 10.0, 0.05  # a line is due after so long, or so much more of all
+LINE_SECONDS, LINE_FRACTION = 10.0, 0.05  # a line is due after so long, or so much more of all
 LINE_PAUSE = 1.0  # seconds between two lines at least
 WINDOW = 30.0  # seconds over which a line's rate is taken
 LOOK = 0.2  # seconds between two looks at the numbers
@@ -141,28 +141,28 @@ class Transfer:
         ) as bar:
             while not self._over.wait(LOOK):
                 bar.initial, bar.total = self.done - self.received, self.total
-                bar.update(more) if (more := self.done - bar.n) else bar.refresh()
+                bar.update(suffix) if (suffix := self.done - bar.n) else bar.refresh()
 
 
 class ProgressLines:
     """When a line is due, and what it says. Knows no clock: `began` and `now` are its seconds."""
 
     def __init__(self, began: float) -> None:
-        self._said_at, self._said = began, 0
+        self._logged_at, self._logged = began, 0
         self._seen: deque[tuple[float, int]] = deque([(began, 0)])
 
-    def due(self, done: int, total: int, came: int, now: float) -> str:
-        """Empty if there is no need of one yet. `done` of `total` bytes are here; `came`: of those,
-        in this transfer."""
-        self._seen.append((now, came))
+    def due(self, done: int, total: int, received: int, now: float) -> str:
+        """Empty if there is no need of one yet. `done` of `total` bytes are here; `received`: of
+        those, in this transfer."""
+        self._seen.append((now, received))
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
             self._seen.popleft()
-        passed, grown = now - self._said_at, done - self._said
-        if passed < LINE_PAUSE or (passed < LINE_SECONDS and grown < LINE_SHARE * total):
+        passed, grown = now - self._logged_at, done - self._logged
+        if passed < LINE_PAUSE or (passed < LINE_SECONDS and grown < LINE_FRACTION * total):
             return ""
-        self._said_at, self._said = now, done
+        self._logged_at, self._logged = now, done
         then, before = self._seen[0]
-        return progress(done, total, (came - before) / max(now - then, 1e-3))
+        return progress(done, total, (received - before) / max(now - then, 1e-3))
 
 
 def progress(done: int, total: int, rate: float) -> str:

@@ -34,8 +34,8 @@ GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first 
 HEARD = 3.0  # seconds in which a stage of a running server says something
 FILES_BESIDE_STREAMS = 256  # that a gateway has open
 
-Mark = Literal["ok", "note", "bad"]
-Finding = tuple[Mark, str, str]  # how it is, what was looked at, what was found
+CheckStatus = Literal["ok", "note", "bad"]
+Finding = tuple[CheckStatus, str, str]  # how it is, what was looked at, what was found
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -93,7 +93,7 @@ def _devices() -> Iterator[Finding]:
     """What computes here; its value is the number of GPUs."""
     import torch
 
-    from pipeinfer.engine.gpu_kinds import said
+    from pipeinfer.engine.gpu_kinds import doctor_line
     from pipeinfer.engine.host_memory import available_bytes
 
     free = available_bytes() / 2**30
@@ -108,7 +108,7 @@ def _devices() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(number)
         text = f"{number}: {name}, capability {major}.{minor}, {free:.0f} of {total:.0f} GiB free"
         yield "ok", "GPU", text
-        yield "note", "GPU", f"{number}: {said((major, minor))}"
+        yield "note", "GPU", f"{number}: {doctor_line((major, minor))}"
     for package in GPU_PACKAGES:
         yield _package(package)
     missing = [tool for tool in GPU_TOOLS if shutil.which(tool) is None]
@@ -126,10 +126,10 @@ def _package(name: str) -> Finding:
 
 def _model(settings: Settings) -> Finding:
     """What an engine would choose for it, or why it would not start."""
-    from pipeinfer.engine.loading import choose
+    from pipeinfer.engine.loading import choose_engine
 
     try:
-        chosen = choose(settings, Path(settings.model))
+        chosen = choose_engine(settings, Path(settings.model))
     except ConfigurationError as error:
         return "bad", "model", str(error)
     dtype = str(chosen.dtype).removeprefix("torch.")
@@ -230,7 +230,7 @@ def _front(settings: Settings) -> Iterator[Finding]:
             yield "ok", "TLS", settings.tls_cert
         if settings.api_key_file and not settings.api_key:
             found = len(api_keys.read_key_file(settings.api_key_file, KeyLimits()))
-            mark: Mark = "ok" if found else "note"
+            mark: CheckStatus = "ok" if found else "note"
             yield mark, "API keys", f"{found} in {settings.api_key_file}"
     except ConfigurationError as error:
         yield "bad", "HTTP", str(error)

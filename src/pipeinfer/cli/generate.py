@@ -167,7 +167,7 @@ async def print_answer(
     printed = False
     async with aclosing(model.answer(question)) as pieces:
         try:
-            async for text in _apart(pieces, answer_texts):
+            async for text in _separated(pieces, answer_texts):
                 print(text, end="", flush=True)
                 printed = True
         except RequestFailed:
@@ -177,7 +177,7 @@ async def print_answer(
     print(flush=True)
 
 
-async def _apart(
+async def _separated(
     pieces: AsyncIterator[AnswerDelta], answer_texts: list[str] | None
 ) -> AsyncIterator[str]:
     """The text of all; between thoughts and what comes after them is an empty line."""

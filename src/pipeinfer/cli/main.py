@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else; 141, as a
     shell says of SIGPIPE, where nobody reads any more what is printed."""
     open_streams()
-    with _until_nobody_reads():
+    with _until_pipe_closed():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -94,7 +94,7 @@ def _meant(command: str) -> str:
 
 
 @contextmanager
-def _until_nobody_reads() -> Iterator[None]:
+def _until_pipe_closed() -> Iterator[None]:
     """Ends the process quietly once what it prints can reach nobody: `pipeinfer doctor | head`.
     What a command has opened is closed before."""
     try:

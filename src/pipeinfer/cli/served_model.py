@@ -107,7 +107,7 @@ class ServedModel:
         try:
             async with self._client.post(f"{self._url}/v1/{path}", json=body) as answer:
                 await self._check(answer)
-                async for piece in _pieces(answer):
+                async for piece in _text_deltas(answer):
                     yield piece
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise self._broken(error) from None
@@ -160,7 +160,7 @@ class ServedModel:
         return RequestFailed(f"{self._shown}: {str(error) or type(error).__name__}")
 
 
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta, None]:
+async def _text_deltas(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta, None]:
     """Until the stream says that it has ended; Unanswered if it does not, or ends in an error."""
     ended = False
     async for line in answer.content:

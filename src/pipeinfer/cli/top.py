@@ -107,12 +107,12 @@ def run(arguments: Sequence[str]) -> int:
         for stage in health.stages:
             caller.listen(stage)
         with suppress(KeyboardInterrupt):
-            heard = dict.fromkeys(health.stages, 0)
+            heartbeats = dict.fromkeys(health.stages, 0)
             listen(
                 caller,
                 health,
                 FIRST_LOOK_SECONDS,
-                lambda beat: _twice(heard, beat, pictures),
+                lambda beat: _twice(heartbeats, beat, pictures),
                 quits=keys.quit_pressed,
             )
             while not keys.quit_pressed():
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
                 health.mark_lost(now)
                 pictures.update()
                 figures = pictures.snapshot("", now, time.time(), latencies.median)
-                lines = _lines(health, pictures, figures, keys.hint)
+                lines = _screen_lines(health, pictures, figures, keys.hint)
                 print("\n".join(_fitting(lines, rewritten)), flush=True)
                 if options.once:
                     return (
@@ -162,8 +162,8 @@ def listen(
                 if enough(message):
                     return
             elif isinstance(message, Observed) and observed is not None:
-                for passage in message.passages:
-                    observed.on_span(passage)
+                for span in message.passages:
+                    observed.on_span(span)
 
 
 def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
@@ -173,12 +173,12 @@ def _ask(caller: ControlClient, health: Health, seconds: float) -> None:
             caller.send(row.stage, Watch(seconds))
 
 
-def _twice(heard: dict[str, int], beat: Heartbeat, pictures: PipelineRates) -> bool:
+def _twice(heartbeats: dict[str, int], beat: Heartbeat, pictures: PipelineRates) -> bool:
     """Whether every stage was heard twice, so that there are rates."""
-    heard[beat.stage] += 1
-    if heard[beat.stage] == 1:
+    heartbeats[beat.stage] += 1
+    if heartbeats[beat.stage] == 1:
         pictures.update()
-    return min(heard.values()) >= 2
+    return min(heartbeats.values()) >= 2
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _fitting(lines: list[StageLine], rewritten: bool) -> list[str]:
     return [CLEAR + fitting[0], *fitting[1:]]
 
 
-def _lines(
+def _screen_lines(
     health: Health, pictures: PipelineRates, figures: PipelineSnapshot, hint: str
 ) -> list[StageLine]:
     """A head, a line for each stage, and one for each latency of the last minute."""
@@ -238,8 +238,8 @@ def _lines(
 def _milliseconds(latency: LatencyQuantiles) -> list[str]:
     """Of the last minute."""
     quantiles = (("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99))
-    told = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
-    return [f"{told} ms ({latency.count:,} in the last minute)"]
+    shown = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
+    return [f"{shown} ms ({latency.count:,} in the last minute)"]
 
 
 def _does(row: StageStatus, shown: StageSnapshot, pictures: PipelineRates) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
 from pipeinfer.command_line import CommandLine
-from pipeinfer.topology import Entry, Topology, deployed_topology, is_tcp
+from pipeinfer.topology import StageEntry, Topology, deployed_topology, is_tcp
 
 ANYWHERE = "this host"  # of stages without `host`
 
@@ -62,7 +62,7 @@ def _pipeline(topology: Topology) -> Iterator[str]:
         yield f"{start if group == 0 else '':{len(start)}}{left}{line:{wide}}{right}{ends}"
 
 
-def _details(entry: Entry, topology: Topology) -> str:
+def _details(entry: StageEntry, topology: Topology) -> str:
     words = [entry.address]
     if entry.bind:
         words.append(f"listens on {entry.bind}")

@@ -77,7 +77,7 @@ STATISTICS = (
 )
 
 
-class Diverged(Exception):
+class TokensDiverged(Exception):
     """The tokens of a group that runs a request are not those that were read of the request."""
 
 
@@ -113,7 +113,7 @@ class DetokenizerCore:
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
-        self._has_left = False
+        self._left = False
         self._counts = dict.fromkeys(STATISTICS, 0)
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -124,7 +124,7 @@ class DetokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._has_left else "ready", "")
+        return ("draining" if self._draining or self._left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         """running, kept: requests that go on, and that ended and whose clients may not have it all;
@@ -136,7 +136,7 @@ class DetokenizerCore:
         }
 
     def idle(self) -> bool:
-        return self._has_left or not self._streams
+        return self._left or not self._streams
 
     def _on_open(self, event: Open, _now: float) -> list[Send]:
         if not self._counts_from(event.group):
@@ -174,7 +174,7 @@ class DetokenizerCore:
                     if not stream.takes(row, event.group):
                         self._counts["late_rows"] += 1
                         continue
-                except Diverged:
+                except TokensDiverged:
                     hits.append(self._next_attempt(stream))
                     continue
             text = self._process_row(stream, row)
@@ -221,8 +221,8 @@ class DetokenizerCore:
         with them. Rows of this attempt are late from now on."""
         del self._streams[stream.request_id]
         self._counts["diverged"] += 1
-        asked = HandOver(stream.request_id, stream.attempt)
-        return Send("recovery", f"gateway-{stream.gateway}", asked)
+        hand_over = HandOver(stream.request_id, stream.attempt)
+        return Send("recovery", f"gateway-{stream.gateway}", hand_over)
 
     def _counts_from(self, group: int) -> bool:
         """Whether what the scheduler of `group` says counts: see RollCall.has_begun. That the
@@ -260,7 +260,7 @@ class DetokenizerCore:
         if (
             stream is not None
             and stream.attempt == event.attempt
-            and stream.is_left_by(event.group)
+            and stream.on_handed_over(event.group)
         ):
             return []  # other groups go on with it
         group, ended = self._ended.get(event.request_id, (-1, None))
@@ -290,9 +290,9 @@ class DetokenizerCore:
         group = stage_number(event.stage, "scheduler")
         if group is None:
             return []
-        told = self._delivered(group)
+        delivered = self._delivered(group)
         return bracketed_answer(
-            self._stage, event, (Send("recovery", event.stage, one) for one in told)
+            self._stage, event, (Send("recovery", event.stage, one) for one in delivered)
         )
 
     def _delivered(self, group: int) -> Iterator[Delivered]:
@@ -317,7 +317,7 @@ class DetokenizerCore:
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
-        self._has_left = True
+        self._left = True
         return []
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
@@ -355,7 +355,7 @@ class RequestStream:
         "_decoder",
         "_ids",
         "_offsets",
-        "_others",
+        "_other_groups",
         "_params",
         "_scores",
         "_sent_bytes",
@@ -383,7 +383,7 @@ class RequestStream:
         self.attempt = opened.attempt
         self.gateway = opened.gateway
         self.group = opened.group
-        self._others: dict[
+        self._other_groups: dict[
             int, int
         ] = {}  # groups that run it, too: tokens of theirs that were read
         self.num_tokens = 0
@@ -398,43 +398,45 @@ class RequestStream:
 
     def is_run_by(self, group: int) -> bool:
         """Whether that group has opened this attempt of the request; -1: any group."""
-        return group in (-1, self.group) or group in self._others
+        return group in (-1, self.group) or group in self._other_groups
 
     def move_to(self, group: int) -> None:
         """`group` has opened the request, or has said more of it than the others."""
         if group != self.group:
-            self._others[self.group] = self.num_tokens
-            self._others.pop(group, None)
+            self._other_groups[self.group] = self.num_tokens
+            self._other_groups.pop(group, None)
             self.group = group
 
-    def is_left_by(self, group: int) -> bool:
+    def on_handed_over(self, group: int) -> bool:
         """Whether others go on with the request, now that `group` does no more; -1: all groups."""
         if group != self.group:
-            self._others.pop(group, None)
+            self._other_groups.pop(group, None)
             return group >= 0
-        if self._others:
-            self.group, _ = self._others.popitem()  # its next row repeats some tokens, or none
+        if self._other_groups:
+            self.group, _ = (
+                self._other_groups.popitem()
+            )  # its next row repeats some tokens, or none
             return True
         return False
 
     def takes(self, row: TokenRow, group: int) -> bool:
         """Whether `row`, which `group` sent (-1: this stream's group), says more than was read; if
-        it does, the stream is that group's. Raises Diverged if its tokens are other ones."""
-        own = group in (-1, self.group)
-        if not own and row.offset > self._others.get(group, -1):
-            self._others.pop(group, None)  # rows of that group were lost
+        it does, the stream is that group's. Raises TokensDiverged if its tokens are other ones."""
+        from_own_group = group in (-1, self.group)
+        if not from_own_group and row.offset > self._other_groups.get(group, -1):
+            self._other_groups.pop(group, None)  # rows of that group were lost
             return False
         begin = 4 * row.offset
-        common = max(min(len(row.ids), len(self._ids) - begin), 0)
-        if common and not self._ids.startswith(row.ids[:common], begin):
-            raise Diverged
+        overlap = max(min(len(row.ids), len(self._ids) - begin), 0)
+        if overlap and not self._ids.startswith(row.ids[:overlap], begin):
+            raise TokensDiverged
         end = row.offset + len(row.ids) // 4
-        if own:
+        if from_own_group:
             return True
         if end > self.num_tokens or row.finish is not None:
             self.move_to(group)
             return True
-        self._others[group] = end
+        self._other_groups[group] = end
         return False
 
     def process_row(self, row: TokenRow) -> TextRow | None:
@@ -490,14 +492,14 @@ class RequestStream:
     def delivered(self, last: TokenRow | None = None) -> Delivered:
         """What a restarted scheduler must know; `last`: the row with which it ended."""
         scores = self._scores
-        found_again = self.stop_len is not None  # the end, in the same ids
+        same_stop = self.stop_len is not None  # the end, in the same ids
         return Delivered(
             request_id=self.request_id,
             attempt=self.attempt,
             ids=bytes(self._ids),
             ended=last is not None,
-            finish=None if last is None or found_again else last.finish,
-            error="" if last is None or found_again else last.error,
+            finish=None if last is None or same_stop else last.finish,
+            error="" if last is None or same_stop else last.error,
             logprobs=b"" if scores is None else bytes(scores.output.raw),
             prompt_logprobs=b"" if scores is None else bytes(scores.prompt.raw),
         )
@@ -611,9 +613,9 @@ class SequenceLogprobs:
 
     __slots__ = ("_offsets", "_texts", "num_alternatives", "raw", "score_size", "text_len")
 
-    def __init__(self, most: int | None, texts: TokenTexts) -> None:
-        self.num_alternatives = most
-        self.score_size = score_bytes(most)
+    def __init__(self, alternatives: int | None, texts: TokenTexts) -> None:
+        self.num_alternatives = alternatives
+        self.score_size = score_bytes(alternatives)
         self.raw = bytearray()
         self.text_len = 0
         self._texts = texts

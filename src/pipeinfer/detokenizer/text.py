@@ -50,7 +50,7 @@ class DecoderFactory:
         self._tokenizer = tokenizer
         self.texts = TokenTexts(tokenizer)
         self._special: frozenset[int] = frozenset()
-        self._pieces: dict[bool, dict[int, str | bytes]] = {True: {}, False: {}}
+        self._token_bytes: dict[bool, dict[int, str | bytes]] = {True: {}, False: {}}
         if tokenizer is not None:
             added = tokenizer.get_added_tokens_decoder()
             self._special = frozenset(i for i, token in added.items() if token.special)
@@ -71,8 +71,8 @@ class DecoderFactory:
             return NoText()
         hidden = self._special if skip_special_tokens else frozenset[int]()
         if self._byte_level:
-            pieces = self._pieces[skip_special_tokens]
-            return ByteDecoder(self._token_text, pieces, hidden, context)
+            token_bytes = self._token_bytes[skip_special_tokens]
+            return ByteDecoder(self._token_text, token_bytes, hidden, context)
         return WindowDecoder(self._decode, hidden, context)  # special tokens never get that far
 
 
@@ -86,7 +86,7 @@ class NoText:
         return ""
 
 
-def _piece(token: str) -> str | bytes:
+def _bytes_of_token(token: str) -> str | bytes:
     """A byte-level token as str if its bytes are whole characters, else as bytes.
 
     A token with characters outside the alphabet (an added one) stands for its own UTF-8.
@@ -101,30 +101,30 @@ def _piece(token: str) -> str | bytes:
 
 
 class ByteDecoder:
-    """Byte-level tokens; `pieces` is shared by all requests and filled as ids turn up.
+    """Byte-level tokens; `token_bytes` is shared by all requests and filled as ids turn up.
 
     `pending` holds the bytes of an unfinished character, at most three. Invalid bytes become one
     U+FFFD for each maximal subpart (Unicode 15, section 3.9), as in the tokenizer's own decode.
     """
 
-    __slots__ = ("_hidden", "_pending", "_pieces", "_token_text")
+    __slots__ = ("_hidden", "_pending", "_token_bytes", "_token_text")
 
     def __init__(
         self,
         token_text: Callable[[int], str | None],
-        pieces: dict[int, str | bytes],
+        token_bytes: dict[int, str | bytes],
         hidden: frozenset[int],
         context: Sequence[int],
     ) -> None:
         self._token_text = token_text
-        self._pieces = pieces
+        self._token_bytes = token_bytes
         self._hidden = hidden
         self._pending = b""
         for token in context:
             self.step(token)
 
     def step(self, token: int) -> str:
-        piece = self._pieces.get(token)
+        piece = self._token_bytes.get(token)
         if piece is None:
             piece = self._learn(token)
         if isinstance(piece, str):
@@ -143,8 +143,10 @@ class ByteDecoder:
 
     def _learn(self, token: int) -> str | bytes:
         text = None if token in self._hidden else self._token_text(token)
-        piece = "" if text is None else _piece(text)  # padding of the vocabulary has no text
-        self._pieces[token] = piece
+        piece = (
+            "" if text is None else _bytes_of_token(text)
+        )  # padding of the vocabulary has no text
+        self._token_bytes[token] = piece
         return piece
 
 
@@ -218,9 +220,9 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's character for each byte, inverted: printable Latin-1 stands for itself."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    table.update({chr(256 + n): byte for n, byte in enumerate(unprintable)})
     return table
 
 
@@ -297,18 +299,18 @@ class StopStrings:
         """
         if not piece:
             return "", None
-        held = self._withheld
+        withheld = self._withheld
         best: tuple[int, str] | None = None
         longest = 0
         for search in self._searches:
             end = search.feed(piece, armed)
             if end:
-                start = len(held) + end - len(search.stop)
+                start = len(withheld) + end - len(search.stop)
                 if best is None or start < best[0]:
                     best = (start, search.stop)
             elif search.matched > longest:
                 longest = search.matched
-        text = held + piece if held else piece
+        text = withheld + piece if withheld else piece
         if best is not None:
             start, stop = best
             self._withheld = ""
@@ -321,8 +323,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """The withheld text: the request ended without a stop string."""
-        held, self._withheld = self._withheld, ""
-        return held
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 class _Search:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, unaided
+from pipeinfer.engine.graph_shapes import DECODES, LargestStep, decode_only, uncaptured_shapes
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
@@ -40,7 +40,7 @@ FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the la
 
 
 @dataclass(frozen=True)
-class Frame:
+class PageGeometry:
     """pages: of the longest row, of `page_size` tokens."""
 
     pages: int
@@ -50,7 +50,7 @@ class Frame:
 def measured(
     graphs: Graphs,
     largest: tuple[int, int],
-    frame: Frame,
+    frame: PageGeometry,
     pages: int,
     replayed: Callable[[GraphShape, Step], float],
     run: Callable[[Step], float],
@@ -59,8 +59,8 @@ def measured(
     `replayed` gives the device's seconds for a step by the graph of that size, `run` kernel by
     kernel.
     """
-    most_rows, most_tokens = largest
-    few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
+    max_rows, max_tokens = largest
+    decode_rows = tuple(sorted({*(rows for rows in ROWS if rows < max_rows), max_rows}))
 
     def seconds(shape: GraphShape, step: Step) -> float:
         at = graphs.like(shape, step)
@@ -69,8 +69,8 @@ def measured(
         return replayed(at, step)
 
     return step_cost(
-        graphs.decodes or few,
-        graphs.planned or unaided(most_tokens, most_rows),
+        graphs.decodes or decode_rows,
+        graphs.planned or uncaptured_shapes(max_tokens, max_rows),
         frame,
         pages,
         lambda rows, step: seconds(decode_only(rows), step),
@@ -81,7 +81,7 @@ def measured(
 def step_cost(
     rows: Sequence[int],
     sizes: Sequence[GraphShape],
-    frame: Frame,
+    frame: PageGeometry,
     pages: int,
     of_decodes: Callable[[int, Step], float],
     of_prompts: Callable[[GraphShape, Step], float],
@@ -92,30 +92,30 @@ def step_cost(
 
     None without sizes of prompts beside decodes, or where a row has only one page.
     """
-    beside = [size for size in sizes if size.decodes]
+    mixed = [size for size in sizes if size.decodes]
     longest = (frame.pages - 1) * frame.page_size
-    if not beside or not longest:
+    if not mixed or not longest:
         return None
 
-    def alone(rows: int, deep: int) -> int:
+    def decode_time(rows: int, deep: int) -> int:
         step = deep_decodes(rows, deep, frame.page_size)
         return round(of_decodes(rows, step) * PER_SECOND)
 
-    timed = priced(_with_prompts(beside, longest, frame, of_prompts))
-    together = without_outliers(interpolated(timed, [size.tokens for size in beside], longest))
-    measured = [some for some in rows if some in ROWS or some == rows[-1]]
-    shallow = {some: alone(some, 0) for some in measured}
-    many = max((some for some in measured if some <= DECODES), default=measured[0])
-    deep = min(frame.pages - 1, (pages - 1) // many, -(-CONTEXT // frame.page_size))
-    more = max(alone(many, deep) - shallow[many], 0)
-    each = more // (many * deep * frame.page_size) if deep else 0
+    timed = priced(_with_prompts(mixed, longest, frame, of_prompts))
+    together = without_outliers(interpolated(timed, [size.tokens for size in mixed], longest))
+    measured = [count for count in rows if count in ROWS or count == rows[-1]]
+    shallow = {some: decode_time(some, 0) for some in measured}
+    deep_rows = max((some for some in measured if some <= DECODES), default=measured[0])
+    deep = min(frame.pages - 1, (pages - 1) // deep_rows, -(-CONTEXT // frame.page_size))
+    extra = max(decode_time(deep_rows, deep) - shallow[deep_rows], 0)
+    each = extra // (deep_rows * deep * frame.page_size) if deep else 0
     return StepCost(tuple(shallow.items()), tuple(together), each)
 
 
 def _with_prompts(
     sizes: Sequence[GraphShape],
     longest: int,
-    frame: Frame,
+    frame: PageGeometry,
     seconds: Callable[[GraphShape, Step], float],
 ) -> list[tuple[int, int, int | None]]:
     """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
@@ -135,11 +135,13 @@ def _with_prompts(
 
 
 def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int, int]]:
-    """`sizes` (tokens, time, more), ascending. Where `more` is None it is, by the token, that of
+    """`sizes` (tokens, time, extra), ascending. Where `extra` is None it is, by the token, that of
     the largest size that has one; 0 if none has."""
-    last, most = next(((size, more) for size, _, more in sizes[::-1] if more is not None), (1, 0))
+    last, price = next(
+        ((size, extra) for size, _, extra in sizes[::-1] if extra is not None), (1, 0)
+    )
     return [
-        (tokens, time, most * tokens // last if more is None else more)
+        (tokens, time, price * tokens // last if more is None else more)
         for tokens, time, more in sizes
     ]
 
@@ -147,10 +149,10 @@ def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int,
 def interpolated(
     sizes: Sequence[tuple[int, int, int]], every: Sequence[int], longest: int
 ) -> list[tuple[int, int, int]]:
-    """`sizes` (tokens, time, more) ascending, and between them what others of `every` number of
+    """`sizes` (tokens, time, extra) ascending, and between them what others of `every` number of
     tokens come to; `longest`: tokens of a prompt at most.
 
-    Of a step's time, pairs of a prompt's tokens grow with its square. `more` tells their price, as
+    Of a step's time, pairs of a prompt's tokens grow with its square. `extra` tells their price, as
     that of as many pairs as there are tokens: that of the smaller step, since a larger one's may be
     measured too long, or its prompts may not be longer. What is left lies on a line.
     """
@@ -160,11 +162,11 @@ def interpolated(
             continue
         low = max(size for size in sizes if size[0] < tokens)
         high = min(size for size in sizes if size[0] > tokens)
-        share = (tokens - low[0]) / (high[0] - low[0])
+        fraction = (tokens - low[0]) / (high[0] - low[0])
         price = low[2] / low[0]
         first, last = (time - price * _pairs(size, longest) for size, time, _ in (low, high))
-        time = round(first + share * (last - first) + price * _pairs(tokens, longest))
-        found[tokens] = tokens, time, round(low[2] + share * (high[2] - low[2]))
+        time = round(first + fraction * (last - first) + price * _pairs(tokens, longest))
+        found[tokens] = tokens, time, round(low[2] + fraction * (high[2] - low[2]))
     return sorted(found.values())
 
 
@@ -190,36 +192,36 @@ def slow(cost: StepCost) -> frozenset[int]:
     return frozenset(found)
 
 
-def padded(cost: StepCost, few: Container[int]) -> StepCost:
+def padded(cost: StepCost, slow_sizes: Container[int]) -> StepCost:
     """`cost` where steps of so many tokens, not the most, are padded to the next larger size."""
     sizes: list[tuple[int, int, int]] = []
-    for tokens, time, more in reversed(cost.mixed):
-        sizes.append((tokens, sizes[-1][1] if tokens in few else time, more))
+    for tokens, time, extra in reversed(cost.mixed):
+        sizes.append((tokens, sizes[-1][1] if tokens in slow_sizes else time, extra))
     return msgspec.structs.replace(cost, mixed=tuple(sizes[::-1]))
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """`sizes` (tokens, time, more) ascending, none of them with more for depth than a larger one.
+    """`sizes` (tokens, time, extra) ascending, none of them with more for depth than a larger one.
 
     What is measured is at times too long, never too short: one such price, five times too high,
     kept steps of that size from being made at all.
     """
     found: list[tuple[int, int, int]] = []
     least = sizes[-1][2]
-    for tokens, begun, more in reversed(sizes):
-        least = min(least, more)
+    for tokens, begun, extra in reversed(sizes):
+        least = min(least, extra)
         found.append((tokens, begun, least))
     return found[::-1]
 
 
-def amid_prompts(size: GraphShape, longest: int, depth: int, frame: Frame) -> Step:
+def amid_prompts(size: GraphShape, longest: int, depth: int, frame: PageGeometry) -> Step:
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """
     prompts = _prompts(size.tokens, longest)
     decodes = max(size.decodes - prompts, 0)
-    each, rest = divmod(size.tokens - decodes, prompts)
-    counts = [each + (prompt < rest) for prompt in range(prompts)]
+    each, remainder = divmod(size.tokens - decodes, prompts)
+    counts = [each + (prompt < remainder) for prompt in range(prompts)]
     return deep_prompts(decodes, counts, depth, frame.page_size)
 
 
@@ -231,21 +233,27 @@ def dummy_step(
     counts: np.ndarray,
     page_size: int,
     starts: np.ndarray | None = None,
-    own: bool = False,
+    own_pages: bool = False,
     **fields: float,
 ) -> Step:
     """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
     all sampling; `fields` of all rows, by the names of engine/step_builder.py.
 
     They lie in the first slots and compute into the dummy page. What is before it they read there,
-    too, or, with `own`, in pages of which no two rows have one.
+    too, or, with `own_pages`, in pages of which no two rows have one.
     """
     rows, values = len(counts), filled(len(counts), **(USUAL | fields))
     starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
-    slots, held = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
-    slot = np.repeat(slots, held)
-    column = np.arange(len(slot), dtype=np.int32) - np.repeat(np.cumsum(held) - held, held)
-    before = column < np.repeat(starts // page_size, held) if own else np.zeros(len(slot), bool)
+    slots, num_pages = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
+    slot = np.repeat(slots, num_pages)
+    column = np.arange(len(slot), dtype=np.int32) - np.repeat(
+        np.cumsum(num_pages) - num_pages, num_pages
+    )
+    before = (
+        column < np.repeat(starts // page_size, num_pages)
+        if own_pages
+        else np.zeros(len(slot), bool)
+    )
     pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
     return Step(
         epoch=0,
@@ -267,19 +275,19 @@ def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> St
     be finished with `allow_all`."""
     rows = min(largest.rows, largest.tokens)
     counts = np.ones(rows, dtype=np.int32)
-    left = largest.tokens - rows
+    remaining = largest.tokens - rows
     for row in range(rows - 1, -1, -1):
-        counts[row] += min(left, max_model_len - 1)
-        left -= int(counts[row]) - 1
+        counts[row] += min(remaining, max_model_len - 1)
+        remaining -= int(counts[row]) - 1
     step = dummy_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
-    every, most = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    every, max_logprobs = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
     nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
-    edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
+    logit_edits = tuple(LogitEdits(slot, nothing, raised, nothing) for slot in range(rows))
     return replace(
         step,
-        delta=replace(step.delta, edits=edits),
+        delta=replace(step.delta, edits=logit_edits),
         penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
-        logprobs=LogprobRows(every, most, suppressed=True),
+        logprobs=LogprobRows(every, max_logprobs, suppressed=True),
         masked=MaskRows(every, step.slots),
     )
 
@@ -293,7 +301,7 @@ def allow_all(words: np.ndarray) -> dict[int, str]:
 def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
     """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
     starts = np.full(rows, pages * page_size, dtype=np.int32)
-    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
+    return dummy_step(np.ones(rows, dtype=np.int32), page_size, starts, own_pages=True)
 
 
 def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:

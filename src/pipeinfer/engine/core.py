@@ -86,13 +86,13 @@ class StepFailed(Message, frozen=True):
     reason: str
 
 
-DIGESTS = 32  # plans of whose memory decisions a rank above 0 tells at a time
+DIGESTS = 32  # plans whose digests a rank above 0 sends in one message
 
 Span = Callable[[str, int], AbstractContextManager[None]]  # (phase, step number), for observers
 
 
 def unobserved(phase: str, number: int) -> AbstractContextManager[None]:
-    """Nobody wants to know how long it takes."""
+    """The span of an engine that nobody observes: measures nothing."""
     return nullcontext()
 
 
@@ -114,8 +114,11 @@ class _InFlight:
 
 @dataclass
 class _Epoch:
-    """One that this rank takes part in. `expected`: the next plan; `in_flight`: oldest first;
-    `digests`: of the latest plans, to be told."""
+    """An epoch that this rank takes part in.
+
+    number: of the epoch. expected: number of the next plan. in_flight: plans without a result,
+    oldest first. digests: of the latest plans, not sent yet.
+    """
 
     number: int
     expected: int = 0
@@ -140,10 +143,10 @@ class EngineCore:
         span: Span = unobserved,
         shares: bool = False,
     ) -> None:
-        said = (hello.pages, hello.page_size, hello.max_slots, hello.max_model_len)
-        if said != memory.shape:
+        described = (hello.pages, hello.page_size, hello.max_slots, hello.max_model_len)
+        if described != memory.shape:
             raise ValueError(
-                f"hello says {said} pages, page_size, max_slots, max_model_len; "
+                f"hello says {described} pages, page_size, max_slots, max_model_len; "
                 f"the memory has {memory.shape}"
             )
         self.hello = hello
@@ -154,7 +157,7 @@ class EngineCore:
         self._steps = StepBuilder(memory, self._requests, shares)
         self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
         self._reason = "waiting for the scheduler"
-        self._draining = self._left = False
+        self._draining = self._leaving = False
         self._unchecked = False  # plans came since memory was last checked in full
         self._totals = dict.fromkeys(
             (
@@ -196,8 +199,8 @@ class EngineCore:
                 self._draining = True
                 return []
             case Leave():
-                self._left = True
-                return self._farewell()
+                self._leaving = True
+                return self._leave_epoch()
             case NewEpoch():
                 return self._new_epoch()
             case StepFailed():
@@ -209,7 +212,7 @@ class EngineCore:
 
     def state(self) -> tuple[State, str]:
         """waiting, ready or draining, and why."""
-        if self._draining or self._left:
+        if self._draining or self._leaving:
             return "draining", ""
         return ("ready", "") if self._epoch is not None else ("waiting", self._reason)
 
@@ -217,7 +220,7 @@ class EngineCore:
         """True when no step runs and no request is admitted, or is to be by this process."""
         if self._epoch is None:
             return True
-        busy = self._epoch.in_flight or (not self._left and self.memory.slots.active.any())
+        busy = self._epoch.in_flight or (not self._leaving and self.memory.slots.active.any())
         return not busy
 
     def stats(self) -> dict[str, float]:
@@ -239,7 +242,7 @@ class EngineCore:
     # ---------------------------------------------------------------------------------------- epoch
 
     def _begin(self, begin: Begin) -> list[Send]:
-        if self._left:
+        if self._leaving:
             return []
         if self.hello.incarnation not in begin.incarnations:
             # Someone else's epoch, or a scheduler that asks who is there: both end ours.
@@ -263,9 +266,9 @@ class EngineCore:
 
     def _tick(self) -> list[Send]:
         if self._epoch is None:
-            return [] if self._left else [self._to_scheduler(self.hello)]
+            return [] if self._leaving else [self._to_scheduler(self.hello)]
         if self._epoch.digests and not self._epoch.in_flight:
-            return self._tell_digests(self._epoch)  # nothing may follow for long
+            return self._send_digests(self._epoch)  # nothing may follow for long
         if self._unchecked and self.idle():
             # The whole walk takes too long while requests run, and nothing when none do.
             self._unchecked = False
@@ -282,12 +285,12 @@ class EngineCore:
         self._reason = reason
 
     def _fault(self, reason: str, orderly: bool = False) -> list[Send]:
-        """Leaves the epoch, and says so."""
-        farewell = self._complaint(reason, orderly)
+        """Leaves the epoch, and sends Fault."""
+        message = self._fault_message(reason, orderly)
         self._stop(reason)
-        return [farewell]
+        return [message]
 
-    def _complaint(self, reason: str, orderly: bool) -> Send:
+    def _fault_message(self, reason: str, orderly: bool) -> Send:
         assert self._epoch is not None
         self._totals["faults_total"] += 1
         fault = Fault(
@@ -302,20 +305,21 @@ class EngineCore:
         if self.hello.tp == 1:
             return self._fault(reason, orderly=True)
         # The other ranks compute every plan that comes before the next Begin, so this one must.
-        return [self._complaint(reason, orderly=True)]
+        return [self._fault_message(reason, orderly=True)]
 
-    def _farewell(self) -> list[Send]:
-        """Told to leave, and all results are sent: the rest of the epoch is for its successor."""
-        if not self._left or self._epoch is None or self._epoch.in_flight:
+    def _leave_epoch(self) -> list[Send]:
+        """Leaves the epoch if the stage is to leave and all results are sent: the next plans are
+        for its successor."""
+        if not self._leaving or self._epoch is None or self._epoch.in_flight:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
-    def _compile(self, asked: Prepare) -> Compile:
+    def _compile(self, prepare: Prepare) -> Compile:
         """With no step under way there may be none for long that says what was released."""
         quiet = self._epoch is None or not self._epoch.in_flight
         released = self._requests.take_released() if quiet else ()
         return Compile(
-            request_id=asked.request_id, spec=asked.spec, slow=asked.slow, released=released
+            request_id=prepare.request_id, spec=prepare.spec, slow=prepare.slow, released=released
         )
 
     def _prepared(self, compiled: Compiled) -> Send:
@@ -333,7 +337,7 @@ class EngineCore:
 
     def _plan(self, plan: Plan) -> list[Send]:
         epoch = self._epoch
-        if epoch is None or plan.epoch != epoch.number or self._left:
+        if epoch is None or plan.epoch != epoch.number or self._leaving:
             self._totals["plans_dropped_total"] += 1
             return []
         if plan.number != epoch.expected:
@@ -356,7 +360,7 @@ class EngineCore:
         self._count(plan, rows)
         step, sampled = self._steps.build(plan.epoch, rows)
         epoch.in_flight.append(_InFlight(rows, sampled, step.logprobs, step.prompts))
-        sends = self._decided(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
+        sends = self._add_digest(epoch, rows) if self.hello.rank else self._admitted(epoch, rows)
         if len(step.slots):
             self._totals["steps_total"] += 1
             sends.append(Send(LOCAL, "", Compute(step)))
@@ -394,11 +398,11 @@ class EngineCore:
         )
         return [self._to_scheduler(message)]
 
-    def _decided(self, epoch: _Epoch, rows: Rows) -> list[Send]:
+    def _add_digest(self, epoch: _Epoch, rows: Rows) -> list[Send]:
         epoch.digests.append(rows.digest)
-        return self._tell_digests(epoch) if len(epoch.digests) >= DIGESTS else []
+        return self._send_digests(epoch) if len(epoch.digests) >= DIGESTS else []
 
-    def _tell_digests(self, epoch: _Epoch) -> list[Send]:
+    def _send_digests(self, epoch: _Epoch) -> list[Send]:
         values = np.array(epoch.digests, dtype="<u8").tobytes()
         first = epoch.expected - len(epoch.digests)
         epoch.digests.clear()
@@ -426,14 +430,14 @@ class EngineCore:
             )
         if any(not 0 <= row < len(counts) or counts[row] for row in done.refused):
             return self._fault(f"step {done.number} refused rows that sampled, or that it has not")
-        trouble = _scores_trouble(waiting, counts, done)
+        trouble = _scores_error(waiting, counts, done)
         if trouble:
             return self._fault(f"step {done.number} {trouble}")
         self._totals["sampled_tokens_total"] += ids
         self._totals["bad_rows_total"] += len(done.bad) // 4
         self._totals["refused_rows_total"] += len(done.refused)
         waiting.done = done
-        return self._finished(epoch) + self._farewell()
+        return self._finished(epoch) + self._leave_epoch()
 
     def _finished(self, epoch: _Epoch) -> list[Send]:
         """The results that are due, in plan order."""
@@ -484,18 +488,22 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
     )
 
 
-def _in_order(asked: LogprobRows, sampled: np.ndarray, counts: np.ndarray, raw: bytes) -> bytes:
+def _in_order(
+    logprob_rows: LogprobRows, sampled: np.ndarray, counts: np.ndarray, raw: bytes
+) -> bytes:
     """Entries in the plan's order, of rows that sample and ask; counts [S]: tokens of each."""
     parts: list[tuple[int, bytes]] = []
     at = 0
-    for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):
-        end = at + int(counts[row]) * score_bytes(most)
+    for row, alternatives in zip(
+        logprob_rows.rows.tolist(), logprob_rows.most.tolist(), strict=True
+    ):
+        end = at + int(counts[row]) * score_bytes(alternatives)
         parts.append((int(sampled[row]), raw[at:end]))
         at = end
     return b"".join([part for _, part in sorted(parts)])
 
 
-def _scores_trouble(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
+def _scores_error(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
     asked, expected = plan.logprobs, 0
     if asked is not None:

@@ -28,7 +28,7 @@ from pipeinfer.engine.calibrate import (
     largest_step,
 )
 from pipeinfer.engine.device import Replay, Tensors, Work, nothing
-from pipeinfer.engine.graph_shapes import SHARING
+from pipeinfer.engine.graph_shapes import MIN_SHARED_DECODES
 from pipeinfer.engine.machine import Built
 from pipeinfer.engine.preload import hashing
 from pipeinfer.engine.runner import Runner
@@ -38,7 +38,7 @@ from pipeinfer.kernels.interface import Kernels
 # Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
 FIRST_TRIES, TRIES = 2, 1
 LONG = 0.05  # seconds that are measured of any work
-MARKS = 16  # more than are under way, two a step; an end is also read for the event after it
+EVENT_PAIRS = 16  # more than are under way, two a step; an end is also read for the event after it
 
 
 class CudaEvent:
@@ -92,19 +92,20 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._events = [
-            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(MARKS)
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(EVENT_PAIRS)
         ]
         self._submitted = 0
         self._last: torch.cuda.Event | None = None
-        self._asked: deque[tuple[CudaEvent, Callable[[], None]]] = deque()
-        self._asking = False
+        self._callbacks: deque[tuple[CudaEvent, Callable[[], None]]] = deque()
+        self._polling = False
         self._memory: Any = None  # of all that is captured
 
     def submit(self, work: Work, prepare: Work = nothing) -> CudaEvent:
         """The stream is current then, and stays it: what torch looks up to enter and leave one
         takes as long as the launch of a graph.
         """
-        began, ended = self._events[self._submitted % MARKS]
+        began, ended = self._events[self._submitted % EVENT_PAIRS]
         self._submitted += 1
         torch.cuda.set_stream(self.stream)
         prepare()
@@ -160,20 +161,20 @@ class CudaDevice:
         self, loop: asyncio.AbstractEventLoop, event: CudaEvent, call: Callable[[], None]
     ) -> None:
         """`call` on `loop`, which is the same one always, when `event` has ended."""
-        self._asked.append((event, call))
-        if not self._asking:
-            self._asking = True
+        self._callbacks.append((event, call))
+        if not self._polling:
+            self._polling = True
             loop.call_soon(self._ask, loop)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
         """Calls whom it can, and asks again in the loop's next iteration while anybody waits, also
         if one that was called raises: the loop's exception handler gets that."""
         try:
-            while self._asked and self._asked[0][0].ready:
-                self._asked.popleft()[1]()  # which may ask for the next one
+            while self._callbacks and self._callbacks[0][0].ready:
+                self._callbacks.popleft()[1]()  # which may ask for the next one
         finally:
-            self._asking = len(self._asked) > 0
-            if self._asking:
+            self._polling = len(self._callbacks) > 0
+            if self._polling:
                 loop.call_soon(self._ask, loop)
 
 
@@ -182,7 +183,7 @@ log = logging.getLogger(__name__)
 WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}  # by bytes: bfloat16 has no name there
 
 
-def place(tensor: torch.Tensor) -> dict[str, object]:
+def array_interface(tensor: torch.Tensor) -> dict[str, object]:
     """Where its numbers are, as integers of their size. Source:
     https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
     size = tensor.itemsize
@@ -202,7 +203,7 @@ class _NonOwning:
     graphs would hold logits of some hundred MB each."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = place(tensor)
+        self.__cuda_array_interface__ = array_interface(tensor)
 
 
 def non_owning_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,25 +244,27 @@ class CudaMachine:
         """On the caller's thread, which also launches steps."""
         return work()
 
-    def warm_up(self, runner: Runner, most_tokens: int) -> None:
+    def warm_up(self, runner: Runner, max_tokens: int) -> None:
         """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
         hashing().join()
         page_size, rows = runner.pool.page_size, runner.largest.rows
-        largest = largest_step(runner.largest, page_size, most_tokens)
+        largest = largest_step(runner.largest, page_size, max_tokens)
         for _ in range(2):  # the first one also allocates what stays
             launched = runner.launch(largest)
             runner.finish(launched, allow_all)
             launched.take()
         runner.run(dummy_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(dummy_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
-        if runner.shares and rows > SHARING:
+        if runner.shares and rows > MIN_SHARED_DECODES:
             # Graphs in which decodes share are captured at once, the others later, and each
             # doubling of rows is cut by a kernel of its own, which must be there by then.
-            doubled = (1 << power for power in range(SHARING.bit_length(), rows.bit_length()))
+            doubled = (
+                1 << power for power in range(MIN_SHARED_DECODES.bit_length(), rows.bit_length())
+            )
             for many in sorted({*doubled, rows}):
                 runner.run(dummy_step(np.ones(many, dtype=np.int32), page_size))
             runner.run(alike_decodes(rows, 0, page_size))
-            runner.run(alike_decodes(SHARING, 1, page_size))
+            runner.run(alike_decodes(MIN_SHARED_DECODES, 1, page_size))
 
     def free_for_pages(self, fraction: float) -> int:
         """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the

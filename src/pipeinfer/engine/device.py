@@ -56,10 +56,10 @@ class StepEvent(Protocol):
 
 @dataclass(frozen=True)
 class Replay:
-    """Captured work: `again` queues it, into the same `tensors`, from the addresses it has read.
+    """Captured work: `run` queues it, into the same `tensors`, from the addresses it has read.
     They hold it until other captured work of the device is queued, or captured."""
 
-    again: Work
+    run: Work
     tensors: Tensors
 
 
@@ -92,7 +92,7 @@ class Device(Protocol):
         ...
 
 
-class Failed:
+class FailedEvent:
     """The event of what could not even be submitted."""
 
     ready, busy, idle = True, 0.0, 0.0
@@ -114,15 +114,15 @@ class TwoPhaseEvent:
     def __init__(self, first: StepEvent) -> None:
         self._first = first
         self._second: StepEvent = first
-        self._whole = False
+        self._completed = False
 
     def complete(self, second: StepEvent) -> None:
         """The other part was submitted."""
-        self._second, self._whole = second, True
+        self._second, self._completed = second, True
 
     @property
     def ready(self) -> bool:
-        return self._whole and self._second.ready
+        return self._completed and self._second.ready
 
     @property
     def busy(self) -> float:
@@ -133,13 +133,13 @@ class TwoPhaseEvent:
         return self._first.idle + self._second.idle
 
     def wait(self) -> None:
-        if not self._whole:
+        if not self._completed:
             raise RuntimeError("nobody has submitted the second part yet")
         self._first.wait()
         self._second.wait()
 
     def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        assert self._whole
+        assert self._completed
         self._second.then(loop, call)
 
 
@@ -209,11 +209,11 @@ class HostDevice:
         """Calls it once more each time."""
         tensors = body()
 
-        def again() -> None:
+        def replay() -> None:
             for target, value in zip(tensors, body(), strict=True):
                 target.copy_(value)
 
-        return Replay(again, tensors)
+        return Replay(replay, tensors)
 
     def seconds(self, work: Work, times: int) -> float:
         found: list[float] = []

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipeinfer.core import Compiled, GraphDue, StepDone
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
-from pipeinfer.engine.device import Failed, StepEvent
+from pipeinfer.engine.device import FailedEvent, StepEvent
 from pipeinfer.engine.phases import Phases
 from pipeinfer.messages import Message
 from pipeinfer.params import StructuredOutputs
@@ -36,10 +36,10 @@ if TYPE_CHECKING:  # who drives a device that computes nothing starts without to
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
-MOST_UNFINISHED = 4
+MAX_UNFINISHED = 4
 
 
-class Watch(Protocol):
+class StepObserver(Protocol):
     """Looks on, on the thread that launches steps, and must not change them."""
 
     def before(self, step: Step, /) -> None:
@@ -66,7 +66,7 @@ class Executor:
         on_done: Callable[[Step, Sampled, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
-        watch: Watch | None = None,
+        observer: StepObserver | None = None,
         masks: Masks | None = None,
     ) -> None:
         """`loop`: the running one if None. `masks`: where steps may have masked rows."""
@@ -74,13 +74,13 @@ class Executor:
         self._on_done = on_done
         self._on_error = on_error
         self._loop = loop or asyncio.get_running_loop()
-        self._watch = watch
-        self._before = None if watch is None else watch.before
+        self._observer = observer
+        self._before = None if observer is None else observer.before
         self._masks = masks
         # Not yet reported, oldest first; no LaunchedStep where the launch has failed.
         self._launched: deque[tuple[Step, StepEvent, LaunchedStep | None]] = deque()
-        self._unfinished = False  # the one that was launched last waits for its masks
-        self._behind: deque[Step] = deque()  # it
+        self._unfinished = False  # the last launched step waits for its masks
+        self._waiting: deque[Step] = deque()  # submitted, not launched
         self._closed = False
         self.steps = 0  # reported
         self.busy_seconds = 0.0
@@ -89,7 +89,7 @@ class Executor:
     @property
     def unreported(self) -> int:
         """Steps submitted and not yet reported."""
-        return len(self._launched) + len(self._behind)
+        return len(self._launched) + len(self._waiting)
 
     def submit(self, step: Step) -> None:
         """Launches `step`; call it on the loop. Raises RuntimeError when closed or when too many
@@ -99,13 +99,13 @@ class Executor:
         if self._closed:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
-        if self.unreported >= MOST_UNFINISHED:
-            unfinished = sum(not event.ready for _, event, _ in self._launched) + len(self._behind)
-            if unfinished >= MOST_UNFINISHED:
+        if self.unreported >= MAX_UNFINISHED:
+            unfinished = sum(not event.ready for _, event, _ in self._launched) + len(self._waiting)
+            if unfinished >= MAX_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"
                 )
-        self._behind.append(step)
+        self._waiting.append(step)
         self._go_on()
 
     def close(self) -> None:
@@ -113,27 +113,27 @@ class Executor:
         if self._closed:
             return
         self._closed = True
-        if self._watch is not None:
-            self._runner.device.submit(self._watch.close)
+        if self._observer is not None:
+            self._runner.device.submit(self._observer.close)
         self._runner.device.close()
         if self._masks is not None:
             self._masks.close()
 
     def _go_on(self) -> None:
         """Launches what waits, up to a step whose masks cannot be known yet."""
-        while self._behind and not self._unfinished:
-            step, launched = self._behind.popleft(), None
+        while self._waiting and not self._unfinished:
+            step, launched = self._waiting.popleft(), None
             try:
                 launched = self._runner.launch(step, self._before)
                 self._unfinished = step.masked is not None
                 event = launched.event
             except Exception as error:  # whatever it is, it belongs to this step's owner
-                event = Failed(error)
+                event = FailedEvent(error)
             self._launched.append((step, event, launched))
             if self._unfinished:
                 self._finish()
             else:
-                event.then(self._loop, self._report)
+                event.then(self._loop, self._report_finished)
 
     def _finish(self) -> None:
         """The step that waits for its masks, if all before it were reported."""
@@ -144,12 +144,12 @@ class Executor:
         try:
             self._runner.finish(launched, partial(self._masks.fill, step))
         except Exception as error:
-            event = Failed(error)
+            event = FailedEvent(error)
             self._launched[0] = step, event, None
         self._unfinished = False
-        event.then(self._loop, self._report)
+        event.then(self._loop, self._report_finished)
 
-    def _report(self) -> None:
+    def _report_finished(self) -> None:
         """Whatever has ended; a step that was never launched may have called too early."""
         while self._launched and self._launched[0][1].ready:
             step, event, launched = self._launched.popleft()
@@ -195,11 +195,11 @@ def nothing_to_prepare(
 
 class DeviceDriver:
     """Hands every Compute that the core sends to an executor, in order, every Compile to `prepare`,
-    and every Capture to `late`.
+    and every Capture to `background`.
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
-    runner note what a step costs; the driver adds what it takes to hand the result on. `late`:
-    captures what is left; `start`: what the engine's start took.
+    runner note what a step costs; the driver adds what it takes to hand the result on.
+    `background`: captures what is left; `start`: what the engine's start took.
     """
 
     def __init__(
@@ -207,13 +207,13 @@ class DeviceDriver:
         begin: StartExecutor,
         phases: Phases,
         prepare: PrepareGrammar = nothing_to_prepare,
-        late: BackgroundCapture | None = None,
+        background: BackgroundCapture | None = None,
         start: Mapping[str, float] = NOTHING,
     ) -> None:
         self._begin = begin
         self._phases = phases
         self._prepare = prepare
-        self._late = late
+        self._background = background
         self._start = start
         self._unreported = 0
         self._quiet_since = 0.0
@@ -223,8 +223,8 @@ class DeviceDriver:
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
         self._executor = self._begin(self._done, self._failed)
-        if self._late is not None:
-            self._late.start(self._quiet, lambda: feed(GraphDue()))
+        if self._background is not None:
+            self._background.start(self._quiet, lambda: feed(GraphDue()))
 
     def _quiet(self) -> float:
         """For how many seconds there was no step."""
@@ -238,8 +238,8 @@ class DeviceDriver:
             case Compute():
                 self._compute(message)
             case Capture():
-                assert self._late is not None
-                self._late.capture()
+                assert self._background is not None
+                self._background.capture()
             case _:
                 raise TypeError(f"a device takes no {type(message).__name__}")
 
@@ -250,11 +250,11 @@ class DeviceDriver:
             """Called on whichever thread."""
             compiled = Compiled(message.request_id, error)
             with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
-                loop.call_soon_threadsafe(self._tell, compiled)
+                loop.call_soon_threadsafe(self._feed_event, compiled)
 
         self._prepare(message.spec, then, message.slow, message.released)
 
-    def _tell(self, event: Message) -> None:
+    def _feed_event(self, event: Message) -> None:
         assert self._feed is not None
         self._feed(event)
 
@@ -266,8 +266,8 @@ class DeviceDriver:
         self._executor.submit(message.step)
 
     async def stop(self) -> None:
-        if self._late is not None:
-            self._late.close()
+        if self._background is not None:
+            self._background.close()
         if self._executor is not None:
             self._executor.close()
 
@@ -282,7 +282,7 @@ class DeviceDriver:
             "idle_seconds": executor.idle_seconds,
             **self._phases.statistics(),
             **self._start,
-            **(self._late.stats() if self._late is not None else {}),
+            **(self._background.stats() if self._background is not None else {}),
         }
 
     def _done(self, step: Step, sampled: Sampled, seconds: float) -> None:
@@ -354,11 +354,11 @@ class BackgroundCapture:
 
     def stats(self) -> dict[str, float]:
         """Numbers of graphs."""
-        return {"graphs": self._runner.graphs, "graphs_left": self._runner.graphs_left}
+        return {"graphs": self._runner.graphs, "graphs_left": self._runner.graphs_deferred}
 
     def capture(self) -> None:
         """Captures the next one, if any is left, and looks for a moment for another."""
-        if not self._runner.graphs_left:
+        if not self._runner.graphs_deferred:
             return
         loop = asyncio.get_running_loop()
         try:
@@ -369,7 +369,7 @@ class BackgroundCapture:
         event.then(loop, lambda: self._captured(event))
 
     def _later(self, seconds: float) -> None:
-        if self._runner.graphs_left and not self._closed:
+        if self._runner.graphs_deferred and not self._closed:
             self._next = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
@@ -385,7 +385,7 @@ class BackgroundCapture:
         except Exception as error:
             self._failed(error)
             return
-        if self._runner.graphs_left:
+        if self._runner.graphs_deferred:
             self._later(GAP)
         else:
             took = asyncio.get_running_loop().time() - self._began

@@ -16,11 +16,19 @@ from pipeinfer.layers.weight import MIN_SHARED_MEMORY_BYTES
 HEADS = (64, 96, 128, 192, 256)
 ALL_PACKAGES: frozenset[str] = frozenset({"flashinfer", "sgl_kernel"})
 YES, PLAIN = "in their format", "plain"
-HEAD = ("capability", "GPUs", "attention, heads", "FP8 weights", "4 bits", "FP8 KV", "run so far")
+TABLE_HEAD = (
+    "capability",
+    "GPUs",
+    "attention, heads",
+    "FP8 weights",
+    "4 bits",
+    "FP8 KV",
+    "run so far",
+)
 
 
 @dataclass(frozen=True)
-class Kind:
+class GpuKind:
     """GPUs of one capability. shared_bytes: of memory that a block may have; run: what was run
     on one, in words; missing: what never was, though code is there for it."""
 
@@ -39,17 +47,18 @@ class Kind:
     def backends(self) -> dict[str, tuple[int, ...]]:
         """Head sizes by the attention backend that takes them in bfloat16, all packages there."""
         found = {
-            name: tuple(dim for dim in HEADS if self._runs(name, dim)) for name in registry.BACKENDS
+            name: tuple(dim for dim in HEADS if self._supports(name, dim))
+            for name in registry.BACKENDS
         }
         return {name: dims for name, dims in found.items() if dims}
 
-    def _runs(self, name: str, dim: int, e4m3: bool = False) -> bool:
+    def _supports(self, name: str, dim: int, e4m3: bool = False) -> bool:
         gpu = Gpu(self.capability, "bfloat16", dim, ALL_PACKAGES, e4m3=e4m3)
         return registry.obstacle(name, gpu) == ""
 
     @property
     def fp8_weights(self) -> str:
-        """Whether they stay so."""
+        """In which format FP8 weights are computed: their own, or plain."""
         fits = (
             self.capability >= FP8_MIN_CAPABILITY and self.shared_bytes >= MIN_SHARED_MEMORY_BYTES
         )
@@ -57,13 +66,13 @@ class Kind:
 
     @property
     def int4_weights(self) -> str:
-        """Whether they stay so."""
+        """In which format FP8 weights are computed: their own, or plain."""
         return YES if self.shared_bytes >= MIN_SHARED_MEMORY_BYTES else PLAIN
 
     @property
     def fp8_kv(self) -> str:
         """The backends that take it, for heads of 128."""
-        names = [name for name in registry.BACKENDS if self._runs(name, 128, e4m3=True)]
+        names = [name for name in registry.BACKENDS if self._supports(name, 128, e4m3=True)]
         return ", ".join(names)
 
     def cells(self) -> tuple[str, ...]:
@@ -80,10 +89,10 @@ class Kind:
         return (self.number, self.names, attention, *formats, run)
 
 
-KINDS: Sequence[Kind] = (
-    Kind((8, 0), "A100", 163 * 1024),
-    Kind((8, 9), "L4, L40S, RTX 4090", 99 * 1024),
-    Kind(
+KINDS: Sequence[GpuKind] = (
+    GpuKind((8, 0), "A100", 163 * 1024),
+    GpuKind((8, 9), "L4, L40S, RTX 4090", 99 * 1024),
+    GpuKind(
         (9, 0),
         "H100, H200",
         227 * 1024,
@@ -91,12 +100,12 @@ KINDS: Sequence[Kind] = (
         "FP8 KV, models of transformers",
         missing="other heads of 256, FP8 KV with flashinfer but for heads of 64",
     ),
-    Kind((10, 0), "B200", 227 * 1024),
+    GpuKind((10, 0), "B200", 227 * 1024),
 )
 
 
-def said(capability: tuple[int, int]) -> str:
-    """What `doctor` says of a GPU of that capability."""
+def doctor_line(capability: tuple[int, int]) -> str:
+    """The line of `pipeinfer doctor` about a GPU of that capability."""
     kind = next((one for one in KINDS if one.capability == capability), None)
     if kind is None:
         return "pipeinfer was never run on this kind of GPU"
@@ -106,5 +115,5 @@ def said(capability: tuple[int, int]) -> str:
 
 def table() -> str:
     """All kinds, in Markdown."""
-    rows = (HEAD, ("---",) * len(HEAD), *(kind.cells() for kind in KINDS))
+    rows = (TABLE_HEAD, ("---",) * len(TABLE_HEAD), *(kind.cells() for kind in KINDS))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -15,23 +15,27 @@ from pipeinfer.step_cost import measured_sizes
 
 FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
 STEP = 8
-FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
-PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts
+PROMPTS_ALONE, PROMPTS_WITH_DECODES = 8, 32  # prompts in a step: alone, and beside decodes
+TOKENS_PER_PROMPT, MAX_PROMPTS = (
+    64,
+    128,
+)  # in large steps, one for so many tokens, up to so many prompts
 DECODES = 64  # the smallest class of decode rows beside prompts, each other has twice as many
-SHARING = 9  # decodes that share what they read, at least
+MIN_SHARED_DECODES = 9  # decodes that share what they read, at least
 LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
-MOST_PADDING = 128  # tokens, or
-PADDING_SHARE = 4  # that part of a shape's
+MAX_PADDING = 128  # tokens, or
+MAX_PADDING_DIVISOR = 4  # that part of a shape's
 
 
 def shape_of(step: Step) -> GraphShape:
-    """What the step needs."""
+    """The shape that `step` fills exactly."""
     shares = step.shared_prefixes is not None
     return GraphShape(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
 
 
 def holds(shape: GraphShape, step: Step) -> bool:
-    """Whether it is large enough, and for steps of that kind."""
+    """Whether a graph of `shape` is large enough for `step`, and for steps of its kind (with
+    prompts, or decodes alone)."""
     prompts = len(step.slots) - step.decodes
     enough = shape.tokens >= len(step.tokens) and shape.prefills >= prompts
     return enough and shape.decodes >= step.decodes and (prompts > 0) == (shape.prefills > 0)
@@ -53,38 +57,40 @@ class LargestStep:
         return shape.tokens <= self.tokens and max(shape.decodes, shape.prefills) <= self.rows
 
 
-def decode_ladder(most: int) -> tuple[int, ...]:
-    """Numbers of decode rows up to `most`, itself included: 1, 2, 4, 8, 16, 24 ..."""
-    if most <= 0:
+def decode_ladder(largest: int) -> tuple[int, ...]:
+    """Numbers of decode rows up to `largest`, itself included: 1, 2, 4, 8, 16, 24 ..."""
+    if largest <= 0:
         return ()
-    sizes = {size for size in (*FIRST, *range(STEP, most + 1, STEP)) if size < most}
-    return tuple(sorted(sizes | {most}))
+    sizes = {size for size in (*FIRST, *range(STEP, largest + 1, STEP)) if size < largest}
+    return tuple(sorted(sizes | {largest}))
 
 
 def mixed_ladder(
-    most_tokens: int, most_rows: int, most_decodes: int, mixed: int
+    max_tokens: int, max_rows: int, max_decodes: int, mixed: int
 ) -> tuple[GraphShape, ...]:
-    """Rooms for steps of up to `most_tokens` and `most_rows`, ascending: of prompts alone, and of
+    """Shapes of steps of up to `max_tokens` and `max_rows`, ascending: of prompts alone, and of
     prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
-    nearly have. None if graphs of decodes are off (most_decodes 0).
+    nearly have. None if graphs of decodes are off (max_decodes 0).
     """
-    if not most_decodes:
+    if not max_decodes:
         return ()
-    doubled = (DECODES << power for power in range(most_decodes.bit_length()))
-    classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
-    largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
-    every = measured_sizes(most_tokens)
-    alone = [(tokens, 0, min(_prompts(tokens, FEW), most_rows)) for tokens in every]
-    beside: list[tuple[int, int, int]] = []
+    doubled = (DECODES << power for power in range(max_decodes.bit_length()))
+    classes = sorted({*(rows for rows in doubled if rows < max_decodes), max_decodes})
+    largest = max(mixed, max_decodes + mixed // MAX_PADDING_DIVISOR)
+    every = measured_sizes(max_tokens)
+    prompts_only = [
+        (tokens, 0, min(_max_prompts(tokens, PROMPTS_ALONE), max_rows)) for tokens in every
+    ]
+    with_decodes: list[tuple[int, int, int]] = []
     for tokens in every:
-        some = min(_prompts(tokens, SOME), most_rows)
+        prompts = min(_max_prompts(tokens, PROMPTS_WITH_DECODES), max_rows)
         # Of each size also one with as many decodes as it has room for.
-        full = min(max(tokens - some, classes[0]), most_decodes)
+        full = min(max(tokens - prompts, classes[0]), max_decodes)
         if tokens < largest + DECODES:
-            rows = {*classes, full} if tokens <= LARGE else {most_decodes}
-            beside += [(tokens, decodes, some) for decodes in rows]
-    shapes = (GraphShape(*one) for one in (*alone, *beside))
-    return tuple(sorted(shape for shape in shapes if shape.rows <= shape.tokens <= most_tokens))
+            rows = {*classes, full} if tokens <= LARGE else {max_decodes}
+            with_decodes += [(tokens, decodes, prompts) for decodes in rows]
+    shapes = (GraphShape(*one) for one in (*prompts_only, *with_decodes))
+    return tuple(sorted(shape for shape in shapes if shape.rows <= shape.tokens <= max_tokens))
 
 
 def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
@@ -96,59 +102,63 @@ def eager_and_deferred(shapes: Sequence[GraphShape]) -> tuple[list[GraphShape], 
     """
     every = set(shapes)
     first = [
-        twin if (twin := replace(shape, shared_prefix=True)) in every else shape
-        for shape in (*_few_alone(shapes), *_largest(shapes))
+        shared_variant if (shared_variant := replace(shape, shared_prefix=True)) in every else shape
+        for shape in (*_eager_decode_only(shapes), *_largest(shapes))
     ]
-    there = set(first)
-    return first, sorted((shape for shape in shapes if shape not in there), key=_worth)
+    eager = set(first)
+    return first, sorted((shape for shape in shapes if shape not in eager), key=_capture_priority)
 
 
 def shared_prefix_variants(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     """Of `shapes`, none of which shares, those that are wanted a second time for steps that do: as
     many decodes alone as are there first, and beside prompts the smallest class and the largest.
     """
-    beside = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
-    beside |= {shape for shape in _largest(shapes) if shape.decodes}
-    enough = [shape for shape in (*_few_alone(shapes), *sorted(beside)) if shape.decodes >= SHARING]
+    with_prompts = {shape for shape in shapes if shape.prefills and shape.decodes == DECODES}
+    with_prompts |= {shape for shape in _largest(shapes) if shape.decodes}
+    enough = [
+        shape
+        for shape in (*_eager_decode_only(shapes), *sorted(with_prompts))
+        if shape.decodes >= MIN_SHARED_DECODES
+    ]
     return [replace(shape, shared_prefix=True) for shape in enough]
 
 
-def _few_alone(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    alone = sorted(shape for shape in shapes if not (shape.prefills or shape.shared_prefix))
-    few = [shape for shape in alone if _rough(shape.decodes)]
-    return few + [shape for shape in alone[-1:] if shape not in few]
+def _eager_decode_only(shapes: Sequence[GraphShape]) -> list[GraphShape]:
+    decode_shapes = sorted(shape for shape in shapes if not (shape.prefills or shape.shared_prefix))
+    eager = [shape for shape in decode_shapes if _is_coarse_size(shape.decodes)]
+    return eager + [shape for shape in decode_shapes[-1:] if shape not in eager]
 
 
 def _largest(shapes: Sequence[GraphShape]) -> list[GraphShape]:
     """Of each number of tokens with prompts, the one for most rows."""
     largest: dict[int, GraphShape] = {}
     for shape in shapes:
-        most = largest.get(shape.tokens, _NO_SHAPE).rows
-        if shape.prefills and not shape.shared_prefix and shape.rows > most:
+        rows = largest.get(shape.tokens, _NO_SHAPE).rows
+        if shape.prefills and not shape.shared_prefix and shape.rows > rows:
             largest[shape.tokens] = shape
     return list(largest.values())
 
 
-def _rough(size: int) -> bool:
+def _is_coarse_size(size: int) -> bool:
     return size // (size & -size) in (1, 3)
 
 
-def _worth(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
+def _capture_priority(shape: GraphShape) -> tuple[bool, bool, GraphShape]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
     once saves more than prompts' graphs of the right size."""
     return shape.prefills > 0 and not shape.shared_prefix, shape.shared_prefix, shape
 
 
-def unaided(most_tokens: int, most_rows: int) -> tuple[GraphShape, ...]:
+def uncaptured_shapes(max_tokens: int, max_rows: int) -> tuple[GraphShape, ...]:
     """To be measured where no prompts are captured: of one prompt beside a few decodes."""
-    decodes = min(DECODES, most_rows - 1)
-    shapes = (GraphShape(tokens, decodes, 1) for tokens in measured_sizes(most_tokens))
+    decodes = min(DECODES, max_rows - 1)
+    shapes = (GraphShape(tokens, decodes, 1) for tokens in measured_sizes(max_tokens))
     return tuple(shape for shape in shapes if decodes > 0 and shape.rows < shape.tokens)
 
 
-def _prompts(tokens: int, few: int) -> int:
-    """That a step of so many tokens has room for, at least `few`."""
-    return max(few, min(tokens // PROMPT, MANY)) if tokens > LARGE else few
+def _max_prompts(tokens: int, least: int) -> int:
+    """That a step of so many tokens has room for, at least `least` of them."""
+    return max(least, min(tokens // TOKENS_PER_PROMPT, MAX_PROMPTS)) if tokens > LARGE else least
 
 
 def decode_only(decodes: int) -> GraphShape:

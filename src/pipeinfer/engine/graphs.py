@@ -18,7 +18,13 @@ import torch
 
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.graph_shapes import MOST_PADDING, PADDING_SHARE, SHARING, decode_only, holds
+from pipeinfer.engine.graph_shapes import (
+    MAX_PADDING,
+    MAX_PADDING_DIVISOR,
+    MIN_SHARED_DECODES,
+    decode_only,
+    holds,
+)
 from pipeinfer.kernels.interface import DeviceStep, GraphShape
 from pipeinfer.step import Step
 
@@ -45,8 +51,9 @@ class Graphs:
     """Of a device, by shape.
 
     decodes: numbers of decode rows that have a graph; mixed: shapes with prefills that have one.
-    Either is the shared-prefix variant only where there is no other. sharing: all shapes that are
-    shared-prefix variants. All ascend. left: shapes whose capture is deferred, the next one first.
+    Either is the shared-prefix variant only where there is no other. shared_prefix_shapes: all
+    shapes that are shared-prefix variants. All ascend. deferred: shapes whose capture is deferred,
+    the next one first.
     slow: tokens of mixed shapes whose steps take the next larger one's graph, if it fits them.
     """
 
@@ -54,8 +61,8 @@ class Graphs:
         self._device = device
         self.decodes: tuple[int, ...] = ()
         self.mixed: tuple[GraphShape, ...] = ()
-        self.sharing: tuple[GraphShape, ...] = ()
-        self.left: list[GraphShape] = []
+        self.shared_prefix_shapes: tuple[GraphShape, ...] = ()
+        self.deferred: list[GraphShape] = []
         self.slow: frozenset[int] = frozenset()
         self._captured: dict[GraphShape, Captured] = {}
 
@@ -75,7 +82,7 @@ class Graphs:
     @property
     def planned(self) -> tuple[GraphShape, ...]:
         """As `mixed`, with those that get a graph later."""
-        later = (shape for shape in self.left if shape.prefills and not shape.shared_prefix)
+        later = (shape for shape in self.deferred if shape.prefills and not shape.shared_prefix)
         return tuple(sorted({*self.mixed, *later}))
 
     def like(self, shape: GraphShape, step: Step) -> GraphShape | None:
@@ -90,8 +97,8 @@ class Graphs:
     def fitting(self, step: Step) -> Captured | None:
         """The smallest for the step; None if there is none, or it is far larger. Where decodes
         share, one in which they do; if there is none, each reads for itself."""
-        if step.shared_prefixes is not None and step.decodes >= SHARING:
-            shape = self._smallest(self.sharing, step)
+        if step.shared_prefixes is not None and step.decodes >= MIN_SHARED_DECODES:
+            shape = self._smallest(self.shared_prefix_shapes, step)
             if shape is not None:
                 return self[shape]
         if step.decodes == len(step.slots):
@@ -134,7 +141,7 @@ class Graphs:
         for shape in sorted(shapes, reverse=True):
             views, plan = prepare(shape)
             made = self._device.capture(partial(body, views, plan))
-            self._captured[shape] = Captured(views, made.again, *made.tensors)
+            self._captured[shape] = Captured(views, made.run, *made.tensors)
             progress()
         self._list()
 
@@ -146,7 +153,7 @@ class Graphs:
             self._either(replace(shape, shared_prefix=False)) for shape in every if shape.prefills
         }
         self.mixed = tuple(sorted(mixed))
-        self.sharing = tuple(shape for shape in every if shape.shared_prefix)
+        self.shared_prefix_shapes = tuple(shape for shape in every if shape.shared_prefix)
 
     def drop_slower_small_ones(self, prepare: Callable[[GraphShape], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
@@ -166,4 +173,4 @@ class Graphs:
 
 def _far_larger(shape: GraphShape, tokens: int) -> bool:
     """Whether a step of so many tokens would be padded too much."""
-    return shape.tokens - tokens > max(MOST_PADDING, shape.tokens // PADDING_SHARE)
+    return shape.tokens - tokens > max(MAX_PADDING, shape.tokens // MAX_PADDING_DIVISOR)

@@ -25,7 +25,9 @@ from pipeinfer.models.causal_lm import LanguageModel
 from pipeinfer.step import AttentionShape
 from pipeinfer.tensors import tensor_of
 
-TOKENS = 512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better
+CENTERING_TOKENS = (
+    512  # of the sequence for find_key_centers: 256 were a little worse, 1024 no better
+)
 
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
 # (layer, heads, slot_mapping [T]: page * page_size + offset of each token): norms and rotates the
@@ -56,14 +58,14 @@ def store_for(pool: KVPool, traits: Traits) -> Store:
     return TorchStore(pool) if traits.needs_kv else FusedStore(pool)
 
 
-def store_kept(pool: KVPool, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
+def store_valid(pool: KVPool, layer: int, heads: LayerQKV, slot_mapping: torch.Tensor) -> Stored:
     """As FusedStore, by torch operations of fixed shapes, which a graph can hold: a token without a
     slot (negative) leaves zeros in the dummy page."""
     q, k, v = _ready(pool, layer, heads)
-    kept, at = (slot_mapping >= 0).view(-1, 1, 1), slot_mapping.clamp(min=0).long()
+    valid, at = (slot_mapping >= 0).view(-1, 1, 1), slot_mapping.clamp(min=0).long()
     scales = pool.scales[layer]
     for part, new, scale in ((pool.k[layer], k, scales.k), (pool.v[layer], v, scales.v)):
-        _put(part.flatten(0, 1).flatten(1), at, torch.where(kept, new, 0), scale, q.dtype)
+        _put(part.flatten(0, 1).flatten(1), at, torch.where(valid, new, 0), scale, q.dtype)
     return q, None, None
 
 
@@ -101,7 +103,7 @@ class FusedStore:
         """See Store. AttentionHeads that are ready are stored by torch operations."""
         merged, pool = heads.merged, self._pool
         if merged is None:
-            return store_kept(pool, layer, heads, slot_mapping)
+            return store_valid(pool, layer, heads, slot_mapping)
         norm, rotation, scales = merged.norm, merged.rotation, pool.scales[layer]
         queries = self._rotate_and_store(
             merged.product,
@@ -155,7 +157,7 @@ def _put(
 
 @torch.inference_mode()
 def find_key_centers(
-    model: LanguageModel, most_tokens: int, where: torch.device
+    model: LanguageModel, max_tokens: int, where: torch.device
 ) -> tuple[KeyCenter, ...]:
     """What each layer's keys (after norm and RoPE) are stored less, where pages hold 8 bits.
 
@@ -165,11 +167,11 @@ def find_key_centers(
     Subtracted from all keys of a head it changes all scores of a query alike, which softmax does
     not see: any vector is right, and the nearer keys are to it, the less is lost when they are
     rounded. Found from fixed ids that mean nothing, so by the weights alone: one sequence of at
-    most `most_tokens` is computed, on all ranks of a group.
+    most `max_tokens` is computed, on all ranks of a group.
     """
     average = _Average(model.attention_shapes())
     if any(map(_may_center, average.shapes)):
-        count = min(TOKENS, most_tokens)
+        count = min(CENTERING_TOKENS, max_tokens)
         # This generator is frozen: it gives the same ids in every version of NumPy.
         ids = np.random.RandomState(0).randint(0, model.vocab_shard.vocab_size, count)
         tokens = tensor_of(ids.astype(np.int64)).to(where)

@@ -25,10 +25,10 @@ from pipeinfer.engine.graph_shapes import LargestStep, decode_ladder, mixed_ladd
 from pipeinfer.engine.kv_store import find_key_centers
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
-from pipeinfer.engine.sampling import SplitSampler, WholeSampler
+from pipeinfer.engine.sampling import LocalSampler, ShardedSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.gguf.header import is_gguf, read_header
-from pipeinfer.gguf.weights import few_bits
+from pipeinfer.gguf.weights import is_low_bit
 from pipeinfer.kernels.formats import UNIT_KV_SCALES, KVScales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.kv_pool import KeyCenter, KVPool
@@ -65,7 +65,8 @@ class EngineChoices:
 
     transformers_spec: how transformers builds the model; None: the implementation is our own.
     stored: the checkpoint's tensors by name, for our own implementation; None: random weights.
-    kv_scales: of each layer's keys and values, if they are stored as e4m3.
+    kv_scales: of each layer's keys and values, if they
+    are stored as e4m3.
     """
 
     outline: ModelOutline
@@ -122,7 +123,7 @@ class LoadedEngine:
     kv_dtype: str = AS_THE_MODEL
 
 
-def choose(
+def choose_engine(
     settings: Settings, folder: Path, rank: int = 0, ordinal: int | None = None
 ) -> EngineChoices:
     """Checks settings and checkpoint against each other; of weights it reads what
@@ -184,12 +185,12 @@ def load_engine(
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
-    `choose` gave for this rank; it is asked here if they are not given.
+    `choose_engine` gave for this rank; it is asked here if they are not given.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
     """
-    choices, start = choices or choose(settings, folder, rank), start or Start()
+    choices, start = choices or choose_engine(settings, folder, rank), start or Start()
     with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
     kernels = registry.import_packages(choices.attention)  # while weights are read
@@ -327,16 +328,16 @@ def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchColle
         )
 
 
-def _in_format(outline: ModelOutline, asked: str) -> ModelOutline:
+def _in_format(outline: ModelOutline, requested: str) -> ModelOutline:
     """With the number format that `--quantization` makes of the checkpoint's."""
     if outline.config is None:
-        if asked not in ("auto", "none"):
+        if requested not in ("auto", "none"):
             raise ConfigurationError(
-                f"--quantization {asked}: {outline.architecture} is built by transformers, whose "
-                "weights are plain"
+                f"--quantization {requested}: {outline.architecture} is built by "
+                "transformers, whose weights are plain"
             )
         return outline
-    how = choose_quantization(outline.config.quantization, asked)
+    how = choose_quantization(outline.config.quantization, requested)
     return replace(outline, config=replace(outline.config, quantization=how))
 
 
@@ -421,18 +422,18 @@ def _quantization(name: str, folder: Path, device: str, dtype: torch.dtype) -> s
             "--quantization int8 is for CPUs, and computes in bfloat16; here it would be "
             f"{str(dtype).removeprefix('torch.')} on {device}"
         )
-    if name == "auto" and fits and is_gguf(folder) and few_bits(read_header(folder)):
+    if name == "auto" and fits and is_gguf(folder) and is_low_bit(read_header(folder)):
         return "int8"
     return name
 
 
-def _max_model_len(asked: int, outline: ModelOutline) -> int:
+def _max_model_len(requested: int, outline: ModelOutline) -> int:
     limit = outline.context_length
-    if asked > limit:
+    if requested > limit:
         raise ConfigurationError(
-            f"--max-model-len: {asked} is more than the checkpoint's {limit} tokens"
+            f"--max-model-len: {requested} is more than the checkpoint's {limit} tokens"
         )
-    return asked or limit
+    return requested or limit
 
 
 log, details = logging.getLogger(__name__), logging.getLogger(DETAILS)
@@ -484,9 +485,9 @@ def build_runner(
         return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, key_centers)
 
     if collectives is None:
-        sampler = WholeSampler(model, machine.kernels)
+        sampler = LocalSampler(model, machine.kernels)
     else:
-        sampler = SplitSampler(model, collectives, machine.kernels)
+        sampler = ShardedSampler(model, collectives, machine.kernels)
     with start.phase("attention"):
         runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
     with start.phase("warm_up"):
@@ -503,7 +504,7 @@ def build_runner(
             partial(all_find, int if collectives is None else collectives.all_reduce_min)
         )
     if runner.step_cost is not None:
-        _tell(runner.step_cost, settings, tokens)
+        _log_step_cost(runner.step_cost, settings, tokens)
     return runner
 
 
@@ -538,7 +539,7 @@ def _agreed(collectives: TorchCollectives, pages: int) -> int:
     return least
 
 
-def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
+def _log_step_cost(cost: StepCost, settings: Settings, tokens: int) -> None:
     """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
     details.info("what steps take, in ms: %s", cost)
     if not settings.mixed_step_tokens:
@@ -559,10 +560,10 @@ def _capture(
     mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
     # Ranks sum within steps, so each step must take the same graph on all of them. That a model
     # cannot be captured is known when its first graph is.
-    alone = settings.tp == 1
-    later = alone and not settings.all_graphs_first
+    single_rank = settings.tp == 1
+    later = single_rank and not settings.all_graphs_first
     try:
-        runner.capture(sizes, mixed, start.captured, choose=alone, later=later)
+        runner.capture(sizes, mixed, start.captured, drop_slower=single_rank, later=later)
     except RuntimeError as error:
         if not model.capture_may_fail:
             raise

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # A pool on the host competes with everything else that runs there, so it is not taken as large as
 # it could be; --kv-pages takes more.
-MOST_HOST_BYTES = 4 * 2**30
+MAX_HOST_BYTES = 4 * 2**30
 HOST_STEP_TOKENS = 2048
 
 Built = TypeVar("Built")
@@ -53,7 +53,7 @@ class Machine(Protocol):
         """What `work` gives, called on the thread that builds engines here."""
         ...
 
-    def warm_up(self, runner: Runner, most_tokens: int, /) -> None:
+    def warm_up(self, runner: Runner, max_tokens: int, /) -> None:
         """Has everything compiled and allocated that steps need, before memory is looked at; a
         request has at most so many tokens."""
         ...
@@ -86,10 +86,10 @@ class HostMachine:
         self.device.run(lambda: built.append(work()))
         return built[0]
 
-    def warm_up(self, runner: Runner, most_tokens: int) -> None:
+    def warm_up(self, runner: Runner, max_tokens: int) -> None:
         """Nothing is compiled here; what sampling takes is noted."""
         self._sampling_bytes = runner.sampling_bytes
 
     def free_for_pages(self, fraction: float) -> int:
-        share = int(available_bytes() // self._ranks * fraction)
-        return min(share - self._sampling_bytes, MOST_HOST_BYTES)
+        of_rank = int(available_bytes() // self._ranks * fraction)
+        return min(of_rank - self._sampling_bytes, MAX_HOST_BYTES)

@@ -30,12 +30,12 @@ from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.step import Constrained, MaskRows, Sampled, Step
 
-MOST_THREADS = 8  # that fill masks: more of them wait for each other
+MAX_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
 
 # Of a step of an epoch that is over: nobody wants to know what it gives.
-GONE = RowSource(FailedSource("its request is gone"), 0)
+NO_REQUEST = RowSource(FailedSource("its request is gone"), 0)
 
 
 @dataclass
@@ -84,12 +84,12 @@ class Masks(Protocol):
 class GrammarMasks:
     """Of rank 0; its grammars come from `store`. See Masks for what the functions do.
 
-    store: keeps and compiles the grammars. threads: that fill masks, at most MOST_THREADS.
+    store: keeps and compiles the grammars. threads: that fill masks, at most MAX_THREADS.
     """
 
     def __init__(self, store: GrammarStore, threads: int) -> None:
         self._store = store
-        self._threads = max(min(threads, MOST_THREADS), 1)
+        self._threads = max(min(threads, MAX_THREADS), 1)
         self._executor = LLExecutor(self._threads)
         self._sources: dict[int, RowSource] = {}
         self._grammars: dict[int, Grammar] = {}
@@ -115,10 +115,12 @@ class GrammarMasks:
         self._leave(step)
         for new in step.masked.new:
             self._sources[new.slot] = self._row(new)
-        for told in step.masked.extended:
-            self._sources[told.slot].feed_from(told.first, told.ids.tolist())
+        for extended in step.masked.extended:
+            self._sources[extended.slot].feed_from(extended.first, extended.ids.tolist())
         slots = step.masked.slots.tolist()
-        troubles = fill_masks(self._executor, [self._sources.get(s, GONE) for s in slots], words)
+        troubles = fill_masks(
+            self._executor, [self._sources.get(s, NO_REQUEST) for s in slots], words
+        )
         for slot, why in zip(slots, troubles, strict=True):
             if why and slot in self._grammars:
                 self._store.recompile(self._grammars[slot])
@@ -134,21 +136,21 @@ class GrammarMasks:
         begun = time.perf_counter()
         forced: dict[int, list[int]] = {}
         for row, slot, ids in _given(step.masked, sampled):
-            source = self._sources.get(slot, GONE)
+            source = self._sources.get(slot, NO_REQUEST)
             # What is wrong with them is said of the next mask.
-            if ids and not source.feed(ids) and (more := source.force()):
-                forced[row] = more
+            if ids and not source.feed(ids) and (forced_ids := source.force()):
+                forced[row] = forced_ids
         self._seconds += time.perf_counter() - begun
-        if units := self._counted(step.masked):
+        if units := self._mask_costs(step.masked):
             sampled = replace(sampled, mask_units=units)
         return sampled.followed_by(forced) if forced else sampled
 
-    def _counted(self, masked: MaskRows) -> dict[int, int]:
+    def _mask_costs(self, masked: MaskRows) -> dict[int, int]:
         """What a mask costs, of the rows of which it is to be told."""
-        told: dict[int, int] = {}
+        costs: dict[int, int] = {}
         slow = self._seconds > SLOW
         for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True):
-            cost, source = self._costs.get(slot), self._sources.get(slot, GONE)
+            cost, source = self._costs.get(slot), self._sources.get(slot, NO_REQUEST)
             matcher = source.matcher
             if cost is None or matcher is None:
                 continue
@@ -160,9 +162,9 @@ class GrammarMasks:
                     self._store.on_mask_cost(self._grammars[slot], since.fuel)
                 units = max(since.units, 0) // cost.masks
                 if units >= COSTLY_MASK_UNITS or cost.units >= COSTLY_MASK_UNITS:
-                    told[row] = units
+                    costs[row] = units
                 cost.counted, cost.masks, cost.units = counted, 0, units
-        return told
+        return costs
 
     def _release(self, slots: Iterable[int]) -> None:
         """Those of requests that are gone."""

@@ -23,7 +23,7 @@ FULL = 7 / 8  # share of the largest batch from which on a decode step counts as
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 
 
-class Marks(Protocol):
+class TimelineRanges(Protocol):
     """Ranges on a timeline, nested, of the calling thread."""
 
     def push(self, name: str) -> None: ...
@@ -31,7 +31,7 @@ class Marks(Protocol):
     def pop(self) -> None: ...
 
 
-class NoMarks:
+class NoRanges:
     """Nobody looks."""
 
     def push(self, name: str) -> None:
@@ -41,10 +41,10 @@ class NoMarks:
         """Nothing."""
 
 
-class Span:
+class PhaseSpan:
     """One phase of one step, as a context manager."""
 
-    __slots__ = ("_begin", "_marks", "_number", "_phase", "_phases")
+    __slots__ = ("_begin", "_number", "_phase", "_phases", "_ranges")
 
     def __init__(self, phases: Phases, phase: str, number: int) -> None:
         self._phases = phases
@@ -52,62 +52,62 @@ class Span:
         self._number = number
 
     def __enter__(self) -> None:
-        self._marks = self._phases.marks  # may be others at the end
-        self._marks.push(self._phase)
+        self._ranges = self._phases.ranges  # may be others at the end
+        self._ranges.push(self._phase)
         self._begin = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._begin
-        self._marks.pop()
+        self._ranges.pop()
         self._phases.add(self._phase, self._number, seconds)
 
 
 class Phases:
     """All steps of a process. Several threads may add, each its own phases of a step.
 
-    `seconds`: wall time of the host by phase since the start. `marks` may be replaced at any time.
+    `seconds`: wall time of the host by phase since the start. `ranges` may be replaced at any time.
     """
 
-    def __init__(self, marks: Marks | None = None, most: int = SAMPLES) -> None:
-        self.marks: Marks = marks or NoMarks()
+    def __init__(self, marks: TimelineRanges | None = None, samples: int = SAMPLES) -> None:
+        self.ranges: TimelineRanges = marks or NoRanges()
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self._most = most
+        self._samples = samples
         self._at = {phase: index for index, phase in enumerate(PHASES)}
-        self._microseconds = np.zeros((len(PHASES), most), dtype=np.float32)
-        self._done = np.zeros(most, dtype=bool)
+        self._microseconds = np.zeros((len(PHASES), samples), dtype=np.float32)
+        self._done = np.zeros(samples, dtype=bool)
         # Of full steps: rows, 0 where there is none, and microseconds.
-        self._rows = np.zeros(most, dtype=np.int32)
-        self._full = np.zeros((len(PHASES), most), dtype=np.float32)
+        self._rows = np.zeros(samples, dtype=np.int32)
+        self._full = np.zeros((len(PHASES), samples), dtype=np.float32)
         self._fulls = self._largest = 0
 
-    def span(self, phase: str, number: int) -> Span:
+    def span(self, phase: str, number: int) -> PhaseSpan:
         """Times a phase of step `number`; at most once for each step and phase."""
-        return Span(self, phase, number)
+        return PhaseSpan(self, phase, number)
 
     @contextmanager
     def range(self, name: str) -> Generator[None]:
         """A range on the timeline that nobody times."""
-        marks = self.marks
-        marks.push(name)
+        ranges = self.ranges
+        ranges.push(name)
         try:
             yield
         finally:
-            marks.pop()
+            ranges.pop()
 
     def add(self, phase: str, number: int, seconds: float) -> None:
         """Phase `phase` of step `number` took that long."""
         self.seconds[phase] += seconds
-        self._microseconds[self._at[phase], number % self._most] = seconds * 1e6
+        self._microseconds[self._at[phase], number % self._samples] = seconds * 1e6
 
     def done(self, number: int, rows: int, decodes: int) -> None:
         """Step `number` is over; it had `rows`, of which `decodes` computed one token."""
-        at = number % self._most
+        at = number % self._samples
         self._done[at] = True
         if decodes < rows:
             return
         self._largest = max(self._largest, rows)
         if rows >= FULL * self._largest:
-            nth = self._fulls % self._most
+            nth = self._fulls % self._samples
             self._rows[nth] = rows
             self._full[:, nth] = self._microseconds[:, at]
             self._fulls += 1
@@ -143,9 +143,9 @@ class Phases:
         }
 
 
-def _quantile(ordered: np.ndarray, share: float) -> np.ndarray:
+def _quantile(ordered: np.ndarray, quantile: float) -> np.ndarray:
     """Of each row of [rows, n], which are sorted: between the two nearest, as np.percentile."""
-    exact = share * (ordered.shape[1] - 1)
+    exact = quantile * (ordered.shape[1] - 1)
     low = int(exact)
     high = min(low + 1, ordered.shape[1] - 1)
     return ordered[:, low] + (ordered[:, high] - ordered[:, low]) * (exact - low)

@@ -32,7 +32,7 @@ def preload_torch(gpu: int | None) -> threading.Thread:
     Triton's hash made for it; None: none is wanted. To be waited for before torch is imported, and
     before the process ends: amid such loading it would be ended by a signal."""
     spin_briefly(os.environ)
-    keep_few_kernels(os.environ)
+    limit_kernel_cache(os.environ)
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
     thread = threading.Thread(target=_load, args=(gpu,), name="libraries", daemon=True)
     thread.start()
@@ -62,14 +62,14 @@ def _load(gpu: int | None) -> None:
 # oneDNN makes a kernel for each number of rows of each shape of weights, up to half a MB, and keeps
 # the last 1,024; so does torch, which holds them with all they need. With 128 an engine is as fast
 # and some 200 MiB smaller; see docs/benchmarks.md.
-KEPT = 128
+MAX_CACHED_KERNELS = 128
 NAMES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"  # oneDNN's, and torch's
 
 
-def keep_few_kernels(environ: MutableMapping[str, str]) -> None:
+def limit_kernel_cache(environ: MutableMapping[str, str]) -> None:
     """To be called before torch is imported; what the user has set stays."""
     for name in NAMES:
-        environ.setdefault(name, str(KEPT))
+        environ.setdefault(name, str(MAX_CACHED_KERNELS))
 
 
 # GNU OpenMP spins for milliseconds at every barrier. Where the other thread has lost its core to

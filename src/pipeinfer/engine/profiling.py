@@ -15,7 +15,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeinfer.engine.phases import Marks, NoMarks, Phases
+from pipeinfer.engine.phases import NoRanges, Phases, TimelineRanges
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step import Step
 
@@ -50,42 +50,42 @@ class StepProfile:
     def __init__(self, steps: int, path: Path, phases: Phases) -> None:
         self._path = path
         self._phases = phases
-        self._usual = phases.marks
-        self._steps = self._left = steps
+        self._usual = phases.ranges
+        self._steps = self._remaining = steps
         self._epoch = -1
-        self._decoded = 0
+        self._decode_steps = 0
         self._recording: profile | None = None
 
     def before(self, step: Step) -> None:
         """`step` is about to be launched, on this thread."""
         if self._recording is not None:
-            if self._left == 0:
+            if self._remaining == 0:
                 self.close()
                 return
-            self._left -= 1
-        elif self._left and self._warm(step):
+            self._remaining -= 1
+        elif self._remaining and self._warm(step):
             self._recording = self._begin()
-            self._left -= 1
+            self._remaining -= 1
 
     def close(self) -> None:
         """Writes what was recorded, if it is not written yet; on the same thread."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        left, self._left = self._left, 0
-        self._phases.marks = self._usual
+        remaining, self._remaining = self._remaining, 0
+        self._phases.ranges = self._usual
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what is still running belongs to the trace
         recording.stop()
         recording.export_chrome_trace(str(self._path))
-        log.info("a profile of %d steps is in %s", self._steps - left, self._path)
+        log.info("a profile of %d steps is in %s", self._steps - remaining, self._path)
 
     def _warm(self, step: Step) -> bool:
         if step.epoch != self._epoch:
             self._epoch = step.epoch
-            self._decoded = 0
-        warm = self._decoded >= WARM_STEPS
-        self._decoded += step.decodes > 0
+            self._decode_steps = 0
+        warm = self._decode_steps >= WARM_STEPS
+        self._decode_steps += step.decodes > 0
         return warm
 
     def _begin(self) -> profile:
@@ -96,11 +96,11 @@ class StepProfile:
         threads = _ExperimentalConfig(profile_all_threads=True)
         recording = profile(activities=activities, experimental_config=threads)
         recording.start()
-        self._phases.marks = ProfilerMarks()
+        self._phases.ranges = ProfilerRanges()
         return recording
 
 
-class NvtxMarks:
+class NvtxRanges:
     """Ranges for nsys; without a listener a push and a pop take less than a microsecond."""
 
     def push(self, name: str) -> None:
@@ -120,7 +120,7 @@ class _Opened(threading.local):
         self.ranges: list[record_function] = []
 
 
-class ProfilerMarks:
+class ProfilerRanges:
     """Ranges in the trace of a running torch profiler."""
 
     def __init__(self) -> None:
@@ -137,6 +137,6 @@ class ProfilerMarks:
         self._opened.ranges.pop().__exit__(None, None, None)
 
 
-def usual_marks() -> Marks:
+def nvtx_if_loaded() -> TimelineRanges:
     """NVTX where torch has CUDA and a GPU, else none."""
-    return NvtxMarks() if torch.cuda.is_available() else NoMarks()
+    return NvtxRanges() if torch.cuda.is_available() else NoRanges()

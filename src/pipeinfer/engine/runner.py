@@ -33,10 +33,10 @@ from pipeinfer.engine.graph_shapes import (
 from pipeinfer.engine.graphs import Captured, Graphs
 from pipeinfer.engine.kv_store import StepAttention, store_for
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.profiling import usual_marks
+from pipeinfer.engine.profiling import nvtx_if_loaded
 from pipeinfer.engine.sampling import NONE, Penalties, Sampler, Scores, StepScores, truncated
 from pipeinfer.engine.step_buffers import PARITIES, DeviceBuffers, SlotState, StepBuffers
-from pipeinfer.engine.step_builder import MOST_EDITS
+from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
 from pipeinfer.kernels.interface import DeviceStep, GraphShape, Kernels
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.models.causal_lm import LanguageModel
@@ -52,7 +52,7 @@ class PackedStep:
     buffers: of its parity; `num_words` of their pinned words are uploaded. views: of the device's
     buffers. graph: that is replayed; None: kernel by kernel.
     sample_rows: int64 [S], where in `logits` the rows that sample stand; None: they are the first.
-    late: int32 [2n], changes of the slots' state that do not fit into the words.
+    overflow_changes: int32 [2n], changes of the slots' state that do not fit into the words.
     truncated: int64, those of the rows that sample with top-k, top-p or min-p; biased: whether the
     logits of some of them are raised or lowered.
     scores: where log-probs are asked for. logits: [S, share] once computed, None if no row samples.
@@ -64,7 +64,7 @@ class PackedStep:
     graph: Captured | None
     num_words: int
     sample_rows: np.ndarray | None
-    late: np.ndarray | None
+    overflow_changes: np.ndarray | None
     truncated: np.ndarray
     biased: bool
     scores: Scores | None = None
@@ -114,7 +114,7 @@ class LaunchedStep:
         if self._sampled is None:
             self.event.wait()
             sampled = Sampled.of(self.drawn[self.rows], self.refused)
-            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
+            self._sampled = sampled if self.scores is None else self.scores.added_to(sampled)
         return self._sampled
 
 
@@ -134,7 +134,7 @@ class Runner:
         """`sampler`: of the whole model, or of a rank's part; `kernels`: the device's."""
         self.pool = pool
         self.device = device
-        self.phases = Phases(usual_marks())
+        self.phases = Phases(nvtx_if_loaded())
         self.keep_logits = False
         self.step_cost: StepCost | None = None  # as measured
         self._model = model
@@ -145,7 +145,7 @@ class Runner:
         where = pool.device
         ids = range(model.vocab_shard.start, model.vocab_shard.stop)
         self._penalties = Penalties(largest.rows, ids, where)
-        self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
+        self._state = SlotState(largest.rows, largest.pages, MAX_LOGIT_EDITS, where)
         self._device_buffers = DeviceBuffers(
             largest, pool.page_size, backend.traits, self._state, where, kernels
         )
@@ -166,8 +166,8 @@ class Runner:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a graph, or get one later."""
-        left = (shape.decodes for shape in self._graphs.left if not shape.prefills)
-        return tuple(sorted({*self._graphs.decodes, *left}))
+        deferred = (shape.decodes for shape in self._graphs.deferred if not shape.prefills)
+        return tuple(sorted({*self._graphs.decodes, *deferred}))
 
     @property
     def shares(self) -> bool:
@@ -261,8 +261,8 @@ class Runner:
         masked, logits, scores = packed.step.masked, packed.logits, packed.scores
         assert masked is not None and logits is not None
         if scores is not None and packed.graph is not None:
-            scores.keep(logits)  # of what the model said, before all else
-        launched.logits = self._kept(logits)
+            scores.add_outputs(logits)  # of what the model said, before all else
+        launched.logits = self._kept_logits(logits)
         rows = masked.rows if packed.sample_rows is None else packed.sample_rows[masked.rows]
         where = logits.device
         at = tensor_of(rows).to(where, non_blocking=True)
@@ -284,20 +284,20 @@ class Runner:
             views = self._device_buffers.views(shape_of(step), samples, padded=False)
         else:
             views = graph.views
-        return self._packed(step, buffers, views, graph)
+        return self._make_packed(step, buffers, views, graph)
 
-    def _packed(
+    def _make_packed(
         self, step: Step, buffers: StepBuffers, views: DeviceStep, graph: Captured | None
     ) -> PackedStep:
-        changes, late = self._state.changes(step.delta), None
-        if len(changes) > 2 * self._device_buffers.most_changes:
-            changes, late = changes[:0], changes
+        changes, overflow = self._state.changes(step.delta), None
+        if len(changes) > 2 * self._device_buffers.max_changes:
+            changes, overflow = changes[:0], changes
         num_words, sample_rows = buffers.packer.pack(step, views.shape, views.num_logits, changes)
         if self._sampling_flags[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
             self._sampling_flags = step.fields, truncated(step.fields), biased
         packed = PackedStep(
-            step, buffers, views, graph, num_words, sample_rows, late, *self._sampling_flags[1:]
+            step, buffers, views, graph, num_words, sample_rows, overflow, *self._sampling_flags[1:]
         )
         if step.logprobs is not None or step.prompts:
             packed.scores = Scores(step, sample_rows, self._sampler)
@@ -305,11 +305,11 @@ class Runner:
 
     def _upload(self, packed: PackedStep) -> None:
         """What changes in the slots, and the step, on the current stream."""
-        cleared, late = packed.step.delta.cleared, packed.late
+        cleared, overflow = packed.step.delta.cleared, packed.overflow_changes
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.zero_pages(cleared)
-        if late is not None:
-            pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
+        if overflow is not None:
+            pairs = tensor_of(overflow).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
         packed.buffers.upload(packed.num_words, self._device_buffers.words)
 
@@ -343,11 +343,11 @@ class Runner:
         """What the rows draw, and what is said of it, on their way to the host."""
         buffers, logits, scores = packed.buffers, packed.logits, packed.scores
         if logits is not None:
-            drawn = self._drawn(packed, logits)
+            drawn = self._draw(packed, logits)
             launched.drawn = buffers.download(drawn)
             launched.rows = packed.rows
             if packed.step.masked is None:
-                launched.logits = self._kept(logits)
+                launched.logits = self._kept_logits(logits)
             if scores is not None:
                 scores.rows(logits, drawn)
         if scores is not None:
@@ -372,16 +372,18 @@ class Runner:
             return None
         logits = self._sampler.logits(hidden)
         if scores is not None:
-            scores.keep(logits)
-        self._edit(logits, views)
+            scores.add_outputs(logits)
+        self._apply_logit_edits(logits, views)
         return logits
 
-    def _edit(self, logits: torch.Tensor, views: DeviceStep, values: bool = False) -> None:
-        edits, first = self._state.edits, self._sampler.first_id
+    def _apply_logit_edits(
+        self, logits: torch.Tensor, views: DeviceStep, values: bool = False
+    ) -> None:
+        edits, first = self._state.logit_edits, self._sampler.first_id
         where = views.write_slots, views.sample_positions
         self._kernels.apply_logit_bias(logits, *where, edits, first, values)
 
-    def _drawn(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
+    def _draw(self, packed: PackedStep, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
         step, views, graph = packed.step, packed.views, packed.graph
         sample_rows, truncated = packed.sample_rows, packed.truncated
@@ -391,20 +393,20 @@ class Runner:
         if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
         if packed.biased:
-            self._edit(logits, views, values=True)
-        said = None
+            self._apply_logit_edits(logits, views, values=True)
+        counted = None
         if step.penalties is not None:
-            said = self._penalties.apply(logits, step.penalties, sample_rows)
+            counted = self._penalties.apply(logits, step.penalties, sample_rows)
         last_token = self._state.by_slot.last_token
         truncated = truncated if sample_rows is None else sample_rows[truncated]
         drawn = self._sampler.sample(logits, views.sampling, last_token, truncated)
-        if said is not None:
-            self._penalties.count(drawn, *said)
+        if counted is not None:
+            self._penalties.count(drawn, *counted)
         return drawn
 
-    def _kept(self, logits: torch.Tensor) -> torch.Tensor | None:
+    def _kept_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """A copy for who looks at logits; there when the step has ended."""
-        return self._sampler.whole(logits).clone() if self.keep_logits else None
+        return self._sampler.gather_logits(logits).clone() if self.keep_logits else None
 
     # --------------------------------------------------------------------------------------- graphs
 
@@ -413,14 +415,14 @@ class Runner:
         sizes: tuple[int, ...],
         mixed: tuple[GraphShape, ...] = (),
         progress: Callable[[int, int], None] | None = None,
-        choose: bool = False,
+        drop_slower: bool = False,
         later: bool = False,
     ) -> None:
         """Captures decode steps of these sizes, and steps with prompts where the backend's part for
         them can be captured; progress(done, total).
 
-        `choose`: small sizes that measure slower than the next are left out; not where ranks must
-        agree. `later`: most are left to `capture_next`; not where ranks must take the same.
+        `drop_slower`: small sizes that measure slower than the next are left out; not where ranks
+        must agree. `later`: most are left to `capture_next`; not where ranks must take the same.
         """
         traits = self._backend.traits
         if not (traits.captures_decode and sizes):
@@ -428,19 +430,19 @@ class Runner:
         mixed = mixed if traits.captures_prefill else ()
         shapes: Sequence[GraphShape] = [*map(decode_only, sizes), *mixed]
         shapes += shared_prefix_variants(shapes) if self.shares else []
-        first, left = eager_and_deferred(shapes) if later else (shapes, [])
+        first, deferred = eager_and_deferred(shapes) if later else (shapes, [])
         graphs, count = Graphs(self.device), _counter(len(shapes), progress)
 
         @torch.inference_mode()
         def work() -> None:
             for kind in (False, True):
-                some = [shape for shape in first if (shape.prefills > 0) == kind]
-                graphs.capture(some, self._padding, self._body, count)
-            if choose:
+                kind_shapes = [shape for shape in first if (shape.prefills > 0) == kind]
+                graphs.capture(kind_shapes, self._padding, self._body, count)
+            if drop_slower:
                 graphs.drop_slower_small_ones(self._padding)
 
         self.device.run(work)
-        self._graphs, graphs.left = graphs, left
+        self._graphs, graphs.deferred = graphs, deferred
 
     @property
     def graphs(self) -> int:
@@ -448,9 +450,9 @@ class Runner:
         return len(self._graphs)
 
     @property
-    def graphs_left(self) -> int:
+    def graphs_deferred(self) -> int:
         """How many are to come, by `capture_next`."""
-        return len(self._graphs.left)
+        return len(self._graphs.deferred)
 
     def capture_next(self) -> StepEvent:
         """Queues the capture of the next one. Only while no step is under way: it packs where steps
@@ -459,13 +461,13 @@ class Runner:
 
         @torch.inference_mode()
         def work() -> None:
-            graphs.capture([graphs.left.pop(0)], self._padding, self._body, lambda: None)
+            graphs.capture([graphs.deferred.pop(0)], self._padding, self._body, lambda: None)
 
         return self.device.submit(work)
 
     def stop_capturing(self) -> None:
         """None comes any more."""
-        self._graphs.left.clear()
+        self._graphs.deferred.clear()
 
     def measure(self, agreed: Callable[[Container[int]], frozenset[int]]) -> None:
         """Finds out `step_cost`, once all graphs there are to be are captured.
@@ -475,7 +477,10 @@ class Runner:
         """
         if not self._backend.traits.captures_decode:
             return
-        largest, frame = self.largest, calibrate.Frame(self.largest.pages, self.pool.page_size)
+        largest, frame = (
+            self.largest,
+            calibrate.PageGeometry(self.largest.pages, self.pool.page_size),
+        )
         self.step_cost = calibrate.measured(
             self._graphs,
             (largest.rows, largest.tokens),
@@ -514,7 +519,7 @@ class Runner:
 
     def _prepared(self, views: DeviceStep, step: Step) -> tuple[DeviceStep, Plan]:
         """The step where graphs read, planned."""
-        packed = self._packed(step, self._buffers[0], views, None)
+        packed = self._make_packed(step, self._buffers[0], views, None)
         self._upload(packed)
         return views, self._planned(packed)
 

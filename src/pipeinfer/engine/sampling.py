@@ -1,6 +1,6 @@
 """From hidden states to ids, on one rank that has all logits or on several that have a part each.
 
-    Sampler      logits, and what each row samples; WholeSampler and SplitSampler
+    Sampler      logits, and what each row samples; LocalSampler and ShardedSampler
     Penalties    counts of ids by slot, and logits less what they cost
     Scores       log-probs of what a step samples, and of prompt tokens, queued behind the logits
 
@@ -41,7 +41,7 @@ class Sampler(Protocol):
         """[S, hidden] to [S, share]."""
         ...
 
-    def whole(self, logits: torch.Tensor, /) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor, /) -> torch.Tensor:
         """[S, vocab]; all ranks must call it."""
         ...
 
@@ -64,13 +64,13 @@ class Sampler(Protocol):
         """
         ...
 
-    def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
+    def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int, /) -> torch.Tensor:
         """int32 [N, 2 + 2 most]: scores of `ids` int64 [N], from logits [N, share] that nothing
         has changed; all ranks must call it."""
         ...
 
 
-class WholeSampler:
+class LocalSampler:
     """For one rank, whose model gives all logits."""
 
     first_id = 0
@@ -80,7 +80,7 @@ class WholeSampler:
         self.vocab = model.vocab_shard.vocab_size
         self._kernels = kernels
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
     def masks(self, words: torch.Tensor) -> torch.Tensor:
@@ -95,8 +95,8 @@ class WholeSampler:
     ) -> torch.Tensor:
         return self._kernels.sample(logits, sampling, last_token, len(truncated) > 0)
 
-    def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
-        return self._kernels.logprobs(logits, ids, most)
+    def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
+        return self._kernels.logprobs(logits, ids, alternatives)
 
 
 class Ranks(Protocol):
@@ -115,7 +115,7 @@ class Ranks(Protocol):
         ...
 
 
-class SplitSampler:
+class ShardedSampler:
     """For a rank whose model gives the logits of a run of the vocabulary.
 
     A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
@@ -125,12 +125,12 @@ class SplitSampler:
         rows = model.vocab_shard
         self.logits = model.local_logits
         self.first_id = rows.start
-        self._held = rows.stop - rows.start
+        self._num_ids = rows.stop - rows.start
         self.vocab = rows.vocab_size
         self._ranks = ranks
         self._kernels = kernels
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_gather(logits)[:, : self.vocab]
 
     def masks(self, words: torch.Tensor) -> torch.Tensor:
@@ -143,21 +143,21 @@ class SplitSampler:
         last_token: torch.Tensor,
         truncated: np.ndarray,
     ) -> torch.Tensor:
-        mine = self._kernels.local_argmax(logits[:, : self._held], sampling, self.first_id)
+        local = self._kernels.local_argmax(logits[:, : self._num_ids], sampling, self.first_id)
         drawn = self._kernels.global_argmax(
-            self._ranks.all_gather_stacked(mine), sampling, last_token
+            self._ranks.all_gather_stacked(local), sampling, last_token
         )
         if len(truncated):
             at = tensor_of(truncated).to(logits.device)
-            some = {name: values[at] for name, values in sampling.items()}
-            whole = self.whole(logits[at])
-            drawn[at] = self._kernels.sample(whole, some, last_token, True)
+            fields = {name: values[at] for name, values in sampling.items()}
+            gathered = self.gather_logits(logits[at])
+            drawn[at] = self._kernels.sample(gathered, fields, last_token, True)
         return drawn
 
-    def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
-        mine = logits[:, : self._held]
+    def score(self, logits: torch.Tensor, ids: torch.Tensor, alternatives: int) -> torch.Tensor:
+        local = logits[:, : self._num_ids]
         return log_probs(
-            self._kernels, mine, ids, most, self.first_id, self._ranks.all_gather_stacked
+            self._kernels, local, ids, alternatives, self.first_id, self._ranks.all_gather_stacked
         )
 
 
@@ -174,14 +174,16 @@ def log_probs(
     kernels: Kernels,
     logits: torch.Tensor,
     ids: torch.Tensor,
-    most: int,
+    alternatives: int,
     first_id: int,
     collect: Collect,
 ) -> torch.Tensor:
     """As Kernels.scores, from logits [N, share] of the ids from `first_id` on; the same on all
     ranks."""
-    own = collect(kernels.logit_keys(logits, ids, first_id)).amax(0)
-    return kernels.merge_topk(collect(kernels.local_topk(logits, own, most, first_id)), own)
+    keys = collect(kernels.logit_keys(logits, ids, first_id)).amax(0)
+    return kernels.merge_topk(
+        collect(kernels.local_topk(logits, keys, alternatives, first_id)), keys
+    )
 
 
 ROWS_AT_ONCE = 32  # rows, so that what is in between stays small
@@ -209,8 +211,8 @@ class Penalties:
 
         entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
         """
-        for said in rows.new:
-            self._begin(said, self._counts[said.slot])
+        for history in rows.new:
+            self._begin(history, self._counts[history.slot])
         at = self._tensor(rows.rows if entries is None else entries[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits[:, : self._counts.shape[1]]
@@ -225,15 +227,15 @@ class Penalties:
         at, slots: as `apply` has returned them."""
         many, ids = drawn.to(self._counts.device)[at].unbind(1)
         column = ids - self._first_id
-        held = (many > 0) & (column >= 0) & (column < self._counts.shape[1])
-        column = torch.where(held, column, 0)
-        self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
+        in_shard = (many > 0) & (column >= 0) & (column < self._counts.shape[1])
+        column = torch.where(in_shard, column, 0)
+        self._counts[slots, column] += IN_OUTPUT * in_shard.int()  # no slot stands twice
 
-    def _begin(self, said: PenaltyHistory, counts: torch.Tensor) -> None:
+    def _begin(self, history: PenaltyHistory, counts: torch.Tensor) -> None:
         """Sets `counts` int32 [ids] to those of one request."""
         counts.zero_()
-        counts[self._columns(said.prompt, len(counts))] = IN_PROMPT
-        output = self._columns(said.output, len(counts))
+        counts[self._columns(history.prompt, len(counts))] = IN_PROMPT
+        output = self._columns(history.output, len(counts))
         counts.index_add_(0, output, torch.full_like(output, IN_OUTPUT, dtype=torch.int32))
 
     def _columns(self, ids: np.ndarray, width: int) -> torch.Tensor:
@@ -252,8 +254,8 @@ def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor)
     """
     finite = logits.isfinite()
     repetition, frequency, presence = factors.chunk(3, dim=1)
-    again = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(counts > 0, again, logits)
+    penalized_logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, penalized_logits, logits)
     outputs = counts // IN_OUTPUT
     changed = logits - frequency * outputs - presence * (outputs > 0)
     return torch.where(finite, changed.nan_to_num(), changed)
@@ -271,7 +273,7 @@ class StepScores:
     rows: LogprobRows | None
     chunks: tuple[ScoredChunk, ...]
 
-    def beside(self, sampled: Sampled) -> Sampled:
+    def added_to(self, sampled: Sampled) -> Sampled:
         """The same with log-probs."""
         at, made = 0, b""
         if self.rows is not None:
@@ -319,12 +321,12 @@ class Scores:
         for chunk in self._chunks:
             ids = _there(chunk.ids.astype(np.int64), hidden.device)
             for first in range(0, len(ids), TOKENS_AT_ONCE):
-                some = ids[first : first + TOKENS_AT_ONCE]
-                logits = self._sampler.logits(hidden[begin : begin + len(some)])
-                self._words.append(self._sampler.score(logits, some, chunk.most).flatten())
-                begin += len(some)
+                part = ids[first : first + TOKENS_AT_ONCE]
+                logits = self._sampler.logits(hidden[begin : begin + len(part)])
+                self._words.append(self._sampler.score(logits, part, chunk.most).flatten())
+                begin += len(part)
 
-    def keep(self, logits: torch.Tensor) -> None:
+    def add_outputs(self, logits: torch.Tensor) -> None:
         """Logits [S, share] as the model gave them, which may be changed from now on."""
         if self._rows is not None:
             at = self._at(logits.device)
@@ -359,18 +361,19 @@ def _chosen(table: torch.Tensor, at: torch.Tensor | None, many: int) -> torch.Te
     return table[:many] if at is None else table[at]
 
 
-def _bytes(table: np.ndarray, most: np.ndarray) -> bytes:
-    """Of scores int32 [N, words], each with the alternatives that its row asked for, `most` [N]."""
-    if len(set(most.tolist())) <= 1:
-        return narrow_scores(table, int(most.max(initial=0))).tobytes()
+def _bytes(table: np.ndarray, alternatives: np.ndarray) -> bytes:
+    """Of scores int32 [N, words], each with the alternatives that its row asked for, `alternatives`
+    [N]."""
+    if len(set(alternatives.tolist())) <= 1:
+        return narrow_scores(table, int(alternatives.max(initial=0))).tobytes()
     return b"".join(
-        narrow_scores(table[row : row + 1], wanted).tobytes()
-        for row, wanted in enumerate(most.tolist())
+        narrow_scores(table[row : row + 1], count).tobytes()
+        for row, count in enumerate(alternatives.tolist())
     )
 
 
-def _width(most: int) -> int:
-    return SCORE_WORDS + 2 * most
+def _width(alternatives: int) -> int:
+    return SCORE_WORDS + 2 * alternatives
 
 
 def _there(array: np.ndarray, where: torch.device) -> torch.Tensor:

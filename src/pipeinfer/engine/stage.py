@@ -42,7 +42,7 @@ def build(context: StageContext) -> Stage:
     state: State = "starting"
 
     def say(text: str) -> None:
-        context.report(state, text)
+        context.report_status(state, text)
 
     start = Start(say)
     start.took("process", process_age())
@@ -56,7 +56,7 @@ def build(context: StageContext) -> Stage:
             libraries.join()
 
         from pipeinfer.engine.core import EngineCore
-        from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
+        from pipeinfer.engine.loading import AS_THE_MODEL, choose_engine, load_engine
         from pipeinfer.engine.profiling import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
 
@@ -64,7 +64,7 @@ def build(context: StageContext) -> Stage:
             gc.freeze()
     profile = profile_path(settings, identity.id)
     with start.phase("checks"):
-        choices = choose(settings, folder, identity.rank, ordinal)
+        choices = choose_engine(settings, folder, identity.rank, ordinal)
     state = "loading"
     with start.phase("ranks"):
         collectives = _collectives(context, choices.device, ordinal)
@@ -89,10 +89,10 @@ def build(context: StageContext) -> Stage:
         with start.phase("vocabulary"):
             masks.wait()
     details.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
-    watch = None
+    profile_observer = None
     if profile is not None:
-        watch = StepProfile(settings.profile, profile, loaded.runner.phases)
-    driver = _driver(loaded, watch, masks, start)
+        profile_observer = StepProfile(settings.profile, profile, loaded.runner.phases)
+    driver = _driver(loaded, profile_observer, masks, start)
     return Stage(
         core,
         driver,
@@ -120,7 +120,7 @@ def _placed(settings: Settings, loaded: LoadedEngine, ordinal: int) -> str:
     )
 
 
-def _prefixes(cache: PrefixCache, most: int, ids: int) -> tuple[Prefix, ...]:
+def _prefixes(cache: PrefixCache, count: int, ids: int) -> tuple[Prefix, ...]:
     """The cache's largest ones, as they travel."""
     return tuple(
         Prefix(
@@ -129,7 +129,7 @@ def _prefixes(cache: PrefixCache, most: int, ids: int) -> tuple[Prefix, ...]:
             held=one.num_locks,
             first=pack(one.first_ids),
         )
-        for one in cache.largest(most, ids)
+        for one in cache.largest(count, ids)
     )
 
 
@@ -175,7 +175,7 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     from pipeinfer.bus.sockets import SocketFactory
     from pipeinfer.distributed.collectives import join_group
 
-    context.report("loading", "waiting for the other ranks")
+    context.report_status("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
     # Longer than the scheduler's patience, which is the one to say what happened.
     timeout = max(MEETING, context.settings.watchdog + 10)
@@ -204,7 +204,7 @@ def _masks(settings: Settings, folder: Path, rank: int) -> Masks | None:
 
 def _driver(
     loaded: LoadedEngine,
-    watch: StepProfile | None,
+    observer: StepProfile | None,
     masks: Masks | None,
     start: Start,
 ) -> DeviceDriver:
@@ -216,7 +216,7 @@ def _driver(
     )
 
     return DeviceDriver(
-        partial(Executor, loaded.runner, watch=watch, masks=masks),
+        partial(Executor, loaded.runner, observer=observer, masks=masks),
         loaded.runner.phases,
         nothing_to_prepare if masks is None else masks.prepare,
         BackgroundCapture(loaded.runner),

@@ -40,8 +40,8 @@ from pipeinfer.tensors import tensor_of
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 NONE = np.empty(0, dtype=np.int32)
-MOST_VIEWS = 1024  # that are kept: making views takes as long as packing a step
-MOST_CHANGES = 1 << 14  # changes of the slots' state that are uploaded with a step
+MAX_VIEWS = 1024  # that are kept: making views takes as long as packing a step
+MAX_CHANGES = 1 << 14  # changes of the slots' state that are uploaded with a step
 
 
 class Layout(NamedTuple):
@@ -75,7 +75,7 @@ def layout(shape: GraphShape) -> Layout:
     return Layout(*at)
 
 
-class Packer:
+class StepPacker:
     """Writes steps into `words` int32, one after the other, as Layout says. Padding rows have the
     slot `padding_slot`.
     """
@@ -98,7 +98,7 @@ class Packer:
         """
         at, words, last = layout(shape), self.words, self._last
         _spread(words[at.starts : at.starts + shape.rows], step.starts, shape, step.decodes, 0)
-        if last is None or last[:2] != (shape, samples) or not _alike(last[2], step):
+        if last is None or last[:2] != (shape, samples) or not _same_rows(last[2], step):
             self._rows(step, shape, at, samples)
         self._last = shape, samples, step
         words[0] = len(changes) // 2
@@ -125,22 +125,22 @@ class Packer:
         logits_rows = words[at.logits_rows : at.logits_rows + shape.rows]
         self._sample_rows = None
         if samples == shape.rows and not shape.prefills:
-            own = np.arange(shape.rows, dtype=np.int32)
-            logits_rows[:] = np.where(sampling, own, -1 - own)
+            identity = np.arange(shape.rows, dtype=np.int32)
+            logits_rows[:] = np.where(sampling, identity, -1 - identity)
             if not step.samples.all():
                 self._sample_rows = np.flatnonzero(step.samples)
         else:
             _number(logits_rows, sampling, samples)
 
 
-def _alike(one: Step, other: Step) -> bool:
+def _same_rows(one: Step, last: Step) -> bool:
     """Whether they are the same but for `starts`: such steps share their arrays."""
     return (
-        one.slots is other.slots
-        and one.counts is other.counts
-        and one.samples is other.samples
-        and one.tokens is other.tokens
-        and one.shared_prefixes is other.shared_prefixes
+        one.slots is last.slots
+        and one.counts is last.counts
+        and one.samples is last.samples
+        and one.tokens is last.tokens
+        and one.shared_prefixes is last.shared_prefixes
     )
 
 
@@ -161,17 +161,17 @@ def _spread(
 def _number(logits_rows: np.ndarray, sampling: np.ndarray, samples: int) -> None:
     """The first rows of logits are those of rows that sample; the rest are other rows' padding."""
     logits_rows[:] = NO_LOGITS
-    mine = np.flatnonzero(sampling)
-    logits_rows[mine] = np.arange(len(mine))
-    left = np.arange(len(mine), samples, dtype=np.int32)
-    if len(left):
-        logits_rows[np.flatnonzero(~sampling)[: len(left)]] = -1 - left
+    sampling_rows = np.flatnonzero(sampling)
+    logits_rows[sampling_rows] = np.arange(len(sampling_rows))
+    padding = np.arange(len(sampling_rows), samples, dtype=np.int32)
+    if len(padding):
+        logits_rows[np.flatnonzero(~sampling)[: len(padding)]] = -1 - padding
 
 
 class DeviceBuffers:
     """For steps up to `largest`, of which attention wants what its `traits` say.
 
-    words: int32, what the host uploads of a step, see Layout. most_changes: changes of the
+    words: int32, what the host uploads of a step, see Layout. max_changes: changes of the
     slots' state that fit into it.
     """
 
@@ -189,11 +189,10 @@ class DeviceBuffers:
         self._state = state
         self._largest = largest
         self._kernels = kernels
-        self.most_changes = MOST_CHANGES
+        self.max_changes = MAX_CHANGES
         self._views: dict[tuple[GraphShape, int, bool], DeviceStep] = {}
         words = (
-            layout(GraphShape(largest.tokens, largest.rows, largest.rows)).changes
-            + 2 * MOST_CHANGES
+            layout(GraphShape(largest.tokens, largest.rows, largest.rows)).changes + 2 * MAX_CHANGES
         )
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
 
@@ -218,7 +217,7 @@ class DeviceBuffers:
         """
         known = shape, num_logits, padded
         if known not in self._views:
-            if len(self._views) >= MOST_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             self._views[known] = self._made(shape, num_logits, padded)
         return self._views[known]
@@ -315,7 +314,7 @@ def _indptr(sizes: np.ndarray) -> np.ndarray:
 
 
 PARITIES = 2
-MOST_PIECES = 1024
+MAX_UPLOAD_VIEWS = 1024
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
 
 
@@ -355,16 +354,16 @@ class StepBuffers:
     """
 
     def __init__(
-        self, parity: int, device: Device, words: int, most_rows: int, padding_slot: int
+        self, parity: int, device: Device, words: int, max_rows: int, padding_slot: int
     ) -> None:
         self.parity = parity
         self._pinned = device.pinned((words,), torch.int32)
-        self.packer = Packer(self._pinned.numpy(), padding_slot)
+        self.packer = StepPacker(self._pinned.numpy(), padding_slot)
         self.plan: Plan = None
-        self._drawn = device.pinned((most_rows, 2), torch.int64)
+        self._drawn = device.pinned((max_rows, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()
         # Cutting tensors costs as much as a copy.
-        self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._upload_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: dict[int, torch.Tensor] = {}
         self.logprobs = Download(device)
         self.masks = PinnedWords(device)
@@ -381,11 +380,11 @@ class StepBuffers:
         """Copies the first `words`, or a few more, to the beginning of `target`, which is the same
         always, on the current stream."""
         words = min(-(-words // BLOCK) * BLOCK, len(self._pinned))
-        if words not in self._pieces:
-            if len(self._pieces) >= MOST_PIECES:
-                self._pieces.clear()
-            self._pieces[words] = target[:words], self._pinned[:words]
-        there, here = self._pieces[words]
+        if words not in self._upload_views:
+            if len(self._upload_views) >= MAX_UPLOAD_VIEWS:
+                self._upload_views.clear()
+            self._upload_views[words] = target[:words], self._pinned[:words]
+        there, here = self._upload_views[words]
         there.copy_(here, non_blocking=True)
 
 
@@ -394,7 +393,7 @@ ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
 WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
 FIELD_WORDS = len(FIELDS) + WIDE
 SEQUENCES = 2 * MOST_BAD_WORDS  # each has two spellings
-BANS = BAD_WORDS_HEADER + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
+BAD_WORDS_SIZE = BAD_WORDS_HEADER + LONGEST_BAD + SEQUENCES + 1 + MOST_BAD_IDS  # words of a slot
 TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
 
 
@@ -404,25 +403,25 @@ class SlotState:
         | page table    | sampling fields | numbers of edits | edits            | bad words     |
           [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
 
-    for `slots` requests with up to `pages` pages (P) and `edits` edits (E) each; F is FIELD_WORDS,
-    B is BANS. One buffer, so that whatever changes (Step.delta) is a list of indices and values;
-    one writer, the kernel scatter_words on the forward stream. Beside it lies last_token, int64
-    [slots + 1], the id that each slot sampled last, which sampling kernels write.
+    for `slots` requests with up to `pages` pages (P) and `max_edits` edits (E) each; F is
+    FIELD_WORDS, B is BANS. One buffer, so that whatever changes (Step.delta) is a list of indices
+    and values; one writer, the kernel scatter_words on the forward stream. Beside it lies
+    last_token, int64 [slots + 1], the id that each slot sampled last, which sampling kernels write.
 
     padding_slot: the last one, which padding rows have. by_slot, edits: what kernels read. words:
     all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
     """
 
-    def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
+    def __init__(self, slots: int, pages: int, max_edits: int, device: torch.device) -> None:
         self.padding_slot, many = slots, slots + 1
         self._pages = pages
-        self._edits = edits
+        self._max_edits = max_edits
         self.biased = np.zeros(slots, dtype=bool)
         self._fields_at = many * pages
         self._counts_at = self._fields_at + many * FIELD_WORDS
         self._edits_at = self._counts_at + many
-        self._bans_at = self._edits_at + 3 * many * edits
-        words = np.zeros(self._bans_at + many * BANS, dtype=np.int32)
+        self._bad_words_at = self._edits_at + 3 * many * max_edits
+        words = np.zeros(self._bad_words_at + many * BAD_WORDS_SIZE, dtype=np.int32)
         fields = filled(many)
         words[self._fields_at : self._counts_at] = np.concatenate(
             [fields[field.name].view(np.int32) for field in ORDER]
@@ -435,11 +434,11 @@ class SlotState:
             num_wide=WIDE,
             num_narrow=len(FIELDS) - WIDE,
         )
-        self.edits = SlotLogitBias(
+        self.logit_edits = SlotLogitBias(
             self.words[self._counts_at : self._edits_at],
-            self.words[self._edits_at : self._bans_at].view(3, many, edits),
+            self.words[self._edits_at : self._bad_words_at].view(3, many, max_edits),
             SlotBadWords(
-                self.words[self._bans_at :].view(many, BANS),
+                self.words[self._bad_words_at :].view(many, BAD_WORDS_SIZE),
                 LONGEST_BAD,
                 SEQUENCES,
                 self.by_slot.last_token,
@@ -450,14 +449,14 @@ class SlotState:
         """int32 [2n]: the indices in `words` that `delta` changes, each with its new value."""
         indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
-            more = self._admitted(delta)
-            indices = np.concatenate([indices, *(index for index, _ in more)])
-            values = np.concatenate([values, *(value for _, value in more)])
+            admitted = self._admitted_changes(delta)
+            indices = np.concatenate([indices, *(index for index, _ in admitted)])
+            values = np.concatenate([values, *(value for _, value in admitted)])
         pairs = np.empty(2 * len(indices), dtype=np.int32)
         pairs[0::2], pairs[1::2] = indices, values
         return pairs
 
-    def _admitted(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _admitted_changes(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of slots that were filled: fields, and edits."""
         many, slots = self.padding_slot + 1, delta.admitted
         found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -474,36 +473,44 @@ class SlotState:
         for edits in delta.edits:
             self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = -len(edits.ids) if edits.only else len(edits.ids)
-            found += self._edited(edits)
+            found += self._logit_edit_changes(edits)
             if edits.bans is not None:
                 banned[edits.slot] = len(edits.bans.ends)
-                found += self._banned(edits.slot, edits.bans)
+                found += self._bad_word_changes(edits.slot, edits.bans)
         found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
-        found.append((self._bans_at + slots * BANS, np.fromiter(banned.values(), np.int32)))
+        found.append(
+            (self._bad_words_at + slots * BAD_WORDS_SIZE, np.fromiter(banned.values(), np.int32))
+        )
         return found
 
-    def _edited(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _logit_edit_changes(self, edits: LogitEdits) -> list[tuple[np.ndarray, np.ndarray]]:
         """Raises ValueError for more edits than there is room for."""
         many, count = self.padding_slot + 1, len(edits.ids)
-        if count > self._edits:
-            raise ValueError(f"{count} edits of logits, where there is room for {self._edits}")
-        indices = self._edits_at + edits.slot * self._edits + np.arange(count)
+        if count > self._max_edits:
+            raise ValueError(f"{count} edits of logits, where there is room for {self._max_edits}")
+        indices = self._edits_at + edits.slot * self._max_edits + np.arange(count)
         parts = edits.ids, edits.values.view(np.int32), edits.until
-        return [(indices + part * many * self._edits, value) for part, value in enumerate(parts)]
+        return [
+            (indices + part * many * self._max_edits, value) for part, value in enumerate(parts)
+        ]
 
-    def _banned(self, slot: int, bans: BadWords) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _bad_word_changes(
+        self, slot: int, bad_words: BadWords
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """All but how many there are. Raises ValueError for more than there is room for."""
-        if len(bans.ends) > SEQUENCES or len(bans.ids) > MOST_BAD_IDS:
-            raise ValueError(f"no room for {len(bans.ends)} sequences of {len(bans.ids)} ids")
-        begin = self._bans_at + slot * BANS
+        if len(bad_words.ends) > SEQUENCES or len(bad_words.ids) > MOST_BAD_IDS:
+            raise ValueError(
+                f"no room for {len(bad_words.ends)} sequences of {len(bad_words.ids)} ids"
+            )
+        begin = self._bad_words_at + slot * BAD_WORDS_SIZE
         ends_at = begin + BAD_WORDS_HEADER + LONGEST_BAD
-        longest = np.diff(bans.ends, prepend=0).max()
-        head = np.array((bans.begin, bans.known, longest), dtype=np.int32)
-        recent = np.arange(bans.known - len(bans.recent), bans.known) % LONGEST_BAD
-        ends, ids = np.concatenate(([0], bans.ends)), bans.ids
+        longest = np.diff(bad_words.ends, prepend=0).max()
+        head = np.array((bad_words.begin, bad_words.known, longest), dtype=np.int32)
+        recent = np.arange(bad_words.known - len(bad_words.recent), bad_words.known) % LONGEST_BAD
+        ends, ids = np.concatenate(([0], bad_words.ends)), bad_words.ids
         return [
             (begin + 1 + np.arange(len(head)), head),
-            (begin + BAD_WORDS_HEADER + recent, bans.recent),
+            (begin + BAD_WORDS_HEADER + recent, bad_words.recent),
             (ends_at + np.arange(len(ends)), ends),
             (ends_at + SEQUENCES + 1 + np.arange(len(ids)), ids),
         ]

@@ -74,10 +74,10 @@ class StepBuilder:
         if last is not None and rows.same_as_previous and before == (epoch, rows.number - 1):
             self._last = self._next(last[0], rows), last[1]
         else:
-            self._last = self._whole(epoch, rows)
+            self._last = self._build_anew(epoch, rows)
         return self._last
 
-    def _whole(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
+    def _build_anew(self, epoch: int, rows: Rows) -> tuple[Step, np.ndarray]:
         memory = self._memory
         order, decodes = _order(rows.counts)
         slots, samples = rows.slots[order], rows.samples[order]
@@ -96,7 +96,7 @@ class StepBuilder:
             penalties=self._requests.penalties(slots[last]),
             delta=self._delta() if len(order) else NOTHING,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
-            prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
+            prompts=tuple(self._scored_chunks(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
             # Where steps go on with the same rows, these only get pages of their own.
             shared_prefixes=find_shared_prefixes(memory.table, slots[:decodes], memory.page_size)
@@ -125,30 +125,32 @@ class StepBuilder:
             last.fields,
             penalties,
             self._delta(),
-            self._again(last, rows),
+            self._next_logprobs(last, rows),
             (),
             masked,
             last.shared_prefixes,
         )
 
-    def _again(self, last: Step, rows: Rows) -> LogprobRows | None:
+    def _next_logprobs(self, last: Step, rows: Rows) -> LogprobRows | None:
         """As the last step's; what must not be sampled yet may be sampled now."""
         if last.logprobs is None or not last.logprobs.suppressed:
             return last.logprobs
         return self._requests.logprobs(rows.slots, rows.starts + rows.counts)
 
-    def _prompts(self, rows: Rows, order: np.ndarray) -> Iterator[ScoredChunk]:
+    def _scored_chunks(self, rows: Rows, order: np.ndarray) -> Iterator[ScoredChunk]:
         """The rows that compute what comes before prompt tokens that are to be scored."""
         counts = rows.counts[order]
         begins = np.cumsum(counts) - counts
         for at in np.flatnonzero(rows.known[order]).tolist():
             row, slot = order[at], int(rows.slots[order[at]])
             start, count = int(rows.starts[row]), int(counts[at])
-            wanted = self._requests.scored(slot, start + 1, start + count + 1)
-            if wanted is not None:
-                first, end, most = wanted
+            scored = self._requests.scored(slot, start + 1, start + count + 1)
+            if scored is not None:
+                first, end, alternatives = scored
                 ids = self._memory.slots.known_tokens(slot)[first:end]
-                yield ScoredChunk(slot, first, ids, int(begins[at]) + first - start - 1, most)
+                yield ScoredChunk(
+                    slot, first, ids, int(begins[at]) + first - start - 1, alternatives
+                )
 
     def _delta(self) -> Delta:
         """What changed since the last step that computes anything."""
@@ -187,9 +189,9 @@ def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
 
 
 # Of one request: those that it names, and a model's own ends.
-MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
+MAX_LOGIT_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
-NOT_ASKED = -1  # in place of a number of alternatives
+NO_LOGPROBS = -1  # in place of a number of alternatives
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -202,8 +204,10 @@ class RequestTable:
         self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
-        self._said: dict[int, PenaltyHistory] = {}  # of slots that have not sampled yet
-        self._alternatives = np.full(max_slots, NOT_ASKED, dtype=np.int32)  # of outputs
+        self._penalty_histories: dict[
+            int, PenaltyHistory
+        ] = {}  # of slots that have not sampled yet
+        self._alternatives = np.full(max_slots, NO_LOGPROBS, dtype=np.int32)  # of outputs
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
@@ -220,21 +224,21 @@ class RequestTable:
         self._until[slot] = 0
         limited = params.allowed_token_ids is not None or admit.banned
         if limited or admit.suppress or params.logit_bias:
-            self._edits[slot] = edits = edits_of(admit)
+            self._edits[slot] = edits = logit_edits_of(admit)
             self._until[slot] = LAST_POSITION if limited else edits.until.max()
         factors = _penalties(params)
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
             ids = unpack(admit.token_ids)
             self._factors[slot] = factors
-            self._said[slot] = PenaltyHistory(
+            self._penalty_histories[slot] = PenaltyHistory(
                 slot, ids[: admit.prompt_len], ids[admit.prompt_len :]
             )
         self._constrained.pop(slot, None)
         self._extended.pop(slot, None)
         if params.structured_outputs is not None or params.thinking_token_budget is not None:
             self._constrained[slot] = constrained(admit)
-        self._alternatives[slot] = NOT_ASKED if params.logprobs is None else params.logprobs
+        self._alternatives[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.scores.pop(slot, None)
         if params.prompt_logprobs is not None and admit.score_from >= 0:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
@@ -247,7 +251,7 @@ class RequestTable:
     def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
         """Of those of the `slots` int32 [S] that ask for any, for what they sample at `positions`;
         None if none does."""
-        rows = np.flatnonzero(self._alternatives[slots] != NOT_ASKED)
+        rows = np.flatnonzero(self._alternatives[slots] != NO_LOGPROBS)
         if len(rows) == 0:
             return None
         chosen = slots[rows]
@@ -256,11 +260,11 @@ class RequestTable:
 
     def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
         """(first, end, alternatives) of the prompt tokens there that are to be scored."""
-        wanted = self.scores.get(slot)
-        if wanted is None:
+        scores = self.scores.get(slot)
+        if scores is None:
             return None
-        first, end = max(first, wanted[0]), min(end, wanted[1])
-        return (first, end, wanted[2]) if first < end else None
+        first, end = max(first, scores[0]), min(end, scores[1])
+        return (first, end, scores[2]) if first < end else None
 
     def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[LogitEdits, ...]] | None:
         """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
@@ -283,7 +287,11 @@ class RequestTable:
         if len(rows) == 0:
             return None
         chosen = slots[rows].astype(np.int64)
-        new = tuple(self._said.pop(slot) for slot in chosen.tolist() if slot in self._said)
+        new = tuple(
+            self._penalty_histories.pop(slot)
+            for slot in chosen.tolist()
+            if slot in self._penalty_histories
+        )
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
     def release(self, slots: Iterable[int]) -> None:
@@ -332,7 +340,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
-def edits_of(admit: Admit) -> LogitEdits:
+def logit_edits_of(admit: Admit) -> LogitEdits:
     """What a request must not sample, what it suppresses, and what it makes more or less likely;
     some ids may be all of that. Where it names all that are allowed, only these are left.
 
@@ -341,21 +349,23 @@ def edits_of(admit: Admit) -> LogitEdits:
     """
     params, allowed = admit.params, admit.params.allowed_token_ids
     never = dict.fromkeys([ids[0] for ids in admit.banned if len(ids) == 1], 0.0)
-    held = never | dict.fromkeys(admit.suppress, 0.0)  # those that are not sampled come first
-    values = held | params.logit_bias
+    suppressed = never | dict.fromkeys(admit.suppress, 0.0)  # those that are not sampled come first
+    values = suppressed | params.logit_bias
     if allowed is not None:
-        some = frozenset(allowed)
-        never, held = ({t: 0.0 for t in named if t in some} for named in (never, held))
-        values = {token: params.logit_bias.get(token, 0.0) for token in (*held, *allowed)}
+        allowed_ids = frozenset(allowed)
+        never, suppressed = (
+            {t: 0.0 for t in named if t in allowed_ids} for named in (never, suppressed)
+        )
+        values = {token: params.logit_bias.get(token, 0.0) for token in (*suppressed, *allowed)}
     until = np.zeros(len(values), dtype=np.int32)
-    until[: len(held)] = min(admit.prompt_len + params.min_tokens, LAST_POSITION)
+    until[: len(suppressed)] = min(admit.prompt_len + params.min_tokens, LAST_POSITION)
     until[: len(never)] = LAST_POSITION
     ids = np.fromiter(values, dtype=np.int32)
     added = np.fromiter(values.values(), dtype=np.float32)
-    return LogitEdits(admit.slot, ids, added, until, allowed is not None, _bans(admit))
+    return LogitEdits(admit.slot, ids, added, until, allowed is not None, _bad_words(admit))
 
 
-def _bans(admit: Admit) -> BadWords | None:
+def _bad_words(admit: Admit) -> BadWords | None:
     """Of more than one id each."""
     longer = [ids for ids in admit.banned if len(ids) > 1]
     if not longer:
@@ -368,8 +378,8 @@ def _bans(admit: Admit) -> BadWords | None:
 
 
 # Whatever a request says, its numbers fit: the API has bounds of its own.
-MOST_K = 2**31 - 1
-HOTTEST = float(np.finfo(np.float32).max)
+MAX_TOP_K = 2**31 - 1
+MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -383,8 +393,12 @@ class Field:
 
 
 FIELDS = (
-    Field("temperature", np.float32, 0.0, lambda admit: min(admit.params.temperature, HOTTEST)),
-    Field("top_k", np.int32, 0, lambda admit: min(max(admit.params.top_k, 0), MOST_K)),  # 0 is off
+    Field(
+        "temperature", np.float32, 0.0, lambda admit: min(admit.params.temperature, MAX_TEMPERATURE)
+    ),
+    Field(
+        "top_k", np.int32, 0, lambda admit: min(max(admit.params.top_k, 0), MAX_TOP_K)
+    ),  # 0 is off
     Field("top_p", np.float32, 1.0, lambda admit: admit.params.top_p),  # 1 is off
     Field("min_p", np.float32, 0.0, lambda admit: min(admit.params.min_p, 1.0)),  # 0 is off
     Field("seed", np.uint64, 0, lambda admit: admit.seed & (2**64 - 1)),

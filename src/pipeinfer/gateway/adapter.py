@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.events import OutputDelta, Started
 from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_chat
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage, chat_token_logprob
 from pipeinfer.gateway.schema import ChatMessage, ChatRequest, ContentPart, Role
@@ -43,7 +43,7 @@ class ResponseEnd:
         self.stop_reason: str | int | None = None
         self.usage = TokenUsage()
 
-    def set_from(self, delta: Delta, reasoning: int) -> None:
+    def set_from(self, delta: OutputDelta, reasoning: int) -> None:
         """From the last delta. `reasoning`: number of reasoning tokens."""
         self.finish, self.stop_reason = delta.finish, delta.stop_reason
         self.usage.add(delta, reasoning)
@@ -102,7 +102,7 @@ class AdapterEncoder:
             parser = self._parser_factory(started.thoughts)
             self._parser, self._reasoning_counter = parser, parser.reasoning
 
-    def delta(self, index: int, delta: Delta) -> bytes:
+    def delta(self, index: int, delta: OutputDelta) -> bytes:
         if not delta.text and not delta.ids and delta.finish is None:
             return b""
         if self._streams:
@@ -118,7 +118,7 @@ class AdapterEncoder:
     def error(self, error: ApiError) -> bytes:
         return server_sent_event(self._formatter.error_event(error, self._blocks, self._end))
 
-    def _events(self, delta: Delta) -> Iterator[JsonObject]:
+    def _events(self, delta: OutputDelta) -> Iterator[JsonObject]:
         formatter, blocks = self._formatter, self._blocks
         if not self._started:
             self._started = True

@@ -37,9 +37,9 @@ TOO_LONG = "context_length_exceeded"
 class AdapterHandlers:
     """Handlers by path."""
 
-    def __init__(self, answering: Serving) -> None:
-        self._answering = answering
-        self._terms = answering.service.terms
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._terms = serving.service.terms
 
     def routes(self) -> dict[str, Handler]:
         """All of them are for POST."""
@@ -52,19 +52,21 @@ class AdapterHandlers:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         base = f"resp_{uuid.uuid4().hex}"
-        body = await self._answering.read_body(request, ResponsesRequest)
+        body = await self._serving.read_body(request, ResponsesRequest)
         job, encoder = self._response(request, base, body)
-        whole = body if body.truncation == "auto" else None
+        full_body = body if body.truncation == "auto" else None
         del body  # an answer takes minutes, in which the core has all that is needed
         with with_field_names(responses_api.FIELD_NAMES):
             try:
-                return await self._answering.respond(request, job, encoder)
+                return await self._serving.respond(request, job, encoder)
             except ApiError as error:  # before anything was sent
-                if whole is None:
+                if full_body is None:
                     raise
-                whole = await self._truncated(request, whole, error, whole.max_output_tokens)
-            job, encoder = self._response(request, base, whole)
-            return await self._answering.respond(request, job, encoder)
+                full_body = await self._truncated(
+                    request, full_body, error, full_body.max_output_tokens
+                )
+            job, encoder = self._response(request, base, full_body)
+            return await self._serving.respond(request, job, encoder)
 
     def _response(
         self, request: web.Request, base: str, body: ResponsesRequest
@@ -73,12 +75,12 @@ class AdapterHandlers:
         job = parse_adapted_chat(
             responses_api.to_chat(body), base, self._terms, client_trace(request), names
         )
-        answer = self._answering.new_answer(base, job, chat=True)
+        answer = self._serving.new_answer(base, job, chat=True)
         formatter = ResponsesFormatter(body, answer, job.params)
         return job, AdapterEncoder(answer, formatter, job.stream)
 
     async def input_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await self._answering.read_body(request, InputTokensRequest)
+        body = await self._serving.read_body(request, InputTokensRequest)
         with with_field_names(responses_api.FIELD_NAMES):
             try:
                 tokens = await self._count(request, body, 1 if body.truncation == "auto" else 0)
@@ -97,7 +99,7 @@ class AdapterHandlers:
         chat = responses_api.to_prompt_chat(body)
         call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
         call = replace(call, params=replace(call.params, max_tokens=answer_tokens))
-        return (await self._answering.encode_prompt(request, call)).prompt_tokens
+        return (await self._serving.encode_prompt(request, call)).prompt_tokens
 
     async def _truncated(
         self, request: web.Request, body: ResponsesBody, error: ApiError, answer_tokens: int | None
@@ -105,44 +107,44 @@ class AdapterHandlers:
         """`body`, refused with `error`, without as few of the first turns as it takes to fit.
         Raises `error` if the request does not allow that, or no turn can be left out.
         """
-        turns = responses_api.turn_starts(body) if error.code == TOO_LONG else []
+        message_starts = responses_api.message_starts(body) if error.code == TOO_LONG else []
         found: ResponsesBody | None = None
-        first, behind = 0, len(turns)
-        while first < behind:
-            middle = (first + behind) // 2
-            shorter = responses_api.without_turns_before(body, turns[middle])
+        low, high = 0, len(message_starts)
+        while low < high:
+            middle = (low + high) // 2
+            shorter = responses_api.without_items_before(body, message_starts[middle])
             try:
                 await self._count(request, shorter, answer_tokens)
-                found, behind = shorter, middle
+                found, high = shorter, middle
             except ApiError as still:
                 if still.code != TOO_LONG:
                     raise
-                first = middle + 1
+                low = middle + 1
         if found is None:
             raise error
         return found
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         base = f"msg_{uuid.uuid4().hex}"
-        body = await self._answering.read_body(request, MessagesRequest)
+        body = await self._serving.read_body(request, MessagesRequest)
         names = anthropic.FIELD_NAMES
         parsers = self._terms.parsers
         chat = anthropic.to_chat(body, bool(parsers.reasoning_parser_name), parsers.harmony)
         job = parse_adapted_chat(chat, base, self._terms, client_trace(request), names)
         omit_reasoning = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
-        answer = self._answering.new_answer(base, job, chat=True)
+        answer = self._serving.new_answer(base, job, chat=True)
         formatter = MessagesFormatter(answer, omit_reasoning, x_request_id(request))
         encoder = AdapterEncoder(answer, formatter, job.stream)
         with with_field_names(names):
-            return await self._answering.respond(request, job, encoder)
+            return await self._serving.respond(request, job, encoder)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        body = await self._answering.read_body(request, CountRequest)
+        body = await self._serving.read_body(request, CountRequest)
         chat = anthropic.to_prompt_chat(body, self._terms.parsers.harmony)
         with with_field_names(anthropic.FIELD_NAMES):
             call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
-            prompt = await self._answering.encode_prompt(request, call)
+            prompt = await self._serving.encode_prompt(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
 
 

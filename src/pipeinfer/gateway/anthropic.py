@@ -19,7 +19,7 @@ from pipeinfer.gateway.adapter import (
     ResponseEnd,
 )
 from pipeinfer.gateway.errors import ApiError, required
-from pipeinfer.gateway.json_prescan import CHAT_LIMITS, LimitExceeded, prescan
+from pipeinfer.gateway.json_prescan import CHAT_LIMITS, JsonLimitExceeded, prescan
 from pipeinfer.gateway.response_json import ResponseMetadata, TokenUsage
 from pipeinfer.gateway.schema import (
     INT32,
@@ -72,7 +72,7 @@ class SourceBlock(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class Source(msgspec.Struct, frozen=True):
+class DocumentSource(msgspec.Struct, frozen=True):
     """Where a document's text is: `data`, with "text", or `content`, with "content"."""
 
     type: str
@@ -90,7 +90,7 @@ class CitationsOptions(msgspec.Struct, frozen=True):
 class TextBlock(SourceBlock, frozen=True):
     """A text, of the system or of what a tool gave; there also a document."""
 
-    source: Source | None = None
+    source: DocumentSource | None = None
     title: str | None = None
     context: str | None = None
     citations: CitationsOptions | list[JsonObject] | None = None
@@ -109,7 +109,7 @@ class MessageBlock(TextBlock, frozen=True):
     is_error: bool | None = None
 
 
-class Turn(msgspec.Struct, frozen=True):
+class InputMessage(msgspec.Struct, frozen=True):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -166,7 +166,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
     unsupported_fields: ClassVar[Refusals] = MESSAGES
     ignored_fields: ClassVar[frozenset[str]] = SAMPLING_ONLY_FIELDS
     # fmt: off
-    messages: Annotated[list[Turn], about(
+    messages: Annotated[list[InputMessage], about(
         "Turns of `user`, `assistant` and `system`: a text, or blocks `text`, `document` (of plain "
         "text) and `tool_result` (of the user), `thinking` and `tool_use` (of the assistant). "
         "`redacted_thinking`, `signature`, `is_error` and `cache_control` are taken and say "
@@ -245,14 +245,14 @@ def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatReques
     """The chat without sampling parameters; `by_effort` as in to_chat. ApiError 400."""
     choice, messages = request.tool_choice, _messages(request)
     continues = messages[-1].role == "assistant"
-    alone = choice is not None and choice.disable_parallel_tool_use
+    single_call = choice is not None and choice.disable_parallel_tool_use
     chat = ChatRequest(
         messages=messages,
         model=request.model,
         chat_template_kwargs=_arguments(request, by_effort),
         tools=_tools(request),
         tool_choice=_choice(choice),
-        parallel_tool_calls=False if alone else None,
+        parallel_tool_calls=False if single_call else None,
         continue_final_message=continues or None,
         add_generation_prompt=False if continues else None,
     )
@@ -269,15 +269,15 @@ def to_prompt_chat(request: CountRequest, by_effort: bool = False) -> ChatReques
 
 def _arguments(request: CountRequest, by_effort: bool) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
-    asked: JsonObject = {}
+    arguments: JsonObject = {}
     if request.thinking is not None:
-        asked["enable_thinking"] = request.thinking.type != "disabled"
+        arguments["enable_thinking"] = request.thinking.type != "disabled"
     effort = request.output_config.effort if request.output_config is not None else None
     if by_effort:
         effort = _effort(effort, request.thinking)
     if effort is not None:
-        asked["reasoning_effort"] = effort
-    return {**asked, **(request.chat_template_kwargs or {})} or None
+        arguments["reasoning_effort"] = effort
+    return {**arguments, **(request.chat_template_kwargs or {})} or None
 
 
 def _effort(
@@ -331,13 +331,13 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
     if request.system:
         conversation.add_message("system", _texts(request.system, "system"))
     for i, turn in enumerate(request.messages):
-        _add_turn(conversation, turn, f"messages[{i}].content")
+        _add_message(conversation, turn, f"messages[{i}].content")
     messages = conversation.messages()
-    _check_last_turn(messages[-1], f"messages[{many - 1}].content")
+    _check_last_message(messages[-1], f"messages[{many - 1}].content")
     return messages
 
 
-def _check_last_turn(last: ChatMessage, where: str) -> None:
+def _check_last_message(last: ChatMessage, where: str) -> None:
     """The assistant's last message goes on from its text."""
     if last.role != "assistant" or (last.content and not last.tool_calls):
         return
@@ -346,25 +346,25 @@ def _check_last_turn(last: ChatMessage, where: str) -> None:
     raise ApiError(400, message, where, "invalid_value")
 
 
-def _add_turn(conversation: ConversationBuilder, turn: Turn, where: str) -> None:
-    if isinstance(turn.content, str):
-        conversation.add_message(turn.role, [turn.content])
+def _add_message(conversation: ConversationBuilder, message: InputMessage, where: str) -> None:
+    if isinstance(message.content, str):
+        conversation.add_message(message.role, [message.content])
         return
     texts: list[str] = []
-    for j, block in enumerate(turn.content):
+    for j, block in enumerate(message.content):
         here = f"{where}[{j}]"
         if block.type == "text":
             texts.append(required(block.text, f"{here}.text"))
             continue
-        if block.type == "document" and turn.role == "user":
+        if block.type == "document" and message.role == "user":
             texts.append(_document(block, here))
             continue
         if texts:
-            conversation.add_message(turn.role, texts)
+            conversation.add_message(message.role, texts)
             texts = []
-        _BLOCK_HANDLERS.get((turn.role, block.type), _refuse_block)(conversation, block, here)
-    if texts or not turn.content:
-        conversation.add_message(turn.role, texts)
+        _BLOCK_HANDLERS.get((message.role, block.type), _refuse_block)(conversation, block, here)
+    if texts or not message.content:
+        conversation.add_message(message.role, texts)
 
 
 def _add_thinking(conversation: ConversationBuilder, block: MessageBlock, where: str) -> None:
@@ -552,7 +552,7 @@ def _tool_input(text: str) -> JsonObject:
         for _ in prescan(raw, CHAT_LIMITS):
             continue
         return msgspec.json.decode(raw, type=JsonObject)
-    except (LimitExceeded, msgspec.DecodeError, UnicodeDecodeError):
+    except (JsonLimitExceeded, msgspec.DecodeError, UnicodeDecodeError):
         return {"invalid_json": text}
 
 

@@ -20,8 +20,8 @@ from pipeinfer.settings import ConfigurationError
 DEFAULT_NAME = "default"  # the name of a key that was given without one
 KEY_PREFIX = "pik-"  # by which people and scanners for leaked secrets know a key of pipeinfer
 KEY_BYTES = 32  # bytes of a fresh key
-MOST_KEYS = 1_000  # each request is compared with all of them, and each is a label of the metrics
-MOST_FILE_BYTES = 2**20  # of a file of keys
+MAX_KEYS = 1_000  # each request is compared with all of them, and each is a label of the metrics
+MAX_FILE_BYTES = 2**20  # of a file of keys
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 LIMIT_VALUE = re.compile(r"[0-9]{1,12}")
@@ -81,14 +81,14 @@ def read_key_file(path: str, limits: KeyLimits) -> ApiKeys:
     """
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
         text = content.decode()
     except OSError as error:
         raise ConfigurationError(f"--api-key-file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigurationError(f"--api-key-file {path}: it is not UTF-8 text") from None
-    if len(content) > MOST_FILE_BYTES:
-        raise ConfigurationError(f"--api-key-file {path}: it has more than {MOST_FILE_BYTES} bytes")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(f"--api-key-file {path}: it has more than {MAX_FILE_BYTES} bytes")
     try:
         return parse_keys(text, limits)
     except ConfigurationError as error:
@@ -114,8 +114,8 @@ def parse_keys(text: str, limits: KeyLimits) -> ApiKeys:
                 raise ConfigurationError(f"the name {key.name} stands above already")
             if any(hmac.compare_digest(key.digest, other.digest) for other in found.values()):
                 raise ConfigurationError(f"{key.name} has the key of a line above")
-            if len(found) == MOST_KEYS:
-                raise ConfigurationError(f"more than {MOST_KEYS} keys")
+            if len(found) == MAX_KEYS:
+                raise ConfigurationError(f"more than {MAX_KEYS} keys")
         except ConfigurationError as error:
             raise ConfigurationError(f"line {number}: {error}") from None
         found[key.name] = key
@@ -182,7 +182,7 @@ class KeyLimits:
 
 
 @dataclass(frozen=True)
-class LimitExceeded:
+class KeyLimitExceeded:
     """Why a request is not taken.
 
     reason: for the client.
@@ -222,9 +222,9 @@ class TokenBucket:
         if now > self._updated_at:
             self._updated_at = now
 
-    def seconds_until(self, wanted: float, now: float) -> float:
-        """Seconds until the level is `wanted`, 0 if it is; `wanted` is at most `a_minute`."""
-        missing = wanted - self.level(now)
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Seconds until the level is `amount`, 0 if it is; `amount` is at most `a_minute`."""
+        missing = amount - self.level(now)
         return missing * MINUTE / self.per_minute if missing > ROUNDING else 0.0
 
     def resized(self, a_minute: int, now: float) -> TokenBucket:
@@ -250,17 +250,17 @@ class KeyUsage:
         self._requests = TokenBucket(limits.requests, now) if limits.requests else None
         self._tokens = TokenBucket(limits.tokens, now) if limits.tokens else None
 
-    def admit(self, now: float) -> LimitExceeded | None:
+    def admit(self, now: float) -> KeyLimitExceeded | None:
         """Lets one request in, or says why not; then nothing was taken."""
         if self._tokens is not None and self._tokens.level(now) <= 0:
             reason = f"the limit of {self.limits.tokens} tokens a minute is used up"
-            return LimitExceeded(reason, self._tokens.seconds_until(1.0, now))
+            return KeyLimitExceeded(reason, self._tokens.seconds_until(1.0, now))
         excess = self._check_concurrency(0, 1) or self._take_requests(0, 1, now)
         if excess is None:
             self.running += 1
         return excess
 
-    def admit_choices(self, prompts: int, choices: int, now: float) -> LimitExceeded | None:
+    def admit_choices(self, prompts: int, choices: int, now: float) -> KeyLimitExceeded | None:
         """Takes a request that was let in as one for `prompts` of them, which have `choices`
         in all, at least one each; or says why not.
 
@@ -273,34 +273,34 @@ class KeyUsage:
             self._requests.take(-1, now)
             if excess.wait and prompts <= self.limits.requests:
                 wait = self._requests.seconds_until(prompts, now)
-                excess = LimitExceeded(excess.reason, max(excess.wait, wait))
+                excess = KeyLimitExceeded(excess.reason, max(excess.wait, wait))
         return excess
 
-    def _check_concurrency(self, inside: int, choices: int) -> LimitExceeded | None:
+    def _check_concurrency(self, inside: int, choices: int) -> KeyLimitExceeded | None:
         """Why so many answers, of which some are inside already, cannot be made now."""
-        most = self.limits.concurrent
-        if most and choices > most:
-            return LimitExceeded(
-                f"{choices} choices in a request, where {most} may be made at a time"
+        max_concurrent = self.limits.concurrent
+        if max_concurrent and choices > max_concurrent:
+            return KeyLimitExceeded(
+                f"{choices} choices in a request, where {max_concurrent} may be made at a time"
             )
-        if most and self.running + choices - inside > most:
-            return LimitExceeded(
-                f"{self.running} answers are being made, {most} may at a time", 1.0
+        if max_concurrent and self.running + choices - inside > max_concurrent:
+            return KeyLimitExceeded(
+                f"{self.running} answers are being made, {max_concurrent} may at a time", 1.0
             )
         return None
 
-    def _take_requests(self, inside: int, prompts: int, now: float) -> LimitExceeded | None:
+    def _take_requests(self, inside: int, prompts: int, now: float) -> KeyLimitExceeded | None:
         """Takes what so many prompts cost of the minute's requests, or says why not."""
         a_minute = self.limits.requests
         if self._requests is None:
             return None
         if prompts > a_minute:
-            return LimitExceeded(
+            return KeyLimitExceeded(
                 f"{prompts} prompts in a request, where {a_minute} a minute may come"
             )
         wait = self._requests.seconds_until(prompts - inside, now)
         if wait > 0:
-            return LimitExceeded(f"the limit of {a_minute} requests a minute is used up", wait)
+            return KeyLimitExceeded(f"the limit of {a_minute} requests a minute is used up", wait)
         self._requests.take(prompts - inside, now)
         return None
 

@@ -81,7 +81,7 @@ class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._serving = Serving(service)
-        self._dialects = AdapterHandlers(self._serving)
+        self._adapters = AdapterHandlers(self._serving)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Registers all routes."""
@@ -101,7 +101,7 @@ class _Handlers:
                 ("/v1/chat/completions", self.chat),
                 ("/v1/completions", self.completions),
                 ("/v1/embeddings", self.embeddings),
-                *self._dialects.routes().items(),
+                *self._adapters.routes().items(),
             ):
                 router.add_post(path(name), handler, expect_handler=_continue_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_continue_later)
@@ -187,12 +187,12 @@ class _Handlers:
         self, request: web.Request, base: str, job: ParsedRequest, chat: bool
     ) -> web.StreamResponse:
         answer = self._serving.new_answer(base, job, chat)
-        outlet: ResponseEncoder = (
+        encoder: ResponseEncoder = (
             StreamEncoder(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
             else FullResponseEncoder(answer, job.choices, _best_of(job))
         )
-        return await self._serving.respond(request, job, outlet)
+        return await self._serving.respond(request, job, encoder)
 
     # -------------------------------------------------------------------------------------- models
 
@@ -257,8 +257,8 @@ class _Handlers:
         return json_response({"status": core.status, "stages": stages}, status)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        wanted = request.headers.get("Accept", "")
-        exposition, kind = self._service.metrics.exposition(wanted)
+        accepted = request.headers.get("Accept", "")
+        exposition, kind = self._service.metrics.exposition(accepted)
         return web.Response(body=exposition, headers={"Content-Type": kind})
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
@@ -289,9 +289,9 @@ def _docs_html() -> str:
 def slash_tolerant(path: str) -> str:
     """A route for `path` with any number of slashes in the place of each: clients put a base with
     one at its end before paths with one at their beginning. No other path matches."""
-    first, *others = path.removeprefix("/").split("/")
-    more = "".join(f"{{_{n}:/+}}{other}" for n, other in enumerate(others))
-    return f"/{{_:/*}}{first}{more}"
+    first, *segments = path.removeprefix("/").split("/")
+    tail = "".join(f"{{_{n}:/+}}{segment}" for n, segment in enumerate(segments))
+    return f"/{{_:/*}}{first}{tail}"
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -315,5 +315,5 @@ def _best_of(job: ParsedRequest) -> BestOf | None:
     """Chooses the choices that are sent, if not all are; else None."""
     if not job.best_of:
         return None
-    wanted = job.output_options.logprobs is not None
-    return BestOf(job.choices, job.choices // job.prompts, job.best_of, wanted)
+    with_logprobs = job.output_options.logprobs is not None
+    return BestOf(job.choices, job.choices // job.prompts, job.best_of, with_logprobs)

@@ -21,10 +21,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer import traceparent
-from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits, KeyUsage, LimitExceeded
+from pipeinfer.gateway.api_keys import ApiKeys, KeyLimitExceeded, KeyLimits, KeyUsage
 from pipeinfer.gateway.counters import MetricCounter
-from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError, Handler
-from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Handler
+from pipeinfer.gateway.events import Failed, OutputDelta, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.sessions import ResponseSink
@@ -233,9 +233,10 @@ class Admission:
         if client_request is None:
             return
         account = client_request.client.account
-        left = account.remaining(self._clock())
         limits = account.limits.requests, account.limits.tokens
-        for name, limit, remaining in zip(("requests", "tokens"), limits, left, strict=True):
+        for name, limit, remaining in zip(
+            ("requests", "tokens"), limits, account.remaining(self._clock()), strict=True
+        ):
             if limit:
                 response.headers[f"{RATE_LIMIT_HEADERS}limit-{name}"] = str(limit)
                 response.headers[f"{RATE_LIMIT_HEADERS}remaining-{name}"] = str(remaining)
@@ -250,7 +251,7 @@ class Admission:
         return self._clients[key.name]
 
     @staticmethod
-    def _raise_if_limited(client_request: ClientRequest, excess: LimitExceeded | None) -> None:
+    def _raise_if_limited(client_request: ClientRequest, excess: KeyLimitExceeded | None) -> None:
         if excess is not None:
             client_request.limited = True
             raise ApiError(
@@ -280,7 +281,7 @@ def _token(request: web.Request) -> str:
 def _outcome(client_request: ClientRequest, status: int) -> str:
     if client_request.limited:
         return "limited"
-    if status == CLIENT_LEFT:
+    if status == CLIENT_CLOSED_REQUEST:
         return "abort"
     if status < 400:
         return "ok"
@@ -307,7 +308,7 @@ class _MeteredSink:
         self._usage.prompt_tokens += started.prompt_tokens
         self._sink.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         if delta.ids:  # hot path: once for every token of every stream
             client, tokens = self._client, len(delta.ids) // 4
             client.use_tokens(client.output, tokens, self._clock)
@@ -356,7 +357,7 @@ class AccessLog:
             wanted = request.method == "POST" and is_protected(request.path)
             if not wanted or not log.isEnabledFor(logging.INFO):
                 return await handler(request)
-            began, status = self._clock(), CLIENT_LEFT
+            began, status = self._clock(), CLIENT_CLOSED_REQUEST
             try:
                 response = await handler(request)
                 status = response.status
@@ -375,7 +376,7 @@ class AccessLog:
             "x_request_id": x_request_id(request),
             "status": status,
             "seconds": round(seconds, 6),
-            "outcome": "abort" if status == CLIENT_LEFT else "refused",
+            "outcome": "abort" if status == CLIENT_CLOSED_REQUEST else "refused",
         }
         prompt = output = 0
         if client_request is not None:

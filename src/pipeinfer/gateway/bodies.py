@@ -25,7 +25,7 @@ BODY_TIMEOUT = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit
 SMALL_BODY = 64 * 2**10  # bytes of a body that are never refused for what others send
 # Bytes beyond that of all bodies that are being read or checked. A body and what is made of it take
 # about three times its size for a moment, so the process stays under 1 GiB.
-MOST_BUFFERED = 256 * 2**20
+MAX_BUFFERED = 256 * 2**20
 DECOMPRESSED_AT_ONCE = (
     256 * 2**10
 )  # bytes that are decompressed at a time: well under a millisecond
@@ -33,15 +33,15 @@ RETRY_AFTER = 1  # seconds
 
 
 class BodyReader:
-    """Reads bodies of at most `most` bytes each, after decompression.
+    """Reads bodies of at most `max_bytes` bytes each, after decompression.
 
     _buffered: bytes beyond SMALL_BODY of all bodies that are being read or decoded now, at most
-        _most_buffered.
+        _max_buffered.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most_bytes = most
-        self._most_buffered = max(MOST_BUFFERED, most)
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_buffered = max(MAX_BUFFERED, max_bytes)
         self._buffered = 0  # bytes beyond SMALL_BODY of bodies that are being read
 
     @asynccontextmanager
@@ -52,7 +52,7 @@ class BodyReader:
         415 for an unknown Content-Encoding, 417 for an unknown Expect, 503 if too much is buffered.
         """
         decoder = _decoder(request)
-        if (request.content_length or 0) > self._most_bytes:
+        if (request.content_length or 0) > self._max_bytes:
             raise self._too_large()
         await _send_continue(request)
         body = bytearray()
@@ -94,26 +94,26 @@ class BodyReader:
             return await request.content.readany()
 
     def _add(self, body: bytearray, part: bytes) -> None:
-        if len(body) + len(part) > self._most_bytes:
+        if len(body) + len(part) > self._max_bytes:
             raise self._too_large()
         before = max(0, len(body) - SMALL_BODY)
         body += part
         self._buffered += max(0, len(body) - SMALL_BODY) - before
-        if self._buffered > self._most_buffered:
+        if self._buffered > self._max_buffered:
             message = "too many large bodies are being read"
             raise ApiError(503, message, code="overloaded", retry_after=RETRY_AFTER)
 
     def _too_large(self) -> ApiError:
-        message = f"the body is too large: more than {self._most_bytes} bytes"
+        message = f"the body is too large: more than {self._max_bytes} bytes"
         return ApiError(413, message, code="body_too_large")
 
 
 async def _send_continue(request: web.Request) -> None:
     """Asks for the body of a client that waits for 100 Continue."""
-    asked = request.headers.get("Expect")
-    if asked is None or request.version < HttpVersion11:
+    expected = request.headers.get("Expect")
+    if expected is None or request.version < HttpVersion11:
         return
-    if asked.lower() != "100-continue":
+    if expected.lower() != "100-continue":
         message = "the only Expect that is known is 100-continue"
         raise ApiError(417, message, code="unknown_expectation")
     await request.writer.write(CONTINUE)
@@ -192,7 +192,7 @@ class BodyDecoder:
     ) -> None:
         self._bodies = bodies
         self._on_unknown_fields = on_unknown_fields
-        self._turn = asyncio.Lock()  # whoever waits longest is next
+        self._lock = asyncio.Lock()  # whoever waits longest is next
 
     async def read(self, request: web.Request, kind: type[BodyType]) -> BodyType:
         """The decoded body. Raises ApiError 400 if the schema refuses it, and as
@@ -206,10 +206,10 @@ class BodyDecoder:
             # In one iteration of the loop there is one part of one of them.
             parts, more = prescanned(body, kind), True
             while more:
-                async with self._turn:
+                async with self._lock:
                     more = next(parts, _DONE) is not _DONE
                     await asyncio.sleep(0)
-            async with self._turn:
+            async with self._lock:
                 decoded = decode(bytes(body), kind, self._on_unknown_fields)
                 await asyncio.sleep(0)
                 return decoded

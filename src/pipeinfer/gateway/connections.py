@@ -27,8 +27,8 @@ CHECK_DELAYS = (0.01, 0.05, 0.2, 1.0)
 CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending and nothing else
 
 
-def abort_when_gone(
-    transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+def abort_when_peer_leaves(
+    transport: asyncio.Transport, is_busy: Callable[[], bool], probe: Callable[[], None]
 ) -> None:
     """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
 
@@ -36,7 +36,7 @@ def abort_when_gone(
     they send. But the host of the latter answers whatever is sent with a reset, which shows in the
     socket's state. `probe()` sends something that the peer must ignore, where it can.
     """
-    _PeerProbe(transport, wanted, probe).send_probe()
+    _PeerProbe(transport, is_busy, probe).send_probe()
 
 
 class _PeerProbe:
@@ -44,11 +44,11 @@ class _PeerProbe:
     check."""
 
     def __init__(
-        self, transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+        self, transport: asyncio.Transport, is_busy: Callable[[], bool], probe: Callable[[], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._transport = transport
-        self._wanted = wanted
+        self._is_busy = is_busy
         self._probe = probe
 
     def send_probe(self) -> None:
@@ -70,7 +70,7 @@ class _PeerProbe:
             self.send_probe()
 
     def _needed(self) -> bool:
-        return self._wanted() and not self._transport.is_closing()
+        return self._is_busy() and not self._transport.is_closing()
 
 
 def only_half_closed(transport: asyncio.Transport) -> bool:
@@ -170,7 +170,7 @@ LINGER_TIMEOUT = (
 )
 SWEEP_INTERVAL = 5.0  # seconds between looks at connections that wait
 RESERVED_FILES = 256  # open files of a gateway beside connections
-MOST_CONNECTIONS = 65_536  # connections, however many files may be open: some 30 KiB each
+MAX_CONNECTIONS = 65_536  # connections, however many files may be open: some 30 KiB each
 LEAST_CONNECTIONS = 16
 # Of a request whose headers are out: what sends something that a client must ignore.
 PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
@@ -178,13 +178,13 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client ignores one that it did 
 TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
 
 
-def most_connections() -> int:
+def connection_limit() -> int:
     """So many that files for everything else can still be opened."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        MOST_CONNECTIONS
+        MAX_CONNECTIONS
         if soft == resource.RLIM_INFINITY
-        else max(LEAST_CONNECTIONS, min(soft - RESERVED_FILES, MOST_CONNECTIONS))
+        else max(LEAST_CONNECTIONS, min(soft - RESERVED_FILES, MAX_CONNECTIONS))
     )
 
 
@@ -202,7 +202,7 @@ class CountedConnection(Protocol):
 
 
 class Connections:
-    """Makes a protocol for each connection, at most `most` at a time.
+    """Makes a protocol for each connection, at most `max_open` at a time.
 
     One more connection takes the place of a waiting one: first of those that never had a request
     (TLS handshakes among them), then of the one that is idle for longest. If all are busy, the new
@@ -215,17 +215,17 @@ class Connections:
     def __init__(
         self,
         server: web.Server,
-        most: int,
+        max_open: int,
         bad: Callable[[], None],
         refused: Callable[[], None],
     ) -> None:
         self.server = server
         self.on_bad_request = bad
-        self._most_open = most
+        self._max_open = max_open
         self._on_refused = refused
         self._all: set[CountedConnection] = set()
         self._unused: dict[CountedConnection, float] = {}  # since when they wait, oldest first
-        self._keep_alive: dict[CountedConnection, float] = {}
+        self._idle: dict[CountedConnection, float] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.call_later(SWEEP_INTERVAL, self._sweep)
@@ -255,8 +255,8 @@ class Connections:
         it."""
         if before is not None:
             self.unregister(before)
-        if len(self._all) >= self._most_open:
-            waiting = next(iter(self._unused or self._keep_alive), None)
+        if len(self._all) >= self._max_open:
+            waiting = next(iter(self._unused or self._idle), None)
             self._on_refused()
             if waiting is None:
                 return False
@@ -274,12 +274,12 @@ class Connections:
     def mark_busy(self, connection: CountedConnection) -> None:
         """A request has arrived on the connection."""
         self._unused.pop(connection, None)
-        self._keep_alive.pop(connection, None)
+        self._idle.pop(connection, None)
 
     def mark_idle(self, connection: CountedConnection) -> None:
         """The connection waits for its next request."""
         if connection in self._all:
-            self._keep_alive[connection] = self._loop.time()
+            self._idle[connection] = self._loop.time()
 
     def stop(self) -> None:
         """Stops the sweep, and closes connections without a request; the server closes the
@@ -290,7 +290,7 @@ class Connections:
 
     def _sweep(self) -> None:
         now = self._loop.time()
-        for waiting in (self._unused, self._keep_alive):
+        for waiting in (self._unused, self._idle):
             for connection, since in list(waiting.items()):
                 begun = connection.head_since
                 if now - since > KEEP_ALIVE_TIMEOUT or (
@@ -324,7 +324,7 @@ class Connection(web.RequestHandler):
         self._handshake = before
         self.head_since: float | None = None
         self._busy = False  # requests have come that are not answered
-        self._answering = False  # the last bytes of an answer are on their way
+        self._flushing = False  # the last bytes of an answer are on their way
         self._half_closed = False
         self._raw_transport: asyncio.Transport | None = None  # also while it closes
         self._last_message: tuple[Any, Any] | None = None  # the latest message and its body
@@ -379,7 +379,7 @@ class Connection(web.RequestHandler):
         if not self._answerable() or transport is None:
             return False
         self._half_closed = True
-        abort_when_gone(transport, lambda: self._busy, self._probe)
+        abort_when_peer_leaves(transport, lambda: self._busy, self._probe)
         return True
 
     def _answerable(self) -> bool:
@@ -396,7 +396,7 @@ class Connection(web.RequestHandler):
 
     def _probe(self) -> None:
         request, transport = self._current_request, self.transport
-        if transport is None or self._answering:
+        if transport is None or self._flushing:
             return  # what is on its way is a probe, too
         probe = request.get(PROBE) if request is not None else None
         if probe is not None:
@@ -411,11 +411,11 @@ class Connection(web.RequestHandler):
             resp = error_response(http_error(request, resp))
         if self._half_closed and not self._messages:
             resp.force_close()
-        self._answering = True
+        self._flushing = True
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._answering = False
+            self._flushing = False
             if not self._messages:
                 self._busy = False
                 self._connections.mark_idle(self)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.core import LOCAL, Drain, Leave, Send, Tick, Unsent, bracketed_answer
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, Status
 from pipeinfer.gateway.health import ExpectedStage, Health, PipelineReadiness, StageStatus
 from pipeinfer.gateway.ledger import (
     Backlog,
@@ -174,7 +174,7 @@ class GatewayCore:
             return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
         return None
 
-    def _hangup(self, hangup: Hangup, now: float) -> list[Send]:
+    def _client_left(self, hangup: Hangup, now: float) -> list[Send]:
         record = self._records.get(hangup.request_id)
         return [] if record is None else [self._abort(record, hangup.reason, now)]
 
@@ -211,8 +211,8 @@ class GatewayCore:
             if record.submit.only_encode:
                 self._complete(record, now)
                 out.append(local(_encoded(record)))
-        early, record.early = record.early, []
-        for row in early:
+        early_rows, record.early = record.early, []
+        for row in early_rows:
             if row.request_id in self._records:
                 self._deliver(record, row, out, now)
 
@@ -291,7 +291,7 @@ class GatewayCore:
                     self._begin(record)
             elif prompt is None:
                 return
-            delta = Delta(row.request_id, text, ids, byte, token)
+            delta = OutputDelta(row.request_id, text, ids, byte, token)
             if prompt is not None or row.logprobs is not None or row.offsets:
                 delta = msgspec.structs.replace(
                     delta,
@@ -302,10 +302,12 @@ class GatewayCore:
             out.append(Send(LOCAL, "", delta))
         else:
             self._complete(record, now)
-            delta = Delta(row.request_id, text, ids, byte, token)
+            delta = OutputDelta(row.request_id, text, ids, byte, token)
             self._finish(record, row, delta, out)
 
-    def _finish(self, record: RequestRecord, row: TextRow, delta: Delta, out: list[Send]) -> None:
+    def _finish(
+        self, record: RequestRecord, row: TextRow, delta: OutputDelta, out: list[Send]
+    ) -> None:
         delivered = record.started or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
@@ -348,11 +350,11 @@ class GatewayCore:
 
     def _recover(self, asked: Recover, now: float) -> list[Send]:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
-        mine = [record for record in self._records.values() if record.tokenizer == asked.stage]
-        self._counts["resubmitted"] += len(mine)
+        records = [record for record in self._records.values() if record.tokenizer == asked.stage]
+        self._counts["resubmitted"] += len(records)
         ended = self._ended.recent(asked.stage, now)
         sends = (
-            Send("requests", asked.stage, message) for message in (*resubmissions(mine), *ended)
+            Send("requests", asked.stage, message) for message in (*resubmissions(records), *ended)
         )
         return bracketed_answer(f"gateway-{self._index}", asked, sends)
 
@@ -395,7 +397,7 @@ class GatewayCore:
         if not record.started:
             out.append(local(_timed_out(record)))
             return
-        delta = Delta(
+        delta = OutputDelta(
             request_id=record.request_id,
             text="",
             ids=b"",
@@ -415,9 +417,9 @@ class GatewayCore:
 
     def _publish_status(self, out: list[Send]) -> None:
         """Gives the driver the status whenever it has changed."""
-        news = self._readiness.status_change()
-        if news is not None:
-            out.append(local(news))
+        status = self._readiness.status_change()
+        if status is not None:
+            out.append(local(status))
 
     # ------------------------------------------------------------------------------ ends of records
 
@@ -427,10 +429,10 @@ class GatewayCore:
 
     def _update_size(self, record: RequestRecord) -> None:
         """Its prompt tokens are known: they count in the backlog if they exceed the estimate."""
-        more = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
-        if more > 0 and not record.started:
-            record.size += more
-            self._backlog.grow(more)
+        extra_tokens = occupied_tokens(record.submit.params, record.prompt_tokens) - record.size
+        if extra_tokens > 0 and not record.started:
+            record.size += extra_tokens
+            self._backlog.grow(extra_tokens)
 
     def _complete(self, record: RequestRecord, now: float) -> None:
         """Its client has all of it; Done is sent after this event."""
@@ -451,7 +453,7 @@ class GatewayCore:
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Text: _text,
         Call: _call,
-        Hangup: _hangup,
+        Hangup: _client_left,
         ResetCache: _reset_cache,
         CacheReset: _cache_reset,
         Accepted: _accepted,
@@ -483,9 +485,9 @@ def _started(accepted: Accepted, record: RequestRecord) -> Started:
     )
 
 
-def _encoded(record: RequestRecord) -> Delta:
+def _encoded(record: RequestRecord) -> OutputDelta:
     """The end of a request whose prompt was only to be encoded."""
-    return Delta(
+    return OutputDelta(
         request_id=record.request_id,
         text="",
         ids=b"",

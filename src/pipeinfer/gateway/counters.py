@@ -39,16 +39,16 @@ class CounterFamily(Collector):
 
     def labels(self, *values: str) -> MetricCounter:
         """The counter with these values of its labels; made on first use."""
-        tally = self._counters.get(values)
-        if tally is None:
-            tally = self._counters[values] = MetricCounter()
-        return tally
+        counter = self._counters.get(values)
+        if counter is None:
+            counter = self._counters[values] = MetricCounter()
+        return counter
 
     def collect(self) -> Iterator[Metric]:
         name, text, labels = self._about
         family = CounterMetricFamily(name, text, labels=labels)
-        for values, tally in self._counters.items():
-            family.add_metric(values, float(tally.count), tally.created)
+        for values, counter in self._counters.items():
+            family.add_metric(values, float(counter.count), counter.created)
         yield family
 
 

@@ -42,16 +42,16 @@ class Cors:
 
         @web.middleware
         async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-            asked = "Access-Control-Request-Method" in request.headers
-            if request.method != "OPTIONS" or not asked or not self.allow_origin(request):
+            is_preflight = "Access-Control-Request-Method" in request.headers
+            if request.method != "OPTIONS" or not is_preflight or not self.allow_origin(request):
                 return await handler(request)
             headers = {
                 "Access-Control-Allow-Methods": METHODS,
                 "Access-Control-Max-Age": MAX_AGE,
             }
-            wanted = request.headers.get("Access-Control-Request-Headers", "")
-            if HEADER_NAMES.fullmatch(wanted):
-                headers["Access-Control-Allow-Headers"] = wanted
+            requested_headers = request.headers.get("Access-Control-Request-Headers", "")
+            if HEADER_NAMES.fullmatch(requested_headers):
+                headers["Access-Control-Allow-Headers"] = requested_headers
             return web.Response(status=204, headers=headers)
 
         return preflight
@@ -94,7 +94,7 @@ HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.+-]+\+)?json")
 # Asked by load balancers and Prometheus by any name. Nothing that they tell is of a client.
 ANY_HOST_PATHS = ("/health", "/health/live", "/health/ready", "/ping", "/metrics", "/version")
-MOST_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
+MAX_NAME_LETTERS = 253  # letters of a name, of which DNS has no more
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class BrowserGuard:
         host = request.host if "Host" in request.headers else ""
         name = host_name(host)
         if not is_private_name(name) and name not in self.hosts and "*" not in self.hosts:
-            shown = name[:MOST_NAME_LETTERS]
+            shown = name[:MAX_NAME_LETTERS]
             message = (
                 f"this server is asked by the name {shown!r}, which it does not know: set "
                 f"--allowed-hosts {shown}, or ask by an IP address"
@@ -148,12 +148,12 @@ class BrowserGuard:
         origin = request.headers.get("Origin", "")
         site = request.headers.get("Sec-Fetch-Site", "")
         if site:
-            foreign = site not in ("same-origin", "none")
+            cross_origin = site not in ("same-origin", "none")
         else:
             host = request.headers.get("Host", "")
-            foreign = bool(origin) and origin.partition("://")[2].lower() != host.lower()
-        if foreign and not self.cors.allow_origin(request):
-            page = repr(origin[:MOST_NAME_LETTERS]) if origin else "another site"
+            cross_origin = bool(origin) and origin.partition("://")[2].lower() != host.lower()
+        if cross_origin and not self.cors.allow_origin(request):
+            page = repr(origin[:MAX_NAME_LETTERS]) if origin else "another site"
             message = f"a web page of {page} may not ask: --allowed-origins names those that may"
             raise ApiError(403, message, code="origin_not_allowed")
 
@@ -167,7 +167,7 @@ def _check_json(request: web.Request) -> None:
     else:
         bad = JSON_TYPE.fullmatch(given.partition(";")[0].strip().lower()) is None
     if bad:
-        had = f"not {given[:MOST_NAME_LETTERS]!r}" if given else "which is missing"
+        had = f"not {given[:MAX_NAME_LETTERS]!r}" if given else "which is missing"
         message = f"the body must be JSON: send the header `Content-Type: application/json`, {had}"
         raise ApiError(415, message, code="unsupported_media_type")
 

@@ -15,14 +15,14 @@ from msgspec import inspect
 
 from pipeinfer.gateway.errors import ApiError, from_validation
 from pipeinfer.gateway.json_prescan import (
-    LimitExceeded,
+    JsonLimitExceeded,
     prescan,
 )
 from pipeinfer.gateway.schema import Body
 from pipeinfer.gateway.unsupported_fields import (
     ALTERNATIVES,
+    FIELDS_OF_OTHER_ENDPOINTS,
     IGNORED_NESTED_FIELDS,
-    OF_OTHER_BODIES,
     is_neutral,
 )
 from pipeinfer.json_values import JsonValue
@@ -145,8 +145,8 @@ def _has_integer(kind: inspect.Type) -> bool:
 
 def _as_integers(value: JsonValue, types: tuple[inspect.Type, ...]) -> JsonValue:
     if isinstance(value, float):
-        wanted = any(isinstance(kind, inspect.IntType) for kind in types)
-        return int(value) if wanted and value.is_integer() else value
+        takes_integers = any(isinstance(kind, inspect.IntType) for kind in types)
+        return int(value) if takes_integers and value.is_integer() else value
     for kind in types:
         if isinstance(value, list) and isinstance(kind, inspect.ListType):
             return [_as_integers(item, _alternatives(kind.item_type)) for item in value]
@@ -165,7 +165,7 @@ def prescanned(body: bytes | bytearray, kind: type[BodyType]) -> Iterator[None]:
     """
     try:
         yield from prescan(body, kind.json_limits)
-    except LimitExceeded as error:
+    except JsonLimitExceeded as error:
         raise ApiError(400, str(error), code="invalid_value") from None
 
 
@@ -181,9 +181,9 @@ def decode(
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     try:
         fields, known = _object(body), kind.__struct_fields__
-        others = {name: fields[name] for name in fields if name not in known}
-        if others:
-            _check_unsupported(others, kind, on_unknown_fields)
+        other_fields = {name: fields[name] for name in fields if name not in known}
+        if other_fields:
+            _check_unsupported(other_fields, kind, on_unknown_fields)
         decoded = _typed(body, fields, kind)
         if unknown := unknown_within(fields, kind):
             on_unknown_fields(unknown)
@@ -198,10 +198,10 @@ def _typed(body: bytes, fields: Mapping[str, msgspec.Raw], kind: type[BodyType])
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError:
-        whole = with_integral_floats_as_ints(fields, kind)
-        if whole is None:
+        with_ints = with_integral_floats_as_ints(fields, kind)
+        if with_ints is None:
             raise
-        return msgspec.json.decode(whole, type=kind)
+        return msgspec.json.decode(with_ints, type=kind)
 
 
 def _check_unsupported(
@@ -216,10 +216,12 @@ def _check_unsupported(
         if name not in refused:
             unknown.append(name)
         elif not is_neutral(value, refused[name]):
-            place = "endpoint" if name in OF_OTHER_BODIES else "server"
-            message = f"{name} is not supported by this {place}"
+            scope = "endpoint" if name in FIELDS_OF_OTHER_ENDPOINTS else "server"
+            message = f"{name} is not supported by this {scope}"
             instead = [
-                other for other in ALTERNATIVES.get(name, ()) if other in kind.__struct_fields__
+                alternative
+                for alternative in ALTERNATIVES.get(name, ())
+                if alternative in kind.__struct_fields__
             ]
             if instead:
                 message += f"; ask for {instead[0]}"

@@ -25,7 +25,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-MOST_LETTERS = 2000  # of a message: it may quote what the client sent
+MAX_LETTERS = 2000  # of a message: it may quote what the client sent
 WHERE = re.compile(
     r"^(?P<what>.*) - at (?P<key>`key` in )?`(?P<path>.*?)(\[\.\.\.\])?`$", re.DOTALL
 )
@@ -121,9 +121,9 @@ def _is_within(param: str, name: str) -> bool:
 
 def _shortened(text: str) -> str:
     """Without its middle, if it is long: what matters stands at its ends."""
-    if len(text) <= MOST_LETTERS:
+    if len(text) <= MAX_LETTERS:
         return text
-    half = MOST_LETTERS // 2 - 2
+    half = MAX_LETTERS // 2 - 2
     return f"{text[:half]} … {text[-half:]}"
 
 
@@ -193,7 +193,7 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-CLIENT_LEFT = 499  # the status of what nobody will read: its client has left
+CLIENT_CLOSED_REQUEST = 499  # the status of what nobody will read: its client has left
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

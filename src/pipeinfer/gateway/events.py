@@ -80,7 +80,7 @@ class Started(Message, frozen=True):
     token_strs: tuple[str, ...] = ()
 
 
-class Delta(Message, frozen=True):
+class OutputDelta(Message, frozen=True):
     """New text and output ids of a choice, gapless and without repeats.
 
     ids: int32 bytes. byte_offset: UTF-8 bytes of text before it. token_offset: ids before it.

@@ -20,7 +20,7 @@ STARTED_STATISTIC = {
     "scheduler": "running",
     "engine": "pages_total",
 }  # statistics of one that has started
-MOST_NAMED = 8  # stages that a reason names; the others it counts
+MAX_NAMED = 8  # stages that a reason names; the others it counts
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class Health:
     """The health table. Gateways are listed in it, but nothing waits for them.
 
     silence: seconds without a heartbeat after which a stage counts as lost.
-    patience: seconds after that in which its return is awaited.
+    host_loss: seconds after that in which its return is awaited.
     stages: {stage id: status}.
 
     What follows from it is updated with every heartbeat, whose cost must not grow with the number
     of
     stages: _not_ready (numbers of stages that are not ready, in the topology's order),
-    _group_not_ready (how many of each group), _ready_groups, _common_not_ready (of no group).
+    _group_not_ready (how many of each group), _ready_groups, _shared_not_ready (of no group).
     """
 
     def __init__(
-        self, expected: Iterable[ExpectedStage], silence: float = 5.0, patience: float = inf
+        self, expected: Iterable[ExpectedStage], silence: float = 5.0, host_loss: float = inf
     ) -> None:
-        self._silence, self._patience = silence, patience
+        self._silence, self._host_loss = silence, host_loss
         self._lost_since: dict[str, float] = {}  # since when
         self.stages = {e.stage: StageStatus(e.stage, e.name, e.group, e.rank) for e in expected}
         self._order = list(self.stages.values())
@@ -93,7 +93,7 @@ class Health:
         per_group = [row for row in self._order if row.name in PER_GROUP]
         self._group_not_ready = Counter(row.group for row in per_group)
         self._ready_groups = 0  # groups with nobody missing
-        self._common_not_ready = len(self._not_ready) - len(
+        self._shared_not_ready = len(self._not_ready) - len(
             per_group
         )  # of the missing that are in no group
 
@@ -123,27 +123,27 @@ class Health:
                 self._lost_since[row.stage] = now
 
     def lost_for_good(self, now: float) -> list[StageStatus]:
-        """Stages that are lost for longer than `patience`."""
-        late = [stage for stage, since in self._lost_since.items() if now - since > self._patience]
-        return [self.stages[stage] for stage in late]
+        """Stages that are lost for longer than `host_loss`."""
+        lost = [stage for stage, since in self._lost_since.items() if now - since > self._host_loss]
+        return [self.stages[stage] for stage in lost]
 
     def _set_state(self, row: StageStatus, state: str) -> None:
         was, row.state = row.state, state
         self._lost_since.pop(row.stage, None)
         if row.name == "gateway" or (was == "ready") == (state == "ready"):
             return
-        number, more = self._index[row.stage], 1 if was == "ready" else -1
+        number, change = self._index[row.stage], 1 if was == "ready" else -1
         at = bisect_left(self._not_ready, number)
-        if more > 0:
+        if change > 0:
             self._not_ready.insert(at, number)
         else:
             del self._not_ready[at]
         if row.name not in PER_GROUP:
-            self._common_not_ready += more
+            self._shared_not_ready += change
             return
         before = self._group_not_ready[row.group]
-        self._group_not_ready[row.group] = before + more
-        self._ready_groups += (before + more == 0) - (before == 0)
+        self._group_not_ready[row.group] = before + change
+        self._ready_groups += (before + change == 0) - (before == 0)
 
     def not_ready(self) -> list[StageStatus]:
         """The stages that are not ready, in the topology's order."""
@@ -155,14 +155,14 @@ class Health:
 
     def can_serve(self) -> bool:
         """Whether a request could be served: all common stages and one whole group are ready."""
-        return self._common_not_ready == 0 and self._ready_groups > 0
+        return self._shared_not_ready == 0 and self._ready_groups > 0
 
     def reason(self) -> str:
-        """One line about what is missing; empty if nothing is. The first MOST_NAMED are named."""
-        named = [self._order[number] for number in self._not_ready[:MOST_NAMED]]
+        """One line about what is missing; empty if nothing is. The first MAX_NAMED are named."""
+        named = [self._order[number] for number in self._not_ready[:MAX_NAMED]]
         parts = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
-        if len(self._not_ready) > MOST_NAMED:
-            parts.append(f"and {len(self._not_ready) - MOST_NAMED} more")
+        if len(self._not_ready) > MAX_NAMED:
+            parts.append(f"and {len(self._not_ready) - MAX_NAMED} more")
         return "; ".join(parts)
 
     def one_per_group(self, name: str) -> list[StageStatus]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 
 from pipeinfer.gateway.app import build_app
-from pipeinfer.gateway.connections import Acceptor, Connections, most_connections
+from pipeinfer.gateway.connections import Acceptor, Connections, connection_limit
 from pipeinfer.gateway.errors import Handler
 from pipeinfer.gateway.events import StatusChanged
 from pipeinfer.gateway.metrics import RollingLatencies
@@ -147,7 +147,7 @@ class HttpDriver:
         metrics = self._service.metrics
         self._connections = Connections(
             runner.server,
-            most_connections(),
+            connection_limit(),
             metrics.bad_requests.inc,
             metrics.refused_connections.inc,
         )

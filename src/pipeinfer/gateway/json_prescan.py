@@ -56,7 +56,7 @@ CHAT_LIMITS = JsonLimits(values=MAX_CHAT_VALUES)
 COMPLETION_LIMITS = JsonLimits()
 
 
-class LimitExceeded(ValueError):
+class JsonLimitExceeded(ValueError):
     """A limit is exceeded; the message says which, for the client."""
 
 
@@ -80,7 +80,7 @@ class JsonPrescan:
         self._escaping = False  # the last byte was a backslash that escapes the next one
 
     def feed(self, chunk: bytes) -> None:
-        """Scans the next bytes, cut anywhere. Raises LimitExceeded at the first limit exceeded."""
+        """Scans the next bytes, cut anywhere. JsonLimitExceeded at the first limit exceeded."""
         structure = self._structure(chunk)
         commas = structure.count(b",")
         brackets = structure.translate(None, b",:")
@@ -106,13 +106,15 @@ class JsonPrescan:
     def _check(self) -> None:
         bounds = self._bounds
         if self.depth > bounds.depth:
-            raise LimitExceeded(f"the body is nested deeper than {bounds.depth} levels")
+            raise JsonLimitExceeded(f"the body is nested deeper than {bounds.depth} levels")
         if self.containers > bounds.containers:
-            raise LimitExceeded(f"the body holds more than {bounds.containers} lists and objects")
+            raise JsonLimitExceeded(
+                f"the body holds more than {bounds.containers} lists and objects"
+            )
         if self.values > bounds.values:
-            raise LimitExceeded(f"the body holds more than {bounds.values} values")
+            raise JsonLimitExceeded(f"the body holds more than {bounds.values} values")
         if self.members > bounds.members:
-            raise LimitExceeded(f"the body holds more than {bounds.members} members of objects")
+            raise JsonLimitExceeded(f"the body holds more than {bounds.members} members of objects")
 
     def _structure(self, chunk: bytes) -> bytes:
         """The brackets, commas and colons of `chunk` that are outside of strings."""
@@ -132,7 +134,7 @@ class JsonPrescan:
 
 
 def prescan(body: bytes | bytearray, bounds: JsonLimits) -> Iterator[None]:
-    """Scans all of `body`, one slice each time it is asked to go on. Raises LimitExceeded."""
+    """Scans all of `body`, one slice each time it is asked to go on. Raises JsonLimitExceeded."""
     scan = JsonPrescan(bounds)
     for start in range(0, len(body), SLICE_BYTES):
         scan.feed(bytes(body[start : start + SLICE_BYTES]))

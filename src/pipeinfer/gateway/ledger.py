@@ -64,7 +64,7 @@ class RequestTraces:
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 # Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
 # for at most may be any number.
-MOST_SCORED_OUTPUTS = 4096
+MAX_SCORED_OUTPUTS = 4096
 TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
 VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
 
@@ -72,7 +72,7 @@ VALUE_BYTES = 64  # that a value of a conversation or of template arguments occu
 def occupied_tokens(params: SamplingParams, prompt_tokens: int) -> int:
     """Prompt tokens as which a request counts: its own, and bytes of its log-probs by
     BYTES_PER_TOKEN."""
-    outputs = min(params.max_tokens or MOST_SCORED_OUTPUTS, MOST_SCORED_OUTPUTS)
+    outputs = min(params.max_tokens or MAX_SCORED_OUTPUTS, MAX_SCORED_OUTPUTS)
     scores = prompt_tokens * score_bytes(params.prompt_logprobs) + outputs * score_bytes(
         params.logprobs
     )
@@ -93,33 +93,33 @@ def _tokens(call: Call) -> int:
     if call.prompt_ids is not None:
         return len(call.prompt_ids) // BYTES_PER_TOKEN
     found = 0
-    rest: list[JsonValue] = (
+    pending: list[JsonValue] = (
         [call.text] if call.chat is None else [*call.chat, call.template_arguments]
     )
-    while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
-        value = rest.pop()
+    while pending:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
+        value = pending.pop()
         if isinstance(value, str):
             found += len(value) if value.isascii() else 4 * len(value) + TEXT_BYTES
             continue
         found += VALUE_BYTES
         if isinstance(value, dict):
-            rest += value.keys()
-            rest += value.values()
+            pending += value.keys()
+            pending += value.values()
         elif isinstance(value, list | tuple):
-            rest += value
+            pending += value
     return found // BYTES_PER_TOKEN + 1
 
 
 class Backlog:
     """Requests of which nothing was delivered yet, and bounds for them.
 
-    most_requests: None: no bound. most_tokens: 0: no bound.
+    max_requests: None: no bound. max_tokens: 0: no bound.
     requests, tokens: how many wait, and their prompt tokens (see occupied_tokens).
     """
 
-    def __init__(self, most_requests: int | None = None, most_tokens: int = 0) -> None:
-        self._most_requests = most_requests
-        self._most_tokens = most_tokens
+    def __init__(self, max_requests: int | None = None, max_tokens: int = 0) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
         self.requests = self.tokens = 0
 
     def add(self, tokens: int) -> None:
@@ -141,17 +141,17 @@ class Backlog:
 
         A single request with more tokens than the bound is taken if no other waits.
         """
-        most = self._most_requests
-        if most is not None and self.requests + requests > most:
+        max_requests = self._max_requests
+        if max_requests is not None and self.requests + requests > max_requests:
             return f"{self.requests} requests are waiting already"
-        if not self._most_tokens or not self.requests:
+        if not self._max_tokens or not self.requests:
             return ""
-        if self.tokens >= self._most_tokens or self.tokens + tokens > self._most_tokens:
+        if self.tokens >= self._max_tokens or self.tokens + tokens > self._max_tokens:
             return f"requests with {self.tokens} prompt tokens are waiting already"
         return ""
 
 
-MOST_ENDED = 10_000  # ended requests, at most
+MAX_ENDED = 10_000  # ended requests, at most
 ENDED_LIFETIME = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
 
 
@@ -322,7 +322,7 @@ class EndedRequests:
     """
 
     def __init__(self) -> None:
-        self._ends = RecentTable[EndedRequest](ENDED_LIFETIME, MOST_ENDED)
+        self._ends = RecentTable[EndedRequest](ENDED_LIFETIME, MAX_ENDED)
         self.unreported: dict[str, list[str]] = {}
 
     def take_unreported(self) -> list[tuple[str, Done]]:
@@ -344,20 +344,20 @@ class EndedRequests:
     def recent(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
         """All that `tokenizer` was sent within ENDED_LIFETIME: it may have died before it read
         it."""
-        mine = [
+        of_tokenizer = [
             (name, end)
             for name, end in self._ends.items()
             if end.tokenizer in (tokenizer, "") and now - end.at < ENDED_LIFETIME
         ]
-        done = tuple(name for name, end in mine if not end.reason)
+        done = tuple(name for name, end in of_tokenizer if not end.reason)
         if done:
             yield Done(done)
-        for name, end in mine:
+        for name, end in of_tokenizer:
             if end.reason:
                 yield Abort(name, end.attempt, end.reason)
 
 
-MOST_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
+MAX_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
 
 
 class RequestDeadlines:
@@ -386,7 +386,7 @@ class RequestDeadlines:
             record = self._records.get(request_id)
             if record is not None and record.deadline == deadline:
                 yield record
-        if len(self._heap) > 2 * len(self._records) + MOST_STALE:  # mostly of ended requests
+        if len(self._heap) > 2 * len(self._records) + MAX_STALE:  # mostly of ended requests
             timed = (record for record in self._records.values() if record.timeout > 0)
             self._heap = [(record.deadline, record.request_id) for record in timed]
             heapq.heapify(self._heap)

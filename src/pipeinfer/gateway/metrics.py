@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-MOST_NAME_LETTERS, MOST_LOGGED_NAMES = (
+MAX_NAME_LETTERS, MAX_LOGGED_NAMES = (
     64,
     100,
 )  # letters of a field that nobody knows; how many are logged
@@ -140,9 +140,9 @@ class Metrics:
     def count_unknown_fields(self, names: Sequence[str]) -> None:
         """Counts fields that were ignored; logs the first of each name."""
         self._unknown_fields.inc(len(names))
-        for name in islice(names, MOST_LOGGED_NAMES):
-            name = name[:MOST_NAME_LETTERS]
-            if name not in self._seen_fields and len(self._seen_fields) < MOST_LOGGED_NAMES:
+        for name in islice(names, MAX_LOGGED_NAMES):
+            name = name[:MAX_NAME_LETTERS]
+            if name not in self._seen_fields and len(self._seen_fields) < MAX_LOGGED_NAMES:
                 self._seen_fields.add(name)
                 log.warning("requests have a field %r, which nobody knows; it is ignored", name)
 
@@ -316,17 +316,17 @@ class RollingHistogram:
         """How many values fell into the window."""
         return int(self._latest[-1] - self._snapshots[0][1][-1])
 
-    def quantile(self, share: float) -> float | None:
+    def quantile(self, q: float) -> float | None:
         """Seconds, interpolated within a bucket; None without values."""
         grown = [now - then for now, then in zip(self._latest, self._snapshots[0][1], strict=True)]
         if grown[-1] <= 0:
             return None
-        wanted = share * grown[-1]
+        target = q * grown[-1]
         below = 0.0
         for number, upto in enumerate(grown[:-1]):
-            if upto >= wanted and upto > below:
+            if upto >= target and upto > below:
                 low, high = self._bounds[number], self._bounds[number + 1]
-                return low + (high - low) * (wanted - below) / (upto - below)
+                return low + (high - low) * (target - below) / (upto - below)
             below = upto
         return self._bounds[-1]
 
@@ -350,8 +350,8 @@ class RollingLatencies:
         for name, histogram, rolling in self._kinds:
             rolling.update(_cumulative_counts(histogram), now)
             stats[f"{name}_count"] = float(rolling.count)
-            for share in QUANTILES:
-                stats[f"{name}_ms_p{share}"] = (rolling.quantile(share / 100) or 0.0) * 1e3
+            for q in QUANTILES:
+                stats[f"{name}_ms_p{q}"] = (rolling.quantile(q / 100) or 0.0) * 1e3
         return stats
 
 

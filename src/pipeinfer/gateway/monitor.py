@@ -52,12 +52,12 @@ class RequestSpans(msgspec.Struct, frozen=True):
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A cached prefix of so many `tokens`. `ends`: cached sequences that begin with it; `held`:
+    """A cached prefix of so many `tokens`. `ends`: cached sequences that begin with it; `locked`:
     requests that use it now. `ids` (the first) and their `text`: for an operator, if not salted."""
 
     tokens: int
     ends: int
-    held: int
+    locked: int = msgspec.field(name="held")
     ids: list[int] | None = None
     text: str | None = None
 
@@ -327,7 +327,7 @@ class PipelineRates:
         count = int(best.get(f"{kind}_count", 0))
         if not count:
             return LatencyQuantiles()
-        p50, p90, p99 = (best[f"{kind}_ms_p{share}"] for share in QUANTILES)
+        p50, p90, p99 = (best[f"{kind}_ms_p{q}"] for q in QUANTILES)
         return LatencyQuantiles(p50, p90, p99, count)
 
 
@@ -345,11 +345,11 @@ def _pages(row: StageStatus) -> KvPagesSnapshot:
     )
 
 
-WATCH_INTERVAL = 1.0  # seconds
-WATCH_SECONDS = 2.5  # seconds for which stages go on when nobody asks again
-MOST_STEPS = 30_000  # of a minute; five hundred a second
-MOST_REQUESTS = 200
-OWNER_LIFETIME, MOST_OWNERS = 3600.0, 4096  # seconds, and requests whose clients are known
+POLL_INTERVAL = 1.0  # seconds
+POLL_LEASE_SECONDS = 2.5  # seconds for which stages go on when nobody asks again
+MAX_STEPS = 30_000  # of a minute; five hundred a second
+MAX_REQUESTS = 200
+OWNER_LIFETIME, MAX_OWNERS = 3600.0, 4096  # seconds, and requests whose clients are known
 ANSWER_TIMEOUT = 2.0  # seconds for answers
 
 
@@ -408,11 +408,11 @@ class PipelineMonitor:
         self._send: Callable[[str, Message], None] | None = None
         self._watchers = 0
         self._watching: asyncio.Task[None] | None = None
-        self._steps: deque[tuple[int, MonitoredStep]] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[tuple[int, MonitoredStep]] = deque(maxlen=MAX_STEPS)
         self._requests: dict[str, _RequestEntry] = {}
         self._durations = StageDurations(clock)
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
-        self._owners: RecentTable[str] = RecentTable(OWNER_LIFETIME, MOST_OWNERS)
+        self._owners: RecentTable[str] = RecentTable(OWNER_LIFETIME, MAX_OWNERS)
         self.changes = 0  # so many things were seen
         self.leaving = False  # the gateway ends: who looks is to look elsewhere
 
@@ -422,7 +422,7 @@ class PipelineMonitor:
         """See runtime.stage.Eyes. ask(stage, message): sends a message."""
         self._send = ask
 
-    def see(self, message: Observed | Prefixes) -> None:
+    def on_message(self, message: Observed | Prefixes) -> None:
         """Takes an answer; dropped unless somebody watches here, as another gateway may have
         asked."""
         if isinstance(message, Prefixes):
@@ -430,8 +430,8 @@ class PipelineMonitor:
             if waiting is not None:
                 waiting.put_nowait(message)
         elif self._watchers:
-            for passage in message.passages:
-                self._add_span(passage)
+            for span in message.passages:
+                self._add_span(span)
             if message.past:
                 self._add_past_steps(message.stage, message.past)
             if message.steps:
@@ -449,7 +449,7 @@ class PipelineMonitor:
         """While the context lasts, all stages are asked for their spans and steps."""
         self._watchers += 1
         if self._watchers == 1:
-            self._watching = asyncio.get_running_loop().create_task(self._keep_watching())
+            self._watching = asyncio.get_running_loop().create_task(self._poll_stages())
         try:
             yield
         finally:
@@ -458,12 +458,12 @@ class PipelineMonitor:
                 self.close()
                 self._clear()
 
-    async def prefixes(self, engines: Sequence[str], most: int) -> dict[str, tuple[Prefix, ...]]:
+    async def prefixes(self, engines: Sequence[str], count: int) -> dict[str, tuple[Prefix, ...]]:
         """{engine: its largest prefixes} of the engines that answer within ANSWER_TIMEOUT."""
         found: dict[str, tuple[Prefix, ...]] = {}
         async with self._answers_to(f"prefixes-{time.monotonic_ns()}") as (question, answers):
             for engine in engines:
-                self._post(engine, ShowPrefixes(question, most))
+                self._post(engine, ShowPrefixes(question, count))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_TIMEOUT):
                     while len(found) < len(engines):
@@ -481,13 +481,13 @@ class PipelineMonitor:
         finally:
             del self._answers[question]
 
-    async def _keep_watching(self) -> None:
+    async def _poll_stages(self) -> None:
         for question in itertools.count():
             for stage in self._stages:
                 self._post(
-                    stage, Watch(WATCH_SECONDS, past=question < 2)
+                    stage, Watch(POLL_LEASE_SECONDS, past=question < 2)
                 )  # the first one may be missed
-            await asyncio.sleep(WATCH_INTERVAL)
+            await asyncio.sleep(POLL_INTERVAL)
 
     def _post(self, stage: str, question: Message) -> None:
         if self._send is not None:
@@ -556,26 +556,26 @@ class PipelineMonitor:
         oldest = min((one.at for _, one in self._steps if one.group == group), default=math.inf)
         self._add_steps(stage, [one for one in past if one.at < oldest])
 
-    def _add_span(self, passage: Passage) -> None:
+    def _add_span(self, span: Passage) -> None:
         self.changes += 1
-        known = self._requests.get(passage.request_id)
+        known = self._requests.get(span.request_id)
         if known is None:
-            known = self._requests[passage.request_id] = _RequestEntry()
-            while len(self._requests) > MOST_REQUESTS:
+            known = self._requests[span.request_id] = _RequestEntry()
+            while len(self._requests) > MAX_REQUESTS:
                 del self._requests[next(iter(self._requests))]
-        known.spans[passage.stage, passage.began] = passage
-        self._durations.on_span(passage)
-        if passage.stage.startswith("gateway-"):
+        known.spans[span.stage, span.began] = span
+        self._durations.on_span(span)
+        if span.stage.startswith("gateway-"):
             known.changed = self.changes
-            known.request = _monitored_request(passage)
+            known.request = _monitored_request(span)
 
 
-def _monitored_request(passage: Passage) -> MonitoredRequest:
-    shown = MonitoredRequest(passage.request_id, passage.began, passage.ended or None)
-    shown.finish = passage.outcome or None
-    for moment in passage.moments:
-        if moment.name == "first_text":
-            shown.first_token = moment.at
-        shown.prompt_tokens = int(moment.values.get("prompt_tokens", shown.prompt_tokens))
-        shown.output_tokens = int(moment.values.get("output_tokens", shown.output_tokens))
+def _monitored_request(span: Passage) -> MonitoredRequest:
+    shown = MonitoredRequest(span.request_id, span.began, span.ended or None)
+    shown.finish = span.outcome or None
+    for event in span.moments:
+        if event.name == "first_text":
+            shown.first_token = event.at
+        shown.prompt_tokens = int(event.values.get("prompt_tokens", shown.prompt_tokens))
+        shown.output_tokens = int(event.values.get("output_tokens", shown.output_tokens))
     return shown

@@ -50,7 +50,7 @@ STREAM = "Server-sent events"
 
 @dataclass(frozen=True)
 class EndpointDoc:
-    """One of them. `more`: what `summary` does not say. `body`, `answer`: their types, None for
+    """One of them. `details`: what `summary` does not say. `body`, `answer`: their types, None for
     none. `media`: of an answer that is no JSON. `errors`: statuses, each with a body of the type
     `error`. `keyed`: it needs a key where there are any. `also`: further statuses with the
     answer's own body."""
@@ -66,13 +66,13 @@ class EndpointDoc:
     error: type[msgspec.Struct] = response_types.Error
     keyed: bool = False
     also: tuple[int, ...] = ()
-    more: str = ""
+    details: str = ""
 
     def operation(self) -> JsonObject:
         """As OpenAPI says it."""
         made: JsonObject = {"summary": self.summary, "operationId": self._name()}
-        if self.more:
-            made["description"] = self.more
+        if self.details:
+            made["description"] = self.details
         named = re.findall(r"\{(\w+)\}", self.path)
         if named:
             made["parameters"] = [
@@ -97,20 +97,23 @@ class EndpointDoc:
             content[self.media] = {"schema": _ref(self.answer)}
         elif self.media != "application/json":
             content[self.media] = {"schema": {"type": "string"}}
-        said = "The answer."
+        description = "The answer."
         if self.streams:
             when = ", where the body says `stream: true`." if self.body is not None else "."
             content["text/event-stream"] = {"schema": {"description": STREAM + when}}
         made: JsonObject = {}
         for status in (200, *self.also):
-            made[str(status)] = {"description": said, **({"content": content} if content else {})}
+            made[str(status)] = {
+                "description": description,
+                **({"content": content} if content else {}),
+            }
         for status in self.errors:
             body: JsonObject = {"application/json": {"schema": _ref(self.error)}}
             made[str(status)] = {"description": ERRORS[status], "content": body}
         return made
 
 
-def _asked(
+def _generating(
     path: str,
     summary: str,
     body: type[Body],
@@ -127,7 +130,7 @@ def _asked(
         streams="stream" in body.__struct_fields__,
         errors=OF_PIPELINE,
         keyed=True,
-        more=more,
+        details=more,
     )
 
 
@@ -137,79 +140,79 @@ def _as_messages(endpoint: EndpointDoc) -> EndpointDoc:
     return replace(endpoint, errors=errors, error=response_types.MessageError)
 
 
-def _shown(
+def _readable(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *also: int
 ) -> EndpointDoc:
     """One that says how things are."""
     return EndpointDoc(
-        method="get", path=path, summary=summary, answer=answer, also=also, more=more
+        method="get", path=path, summary=summary, answer=answer, also=also, details=more
     )
 
 
-def _models(
+def _model_list(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
 ) -> EndpointDoc:
-    made = _shown(path, summary, answer, more)
+    made = _readable(path, summary, answer, more)
     return replace(made, errors=(401, 403, *errors, 503), keyed=True)
 
 
-def _seen(
+def _monitoring(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
 ) -> EndpointDoc:
     """One of /monitor."""
-    return replace(_shown(path, summary, answer, more), errors=errors, keyed=True)
+    return replace(_readable(path, summary, answer, more), errors=errors, keyed=True)
 
 
-_chat = _asked(
+_chat = _generating(
     "/v1/chat/completions",
     "Answers a chat.",
     ChatRequest,
     response_types.ChatAnswer,
     "OpenAI's. The checkpoint's chat template makes the prompt.",
 )
-_texts = _asked(
+_texts = _generating(
     "/v1/completions",
     "Continues prompts.",
     CompletionRequest,
     response_types.TextAnswer,
     "OpenAI's. Prompts are texts or token ids, in which control tokens are recognised.",
 )
-_response = _asked(
+_response = _generating(
     "/v1/responses",
     "A chat by items.",
     ResponsesRequest,
     response_types.Response,
     "OpenAI's Responses API without memory: each request brings its whole conversation.",
 )
-_input_tokens = _asked(
+_input_tokens = _generating(
     "/v1/responses/input_tokens",
     "How long a response's prompt is.",
     InputTokensRequest,
     response_types.InputTokenCount,
     "Takes a body of /v1/responses.",
 )
-_message = _asked(
+_message = _generating(
     "/v1/messages",
     "A chat by blocks.",
     MessagesRequest,
     response_types.MessageAnswer,
     "Anthropic's Messages API. Errors have Anthropic's form.",
 )
-_count = _asked(
+_count = _generating(
     "/v1/messages/count_tokens",
     "How long a prompt is.",
     CountRequest,
     response_types.TokenCount,
     "Takes a body of /v1/messages, and needs no `max_tokens`.",
 )
-_ids = _asked(
+_ids = _generating(
     "/tokenize",
     "The ids of a prompt.",
     TokenizeRequest,
     response_types.TokenIds,
     "Of a `prompt`, or of `messages` by the chat template.",
 )
-_text = _asked(
+_text = _generating(
     "/detokenize",
     "The text of ids.",
     DetokenizeRequest,
@@ -223,8 +226,8 @@ _info = EndpointDoc(
     answer=response_types.TokenizerInfo,
     errors=(401, 403),
     keyed=True,
-    more="vLLM's. What tokenizer_config.json says, names of files aside, and the chat template in "
-    "use. Named tokens are texts, or null.",
+    details="vLLM's. What tokenizer_config.json says, names of files aside, and the chat template "
+    "in use. Named tokens are texts, or null.",
 )
 _reset = EndpointDoc(
     method="post",
@@ -232,7 +235,7 @@ _reset = EndpointDoc(
     summary="Forgets cached prefixes that no request uses.",
     errors=(401, 403, 429, 503),
     keyed=True,
-    more="All groups forget. With 200, what is asked after that finds none of what was cached. "
+    details="All groups forget. With 200, what is asked after that finds none of what was cached. "
     "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
     "`reset_unanswered` if a group does not answer within 10 s.",
 )
@@ -242,9 +245,11 @@ _embeddings = EndpointDoc(
     summary="Not served.",
     errors=(401, 403, 429, 501),
     keyed=True,
-    more="Always 501: models generate.",
+    details="Always 501: models generate.",
 )
-_ping = _shown("/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs.")
+_ping = _readable(
+    "/ping", "As /health/live.", response_types.Liveness, "200 while the gateway runs."
+)
 ENDPOINTS: tuple[EndpointDoc, ...] = (
     _chat,
     _texts,
@@ -252,16 +257,16 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     _input_tokens,
     _as_messages(_message),
     _as_messages(_count),
-    _models(
+    _model_list(
         "/v1/models",
         "The one model.",
         response_types.Models,
         "503 while a request would not be answered.",
     ),
-    _models(
+    _model_list(
         "/v1/models/{model}",
         "One model.",
-        response_types.Model,
+        response_types.ModelCard,
         "`max_model_len` is the most tokens of prompt and output. `root` is the model's name "
         "here, and `parent` is null.",
         404,
@@ -271,20 +276,20 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     _text,
     _info,
     _reset,
-    _shown(
+    _readable(
         "/health",
         "The status of all stages.",
         response_types.PipelineHealth,
         "200 if the status is `ready` or `degraded`, else 503.",
         503,
     ),
-    _shown(
+    _readable(
         "/health/live",
         "Whether the gateway runs.",
         response_types.Liveness,
         "200 while the gateway runs.",
     ),
-    _shown(
+    _readable(
         "/health/ready",
         "Whether requests are answered.",
         response_types.Readiness,
@@ -293,34 +298,34 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
     ),
     _ping,
     replace(_ping, method="post"),
-    _shown("/version", "The version.", response_types.Version, "The version of pipeinfer."),
+    _readable("/version", "The version.", response_types.Version, "The version of pipeinfer."),
     EndpointDoc(
         method="get",
         path="/metrics",
         summary="Prometheus metrics.",
         media="text/plain",
-        more="As OpenMetrics to who accepts it. It needs no key and has no limit.",
+        details="As OpenMetrics to who accepts it. It needs no key and has no limit.",
     ),
     EndpointDoc(
         method="get",
         path="/openapi.json",
         summary="This document.",
         media="application/json; charset=utf-8",
-        more="OpenAPI 3.1, from the types by which bodies are checked.",
+        details="OpenAPI 3.1, from the types by which bodies are checked.",
     ),
     EndpointDoc(
         method="get",
         path="/docs",
         summary="This document as a page.",
         media="text/html",
-        more="The page has no scripts and loads nothing.",
+        details="The page has no scripts and loads nothing.",
     ),
     EndpointDoc(
         method="get",
         path="/",
         summary="The web page.",
         media="text/html",
-        more="Not with `--no-page`.",
+        details="Not with `--no-page`.",
     ),
     EndpointDoc(
         method="get",
@@ -328,7 +333,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         summary="A file of /docs.",
         media="*/*",
         errors=(404,),
-        more="Its style, its script and its icon; also with `--no-page`.",
+        details="Its style, its script and its icon; also with `--no-page`.",
     ),
     EndpointDoc(
         method="get",
@@ -336,7 +341,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         summary="A file of the web page.",
         media="*/*",
         errors=(404,),
-        more="Not with `--no-page`.",
+        details="Not with `--no-page`.",
     ),
     EndpointDoc(
         method="get",
@@ -345,9 +350,9 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         streams=True,
         errors=(401, 403, 503),
         keyed=True,
-        more="The web page's feed. At most 64 are open at a gateway. Not with `--no-page`.",
+        details="The web page's feed. At most 64 are open at a gateway. Not with `--no-page`.",
     ),
-    _seen(
+    _monitoring(
         "/monitor/requests/{id}",
         "A request's way.",
         monitor.RequestSpans,
@@ -356,7 +361,7 @@ ENDPOINTS: tuple[EndpointDoc, ...] = (
         403,
         404,
     ),
-    _seen(
+    _monitoring(
         "/monitor/prefixes",
         "The largest cached prefixes.",
         monitor.CachedPrefixes,
@@ -414,7 +419,7 @@ EXAMPLES: dict[str, JsonObject] = {
     "/tokenize": {"prompt": "Once upon a time"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
-PLACE = re.compile(r"\{(\w+)\}")
+PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 GROUPS = {
     "/v1/": "Models",
     "/monitor": "Pipeline",
@@ -430,10 +435,10 @@ GROUPS = {
 
 def page(document: JsonObject) -> str:
     """All endpoints, then all types."""
-    return "\n".join(_lines(document))
+    return "\n".join(_html_lines(document))
 
 
-def _lines(document: JsonObject) -> Iterator[str]:
+def _html_lines(document: JsonObject) -> Iterator[str]:
     info = _object(document["info"])
     title = f"{info['title']} {info['version']}"
     groups: dict[str, list[tuple[str, str, JsonObject]]] = {}
@@ -451,17 +456,17 @@ def _lines(document: JsonObject) -> Iterator[str]:
     yield "openapi.json</a></p><label class=key>API key <input id=key type=password "
     yield "autocomplete=off placeholder='if the server wants one'></label></header>"
     yield "<div class=columns><nav aria-label=Contents>"
-    for group, listed in groups.items():
+    for group, endpoints in groups.items():
         yield f"<h2>{group}</h2><ul>"
-        for method, path, _ in listed:
-            yield f"<li><a href='#{_place(method, path)}'>{_badge(method)} {escape(path)}</a></li>"
+        for method, path, _ in endpoints:
+            yield f"<li><a href='#{_anchor(method, path)}'>{_badge(method)} {escape(path)}</a></li>"
         yield "</ul>"
     yield "<h2>Types</h2><ul class=types>"
     yield from (f"<li><a href='#{escape(name)}'>{escape(name)}</a></li>" for name in schemas)
     yield "</ul></nav><main>"
-    for group, listed in groups.items():
+    for group, endpoints in groups.items():
         yield f"<h2>{group}</h2>"
-        for method, path, operation in listed:
+        for method, path, operation in endpoints:
             yield from _endpoint(method, path, operation)
     yield "<h2>Types</h2>"
     for name, schema in schemas.items():
@@ -475,7 +480,7 @@ def _group(path: str) -> str:
     return next((group for start, group in GROUPS.items() if path.startswith(start)), "Tools")
 
 
-def _place(method: str, path: str) -> str:
+def _anchor(method: str, path: str) -> str:
     return escape(f"{method}-{path.strip('/') or 'page'}".replace("/", "-"))
 
 
@@ -485,7 +490,7 @@ def _badge(method: str) -> str:
 
 def _endpoint(method: str, path: str, operation: JsonObject) -> Iterator[str]:
     summary = escape(str(operation["summary"]))
-    yield f"<section class=card id='{_place(method, path)}'><h3>{_badge(method)} "
+    yield f"<section class=card id='{_anchor(method, path)}'><h3>{_badge(method)} "
     yield f"<code>{escape(path)}</code></h3><p>{summary} "
     yield f"{escape(str(operation.get('description', '')))}</p>"
     body = EXAMPLES.get(path) if method == "post" else None
@@ -495,7 +500,7 @@ def _endpoint(method: str, path: str, operation: JsonObject) -> Iterator[str]:
         call = f"curl -X POST $URL{path}"
     yield f"<pre tabindex=0 class=example><code>{escape(call)}</code></pre>"
     yield f"<form class=try data-method={escape(method)} data-path='{escape(path)}'>"
-    for name in PLACE.findall(path):
+    for name in PATH_PARAMETER.findall(path):
         yield f"<label>{escape(name)} <input name='{escape(name)}' required></label>"
     if body is not None:
         yield f"<label>Body<textarea name=body rows={text.count(chr(10)) + 1} spellcheck=false>"
@@ -504,9 +509,9 @@ def _endpoint(method: str, path: str, operation: JsonObject) -> Iterator[str]:
     yield "<details><summary>Body and answers</summary><table>"
     if "requestBody" in operation:
         yield _row("body", _media(_object(operation["requestBody"])))
-    for status, response in _object(operation["responses"]).items():
-        said = _object(response)
-        yield _row(status, f"{escape(str(said['description']))} {_media(said)}")
+    for status, carrier in _object(operation["responses"]).items():
+        response = _object(carrier)
+        yield _row(status, f"{escape(str(response['description']))} {_media(response)}")
     yield "</table></details></section>"
 
 
@@ -520,15 +525,15 @@ def _media(carrier: JsonObject) -> str:
 
 
 def _type(name: str, schema: JsonObject) -> Iterator[str]:
-    said = escape(str(schema.get("description", "")))
+    description = escape(str(schema.get("description", "")))
     yield f"<section class=card id='{escape(name)}'><h3><code>{escape(name)}</code></h3>"
-    yield f"<p>{said}</p><table>"
+    yield f"<p>{description}</p><table>"
     required = schema.get("required", [])
     assert isinstance(required, list)
     for field, what in _object(schema.get("properties", {})).items():
         need = "required" if field in required else ""
-        said = escape(str(_object(what).get("description", "")))
-        yield _row(escape(field), f"{_kind(what)} {need}<br>{said}")
+        description = escape(str(_object(what).get("description", "")))
+        yield _row(escape(field), f"{_kind(what)} {need}<br>{description}")
     yield "</table></section>"
 
 

@@ -137,10 +137,10 @@ def _read(path: Path, headers: dict[str, str]) -> PageFile:
 
 
 EVENT_INTERVAL = 0.25  # seconds between two events
-MOST_FEEDS = 64
-MOST_PREFIXES = 16
-MOST_PREFIX_LETTERS = 240  # of a prefix
-TEXT_LIFETIME, MOST_TEXTS = 600.0, 256  # seconds, and how many
+MAX_FEEDS = 64
+MAX_PREFIXES = 16
+MAX_PREFIX_LETTERS = 240  # of a prefix
+TEXT_LIFETIME, MAX_TEXTS = 600.0, 256  # seconds, and how many
 _encode = msgspec.json.Encoder().encode
 
 
@@ -154,7 +154,7 @@ class MonitorHandlers:
         self._snapshot: PipelineSnapshot | None = None
         self._snapshot_at = 0.0  # when
         self._feeds = 0
-        self._texts: RecentTable[str] = RecentTable(TEXT_LIFETIME, MOST_TEXTS)
+        self._texts: RecentTable[str] = RecentTable(TEXT_LIFETIME, MAX_TEXTS)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Registers the handlers."""
@@ -167,8 +167,8 @@ class MonitorHandlers:
 
         A slow reader gets fewer events. Requests of other clients are shown to operators alone.
         """
-        if self._feeds >= MOST_FEEDS:
-            raise ApiError(503, f"{MOST_FEEDS} pages look already", code="too_many_pages")
+        if self._feeds >= MAX_FEEDS:
+            raise ApiError(503, f"{MAX_FEEDS} pages look already", code="too_many_pages")
         response = web.StreamResponse(headers=EVENT_STREAM_HEADERS)
         self._feeds += 1
         try:
@@ -186,11 +186,11 @@ class MonitorHandlers:
     async def request(self, request: web.Request) -> web.StreamResponse:
         """The spans of a request in all stages."""
         name, right = request.match_info["id"], self._service.admission.principal(request)
-        mine = right.operator or self._monitor.is_owner(name, right.name)
-        passages = self._monitor.spans(name) if mine else []
-        if not passages:
+        allowed = right.operator or self._monitor.is_owner(name, right.name)
+        spans = self._monitor.spans(name) if allowed else []
+        if not spans:
             raise ApiError(404, f"nothing was seen of a request {name[:200]!r}", code="not_seen")
-        return _json(RequestSpans(name, [_stage_span(one) for one in passages]))
+        return _json(RequestSpans(name, [_stage_span(one) for one in spans]))
 
     async def prefixes(self, request: web.Request) -> web.StreamResponse:
         """The largest cached prefixes of each group.
@@ -199,7 +199,7 @@ class MonitorHandlers:
         """
         rows = self._service.core.health.stages.values()
         engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
-        found = await self._monitor.prefixes(tuple(engines), MOST_PREFIXES)
+        found = await self._monitor.prefixes(tuple(engines), MAX_PREFIXES)
         shown = self._service.admission.principal(request).operator
         groups = [
             GroupPrefixes(group, [await self._prefix(one, shown) for one in found.get(engine, ())])
@@ -228,7 +228,7 @@ class MonitorHandlers:
         )
         sink = EncodedPrompt()
         async with self._service.sessions.open([call], sink):
-            return (await sink.prompt()).prompt_text[:MOST_PREFIX_LETTERS]
+            return (await sink.prompt()).prompt_text[:MAX_PREFIX_LETTERS]
 
     def _principal(self, request: web.Request) -> Principal | None:
         """None if the request's key was withdrawn."""
@@ -261,13 +261,13 @@ class MonitorHandlers:
         return self._snapshot
 
 
-def _stage_span(passage: Passage) -> StageSpan:
+def _stage_span(span: Passage) -> StageSpan:
     return StageSpan(
-        stage=passage.stage,
-        began=passage.began,
-        ended=passage.ended or None,
-        outcome=passage.outcome,
-        moments=[SpanEvent(one.at, one.name, one.values) for one in passage.moments],
+        stage=span.stage,
+        began=span.began,
+        ended=span.ended or None,
+        outcome=span.outcome,
+        moments=[SpanEvent(one.at, one.name, one.values) for one in span.moments],
     )
 
 

@@ -150,12 +150,12 @@ def _without_line(message: JsonObject) -> JsonObject | None:
     if message.get("role") != "system":
         return message
     if isinstance(content, str) and content.startswith(BILLING_HEADER):
-        rest = _behind_line(content)
-        return {**message, "content": rest} if rest else None
+        remaining = _without_first_line(content)
+        return {**message, "content": remaining} if remaining else None
     if isinstance(content, list) and any(
         _part_text(part).startswith(BILLING_HEADER) for part in content
     ):
-        texts = [_behind_line(text) for text in map(_part_text, content)]
+        texts = [_without_first_line(text) for text in map(_part_text, content)]
         parts: list[JsonValue] = [{"type": "text", "text": text} for text in texts if text]
         return {**message, "content": parts} if parts else None
     return message
@@ -165,6 +165,6 @@ def _part_text(part: JsonValue) -> str:
     return str(part["text"]) if isinstance(part, dict) else ""
 
 
-def _behind_line(text: str) -> str:
+def _without_first_line(text: str) -> str:
     """Behind the line, if there is one."""
     return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING_HEADER) else text

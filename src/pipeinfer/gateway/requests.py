@@ -172,16 +172,16 @@ def _parse_chat(
     if parsers.harmony:
         if constraint.spec is not None and tools is None and not parsers.continues_message:
             final = final_message_constraint(constraint.spec, parsers, constraint.field)
-            other = constraint.fallback and final_message_constraint(
+            fallback = constraint.fallback and final_message_constraint(
                 constraint.fallback, parsers, constraint.field
             )
-            constraint = dataclasses.replace(constraint, spec=final, fallback=other)
+            constraint = dataclasses.replace(constraint, spec=final, fallback=fallback)
         params = replace(params, skip_special_tokens=False)
     params = replace(params, structured_outputs=constraint.spec)
     if parsers.reasoning_needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     call = replace(
-        _common(request, params, defaults, trace),
+        _shared_call(request, params, defaults, trace),
         request_id=base,
         chat=chat,
         template_arguments=arguments,
@@ -204,7 +204,7 @@ def _parse_chat(
     )
     job = _parsed_request(request, [call], params.n, output_options)
     before = sum(
-        len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
+        len(calls) for message in chat or () if isinstance(calls := message.get("tool_calls"), list)
     )
     tool_call_options = ToolCallOptions(
         parsers.tool_parser.call_ids, before, tools is not None and tools.one_function
@@ -223,8 +223,8 @@ def _check_continuation(parsers: OutputParsers, last: JsonObject, params: Sampli
     if parsers.harmony and last.get("tool_calls"):
         message = "continue_final_message: a message that calls tools does not go on"
         raise ApiError(400, message, "continue_final_message", "invalid_value")
-    open_thoughts = parsers.reasoning_state(content_text(last.get("content"))) == "open"
-    if params.thinking_token_budget is not None and open_thoughts:
+    reasoning_open = parsers.reasoning_state(content_text(last.get("content"))) == "open"
+    if params.thinking_token_budget is not None and reasoning_open:
         message = "thinking_token_budget: the last message's own thoughts would not be counted"
         raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
 
@@ -255,16 +255,16 @@ def parse_completion(
         params = replace(params, n=made, logprobs=params.logprobs or 0)
     _check_count(len(prompts), "best_of" if best else "n", made, defaults)
     special = request.add_special_tokens is not False
-    common = _common(request, params, defaults, trace)
-    common = replace(common, return_prompt_text=output_options.echo, otherwise=constraint.fallback)
+    shared = _shared_call(request, params, defaults, trace)
+    shared = replace(shared, return_prompt_text=output_options.echo, otherwise=constraint.fallback)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
             name = base if len(prompts) == 1 else f"{base}-{i}"
             if isinstance(prompt, str):
-                yield replace(common, request_id=name, text=prompt, add_special_tokens=special)
+                yield replace(shared, request_id=name, text=prompt, add_special_tokens=special)
             else:
-                yield replace(common, request_id=name, prompt_ids=pack(prompt))
+                yield replace(shared, request_id=name, prompt_ids=pack(prompt))
 
     job = _parsed_request(request, calls(), len(prompts) * made, output_options)
     return replace(job, prompts=len(prompts), best_of=best, constraint=constraint)
@@ -318,10 +318,10 @@ def _completion_output_options(request: CompletionRequest, limit: int) -> Output
     if request.logprobs is True:
         message = "logprobs must be a number of alternatives, not true"
         raise ApiError(400, message, "logprobs", "invalid_type")
-    most = None if request.logprobs is False else request.logprobs
+    logprobs = None if request.logprobs is False else request.logprobs
     echo = bool(request.echo)
     ids = bool(request.return_token_ids)
-    return OutputOptions(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
+    return OutputOptions(logprobs, request.prompt_logprobs, echo, echo and limit == 0, ids)
 
 
 def _parsed_request(
@@ -340,7 +340,7 @@ def _parsed_request(
     return ParsedRequest(calls, choices, stream, usage, continuous, output_options)
 
 
-def _common(
+def _shared_call(
     request: Generation, params: SamplingParams, defaults: RequestDefaults, trace: str
 ) -> Call:
     """What all calls of a request share; the id and the prompt of each are still to come."""
@@ -387,22 +387,22 @@ def _params(
     return replace(params, prompt_logprobs=output_options.prompt_logprobs_needed)
 
 
-def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:
-    """The prompts, all texts or all lists of ids; none of them empty, and at most `most`."""
+def _prompts(prompt: str | list[int | str | list[int]], max_prompts: int) -> list[str | list[int]]:
+    """The prompts, all texts or all lists of ids; none of them empty, and at most `logprobs`."""
     kinds = set(map(type, prompt)) if isinstance(prompt, list) else {str}  # of perhaps a million
     if len(kinds) > 1:
         message = "prompt must be a text, a list of token ids, or a list of only one of these"
         raise ApiError(400, message, "prompt", "invalid_type")
     single = isinstance(prompt, str) or kinds == {int}
-    listed = [prompt] if single else list(islice(prompt, most + 1))
-    if len(listed) > most:
-        message = f"at most {most} prompts a request, not {len(prompt)}"
+    prompts = [prompt] if single else list(islice(prompt, max_prompts + 1))
+    if len(prompts) > max_prompts:
+        message = f"at most {max_prompts} prompts a request, not {len(prompt)}"
         raise ApiError(400, message, "prompt", "invalid_value")
-    for i, item in enumerate(listed or [""]):
+    for i, item in enumerate(prompts or [""]):
         if not item:
-            param = "prompt" if single or not listed else f"prompt[{i}]"
+            param = "prompt" if single or not prompts else f"prompt[{i}]"
             raise ApiError(400, f"{param} must not be empty", param, "invalid_value")
-    return cast(list[str | list[int]], listed)  # of one kind, and no single ids
+    return cast(list[str | list[int]], prompts)  # of one kind, and no single ids
 
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has none

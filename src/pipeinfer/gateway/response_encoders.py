@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.events import OutputDelta, Started
 from pipeinfer.gateway.response_json import (
     DONE,
     NULL,
@@ -44,7 +44,7 @@ class ResponseEncoder(Protocol):
         """Comes before the first delta."""
         ...
 
-    def delta(self, index: int, delta: Delta) -> bytes:
+    def delta(self, index: int, delta: OutputDelta) -> bytes:
         """The bytes to send now; of a full response all of them, when it is complete."""
         ...
 
@@ -71,7 +71,7 @@ class FullResponseEncoder:
     def started(self, index: int, started: Started) -> None:
         self._collectors[index].started(started)
 
-    def delta(self, index: int, delta: Delta) -> bytes:
+    def delta(self, index: int, delta: OutputDelta) -> bytes:
         if self._best is not None:
             delta = self._best.add(index, delta)
         delta, collector = requested_part(self._answer, delta), self._collectors[index]
@@ -112,7 +112,7 @@ class StreamEncoder:
         self._usage = TokenUsage()
         # Whether all chunks between the first and the last are text, and nothing else.
         self._text_only = not (
-            answer.output_options.more_than_text or answer.parser_factory or continuous_usage
+            answer.output_options.has_logprobs_or_ids or answer.parser_factory or continuous_usage
         )
 
     @property
@@ -123,7 +123,7 @@ class StreamEncoder:
         self._collectors[index].started(started)
         self._chunks.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> bytes:
+    def delta(self, index: int, delta: OutputDelta) -> bytes:
         if self._text_only and delta.finish is None and self._choice_started[index]:
             # The hot path: every token of nearly every stream.
             return self._chunks.text_chunk(index, delta.text) if delta.text else b""
@@ -131,7 +131,7 @@ class StreamEncoder:
         parsed = self._collectors[index].parse(delta)
         chunks.count(index, delta, self._collectors[index].reasoning_tokens)
         opening, logprobs = b"", NULL
-        if options.more_than_text:
+        if options.has_logprobs_or_ids:
             delta = requested_part(self._answer, delta)
             if delta.prompt is not None:
                 self._collectors[index].add_logprobs(delta)
@@ -175,7 +175,7 @@ class StreamEncoder:
         return data
 
     def _parsed_chunks(
-        self, index: int, delta: Delta, parsed: Sequence[ParsedDelta], logprobs: bytes
+        self, index: int, delta: OutputDelta, parsed: Sequence[ParsedDelta], logprobs: bytes
     ) -> bytes:
         """One chunk for each parsed delta; log-probs go with the first."""
         chunks, collector = self._chunks, self._collectors[index]
@@ -189,7 +189,7 @@ class StreamEncoder:
             made.append(chunks.logprobs_chunk(index, logprobs))
         return b"".join(made)
 
-    def _finish(self, index: int, delta: Delta) -> bytes:
+    def _finish(self, index: int, delta: OutputDelta) -> bytes:
         """What follows the last chunk of a choice."""
         self._usage.add(delta, self._collectors[index].reasoning_tokens)
         self._unfinished -= 1
@@ -201,7 +201,7 @@ class StreamEncoder:
 _json = msgspec.json.Encoder()
 
 
-def requested_part(answer: ResponseMetadata, delta: Delta) -> Delta:
+def requested_part(answer: ResponseMetadata, delta: OutputDelta) -> OutputDelta:
     """The part of `delta` that the client asked for: with no_new_tokens, one token was sampled
     anyway.
     """
@@ -237,11 +237,11 @@ class ChoiceCollector:
 
     def __init__(self, answer: ResponseMetadata) -> None:
         options = answer.output_options
-        most, of_prompt = options.logprobs, options.prompt_logprobs
-        self._chat = ChatLogprobs() if answer.chat and most is not None else None
+        alternatives, of_prompt = options.logprobs, options.prompt_logprobs
+        self._chat = ChatLogprobs() if answer.chat and alternatives is not None else None
         self._completion: CompletionLogprobs | None = None
-        if most is not None and not answer.chat:
-            self._completion = CompletionLogprobs(most)
+        if alternatives is not None and not answer.chat:
+            self._completion = CompletionLogprobs(alternatives)
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
         self._echo = options.echo
         self._texts: list[str] = []
@@ -265,7 +265,7 @@ class ChoiceCollector:
         """Reasoning tokens so far, as far as is certain."""
         return 0 if self._parser is None else self._parser.reasoning.count
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: OutputDelta) -> None:
         """Keeps all of the delta."""
         self._texts.append(delta.text)
         if self._parser is not None:
@@ -274,7 +274,7 @@ class ChoiceCollector:
             self._ids += unpack(delta.ids).tolist()
         self.add_logprobs(delta)
 
-    def add_logprobs(self, delta: Delta) -> None:
+    def add_logprobs(self, delta: OutputDelta) -> None:
         """Keeps the delta's log-probs, and those of the prompt."""
         if delta.prompt is not None:
             of_prompt = list(prompt_scores([delta.prompt]))
@@ -291,7 +291,7 @@ class ChoiceCollector:
         if self._completion is not None:
             self._completion.add(scores, len(self.prompt_text))
 
-    def parse(self, delta: Delta) -> Sequence[ParsedDelta]:
+    def parse(self, delta: OutputDelta) -> Sequence[ParsedDelta]:
         """The parsed deltas that are certain now; none where all output is content."""
         if self._parser is None:
             return ()
@@ -302,7 +302,7 @@ class ChoiceCollector:
         self._parsed.add(deltas)
         return deltas
 
-    def finished_choice(self, delta: Delta, logprobs: bytes) -> FinishedChoice:
+    def finished_choice(self, delta: OutputDelta, logprobs: bytes) -> FinishedChoice:
         """The end of a choice whose parsed deltas were sent."""
         assert delta.finish is not None
         return FinishedChoice("", delta.finish, delta.stop_reason, logprobs, parsed=self._parsed)
@@ -312,7 +312,7 @@ class ChoiceCollector:
         logprobs = self._completion if self._chat is None else self._chat
         return NULL if logprobs is None else logprobs.take()
 
-    def with_token_ids(self, logprobs: bytes, delta: Delta, first: bool) -> bytes:
+    def with_token_ids(self, logprobs: bytes, delta: OutputDelta, first: bool) -> bytes:
         """The JSON behind the key `logprobs` of a chunk: log-probs, then the token ids. `first`: of
         a completion, with those of the prompt.
         """
@@ -354,19 +354,19 @@ class BestOf:
     - wanted: the client asked for log-probs as well
     """
 
-    def __init__(self, choices: int, made: int, options: int, wanted: bool) -> None:
-        self._made, self._shown, self._wanted = made, options, wanted
+    def __init__(self, choices: int, made: int, options: int, with_logprobs: bool) -> None:
+        self._made, self._shown, self._with_logprobs = made, options, with_logprobs
         self._sums = [0.0] * choices
         self._tokens = [0] * choices
 
-    def add(self, index: int, delta: Delta) -> Delta:
+    def add(self, index: int, delta: OutputDelta) -> OutputDelta:
         """Counts a delta; returns the part that the client asked for."""
         if delta.logprobs is None:
             return delta
         for score in token_scores([(delta.logprobs, delta.ids)]):
-            self._sums[index] += score.own.logprob
+            self._sums[index] += score.sampled.logprob
             self._tokens[index] += 1
-        return delta if self._wanted else msgspec.structs.replace(delta, logprobs=None)
+        return delta if self._with_logprobs else msgspec.structs.replace(delta, logprobs=None)
 
     def best_choices(self) -> list[int]:
         """Indices of the returned choices, each prompt's best first; of equals the earlier. A

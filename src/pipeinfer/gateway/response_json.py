@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.events import OutputDelta, Started
 from pipeinfer.gateway.token_scores import RankedToken, TokenScore
 from pipeinfer.gateway.tool_parsers.base import CallIdStyle, ParsedDelta, ParserFactory
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -44,7 +44,7 @@ class OutputOptions(msgspec.Struct, frozen=True):
     token_ids: bool = False
 
     @property
-    def more_than_text(self) -> bool:
+    def has_logprobs_or_ids(self) -> bool:
         """Whether anything but text is asked for."""
         scored = self.logprobs is not None or self.prompt_logprobs is not None
         return self.echo or self.token_ids or scored
@@ -101,8 +101,8 @@ class ResponseMetadata(msgspec.Struct, frozen=True):
         """The id of call number `call` in choice `index`, of the function `name`."""
         if self.tool_call_options.id_style == "numbered":
             return f"functions.{name}:{self.tool_call_options.previous_calls + call}"
-        whole = f"{self.id}-{index}-{call}".encode()
-        digits = hashlib.blake2b(whole, digest_size=12).hexdigest()
+        call_name = f"{self.id}-{index}-{call}".encode()
+        digits = hashlib.blake2b(call_name, digest_size=12).hexdigest()
         return digits[:9] if self.tool_call_options.id_style == "short" else f"call_{digits}"
 
 
@@ -117,7 +117,7 @@ class TokenUsage:
     cached: int = 0
     reasoning: int = 0  # of the output
 
-    def add(self, delta: Delta, reasoning: int = 0) -> None:
+    def add(self, delta: OutputDelta, reasoning: int = 0) -> None:
         """Adds a choice, by its last delta; `reasoning`: its reasoning tokens."""
         self.reasoning += reasoning
         self.prompt += delta.prompt_tokens
@@ -228,7 +228,7 @@ class ChunkEncoder:
         if self._usage_by_choice is not None:
             self._usage_by_choice[index].prompt = started.prompt_tokens
 
-    def count(self, index: int, delta: Delta, reasoning: int) -> None:
+    def count(self, index: int, delta: OutputDelta, reasoning: int) -> None:
         """Comes before the chunks of a delta. `reasoning`: the choice's reasoning tokens so far."""
         if self._usage_by_choice is None:
             return
@@ -334,7 +334,7 @@ def encode_response(
 ) -> bytes:
     """The body of the response to a request without `stream`."""
     kind = "chat.completion" if answer.chat else "text_completion"
-    listed = [_choice(answer, i, choice) for i, choice in enumerate(choices)]
+    encoded = [_choice(answer, i, choice) for i, choice in enumerate(choices)]
     of_prompt = b""
     if answer.chat and choices[0].prompt_logprobs is not None:  # where vLLM has it
         of_prompt = b',"prompt_logprobs":' + choices[0].prompt_logprobs
@@ -342,7 +342,7 @@ def encode_response(
         of_prompt += b',"prompt_token_ids":' + _json.encode(choices[0].prompt_token_ids)
     return b'%s,"choices":%s,"usage":%s%s}' % (
         _head(answer, kind),
-        _json.encode(listed),
+        _json.encode(encoded),
         _json.encode(usage.fields(answer.chat)),
         of_prompt,
     )
@@ -456,10 +456,11 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """`logprobs` of a completion's choice, with `most` alternatives beside each token itself."""
+    """`logprobs` of a completion's choice, with `alternatives` alternatives beside each token
+    itself."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, alternatives: int) -> None:
+        self._alternatives = alternatives
         self._lists = [JsonListEncoder() for _ in COMPLETION_LOGPROB_FIELDS]
 
     def add(self, scores: Iterable[TokenScore], letters: int = 0) -> None:
@@ -467,8 +468,8 @@ class CompletionLogprobs:
         count.
         """
         for score in scores:
-            own, tops = self._numbers(score)
-            values = _name(score.own.text, "bytes:"), own, tops, letters + score.offset
+            logprob, tops = self._numbers(score)
+            values = _name(score.sampled.text, "bytes:"), logprob, tops, letters + score.offset
             for listed, value in zip(self._lists, values, strict=True):
                 listed.add(value)
 
@@ -478,28 +479,31 @@ class CompletionLogprobs:
         return b"{%s}" % b",".join(b'"%s":%s' % (n.encode(), listed.take()) for n, listed in parts)
 
     def _numbers(self, score: TokenScore) -> tuple[JsonValue, JsonValue]:
-        if not score.own.rank:
+        if not score.sampled.rank:
             return None, None
         tops: JsonObject = {}
-        for one in (score.own, *score.others[: self._most]):  # of equal texts the likelier's counts
+        for one in (
+            score.sampled,
+            *score.top[: self._alternatives],
+        ):  # of equal texts the likelier's counts
             tops.setdefault(_name(one.text, "bytes:"), json_logprob(one.logprob))
-        return json_logprob(score.own.logprob), tops
+        return json_logprob(score.sampled.logprob), tops
 
 
 class PromptLogprobs:
-    """vLLM's `prompt_logprobs`, with `most` alternatives."""
+    """vLLM's `prompt_logprobs`, with `alternatives` alternatives."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, alternatives: int) -> None:
+        self._alternatives = alternatives
         self._list = JsonListEncoder()
 
     def add(self, scores: Iterable[TokenScore]) -> None:
         """More tokens."""
         for score in scores:
-            if not score.own.rank:
+            if not score.sampled.rank:
                 self._list.add(None)
                 continue
-            some = {one.id: one for one in (score.own, *score.others[: self._most])}
+            by_id = {one.id: one for one in (score.sampled, *score.top[: self._alternatives])}
             self._list.add(
                 {
                     str(one.id): {
@@ -507,7 +511,7 @@ class PromptLogprobs:
                         "rank": one.rank,
                         "decoded_token": one.text.decode(errors="replace"),
                     }
-                    for one in some.values()
+                    for one in by_id.values()
                 }
             )
 
@@ -534,8 +538,8 @@ class JsonListEncoder:
 
 def chat_token_logprob(score: TokenScore) -> JsonObject:
     """One token of a chat's log-probs."""
-    tops: list[JsonValue] = [_token(one) for one in score.others]
-    return {**_token(score.own), "top_logprobs": tops}
+    tops: list[JsonValue] = [_token(one) for one in score.top]
+    return {**_token(score.sampled), "top_logprobs": tops}
 
 
 def _token(one: RankedToken) -> JsonObject:

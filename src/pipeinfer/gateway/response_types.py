@@ -310,7 +310,7 @@ class PromptText(msgspec.Struct):
     prompt: str
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """A model that is served. `root`: what it is called here, `parent`: what it was made of."""
 
     id: str
@@ -326,7 +326,7 @@ class Models(msgspec.Struct):
     """All of them."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class StageHealth(msgspec.Struct):

@@ -296,7 +296,7 @@ class ResponsesRequest(ResponsesPrompt, frozen=True, kw_only=True):
 ResponsesBody = TypeVar("ResponsesBody", bound=ResponsesPrompt)
 
 
-def turn_starts(request: ResponsesPrompt) -> list[int]:
+def message_starts(request: ResponsesPrompt) -> list[int]:
     """Indices of items with which the turns but the first begin: messages of the user. What is
     before one can be left out if the request allows truncation; else empty.
     """
@@ -306,16 +306,16 @@ def turn_starts(request: ResponsesPrompt) -> list[int]:
     return [i for i, item in enumerate(items) if i and _is_message(item) and item.role == "user"]
 
 
-def without_turns_before(request: ResponsesBody, first: int) -> ResponsesBody:
+def without_items_before(request: ResponsesBody, first: int) -> ResponsesBody:
     """The request from item `first` on. System and developer messages stay; results go with
     their calls.
     """
     assert isinstance(request.input, list)
-    gone, rest = request.input[:first], request.input[first:]
-    calls = {item.call_id for item in gone if item.type in CALL_ITEMS}
-    kept = [item for item in gone if _is_message(item) and item.role in ("system", "developer")]
-    kept += [i for i in rest if i.type not in RESULT_ITEMS or i.call_id not in calls]
-    return msgspec.structs.replace(request, input=kept)
+    dropped, remaining = request.input[:first], request.input[first:]
+    calls = {item.call_id for item in dropped if item.type in CALL_ITEMS}
+    items = [item for item in dropped if _is_message(item) and item.role in ("system", "developer")]
+    items += [i for i in remaining if i.type not in RESULT_ITEMS or i.call_id not in calls]
+    return msgspec.structs.replace(request, input=items)
 
 
 def _is_message(item: InputItem) -> bool:
@@ -400,10 +400,10 @@ def _arguments(request: ResponsesPrompt) -> JsonObject | None:
     effort = request.reasoning.effort if request.reasoning is not None else None
     if effort is None:
         return request.chat_template_kwargs
-    asked: JsonObject = {"enable_thinking": effort != "none"}
+    arguments: JsonObject = {"enable_thinking": effort != "none"}
     if effort != "none":
-        asked["reasoning_effort"] = effort
-    return {**asked, **(request.chat_template_kwargs or {})}
+        arguments["reasoning_effort"] = effort
+    return {**arguments, **(request.chat_template_kwargs or {})}
 
 
 def _tools(request: ResponsesPrompt) -> list[Tool] | None:
@@ -439,11 +439,11 @@ def _choice(request: ResponsesPrompt) -> Choice | None:
         one = _named(choice.type, choice.name, "tool_choice")
         return ToolChoice(one.type, one.function, one.custom)
     mode: Literal["auto", "required"] = required(choice.mode, "tool_choice.mode")
-    listed = required(choice.tools, "tool_choice.tools")
-    tools = [
-        _named(tool.type, tool.name, f"tool_choice.tools[{i}]") for i, tool in enumerate(listed)
+    tools = required(choice.tools, "tool_choice.tools")
+    named = [
+        _named(tool.type, tool.name, f"tool_choice.tools[{i}]") for i, tool in enumerate(tools)
     ]
-    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, tools))
+    return ToolChoice("allowed_tools", allowed_tools=AllowedTools(mode, named))
 
 
 def _named(kind: str, name: str | None, where: str) -> NamedTool:
@@ -559,8 +559,8 @@ class ResponsesFormatter:
             yield from self._done_events(block)
 
     def end_events(self, blocks: OutputBlocks, end: ResponseEnd) -> Iterator[JsonObject]:
-        whole = self.full_response(blocks, end)
-        yield self._event(f"response.{whole['status']}", response=whole)
+        full = self.full_response(blocks, end)
+        yield self._event(f"response.{full['status']}", response=full)
 
     def full_response(self, blocks: OutputBlocks, end: ResponseEnd) -> JsonObject:
         status = {"length": "incomplete", "abort": "failed"}.get(end.finish or "", "completed")

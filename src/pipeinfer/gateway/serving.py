@@ -22,7 +22,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cross_origin import BrowserGuard
 from pipeinfer.gateway.decoding import BodyType
 from pipeinfer.gateway.errors import ApiError, renamed
-from pipeinfer.gateway.events import Call, Delta, Failed, Started
+from pipeinfer.gateway.events import Call, Failed, OutputDelta, Started
 from pipeinfer.gateway.ledger import RequestTraces, client_traceparent
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.monitor import PipelineMonitor
@@ -32,7 +32,7 @@ from pipeinfer.gateway.response_encoders import ResponseEncoder
 from pipeinfer.gateway.response_json import ResponseMetadata
 from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.sessions import RequestSessions, ResponseSink
-from pipeinfer.gateway.streams import EventStream, WholeAnswer, WriteBatch, api_error
+from pipeinfer.gateway.streams import EventStream, FullResponse, WriteBatch, api_error
 from pipeinfer.gateway.tools import LEGACY_FIELD_NAMES, functions_to_tools
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import SamplingParams
@@ -141,7 +141,7 @@ class EncodedPrompt:
         if not self._result.done():
             self._result.set_result(started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         """The end; Started brought all of it."""
 
     def failed(self, index: int, failed: Failed) -> None:
@@ -168,7 +168,7 @@ def tokenize_response(started: Started, context_length: int) -> JsonObject:
 
 
 IGNORED_SCHEMA = web.RequestKey("left_out", str)  # of a request whose schema is not held in full
-MOST_IGNORED_SCHEMA = 1_000  # letters
+MAX_IGNORED_SCHEMA = 1_000  # letters
 HEADER_LETTERS = " !#$&'()*+,/:;=?@[]{}|<>"  # that a header has as they are
 
 log = logging.getLogger(__name__)
@@ -205,17 +205,17 @@ class Serving:
         )
 
     async def respond(
-        self, request: web.Request, job: ParsedRequest, outlet: ResponseEncoder
+        self, request: web.Request, job: ParsedRequest, encoder: ResponseEncoder
     ) -> web.StreamResponse:
-        """Runs the job; `outlet` encodes the answer."""
+        """Runs the job; `encoder` encodes the answer."""
         self.check_capacity(job.choices)
-        asked = job.constraint
-        if asked.unenforced:
-            _note_ignored_schema(request, asked.unenforced)
-        sink = EventStream(outlet, self._write_batch) if job.stream else WholeAnswer(outlet)
+        constraint = job.constraint
+        if constraint.unenforced:
+            _note_ignored_schema(request, constraint.unenforced)
+        sink = EventStream(encoder, self._write_batch) if job.stream else FullResponse(encoder)
         checked = (
-            _GrammarRefusals(sink, request, asked.lost_in_fallback)
-            if asked.fallback is not None
+            _GrammarRefusals(sink, request, constraint.fallback_omits)
+            if constraint.fallback is not None
             else sink
         )
         admission = self.service.admission
@@ -228,7 +228,7 @@ class Serving:
                 return await sink.respond(request)
         except ApiError as error:
             # Nobody behind the gateway knows which field has asked for the form.
-            names = {"structured_outputs": asked.field} if asked.field else {}
+            names = {"structured_outputs": constraint.field} if constraint.field else {}
             raise renamed(error, names) from None
 
     async def encode_prompt(self, request: web.Request, call: Call) -> Started:
@@ -241,10 +241,10 @@ class Serving:
 
     def _with_client(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
         """The calls with their client's hash; the monitor learns whose they are."""
-        sight, client = self.service.monitor, self.service.admission.client_hash(request)
+        monitor, client = self.service.monitor, self.service.admission.client_hash(request)
         for call in calls:
-            if sight is not None:
-                sight.set_owner(call.request_id, request[CLIENT_REQUEST].client.name)
+            if monitor is not None:
+                monitor.set_owner(call.request_id, request[CLIENT_REQUEST].client.name)
             yield replace(call, client=client)
 
     def check_model(self, model: str | None) -> None:
@@ -281,18 +281,18 @@ class _GrammarRefusals:
             _note_ignored_schema(self._request, (f"{self._loses}: {started.refusal}",))
         self._sink.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         self._sink.delta(index, delta)
 
     def failed(self, index: int, failed: Failed) -> None:
         self._sink.failed(index, failed)
 
 
-def _note_ignored_schema(request: web.Request, places: Sequence[str]) -> None:
+def _note_ignored_schema(request: web.Request, parts: Sequence[str]) -> None:
     """Puts into a header and the log what the answer is not constrained by."""
     # Names of properties are the client's: no log has them, a header takes ASCII only.
-    request[IGNORED_SCHEMA] = quote("; ".join(places), HEADER_LETTERS)[:MOST_IGNORED_SCHEMA]
-    keywords = sorted({each.partition(" ")[0] for each in places})
+    request[IGNORED_SCHEMA] = quote("; ".join(parts), HEADER_LETTERS)[:MAX_IGNORED_SCHEMA]
+    keywords = sorted({each.partition(" ")[0] for each in parts})
     log.info("%s: its answer is not held to %s", x_request_id(request), ", ".join(keywords))
 
 

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started
 from pipeinfer.gateway.health import StageStatus
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.vllm_metrics import GroupMetrics
@@ -71,7 +71,7 @@ class ResponseSink(Protocol):
 
     def started(self, index: int, started: Started) -> None: ...
 
-    def delta(self, index: int, delta: Delta) -> None: ...
+    def delta(self, index: int, delta: OutputDelta) -> None: ...
 
     def failed(self, index: int, failed: Failed) -> None: ...
 
@@ -185,11 +185,11 @@ class RequestSessions:
         del route.session.live[request_id]
         self._metrics.count_ended(outcome)
         if route.admitted:
-            self._measure_end(route, outcome)
+            self._record_times(route, outcome)
 
-    def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
+    def deliver(self, message: Started | OutputDelta | Failed | CacheReset) -> None:
         """Passes an event of the core to its sink; events that nobody waits for are dropped."""
-        if isinstance(message, Delta):  # hot path: every token of every stream
+        if isinstance(message, OutputDelta):  # hot path: every token of every stream
             route = self._routes.get(message.request_id)
             if route is None:
                 return
@@ -228,7 +228,7 @@ class RequestSessions:
             route.group = self._metrics.vllm.group(started.group)
             route.group.prompt_tokens += started.prompt_tokens
 
-    def _measure_output(self, route: _ChoiceRoute, delta: Delta) -> None:
+    def _measure_output(self, route: _ChoiceRoute, delta: OutputDelta) -> None:
         now, tokens, group = self._clock(), len(delta.ids) // 4, route.group
         seconds = now - route.last_output
         if route.tokens:
@@ -246,14 +246,14 @@ class RequestSessions:
         if group is not None:
             group.output_tokens += tokens
 
-    def _measure_end(self, route: _ChoiceRoute, outcome: str) -> None:
+    def _record_times(self, route: _ChoiceRoute, outcome: str) -> None:
         if route.group is not None and outcome in route.group.finished:
             route.group.finished[outcome] += 1
         if outcome not in ("stop", "length"):
             return
-        whole, decode = self._clock() - route.arrived, route.last_output - route.first_output
-        self._metrics.request_seconds.observe(whole)
+        total, decode = self._clock() - route.arrived, route.last_output - route.first_output
+        self._metrics.request_seconds.observe(total)
         if route.tokens > 1:
             self._metrics.time_per_output_token.observe(decode / (route.tokens - 1))
         if route.group is not None:
-            route.group.count_finished(whole, decode, route.prompt_tokens, route.tokens)
+            route.group.count_finished(total, decode, route.prompt_tokens, route.tokens)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer.checkpoint.fields import read_json
-from pipeinfer.checkpoint.source import WANTED, find_model
+from pipeinfer.checkpoint.source import FILES_TO_FETCH, find_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import api_keys, http_server
 from pipeinfer.gateway.api_keys import ApiKeys, KeyLimits
@@ -51,7 +51,7 @@ from pipeinfer.version import __version__
 log = logging.getLogger(__name__)
 
 NAIVE_CACHE = "naive"  # of --cache
-MOST_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
+MAX_TOKENS = 1_000_000  # of a request whose model does not say; buckets end there
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
 
@@ -92,7 +92,7 @@ def build(context: StageContext) -> Stage:
         monitor=None if settings.no_page else PipelineMonitor(context.topology.ids()),
         access_log=AccessLog(traces),
     )
-    others = [s for s in context.topology.ids() if s != context.identity.id]
+    other_stages = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(
         service, partial(http_server.server_url, settings), lambda: _listen(context), certificate
     )
@@ -101,7 +101,7 @@ def build(context: StageContext) -> Stage:
         driver,
         TICK,
         (
-            *((stage, "telemetry", CHANNEL) for stage in others),
+            *((stage, "telemetry", CHANNEL) for stage in other_stages),
             *death_subscriptions(context.topology, "telemetry"),
         ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
@@ -113,8 +113,8 @@ def build(context: StageContext) -> Stage:
 def _vllm(settings: Settings, health: Health, context_length: int) -> VllmMetrics | None:
     if not settings.vllm_metrics:
         return None
-    most = context_length or MOST_TOKENS
-    return VllmMetrics(health, settings.model_name, most, settings.cache != NAIVE_CACHE)
+    max_tokens = context_length or MAX_TOKENS
+    return VllmMetrics(health, settings.model_name, max_tokens, settings.cache != NAIVE_CACHE)
 
 
 TokenizerFiles = tuple[
@@ -229,7 +229,7 @@ WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 # Settings that name files, which count by what is in them.
 FILE_SETTINGS = frozenset(("chat_template", "model", "revision"))
-MOST_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
+MAX_WHOLE_FILE = 32 * 2**20  # bytes up to which a file is read as a whole
 SAMPLES, SAMPLE = 8, 4096  # parts of a larger one, and bytes of each: weights differ everywhere
 
 
@@ -243,7 +243,9 @@ def fingerprint(settings: Settings, model: Path) -> str:
     values = msgspec.to_builtins(settings)
     counted = values.keys() - WITHOUT_EFFECT - FILE_SETTINGS
     digest.update(json.dumps([__version__, {n: values[n] for n in sorted(counted)}]).encode())
-    files = [model] if model.is_file() else sorted({p for w in WANTED for p in model.glob(w)})
+    files = (
+        [model] if model.is_file() else sorted({p for w in FILES_TO_FETCH for p in model.glob(w)})
+    )
     for path in files:
         _add_file(digest, path)
     if settings.chat_template:
@@ -258,7 +260,7 @@ def _add_file(digest: blake2b, path: Path) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))
-            if size <= MOST_WHOLE_FILE:
+            if size <= MAX_WHOLE_FILE:
                 digest.update(file.read())
                 return
             for part in range(SAMPLES):

@@ -14,11 +14,11 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.connections import PROBE
-from pipeinfer.gateway.errors import CLIENT_LEFT, ApiError
-from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError
+from pipeinfer.gateway.events import Failed, OutputDelta, Started
 from pipeinfer.gateway.response_encoders import ResponseEncoder
 
-MOST_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
+MAX_UNREAD = 8 * 2**20  # bytes that a client may leave unread before it is hung up
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -31,22 +31,22 @@ def api_error(failed: Failed) -> ApiError:
     return ApiError(failed.status, failed.message, failed.param, failed.code, failed.retry_after)
 
 
-class WholeAnswer:
+class FullResponse:
     """Waits until the answer is complete, then sends one body."""
 
-    def __init__(self, outlet: ResponseEncoder) -> None:
-        self._outlet = outlet
+    def __init__(self, encoder: ResponseEncoder) -> None:
+        self._encoder = encoder
         self._content = b""
         # With why it failed. An exception that the future held would hold it in turn, and with it
         # the connection, until a collector comes.
         self._done: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
 
     def started(self, index: int, started: Started) -> None:
-        self._outlet.started(index, started)
+        self._encoder.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
-        self._content = self._outlet.delta(index, delta)
-        if self._outlet.ended and not self._done.done():
+    def delta(self, index: int, delta: OutputDelta) -> None:
+        self._content = self._encoder.delta(index, delta)
+        if self._encoder.ended and not self._done.done():
             self._done.set_result(None)
 
     def failed(self, index: int, failed: Failed) -> None:
@@ -97,24 +97,24 @@ class EventStream:
         headers.
     """
 
-    def __init__(self, outlet: ResponseEncoder, turn: WriteBatch) -> None:
-        self._outlet = outlet
-        self._batch = turn
+    def __init__(self, encoder: ResponseEncoder, batch: WriteBatch) -> None:
+        self._encoder = encoder
+        self._batch = batch
         self._buffered: list[bytes] = []  # chunks of this turn, or from before the headers
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
         loop = asyncio.get_running_loop()
-        self._first_chunk: asyncio.Future[Failed | None] = loop.create_future()  # as WholeAnswer's
+        self._first_chunk: asyncio.Future[Failed | None] = loop.create_future()  # as FullResponse's
         self._ended: asyncio.Future[None] = loop.create_future()
 
     def started(self, index: int, started: Started) -> None:
-        self._outlet.started(index, started)
+        self._encoder.started(index, started)
 
-    def delta(self, index: int, delta: Delta) -> None:
+    def delta(self, index: int, delta: OutputDelta) -> None:
         if self._ended.done():
             return
-        data = self._outlet.delta(index, delta)  # hot path: every token of every stream
-        if delta.finish is not None and self._outlet.ended:
+        data = self._encoder.delta(index, delta)  # hot path: every token of every stream
+        if delta.finish is not None and self._encoder.ended:
             self._ended.set_result(None)
         if data:
             self._write(data)
@@ -125,7 +125,7 @@ class EventStream:
         if not self._first_chunk.done():
             self._first_chunk.set_result(failed)
             return
-        self._write(self._outlet.error(api_error(failed)))
+        self._write(self._encoder.error(api_error(failed)))
         self._ended.set_result(None)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
@@ -143,7 +143,7 @@ class EventStream:
                 self._take_buffered()
             )  # at once; then perhaps it waits for the client
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
-            return web.StreamResponse(status=CLIENT_LEFT)
+            return web.StreamResponse(status=CLIENT_CLOSED_REQUEST)
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
             await response.write_eof(self._take_buffered())
@@ -165,9 +165,9 @@ class EventStream:
 
     def _take_buffered(self) -> bytes:
         """Empties the buffer, and returns what was in it."""
-        held = self._buffered
-        data = held[0] if len(held) == 1 else b"".join(held)
-        held.clear()
+        buffered = self._buffered
+        data = buffered[0] if len(buffered) == 1 else b"".join(buffered)
+        buffered.clear()
         return data
 
     def flush(self) -> None:
@@ -177,7 +177,7 @@ class EventStream:
         if not self._buffered or transport is None:
             return
         data = self._take_buffered()
-        if transport.get_write_buffer_size() > MOST_UNREAD:
+        if transport.get_write_buffer_size() > MAX_UNREAD:
             transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)

@@ -21,7 +21,7 @@ from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 ANY_OBJECT = '{"type":"object"}'
-WHOLE_SCHEMA = "schema"  # as an entry of `unenforced`: all of the schema
+ENTIRE_SCHEMA = "schema"  # as an entry of `unenforced`: all of the schema
 
 FieldConstraint = tuple[str, StructuredOutputs]  # by which field
 
@@ -39,14 +39,14 @@ class OutputConstraint:
     - unenforced: keywords of the schema that are not enforced, see grammars/json_schema.py
     - field: of the request, that asked for it
     - fallback: the constraint where `spec` cannot be compiled; None: the request is refused then
-    - lost_in_fallback: what the fallback does not enforce
+    - fallback_omits: what the fallback does not enforce
     """
 
     spec: StructuredOutputs | None = None
     unenforced: tuple[str, ...] = ()
     field: str = ""
     fallback: StructuredOutputs | None = None
-    lost_in_fallback: str = ""
+    fallback_omits: str = ""
 
     def with_field_names(self, names: Mapping[str, str]) -> OutputConstraint:
         """The same, with the field's name as the client calls it."""
@@ -79,7 +79,7 @@ def output_constraint(request: Generation, closed_objects: bool = True) -> Outpu
             if strict or isinstance(error, MalformedSchema):
                 raise
             return OutputConstraint(
-                _fallback_json(spec, schema), (f"{WHOLE_SCHEMA}: {error}",), name
+                _fallback_json(spec, schema), (f"{ENTIRE_SCHEMA}: {error}",), name
             )
     except GrammarError as error:
         raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
@@ -102,10 +102,10 @@ def _schema_constraint(
     check(spec)
     if strict:
         return OutputConstraint(spec, field=name)
-    other = _fallback_json(spec, schema)
-    if other == spec:
+    fallback = _fallback_json(spec, schema)
+    if fallback == spec:
         return OutputConstraint(spec, found.unsupported, name)
-    return OutputConstraint(spec, found.unsupported, name, other, WHOLE_SCHEMA)
+    return OutputConstraint(spec, found.unsupported, name, fallback, ENTIRE_SCHEMA)
 
 
 def _fallback_json(spec: StructuredOutputs, schema: JsonObject | bool) -> StructuredOutputs:
@@ -119,9 +119,9 @@ def _fallback_json(spec: StructuredOutputs, schema: JsonObject | bool) -> Struct
     return replace(spec, json=ANY_OBJECT if named else "{}")
 
 
-def unenforced_message(left_out: tuple[str, ...]) -> str:
+def unenforced_message(parts: tuple[str, ...]) -> str:
     """Why a strict schema is refused."""
-    return f"strict: true, but an answer cannot be held to {', '.join(left_out[:5])}"
+    return f"strict: true, but an answer cannot be held to {', '.join(parts[:5])}"
 
 
 def _strict(given: ResponseFormat | None) -> bool:

@@ -29,13 +29,13 @@ class RankedToken(NamedTuple):
 class TokenScore(NamedTuple):
     """Log-probs at one place of a text.
 
-    own: the token that stands there, with rank 0 if nothing comes before it.
-    offset: letters of text before it. others: the likeliest tokens, perhaps `own` among them.
+    sampled: the token that stands there, with rank 0 if nothing comes before it.
+    offset: letters of text before it. top: the likeliest tokens, perhaps `sampled` among them.
     """
 
-    own: RankedToken
+    sampled: RankedToken
     offset: int
-    others: list[RankedToken]
+    top: list[RankedToken]
 
 
 def without_first(texts: LogprobTexts, tokens: int) -> LogprobTexts:
@@ -67,15 +67,15 @@ def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
 
 def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
     ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
-    most = num_alternatives(texts, len(ids))
-    found = unpack_scores(texts.scores, most)
+    alternatives = num_alternatives(texts, len(ids))
+    found = unpack_scores(texts.scores, alternatives)
     for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
-        at = n * (1 + most)
-        own = RankedToken(token, texts.texts[at], score.logprob, score.rank)
-        others = [
-            RankedToken(other, texts.texts[at + rank], logprob, rank)
-            for rank, (other, logprob) in enumerate(
+        at = n * (1 + alternatives)
+        sampled = RankedToken(token, texts.texts[at], score.logprob, score.rank)
+        top = [
+            RankedToken(id, texts.texts[at + rank], logprob, rank)
+            for rank, (id, logprob) in enumerate(
                 zip(score.ids, score.logprobs, strict=True), start=1
             )
         ]
-        yield TokenScore(own, offset, others)
+        yield TokenScore(sampled, offset, top)

@@ -67,9 +67,9 @@ def tool_call_constraint(
     strict, forced = tools.strict & tools.allowed, tools.required
     if not (forced or strict or tools.restricted) and constraint.spec is None:
         return constraint
-    held = tools.allowed if forced else strict | (tools.custom_tools & tools.allowed)
+    enforced = tools.allowed if forced else strict | (tools.custom_tools & tools.allowed)
     schemas: dict[str, JsonObject | None] = {
-        name: schema if name in held else None
+        name: schema if name in enforced else None
         for name, schema in tools.schemas.items()
         if name in tools.allowed
     }
@@ -101,16 +101,16 @@ def tool_call_constraint(
             tools.input_grammars,
         )
         spec = StructuredOutputs(grammar=_grammar(grammar_of, grammar_request, strict, unenforced))
-        kept = strict | tools.custom_tools
-        any_object = {name: s if name in kept else None for name, s in schemas.items()}
+        with_schema = strict | tools.custom_tools
+        any_object = {name: s if name in with_schema else None for name, s in schemas.items()}
         fallback_request = dataclasses.replace(
             grammar_request, schemas=any_object, content_constraint=fallback_content
         )
-        lost = ", ".join(
+        omitted = ", ".join(
             [f"parameters of {name}" for name in schemas if any_object[name] is not schemas[name]]
-            + [constraint.lost_in_fallback] * (content_constraint is not fallback_content)
+            + [constraint.fallback_omits] * (content_constraint is not fallback_content)
         )
-        fallback = StructuredOutputs(grammar=grammar_of(fallback_request)) if lost else None
+        fallback = StructuredOutputs(grammar=grammar_of(fallback_request)) if omitted else None
         check(fallback or spec)
     except UnsupportedInputGrammar as error:
         param = tools.grammar_fields[error.tool]
@@ -123,14 +123,16 @@ def tool_call_constraint(
     try:
         check(spec)
     except GrammarError as error:
-        return OutputConstraint(fallback, (f"{lost}: {error}",), param)
-    return OutputConstraint(spec, _unenforced_places(constraint, unenforced), param, fallback, lost)
+        return OutputConstraint(fallback, (f"{omitted}: {error}",), param)
+    return OutputConstraint(
+        spec, _unenforced_parts(constraint, unenforced), param, fallback, omitted
+    )
 
 
-def _unenforced_places(
+def _unenforced_parts(
     constraint: OutputConstraint, unenforced: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    return (*constraint.unenforced, *(place for each in unenforced.values() for place in each))
+    return (*constraint.unenforced, *(part for each in unenforced.values() for part in each))
 
 
 def _grammar(
@@ -174,8 +176,8 @@ def _enforceable_schema(
         return None, (f"parameters of {name}: {error}",)
     if strict and found.unsupported:
         raise GrammarError(f"{name}: {unenforced_message(found.unsupported)}")
-    places = tuple(f"{each} of {name}" for each in found.unsupported)
-    return found.schema if isinstance(found.schema, dict) else {}, places
+    unsupported = tuple(f"{each} of {name}" for each in found.unsupported)
+    return found.schema if isinstance(found.schema, dict) else {}, unsupported
 
 
 def final_message_constraint(
@@ -226,9 +228,9 @@ def _custom_call_as_function(call: JsonObject, where: str) -> JsonObject:
     if not isinstance(name, str) or not isinstance(text, str):
         message = f"{where} must be an object with texts name and input"
         raise ApiError(400, message, where, "invalid_type")
-    others = {key: value for key, value in call.items() if key != "custom"}
+    other_fields = {key: value for key, value in call.items() if key != "custom"}
     return {
-        **others,
+        **other_fields,
         "type": "function",
         "function": {"name": name, "arguments": {INPUT_PARAMETER: text}},
     }
@@ -332,7 +334,7 @@ def _function(tool: Tool, where: str, kinds: dict[str, str]) -> Function:
 
 
 def check_tool_type(kind: str, where: str, *more: str) -> None:
-    """ApiError 400 for a tool type that is not served; `more`: types that are served there as
+    """ApiError 400 for a tool type that is not served; `further`: types that are served there as
     well.
     """
     if kind not in (*TOOL_TYPES, *more):

@@ -235,7 +235,7 @@ REFUSED_OF: dict[str, dict[str, tuple[JsonValue, ...]]] = {
         "transforms": ([],),
     },
 }
-OF_OTHER_BODIES = frozenset(REFUSED_OF["other endpoints of this server"])
+FIELDS_OF_OTHER_ENDPOINTS = frozenset(REFUSED_OF["other endpoints of this server"])
 REFUSED = {name: neutral for those in REFUSED_OF.values() for name, neutral in those.items()}
 
 # What to ask for in the place of some of them: the first that a body has.
@@ -277,24 +277,24 @@ ALTERNATIVES: dict[str, tuple[str, ...]] = {
 }
 
 # Of the bodies of /v1/responses, beside those.
-RESPONSES_ALONE: dict[str, tuple[JsonValue, ...]] = {
+ONLY_RESPONSES: dict[str, tuple[JsonValue, ...]] = {
     "conversation": (),
     "previous_response_id": ("",),
     "context_management": ([],),
     "enable_response_messages": (False,),
     "previous_input_messages": ([],),
 }
-RESPONSES = {**REFUSED, **RESPONSES_ALONE}
+RESPONSES = {**REFUSED, **ONLY_RESPONSES}
 
 # Of the bodies of /v1/messages, beside those.
-MESSAGES_ALONE: dict[str, tuple[JsonValue, ...]] = {
+ONLY_MESSAGES: dict[str, tuple[JsonValue, ...]] = {
     "container": (),
     "context_management": (),
     "mcp_servers": ([],),
     "output_format": (),
     "speed": ("standard",),
 }
-MESSAGES = {**REFUSED, **MESSAGES_ALONE}
+MESSAGES = {**REFUSED, **ONLY_MESSAGES}
 
 # What cannot change an answer of this server, by the reason why.
 IGNORED: dict[str, tuple[str, ...]] = {

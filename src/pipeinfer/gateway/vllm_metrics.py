@@ -40,14 +40,14 @@ LABELS = ("model_name", "engine")
 class GroupMetrics:
     """What one gateway measured of one group's requests.
 
-    most_tokens: of a request; bounds of the histograms of tokens end there.
+    max_tokens: of a request; bounds of the histograms of tokens end there.
     prompt_tokens, output_tokens: totals. finished: requests by reason.
     Histograms of seconds: time_to_first_token, inter_token (between two outputs),
     time_per_output_token (after the first), request_seconds, decode_seconds (first output to last).
     Histograms of tokens: prompts, outputs.
     """
 
-    most_tokens: int
+    max_tokens: int
     prompt_tokens: int = 0
     output_tokens: int = 0
     finished: Counter[str] = field(
@@ -60,28 +60,32 @@ class GroupMetrics:
     decode_seconds: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
     def __post_init__(self) -> None:
-        self.prompts = Histogram(token_bounds(self.most_tokens))
-        self.outputs = Histogram(token_bounds(self.most_tokens))
+        self.prompts = Histogram(token_bounds(self.max_tokens))
+        self.outputs = Histogram(token_bounds(self.max_tokens))
 
-    def count_finished(self, whole: float, decode: float, prompt: int, output: int) -> None:
-        """Counts a request that ended by stop or length. whole, decode: seconds.
+    def count_finished(
+        self, total_seconds: float, decode_seconds: float, prompt: int, output: int
+    ) -> None:
+        """Counts a request that ended by stop or length. total_seconds, decode: seconds.
 
         prompt: tokens, 0 where another choice has counted them.
         """
-        self.request_seconds.observe(whole)
+        self.request_seconds.observe(total_seconds)
         if output:
-            self.decode_seconds.observe(decode)
+            self.decode_seconds.observe(decode_seconds)
         if output > 1:
-            self.time_per_output_token.observe(decode / (output - 1))
+            self.time_per_output_token.observe(decode_seconds / (output - 1))
         if prompt:
             self.prompts.observe(prompt)
         self.outputs.observe(output)
 
 
-def token_bounds(most: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `most` tokens."""
-    steps = (mantissa * 10**power for power in range(len(str(most))) for mantissa in (1, 2, 5))
-    return [float(step) for step in steps if step <= most]
+def token_bounds(max_tokens: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `max_tokens` tokens."""
+    steps = (
+        mantissa * 10**power for power in range(len(str(max_tokens))) for mantissa in (1, 2, 5)
+    )
+    return [float(step) for step in steps if step <= max_tokens]
 
 
 # Of groups: name, help, and where it is counted.
@@ -127,18 +131,18 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[GroupMetrics], Histogram]], ...] = (
 class VllmMetrics(Collector):
     """The metrics of one gateway.
 
-    model: served name. most_tokens: of a request. caches: whether prefixes are cached.
+    model: served name. max_tokens: of a request. caches: whether prefixes are cached.
     """
 
-    def __init__(self, health: Health, model: str, most_tokens: int, caches: bool) -> None:
+    def __init__(self, health: Health, model: str, max_tokens: int, caches: bool) -> None:
         self._health, self._model = health, model
-        self._most_tokens, self._caches = most_tokens, caches
+        self._max_tokens, self._caches = max_tokens, caches
         self._groups: dict[int, GroupMetrics] = {}
 
     def group(self, group: int) -> GroupMetrics:
         """The metrics of group number `group`; made on first use."""
         if group not in self._groups:
-            self._groups[group] = GroupMetrics(self._most_tokens)
+            self._groups[group] = GroupMetrics(self._max_tokens)
         return self._groups[group]
 
     def collect(self) -> Iterator[Metric]:
@@ -254,7 +258,7 @@ class VllmMetrics(Collector):
         outputs = CounterMetricFamily(
             "vllm:generation_tokens", "Output tokens delivered.", labels=LABELS
         )
-        ends = CounterMetricFamily(
+        finished = CounterMetricFamily(
             "vllm:request_success",
             "Requests that a group had and that have ended, by reason.",
             labels=(*LABELS, "finished_reason"),
@@ -263,8 +267,8 @@ class VllmMetrics(Collector):
             prompts.add_metric(self._labels(number), group.prompt_tokens)
             outputs.add_metric(self._labels(number), group.output_tokens)
             for reason, count in group.finished.items():
-                ends.add_metric(self._labels(number, reason), count)
-        yield from (prompts, outputs, ends)
+                finished.add_metric(self._labels(number, reason), count)
+        yield from (prompts, outputs, finished)
 
     def _timed(self) -> Iterator[Metric]:
         for name, text, histogram in HISTOGRAMS:

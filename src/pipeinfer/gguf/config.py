@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from pipeinfer.gguf.header import Header, Metadata, quote, read_header
-from pipeinfer.gguf.tokenizer import MODEL, Kind, load_tokenizer, tokenizer_config
+from pipeinfer.gguf.header import GgufHeader, Metadata, quote, read_header
+from pipeinfer.gguf.tokenizer import MODEL, TokenType, load_tokenizer, tokenizer_config
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 
@@ -24,7 +24,14 @@ LARGEST = 1 << 19
 MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
 # Control tokens that end a turn, where the file names only the end of a text: llama.cpp knows them
 # by their text too.
-ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
+END_OF_TURN_TEXTS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<EOT>",
+)
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 LOCAL_BASE = 10_000.0  # of RoPE in Gemma 3's local layers
 PATTERN = 6  # each sixth layer of Gemma 3 is global
@@ -38,7 +45,7 @@ LLAMA3 = {
 class Keys:
     """The key-values that count for a model, under the architecture's name."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: GgufHeader) -> None:
         self._header = header
         name = header.metadata.get("general.architecture")
         if not isinstance(name, str):
@@ -77,20 +84,20 @@ class Keys:
     def kv_heads(self) -> int:
         return self.integer("attention.head_count_kv", self.heads)
 
-    def _wrong(self, name: str, value: object, wanted: str) -> Exception:
-        said = "is missing" if value is None else f"must be {wanted}, not {quote(str(value))}"
-        return self._header.error(f"{quote(self.architecture)[1:-1]}.{name} {said}")
+    def _wrong(self, name: str, value: object, expected: str) -> Exception:
+        found = "is missing" if value is None else f"must be {expected}, not {quote(str(value))}"
+        return self._header.error(f"{quote(self.architecture)[1:-1]}.{name} {found}")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`name`: transformers'. `more`: fields that only this one has."""
+    """`name`: transformers'. `extra_fields`: fields that only this one has."""
 
     name: str
-    more: Callable[[Header, Keys], dict[str, object]]
+    extra_fields: Callable[[GgufHeader, Keys], dict[str, object]]
 
 
-def config_json(header: Header) -> dict[str, object]:
+def config_json(header: GgufHeader) -> dict[str, object]:
     """The fields that config.json would have. Raises ConfigurationError that names the key."""
     keys = Keys(header)
     found = ARCHITECTURES.get(keys.architecture)
@@ -121,11 +128,11 @@ def config_json(header: Header) -> dict[str, object]:
         "max_position_embeddings": context,
         "dtype": "bfloat16",  # where it matters, on GPUs; ranges of float16 are too small for some
         "eos_token_id": end_ids(header),
-        **found.more(header, keys),
+        **found.extra_fields(header, keys),
     }
 
 
-def end_ids(header: Header) -> list[int]:
+def end_ids(header: GgufHeader) -> list[int]:
     """Ids that end a request: of the text, of the turn, of the message."""
     named = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
     ids = [value for value in named if isinstance(value, int) and value >= 0]
@@ -134,12 +141,12 @@ def end_ids(header: Header) -> list[int]:
                          ("tokens", "token_type"))  # fmt: skip
         if isinstance(tokens, list) and isinstance(types, list):
             both = zip(tokens, types, strict=False)
-            ends = [(text, Kind.CONTROL) for text in ENDS_OF_TURN]
+            ends = [(text, TokenType.CONTROL) for text in END_OF_TURN_TEXTS]
             ids += [at for at, token in enumerate(both) if token in ends]
     return list(dict.fromkeys(ids))
 
 
-def _head_dim(header: Header, keys: Keys, hidden: int, heads: int) -> int:
+def _head_dim(header: GgufHeader, keys: Keys, hidden: int, heads: int) -> int:
     if hidden % heads and not keys.has("attention.key_length"):
         raise header.error(f"embedding_length {hidden} is not a multiple of {heads} heads")
     head_dim = keys.integer("attention.key_length", max(hidden // heads, 1))
@@ -149,7 +156,7 @@ def _head_dim(header: Header, keys: Keys, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _vocab_size(header: Header) -> int:
+def _vocab_size(header: GgufHeader) -> int:
     """Rows of the embedding, which may be more than there are tokens."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -157,7 +164,7 @@ def _vocab_size(header: Header) -> int:
     return embedding.shape[0]
 
 
-def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object] | None:
+def _rope_scaling(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, object] | None:
     kind = keys.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in header.tensors:
         return _llama3(header, keys, head_dim)
@@ -172,7 +179,7 @@ def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object
     return scaling
 
 
-def _llama3(header: Header, keys: Keys, head_dim: int) -> dict[str, object]:
+def _llama3(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, object]:
     """Llama 3.1 and later: the file has what each frequency is divided by, computed from numbers
     that it does not have. Taken if they follow from the numbers of all these models."""
     tensor = header.tensors["rope_freqs.weight"]
@@ -198,7 +205,7 @@ def _divisor(frequency: float, factor: float) -> float:
     return 1 / ((1 - blend) / factor + blend)
 
 
-def _llama(header: Header, keys: Keys) -> dict[str, object]:
+def _llama(header: GgufHeader, keys: Keys) -> dict[str, object]:
     if keys.has("expert_count") and keys.integer("expert_count", 1) > 1:
         raise header.error("mixtures of experts of the llama architecture are not supported")
     return {
@@ -207,11 +214,11 @@ def _llama(header: Header, keys: Keys) -> dict[str, object]:
     }
 
 
-def _nothing(header: Header, keys: Keys) -> dict[str, object]:
+def _nothing(header: GgufHeader, keys: Keys) -> dict[str, object]:
     return {}
 
 
-def _experts(header: Header, keys: Keys) -> dict[str, object]:
+def _experts(header: GgufHeader, keys: Keys) -> dict[str, object]:
     number = keys.integer("expert_count")
     tensor = header.tensors.get("blk.0.ffn_gate_exps.weight")
     if tensor is None or tensor.shape[0] != number:
@@ -224,7 +231,7 @@ def _experts(header: Header, keys: Keys) -> dict[str, object]:
     }
 
 
-def _gemma3(header: Header, keys: Keys) -> dict[str, object]:
+def _gemma3(header: GgufHeader, keys: Keys) -> dict[str, object]:
     layers, heads = keys.integer("block_count"), keys.heads
     head_dim = keys.integer("attention.key_length", 256)
     # The 27B model alone scales queries by the hidden size's share of a head.
@@ -268,11 +275,11 @@ def tokenizer(path: Path) -> Tokenizer | None:
     return _of_vocabulary(read_header(path), load_tokenizer)
 
 
-def _tokenizer_config(header: Header) -> dict[str, object] | None:
+def _tokenizer_config(header: GgufHeader) -> dict[str, object] | None:
     return _of_vocabulary(header, tokenizer_config)
 
 
-def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | None:
+def _of_vocabulary(header: GgufHeader, make: Callable[[Metadata], Made]) -> Made | None:
     if header.metadata.get(MODEL, "none") in ("none", "no_vocab"):
         return None
     try:
@@ -282,7 +289,7 @@ def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | N
         raise error if str(header.path) in text else header.error(text) from None
 
 
-DOCUMENTS: dict[str, Callable[[Header], dict[str, object] | None]] = {
+DOCUMENTS: dict[str, Callable[[GgufHeader], dict[str, object] | None]] = {
     "config.json": config_json,
     "tokenizer_config.json": _tokenizer_config,
 }

@@ -37,7 +37,7 @@ NUMBERS = {
 }
 # Of an array that somebody asks for. The largest vocabularies have a quarter of a million tokens;
 # as Python objects an entry takes up to ten times its bytes.
-MOST_ENTRIES = 4_000_000
+MAX_ENTRIES = 4_000_000
 DEEPEST = 3  # arrays in arrays
 
 Value: TypeAlias = "str | int | float | bool | list[Value]"
@@ -56,7 +56,7 @@ class Cursor:
         self._size = len(data)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Bytes from here to the end of the file."""
         return self._size - self.at
 
@@ -69,8 +69,8 @@ class Cursor:
     def count(self, least: int) -> int:
         """A number of things of which each takes `least` bytes or more."""
         number = self.u64()
-        if number * least > self.left:
-            raise InvalidFile(f"{number:,} things are said to follow in {self.left:,} bytes")
+        if number * least > self.remaining:
+            raise InvalidFile(f"{number:,} things are said to follow in {self.remaining:,} bytes")
         return number
 
     def string(self) -> str:
@@ -84,8 +84,8 @@ class Cursor:
         if kind != ARRAY:
             return self._numbers(kind, 1)[0]
         of, number = self._array_head()
-        if number > MOST_ENTRIES:
-            raise InvalidFile(f"an array has {number:,} entries; at most {MOST_ENTRIES:,} are read")
+        if number > MAX_ENTRIES:
+            raise InvalidFile(f"an array has {number:,} entries; at most {MAX_ENTRIES:,} are read")
         if of == ARRAY:
             raise InvalidFile("it is an array of arrays")
         if of == STRING:
@@ -142,9 +142,9 @@ class Cursor:
 
     def _skipped(self, size: int) -> int:
         """Where the next `size` bytes begin; the cursor is behind them."""
-        if size > self.left:
+        if size > self.remaining:
             raise InvalidFile(
-                f"it ends at byte {self._size:,}, {size - self.left:,} bytes too early"
+                f"it ends at byte {self._size:,}, {size - self.remaining:,} bytes too early"
             )
         self.at += size
         return self.at - size
@@ -294,7 +294,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 DIMENSIONS = 4  # at most, of a tensor
-MOST_VALUES = 1 << 48  # of a tensor: their bytes can be counted in 64 bits
+MAX_VALUES = 1 << 48  # of a tensor: their bytes can be counted in 64 bits
 LONGEST_NAME = 64  # bytes of a tensor's; llama.cpp's own bound
 LEAST_PAIR = 8 + 4 + 1  # bytes of an empty key, a type and the smallest value
 LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # of an empty name, one dimension, type and offset
@@ -339,7 +339,7 @@ class FileMetadata(Mapping[str, Value]):
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """`tensors` by name."""
 
     path: Path
@@ -352,7 +352,7 @@ class Header:
         return ConfigurationError(f"{self.path}: {message}")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """The header of a file; ConfigurationError in one line if it is none, cut or lies."""
     try:
         with path.open("rb") as stream:
@@ -365,7 +365,7 @@ def read_header(path: Path) -> Header:
         raise ConfigurationError(f"{path} is a broken GGUF file: {error}") from None
 
 
-def _read(path: Path, data: mmap.mmap) -> Header:
+def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     if data[:4] != MAGIC:
         raise InvalidFile("it does not begin with GGUF")
     cursor = Cursor(data, 4)
@@ -379,14 +379,14 @@ def _read(path: Path, data: mmap.mmap) -> Header:
     metadata = FileMetadata(path, data, dict(_offsets(cursor, pairs)))
     if len(metadata) < pairs:
         raise InvalidFile("a key stands in it twice")
-    if tensors * LEAST_TENSOR > cursor.left:
-        raise InvalidFile(f"{tensors:,} tensors are said to follow in {cursor.left:,} bytes")
+    if tensors * LEAST_TENSOR > cursor.remaining:
+        raise InvalidFile(f"{tensors:,} tensors are said to follow in {cursor.remaining:,} bytes")
     listed = [_tensor(cursor) for _ in range(tensors)]
     alignment = metadata.get(ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise InvalidFile(f"{ALIGNMENT} is {alignment}")
     begin = -(-cursor.at // alignment) * alignment
-    return Header(path, metadata, _located(listed, begin, len(data)), data)
+    return GgufHeader(path, metadata, _located(listed, begin, len(data)), data)
 
 
 def _offsets(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -414,7 +414,7 @@ def _tensor(cursor: Cursor) -> TensorInfo:
     kind = TYPES.get(number, f"of type {number}")
     # Of a type that cannot be decoded the size is not known; who asks for the tensor is told.
     values, size = BLOCKS.get(kind, (1, 0))
-    if shape[-1] % values or not 0 < math.prod(shape) <= MOST_VALUES:
+    if shape[-1] % values or not 0 < math.prod(shape) <= MAX_VALUES:
         raise InvalidFile(f"{name} is {kind} with the shape {list(shape)}")
     return TensorInfo(name, kind, shape, offset, math.prod(shape) // values * size)
 

@@ -85,7 +85,7 @@ def _model(metadata: Metadata) -> str:
     return model
 
 
-def _vocabulary(metadata: Metadata, model: str) -> Vocabulary:
+def _vocabulary(metadata: Metadata, model: str) -> GgufVocabulary:
     vocabulary = read_vocabulary(metadata)
     if model == BYTE_LEVEL:
         return vocabulary
@@ -95,13 +95,13 @@ def _vocabulary(metadata: Metadata, model: str) -> Vocabulary:
     return vocabulary if read_flag(metadata, PREFIX, True) else _spelled(vocabulary)
 
 
-def _spelled(vocabulary: Vocabulary) -> Vocabulary:
+def _spelled(vocabulary: GgufVocabulary) -> GgufVocabulary:
     """Spaces in users' tokens, as in Gemma's tokens for indentation, written as in all others.
 
     The file has them as spaces; SentencePiece looks for them after it replaced the text's.
     """
     tokens = list(vocabulary.tokens)
-    for number in vocabulary.of_kinds(frozenset((Kind.USER_DEFINED,))):
+    for number in vocabulary.of_kinds(frozenset((TokenType.USER_DEFINED,))):
         spelled = tokens[number].replace(" ", SPACE)
         if spelled not in vocabulary.ids:
             tokens[number] = spelled
@@ -122,7 +122,7 @@ def _templates(metadata: Metadata) -> dict[str, str]:
     return templates
 
 
-def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Json:
+def _byte_level(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
     rule = read_pre_tokenizer(metadata)
     ends = _ends(metadata, vocabulary, rule.add_bos)
     model = _bpe(vocabulary, listed_merges(metadata, vocabulary))
@@ -151,7 +151,7 @@ def _splits(rule: PreTokenizer) -> Json:
     return {"type": "Sequence", "pretokenizers": [*splits, _BYTES]}
 
 
-def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> Json:
+def _sentence_piece(metadata: Metadata, vocabulary: GgufVocabulary) -> Json:
     prefix = read_flag(metadata, PREFIX, True)
     trim = read_flag(metadata, TRIM, False)
     ends = _ends(metadata, vocabulary, add_bos=True)
@@ -192,16 +192,16 @@ def _replace(pattern: dict[str, str], content: str) -> Json:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _check_bytes(vocabulary: Vocabulary) -> None:
+def _check_bytes(vocabulary: GgufVocabulary) -> None:
     """What no token spells becomes bytes, which are found by their texts."""
     texts = {f"<0x{byte:02X}>" for byte in range(256)}
-    for number in vocabulary.of_kinds(frozenset((Kind.BYTE,))):
+    for number in vocabulary.of_kinds(frozenset((TokenType.BYTE,))):
         if vocabulary.tokens[number] not in texts:
             text = quote(vocabulary.tokens[number])
             raise metadata_error(TYPES, f"{number} is a byte but reads {text}")
 
 
-def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Json:
+def _bpe(vocabulary: GgufVocabulary, merges: list[Merge]) -> Json:
     return {
         "type": "BPE",
         "dropout": None,
@@ -237,7 +237,7 @@ def _tokenizer(
     }
 
 
-def _added(vocabulary: Vocabulary, replaced: bool) -> list[Json]:
+def _added(vocabulary: GgufVocabulary, replaced: bool) -> list[Json]:
     """Tokens that are looked for in the text as it came, and those of users that spell a space
     after spaces were `replaced`. Only those of users are shown to users."""
     return [
@@ -248,15 +248,15 @@ def _added(vocabulary: Vocabulary, replaced: bool) -> list[Json]:
             "lstrip": False,
             "rstrip": False,
             "normalized": replaced
-            and vocabulary.kinds[number] == Kind.USER_DEFINED
+            and vocabulary.kinds[number] == TokenType.USER_DEFINED
             and SPACE in vocabulary.tokens[number],
-            "special": vocabulary.kinds[number] != Kind.USER_DEFINED,
+            "special": vocabulary.kinds[number] != TokenType.USER_DEFINED,
         }
         for number in vocabulary.added()
     ]
 
 
-def _ends(metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -> _Ends:
+def _ends(metadata: Metadata, vocabulary: GgufVocabulary, add_bos: bool) -> _Ends:
     """`add_bos`: what the kind of tokenizer does where the file does not say."""
     return _Ends(
         _end(metadata, vocabulary, ADD_BOS, "bos_token", add_bos),
@@ -265,7 +265,7 @@ def _ends(metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -> _Ends:
 
 
 def _end(
-    metadata: Metadata, vocabulary: Vocabulary, key: str, name: str, default: bool
+    metadata: Metadata, vocabulary: GgufVocabulary, key: str, name: str, default: bool
 ) -> str | None:
     if not read_flag(metadata, key, default):
         return None
@@ -276,7 +276,7 @@ def _end(
     return None
 
 
-def _template(vocabulary: Vocabulary, ends: _Ends) -> Json | None:
+def _template(vocabulary: GgufVocabulary, ends: _Ends) -> Json | None:
     """Puts `ends` around a prompt."""
     if ends.bos is None and ends.eos is None:
         return None
@@ -305,7 +305,7 @@ MERGES_A_TOKEN = 32
 Merge = tuple[str, str]
 
 
-def listed_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
+def listed_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]:
     """The pairs in the file's list, which spells each as two tokens with a space between.
 
     Raises ConfigurationError where a part or what they become is no token.
@@ -314,18 +314,18 @@ def listed_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
     merges: dict[Merge, None] = {}
     for number, merge in enumerate(read_texts(metadata, MERGES)):
         # The space that divides is never the first character: that one belongs to a token.
-        cut = merge.find(" ", 1)
-        if cut < 0:
+        split_at = merge.find(" ", 1)
+        if split_at < 0:
             raise metadata_error(MERGES, f"entry {number} is not two tokens: {quote(merge)}")
-        left, right = ids.get(merge[:cut]), ids.get(merge[cut + 1 :])
-        if left is None or right is None or tokens[left] + tokens[right] not in ids:
+        left_part, right = ids.get(merge[:split_at]), ids.get(merge[split_at + 1 :])
+        if left_part is None or right is None or tokens[left_part] + tokens[right] not in ids:
             raise metadata_error(MERGES, f"entry {number} names an unknown token: {quote(merge)}")
         # Of equal ones the first counts. The vocabulary's own texts take no further memory.
-        merges.setdefault((tokens[left], tokens[right]))
+        merges.setdefault((tokens[left_part], tokens[right]))
     return list(merges)
 
 
-def scored_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
+def scored_merges(metadata: Metadata, vocabulary: GgufVocabulary) -> list[Merge]:
     """All pairs that make a token, in the order in which SentencePiece would join them: higher
     scores first, then lower ids; among the pairs of a token, those with the longer left part.
 
@@ -343,12 +343,12 @@ def scored_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
     merges: list[Merge] = []
     for number, token in zip(order, known, strict=True):
         vocabulary.check_length(number)
-        for cut in range(len(token) - 1, 0, -1):
-            left = known.get(token[:cut])
-            if left is not None:
-                right = known.get(token[cut:])
+        for split_at in range(len(token) - 1, 0, -1):
+            left_part = known.get(token[:split_at])
+            if left_part is not None:
+                right = known.get(token[split_at:])
                 if right is not None:
-                    merges.append((left, right))
+                    merges.append((left_part, right))
         if len(merges) > most:
             raise metadata_error(TOKENS, f"more than {most} pairs of tokens make another token")
     return merges
@@ -473,10 +473,10 @@ NAMED = {
 # Bounds on the work and memory that a lying file can ask for. SentencePiece's tokens have 16
 # characters unless its trainer was told otherwise, and a vocabulary some thousand added tokens.
 LONGEST = 512  # characters of a token that is looked for, or made from others
-MOST_ADDED = 1 << 20  # characters of all tokens that are looked for
+MAX_ADDED = 1 << 20  # characters of all tokens that are looked for
 
 
-class Kind(IntEnum):
+class TokenType(IntEnum):
     """The numbers in `tokenizer.ggml.token_type`."""
 
     UNDEFINED = 0
@@ -489,12 +489,12 @@ class Kind(IntEnum):
 
 
 # Found in a text before anything else splits it; of these, USER_DEFINED ones are shown to users.
-ADDED = frozenset((Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED))
+ADDED = frozenset((TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED))
 # Made from shorter ones. Files that give no kind to a token mean an ordinary token.
-ORDINARY = frozenset((Kind.UNDEFINED, Kind.NORMAL))
+ORDINARY = frozenset((TokenType.UNDEFINED, TokenType.NORMAL))
 
 
-class Vocabulary(NamedTuple):
+class GgufVocabulary(NamedTuple):
     """`tokens`: all different, by id. `kinds`: of the same length, each a Kind. `ids`: the id of
     each token. `named`: ids by the names of tokenizer_config.json, as far as the file has them."""
 
@@ -503,7 +503,7 @@ class Vocabulary(NamedTuple):
     ids: dict[str, int]
     named: dict[str, int]
 
-    def of_kinds(self, kinds: frozenset[Kind]) -> list[int]:
+    def of_kinds(self, kinds: frozenset[TokenType]) -> list[int]:
         """The ids of all tokens of one of these kinds, ascending."""
         return [number for number, kind in enumerate(self.kinds) if kind in kinds]
 
@@ -513,9 +513,9 @@ class Vocabulary(NamedTuple):
         numbers = self.of_kinds(ADDED)
         for number in numbers:
             self.check_length(number)
-        if sum(len(self.tokens[number]) for number in numbers) > MOST_ADDED:
+        if sum(len(self.tokens[number]) for number in numbers) > MAX_ADDED:
             raise metadata_error(
-                TYPES, f"control and user-defined tokens exceed {MOST_ADDED} characters"
+                TYPES, f"control and user-defined tokens exceed {MAX_ADDED} characters"
             )
         return numbers
 
@@ -526,7 +526,7 @@ class Vocabulary(NamedTuple):
             raise metadata_error(TOKENS, f"{number} has {size} characters, more than {LONGEST}")
 
 
-def read_vocabulary(metadata: Metadata) -> Vocabulary:
+def read_vocabulary(metadata: Metadata) -> GgufVocabulary:
     """Raises ConfigurationError for keys that are absent, contradict each other or lie."""
     tokens = read_texts(metadata, TOKENS)
     if not tokens:
@@ -540,10 +540,10 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
         other = ids[tokens[twice]]
         raise metadata_error(TOKENS, f"{twice} and {other} are the same, {quote(tokens[twice])}")
     kinds = read_integers(metadata, TYPES, len(tokens))
-    unknown = set(kinds) - set(Kind)
+    unknown = set(kinds) - set(TokenType)
     if unknown:
         raise metadata_error(TYPES, f"a token's type must be one of 0 to 6, not {min(unknown)}")
-    return Vocabulary(tokens, kinds, ids, _named(metadata, len(tokens)))
+    return GgufVocabulary(tokens, kinds, ids, _named(metadata, len(tokens)))
 
 
 def _named(metadata: Metadata, size: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeinfer.gguf.config import Keys
-from pipeinfer.gguf.header import BLOCKS, Header, TensorInfo
+from pipeinfer.gguf.header import BLOCKS, GgufHeader, TensorInfo
 
 PIECE = 1 << 20  # values that are decoded together; as float32 they fit into a CPU's cache
 
@@ -118,7 +118,7 @@ class GgufTensor:
     norm_offset: float = 0.0
 
 
-def few_bits(header: Header) -> bool:
+def is_low_bit(header: GgufHeader) -> bool:
     """Whether all matrices have eight bits a value or less, but the small ones that choose
     experts."""
     return all(
@@ -128,13 +128,13 @@ def few_bits(header: Header) -> bool:
     )
 
 
-def model_tensors(header: Header) -> dict[str, GgufTensor]:
+def model_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
     """All tensors by transformers' names, those it does not know by their own."""
     keys = Keys(header)
     return dict(pair for tensor in header.tensors.values() for pair in _named(header, keys, tensor))
 
 
-def _named(header: Header, keys: Keys, tensor: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
+def _named(header: GgufHeader, keys: Keys, tensor: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
     stem, _, kind = tensor.name.rpartition(".")
     if tensor.name in UNUSED:
         return
@@ -154,7 +154,7 @@ def _named(header: Header, keys: Keys, tensor: TensorInfo) -> Iterator[tuple[str
             yield name, _packed(header, keys, tensor, part)
 
 
-def _packed(header: Header, keys: Keys, tensor: TensorInfo, part: str = "") -> GgufTensor:
+def _packed(header: GgufHeader, keys: Keys, tensor: TensorInfo, part: str = "") -> GgufTensor:
     heads = 0
     if keys.architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = keys.heads if part == "attn_q" else keys.kv_heads
@@ -172,7 +172,7 @@ def _packed(header: Header, keys: Keys, tensor: TensorInfo, part: str = "") -> G
     )
 
 
-def _expert(header: Header, tensor: TensorInfo, index: int) -> GgufTensor:
+def _expert(header: GgufHeader, tensor: TensorInfo, index: int) -> GgufTensor:
     share = tensor.nbytes // tensor.shape[0]
     offset = tensor.offset + index * share
     return GgufTensor(header.path, tensor.type, tensor.shape[1:], share, offset)

@@ -37,7 +37,8 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 
 class VocabularySetup(msgspec.Struct, frozen=True, array_like=True):
-    """What the vocabulary is made of, see compiling.Vocabulary; `stack`: bytes, to compile with."""
+    """What the vocabulary is made of, see compiling.GrammarVocabulary; `stack`: bytes, to compile
+    with."""
 
     tokenizer: str
     width: int

@@ -73,24 +73,24 @@ def limits() -> LLParserLimits:
     )
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens that grammars are about. Masks are int32 [words], one bit a token.
 
     tokenizer: tokenizer.json as text.
     width: of logits.
-    ends: ids that end a request.
+    end_ids: ids that end a request.
     known: ids of the tokenizer; other ids are never sampled.
     sampled_mask: all known ids.
     no_end_mask: known ids that do not end a request.
     space_mask: known ids of white space.
     """
 
-    def __init__(self, tokenizer: str, width: int, ends: Sequence[int], known: Sequence[int]):
-        if not ends:
+    def __init__(self, tokenizer: str, width: int, end_ids: Sequence[int], known: Sequence[int]):
+        if not end_ids:
             raise ValueError("a grammar ends with an end token, and there is none")
         self.width = width
-        self.end_ids = frozenset(ends)
-        self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
+        self.end_ids = frozenset(end_ids)
+        self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(end_ids))
         self.sampled_mask = self.mask(known)
         self.no_end_mask = self.mask([i for i in known if i not in self.end_ids])
         self._texts = [self.tokens.decode_bytes([i]) for i in range(width)]
@@ -151,7 +151,7 @@ class Grammar:
     num_rows: rows that use it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, spec: StructuredOutputs) -> None:
         """Raises GrammarError with what the compiler says."""
         self.vocabulary = vocabulary
         self.allows_leading_space = spec.json is not None

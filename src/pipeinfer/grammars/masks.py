@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from pipeinfer.grammars.compiling import Grammar, Vocabulary, error_message
+from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary, error_message
 from pipeinfer.params import Thoughts, ThoughtState
 
 # Ids that are read again where a row moves to another copy: a millisecond for eight rows.
@@ -192,7 +192,7 @@ class UnconstrainedSource:
 
     matcher = None
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._vocabulary = vocabulary
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -212,7 +212,7 @@ class ThinkingBudgetSource:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: GrammarVocabulary,
         behind: MaskSource,
         budget: int,
         thoughts: Thoughts,
@@ -351,7 +351,7 @@ class ThoughtTracker:
     """Of one answer. `where`: its thoughts. `rest`: bytes behind the closing tag, of the token that
     ended it."""
 
-    def __init__(self, vocabulary: Vocabulary, thoughts: Thoughts) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, thoughts: Thoughts) -> None:
         self._vocabulary = vocabulary
         self._opening, self._closing = thoughts.opening.encode(), thoughts.closing.encode()
         self._tail = b""  # before: all of it; open: what the closing tag may begin with

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from pipeinfer.grammars.bounds import NO_GRAMMAR_MEMORY, GrammarError, VocabularySetup
-from pipeinfer.grammars.compiling import COMPILE_STACK_BYTES, Grammar, Vocabulary
+from pipeinfer.grammars.compiling import COMPILE_STACK_BYTES, Grammar, GrammarVocabulary
 from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class GrammarStore:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._slow_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._built = threading.Event()
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._vocabulary_error = ""
         self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._recompiling: weakref.WeakSet[Grammar] = weakref.WeakSet()
@@ -137,7 +137,7 @@ class GrammarStore:
                 )
         return left <= 0
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GrammarVocabulary:
         """Waits for it if need be. Raises GrammarError where there is none."""
         self._built.wait()
         if self._vocabulary is None:
@@ -166,7 +166,7 @@ class GrammarStore:
     def _work(self) -> None:
         try:
             setup = self._setup()
-            self._vocabulary = Vocabulary(
+            self._vocabulary = GrammarVocabulary(
                 setup.tokenizer, setup.width, setup.end_ids, setup.known_ids
             )
         except Exception as error:  # told to whoever asks for a grammar; nobody may ever

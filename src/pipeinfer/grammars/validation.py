@@ -233,7 +233,7 @@ def main() -> None:
     """Serves until stdin ends, also while it compiles."""
     from llguidance import LLExecutor
 
-    from pipeinfer.grammars.compiling import Grammar, Vocabulary
+    from pipeinfer.grammars.compiling import Grammar, GrammarVocabulary
 
     frames, answers = pipes.served()
     # Of all threads the copies have the one that forks; the other one waits for a frame.
@@ -242,7 +242,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = msgspec.msgpack.decode(frames.get(), type=VocabularySetup)
     threading.stack_size(setup.stack)
-    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
+    vocabulary = GrammarVocabulary(setup.tokenizer, setup.width, setup.end_ids, setup.known_ids)
     pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs, outcome: list[str]) -> None:

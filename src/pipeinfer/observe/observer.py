@@ -56,7 +56,7 @@ class StageObserver:
         self._ended: deque[Passage] = deque(maxlen=MAX_ENDED)
         self._steps: deque[StepMade] = deque(maxlen=MAX_STEPS)
         self._minute: LastMinute | None = None  # of a scheduler's steps
-        self._past_wanted = False  # whether a Watch asked for the last minute
+        self._past_requested = False  # whether a Watch asked for the last minute
         self.active = False
 
     def begin(self) -> None:
@@ -71,7 +71,7 @@ class StageObserver:
         if isinstance(message, Watch) and message.seconds > 0:
             loop = asyncio.get_running_loop()
             self._until = max(self._until, loop.time() + min(message.seconds, MAX_WATCH))
-            self._past_wanted |= message.past
+            self._past_requested |= message.past
             self._start_observing()
             if self._timer is None:
                 self._timer = loop.call_later(PUBLISH_PERIOD, self._publish_changes)
@@ -133,9 +133,9 @@ class StageObserver:
         spans = [self._ended.popleft() for _ in range(count)]
         spans += self._observer.spans.changes(MAX_SPANS - count)
         past: tuple[StepMade, ...] = ()
-        if self._past_wanted and self._minute is not None:
+        if self._past_requested and self._minute is not None:
             past = self._minute.sums(self._steps[0].at if self._steps else time.time())
-        self._past_wanted = False
+        self._past_requested = False
         if spans or self._steps or past:
             observed = Observed(
                 stage=self._identity.id,

@@ -151,8 +151,8 @@ class OpenTelemetryExporter:
             start_time=_nanoseconds(request_span.began),
         )
         self._ids.next = None
-        for moment in request_span.moments:
-            span.add_event(moment.name, moment.values, _nanoseconds(moment.at))
+        for event in request_span.moments:
+            span.add_event(event.name, event.values, _nanoseconds(event.at))
         if request_span.outcome == "error":
             span.set_status(Status(StatusCode.ERROR))
         span.end(_nanoseconds(request_span.ended))
@@ -178,8 +178,8 @@ class OpenTelemetryExporter:
             "pipeinfer.request_id": request_span.request_id,
             "pipeinfer.outcome": request_span.outcome,
         }
-        for moment in request_span.moments:
-            for name, value in moment.values.items():
+        for event in request_span.moments:
+            for name, value in event.values.items():
                 if name in ATTRIBUTES:
                     found[ATTRIBUTES[name]] = int(value)
         if gateway:

@@ -51,7 +51,7 @@ class _Call(Protocol):
     only_encode: bool
 
 
-class _Hangup(Protocol):
+class _ClientLeft(Protocol):
     request_id: str
     reason: str
 
@@ -104,7 +104,7 @@ class GatewayObserver:
                 name, at, "accepted", group=accepted.group, prompt_tokens=accepted.prompt_tokens
             )
 
-    def _hangup(self, hangup: _Hangup, at: float) -> None:
+    def _hangup(self, hangup: _ClientLeft, at: float) -> None:
         self.spans.mark(hangup.request_id, at, "hung_up")
         self.spans.end(hangup.request_id, at, "abort")
 
@@ -151,7 +151,7 @@ class GatewayObserver:
     }
     _on_output: ClassVar[dict[str, Callable[[Any, Any, float], None]]] = {
         "Submit": _submit,
-        "Delta": _delta,
+        "OutputDelta": _delta,
         "Failed": _failed,
     }
 
@@ -178,9 +178,11 @@ class TokenizerObserver:
         for name in choice_ids(submit.request_id, submit.choices):
             self.spans.begin(name, at, submit.trace, submit.attempt)
 
-    def _delivered(self, told: Delivered, at: float) -> None:
-        if self.spans.begin(told.request_id, at, attempt=told.attempt):
-            self.spans.mark(told.request_id, at, "taken_over", output_tokens=len(told.ids) // 4)
+    def _delivered(self, delivered: Delivered, at: float) -> None:
+        if self.spans.begin(delivered.request_id, at, attempt=delivered.attempt):
+            self.spans.mark(
+                delivered.request_id, at, "taken_over", output_tokens=len(delivered.ids) // 4
+            )
 
     def _abort(self, abort: Abort, at: float) -> None:
         self.spans.end(abort.request_id, at, "abort")
@@ -200,18 +202,18 @@ class TokenizerObserver:
         self.spans.end(work.request_id, at)
 
     def _accepted(self, send: Send, at: float) -> None:
-        told: Any = send.message
-        if told.group >= 0:
+        accepted: Any = send.message
+        if accepted.group >= 0:
             return  # its Work says so
-        for choice in told.choices:
-            name = choice_id(told.request_id, choice)
-            self.spans.mark(name, at, "encoded", prompt_tokens=told.prompt_tokens)
+        for choice in accepted.choices:
+            name = choice_id(accepted.request_id, choice)
+            self.spans.mark(name, at, "encoded", prompt_tokens=accepted.prompt_tokens)
             self.spans.end(name, at)
 
     def _refused(self, send: Send, at: float) -> None:
-        told: Any = send.message
-        self.spans.mark(told.request_id, at, "refused", status=told.status)
-        self.spans.end(told.request_id, at, "refused")
+        refused: Any = send.message
+        self.spans.mark(refused.request_id, at, "refused", status=refused.status)
+        self.spans.end(refused.request_id, at, "refused")
 
     _on_input: ClassVar[dict[type, Callable[[Any, Any, float], None]]] = {
         Submit: _submit,
@@ -226,7 +228,7 @@ class TokenizerObserver:
     }
 
 
-class _Seat(NamedTuple):
+class _SlotRecord(NamedTuple):
     """The request in a slot, and the number of the plan that admitted it."""
 
     request_id: str
@@ -244,7 +246,7 @@ class SchedulerObserver:
 
     def __init__(self, spans: SpanStore) -> None:
         self.spans = spans
-        self._slots: dict[int, _Seat] = {}
+        self._slots: dict[int, _SlotRecord] = {}
 
     def on_exchange(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
@@ -295,15 +297,15 @@ class SchedulerObserver:
             self.spans.mark(hit.request_id, at, "stopped", output_tokens=hit.length)
             self.spans.end(hit.request_id, at, "stop")
 
-    def _resumed(self, told: Delivered, at: float) -> None:
-        self.spans.mark(told.request_id, at, "resumed", output_tokens=len(told.ids) // 4)
+    def _resumed(self, resumed: Delivered, at: float) -> None:
+        self.spans.mark(resumed.request_id, at, "resumed", output_tokens=len(resumed.ids) // 4)
 
     def _admitted(self, admitted: Admitted, _at: float) -> None:
         pairs = zip(unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist(), strict=True)
         for slot, cached in pairs:
-            seat = self._slots.get(slot)
-            if seat is not None and seat.number == admitted.number:
-                self.spans.amend(seat.request_id, "admitted", cached_tokens=cached)
+            record = self._slots.get(slot)
+            if record is not None and record.number == admitted.number:
+                self.spans.amend(record.request_id, "admitted", cached_tokens=cached)
 
     # -------------------------------------------------------------------------------------- outputs
 
@@ -327,22 +329,22 @@ class SchedulerObserver:
         self.spans.mark(refused.request_id, at, "refused", status=refused.status)
         self.spans.end(refused.request_id, at, "refused")
 
-    def _handed_over(self, told: Delivered, at: float) -> None:
-        self.spans.end(told.request_id, at, "handed_over")
+    def _handed_over(self, handed_over: Delivered, at: float) -> None:
+        self.spans.end(handed_over.request_id, at, "handed_over")
 
     def _begin(self, _begin: Begin, at: float) -> None:
-        for seat in self._slots.values():
-            self.spans.mark(seat.request_id, at, "engine_lost")
+        for record in self._slots.values():
+            self.spans.mark(record.request_id, at, "engine_lost")
         self._slots.clear()
 
     def _plan(self, plan: Any, at: float) -> None:
         for release in plan.releases:
-            seat = self._slots.pop(release.slot, None)
-            if seat is not None:  # a request that has ended has no span, and gets no event
+            record = self._slots.pop(release.slot, None)
+            if record is not None:  # a request that has ended has no span, and gets no event
                 outputs = len(release.output_ids) // 4
-                self.spans.mark(seat.request_id, at, "preempted", since_admitted=outputs)
+                self.spans.mark(record.request_id, at, "preempted", since_admitted=outputs)
         for admit in plan.admits:
-            self._slots[admit.slot] = _Seat(admit.request_id, plan.number)
+            self._slots[admit.slot] = _SlotRecord(admit.request_id, plan.number)
             tokens = len(admit.token_ids) // 4
             self.spans.mark(admit.request_id, at, "admitted", slot=admit.slot, tokens=tokens)
 

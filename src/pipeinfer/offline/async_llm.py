@@ -191,7 +191,7 @@ class AsyncLLM:
                 over.set_result(None)
 
         collectors = [[Collector(call, ended) for _ in range(call.params.n)] for call in sent]
-        progress.choices = [one for some in collectors for one in some]
+        progress.choices = [one for outputs in collectors for one in outputs]
         try:
             for call, some in calls.longest_first(sent, collectors):
                 pipeline.open(call, some)
@@ -207,22 +207,22 @@ class AsyncLLM:
                 raise RequestError(text, refusal.param, refusal.code)
         return [output_of(some, asked) for some, asked in zip(collectors, batch, strict=True)]
 
-    def name(self, wanted: str | None = None) -> str:
+    def name(self, requested: str | None = None) -> str:
         """An id for one more request, unique even if the wanted one is used twice."""
-        return f"{wanted or 'request'}-{self._prefix}-{next(self._numbers)}"
+        return f"{requested or 'request'}-{self._prefix}-{next(self._numbers)}"
 
     async def stream(self, *batch: OfflineRequest) -> AsyncGenerator[Delta, None]:
         """The deltas of all choices of all calls, as they come; their `index` counts through."""
-        pipeline, stream, left = self._running(), DeltaStream(), 0
+        pipeline, stream, open_choices = self._running(), DeltaStream(), 0
         async with self._submit_lock:  # of many at once, one in each iteration of the loop
             for asked in batch:
-                numbers = range(left, left + asked.call.params.n)
+                numbers = range(open_choices, open_choices + asked.call.params.n)
                 pipeline.open(asked.call, [ChoiceStream(stream, n, asked) for n in numbers])
-                left = numbers.stop
+                open_choices = numbers.stop
         try:
-            while left:
+            while open_choices:
                 delta = await stream.next()
-                left -= delta.finish_reason is not None
+                open_choices -= delta.finish_reason is not None
                 yield delta
         finally:
             for asked in batch:

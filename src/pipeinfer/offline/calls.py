@@ -219,7 +219,7 @@ def chat(
     return OfflineRequest(_sendable(call, "messages"), None, detokenize, only_prompt)
 
 
-def longest_first(batch: Sequence[Call], beside: Sequence[T]) -> list[tuple[Call, T]]:
+def longest_first(batch: Sequence[Call], extra_tokens: Sequence[T]) -> list[tuple[Call, T]]:
     """The calls of a batch with what belongs to each, those that may generate most first.
 
     A batch is over with its longest request: one that began late would end alone, in steps that
@@ -230,7 +230,7 @@ def longest_first(batch: Sequence[Call], beside: Sequence[T]) -> list[tuple[Call
         wanted = pair[0].params.max_tokens
         return float("inf") if wanted is None else wanted
 
-    return sorted(zip(batch, beside, strict=True), key=most, reverse=True)
+    return sorted(zip(batch, extra_tokens, strict=True), key=most, reverse=True)
 
 
 def _as_sent(given: AnyParams) -> tuple[SamplingParams, bool, bool]:

@@ -89,7 +89,11 @@ class _Batch:
 
     def result(self, outputs: Sequence[RequestOutput]) -> Chunk | list[Chunk]:
         """Of each prompt, each of its choices."""
-        made = [_whole(output, one, self.scores) for output in outputs for one in output.outputs]
+        made = [
+            _finished_chunk(output, one, self.scores)
+            for output in outputs
+            for one in output.outputs
+        ]
         return made[0] if self.single else made
 
 
@@ -271,13 +275,15 @@ def _add(output: CompletionOutput, delta: Delta) -> None:
     output.error = delta.error
 
 
-def _whole(result: RequestOutput, output: CompletionOutput, scores: _Scores) -> Chunk:
+def _finished_chunk(result: RequestOutput, output: CompletionOutput, scores: _Scores) -> Chunk:
     tokens = len(result.prompt_token_ids), result.cached_tokens
     made = _chunk(result.request_id, output, tokens, scores)
     if scores.of and scores.start >= 0:
         pairs = list(zip(result.prompt_token_ids, result.prompt_logprobs or [], strict=True))
         pairs = pairs[scores.start :]
-        made["meta_info"]["input_token_logprobs"] = [_own(token, found) for token, found in pairs]
+        made["meta_info"]["input_token_logprobs"] = [
+            _token_logprob(token, found) for token, found in pairs
+        ]
         if scores.others:
             made["meta_info"]["input_top_logprobs"] = [_top(found) for _, found in pairs]
     return made
@@ -295,13 +301,13 @@ def _chunk(name: str, output: CompletionOutput, prompt: tuple[int, int], scores:
     if scores.of:
         found = output.logprobs or []
         pairs = zip(output.token_ids, found, strict=True)
-        info["output_token_logprobs"] = [_own(token, one) for token, one in pairs]
+        info["output_token_logprobs"] = [_token_logprob(token, one) for token, one in pairs]
         if scores.others:
             info["output_top_logprobs"] = [_top(one) for one in found]
     return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": info}
 
 
-def _own(token: int, found: Logprobs | None) -> tuple[float | None, int, None]:
+def _token_logprob(token: int, found: Logprobs | None) -> tuple[float | None, int, None]:
     """Of the token itself; of the prompt's first one nothing is known."""
     return (None if found is None else found[token].logprob, token, None)
 

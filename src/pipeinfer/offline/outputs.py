@@ -150,19 +150,19 @@ class RequestOutput:
         """None: there are no adapters."""
 
 
-def logprobs_of(delta: events.Delta) -> list[Logprobs] | None:
+def logprobs_of(delta: events.OutputDelta) -> list[Logprobs] | None:
     """As callers see them; None if the delta has none."""
-    return None if delta.logprobs is None else list(_listed(delta.logprobs, delta.ids))
+    return None if delta.logprobs is None else list(_by_position(delta.logprobs, delta.ids))
 
 
-def prompt_logprobs_of(delta: events.Delta) -> list[Logprobs | None] | None:
+def prompt_logprobs_of(delta: events.OutputDelta) -> list[Logprobs | None] | None:
     """The same of the prompt's tokens in it."""
     if delta.prompt is None:
         return None
-    return [listed or None for listed in _listed(delta.prompt, delta.prompt.ids)]
+    return [listed or None for listed in _by_position(delta.prompt, delta.prompt.ids)]
 
 
-def _listed(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
+def _by_position(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
     """Of each token; nothing of one that nothing comes before. Hot path: once for every token, so
     that nothing is made in between."""
     ids = unpack_few(raw_ids)
@@ -253,7 +253,7 @@ class Collector:
         if self._call.return_prompt_text:
             self._prompt_text = started.prompt_text
 
-    def delta(self, delta: events.Delta) -> None:
+    def delta(self, delta: events.OutputDelta) -> None:
         """Hot path: once for every token."""
         if self._metrics.first_token_time is None and delta.ids:
             self._metrics.first_token_time = time.monotonic()
@@ -319,19 +319,19 @@ class Progress:
         return sum(c.prompt_tokens for c in choices), sum(c.output_tokens for c in choices)
 
 
-def output_of(choices: Sequence[Collector], asked: OfflineRequest) -> RequestOutput:
+def output_of(choices: Sequence[Collector], call: OfflineRequest) -> RequestOutput:
     """What was gathered of a request; of its prompt the first choice knows."""
     whole, *others = [choice.output() for choice in choices]
     for index, other in enumerate(others, start=1):
         other.outputs[0].index = index
         whole.outputs += other.outputs
         whole.metrics.add(other.metrics)
-    if asked.prompt is not None:
-        whole.prompt = asked.prompt
+    if call.prompt is not None:
+        whole.prompt = call.prompt
     for output in whole.outputs:
-        if not asked.detokenize:
+        if not call.detokenize:
             output.text = ""
-        if asked.only_prompt:
+        if call.only_prompt:
             _clear(output)
     return whole
 
@@ -373,24 +373,24 @@ class DeltaStream:
 class ChoiceStream:
     """The sink of one choice, in front of the stream that all of them share."""
 
-    __slots__ = ("_asked", "_index", "_prompt_tokens", "_received", "_stream")
+    __slots__ = ("_call", "_index", "_prompt_tokens", "_received", "_stream")
 
-    def __init__(self, stream: DeltaStream, index: int, asked: OfflineRequest) -> None:
+    def __init__(self, stream: DeltaStream, index: int, call: OfflineRequest) -> None:
         self._stream = stream
         self._index = index
         self._received = 0
         self._prompt_tokens = 0
-        self._asked = asked
+        self._call = call
 
     def started(self, started: Started) -> None:
         self._prompt_tokens = started.prompt_tokens
 
-    def delta(self, delta: events.Delta) -> None:
+    def delta(self, delta: events.OutputDelta) -> None:
         """Hot path: once for every token."""
         ids = unpack_few(delta.ids)
         self._received = delta.token_offset + len(ids)
         made = Delta(
-            delta.text if self._asked.detokenize else "",
+            delta.text if self._call.detokenize else "",
             ids,
             delta.token_offset,
             delta.finish,
@@ -401,7 +401,7 @@ class ChoiceStream:
             index=self._index,
             prompt_tokens=self._prompt_tokens,
         )
-        if self._asked.only_prompt:
+        if self._call.only_prompt:
             _clear(made)
         self._stream.put(made)
 

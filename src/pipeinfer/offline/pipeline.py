@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import zmq
 
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
+from pipeinfer.gateway.events import Call, Failed, Hangup, OutputDelta, Started, StatusChanged
 from pipeinfer.gateway.health import StageStatus, expected_stages
 from pipeinfer.gateway.ledger import RequestTraces
 from pipeinfer.gateway.sessions import CacheResets
@@ -37,7 +37,7 @@ class OutputSink(Protocol):
 
     def started(self, started: Started) -> None: ...
 
-    def delta(self, delta: Delta) -> None: ...
+    def delta(self, delta: OutputDelta) -> None: ...
 
     def failed(self, failed: Failed) -> None: ...
 
@@ -74,7 +74,7 @@ class OfflineDriver:
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs; what nobody waits for is dropped."""
-        if isinstance(message, Delta):  # hot path: once for every token of every request
+        if isinstance(message, OutputDelta):  # hot path: once for every token of every request
             if message.finish is None:
                 sink = self._sinks.get(message.request_id)
             else:
@@ -182,10 +182,10 @@ class Pipeline:
         )
         self._service = stages.service
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
-        awake = busy_poll.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
+        poll_seconds = busy_poll.BUSY_POLL_SECONDS if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build,
-            ProcessOptions(busy_poll=awake),
+            ProcessOptions(busy_poll=poll_seconds),
         )  # fmt: skip
         self._core = GatewayCore(
             expected_stages(stages.topology),
@@ -200,7 +200,7 @@ class Pipeline:
 
     def _build(self, context: StageContext) -> Stage:
         assert self._core is not None
-        return Stage(self._core, self._driver, TICK, _telemetry_of_others(context.topology))
+        return Stage(self._core, self._driver, TICK, _other_telemetry(context.topology))
 
     # --------------------------------------------------------------------------------- what happens
 
@@ -245,13 +245,13 @@ class Pipeline:
     @staticmethod
     async def _stop_stages(service: Supervisor | InProcess, task: asyncio.Task[Any]) -> None:
         service.stop()
-        _, late = await asyncio.wait([task], timeout=PATIENCE)
-        if late:
+        _, running = await asyncio.wait([task], timeout=PATIENCE)
+        if running:
             service.stop()  # a supervisor kills now
             await asyncio.wait([task])
 
 
-def _telemetry_of_others(topology: Topology) -> tuple[tuple[str, str], ...]:
+def _other_telemetry(topology: Topology) -> tuple[tuple[str, str], ...]:
     others = topology.without("gateway").ids()
     return (
         *((stage, "telemetry") for stage in others),

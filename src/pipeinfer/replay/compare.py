@@ -184,7 +184,7 @@ def _of_one(entry: TraceEntry, send: Send, skips: Skips) -> Mismatch | None:
     return first_mismatch(entry.message, send.message, skips)
 
 
-MOST_IDS = 6
+MAX_IDS = 6
 MAX_VALUE_CHARS = 40
 HIDDEN = frozenset({"request_id", "attempt", "params", "trace", "gateway", "detokenizer", "group"})
 
@@ -243,14 +243,14 @@ def _ids(raw: bytes) -> str:
     if len(raw) % 4:
         return f"{len(raw)} bytes"
     ids = unpack(raw)
-    if len(ids) <= MOST_IDS:
+    if len(ids) <= MAX_IDS:
         return "[" + " ".join(map(str, ids.tolist())) + "]"
-    first = " ".join(map(str, ids[: MOST_IDS - 2].tolist()))
+    first = " ".join(map(str, ids[: MAX_IDS - 2].tolist()))
     return f"[{first} … {ids[-1]}]x{len(ids)}"
 
 
 BEFORE = 8  # messages shown
-MOST_REQUESTS = 3  # named; a step may be about hundreds
+MAX_REQUESTS = 3  # named; a step may be about hundreds
 MAX_HISTORY_CHARS = 300
 
 
@@ -266,8 +266,8 @@ def explain(recording: LoadedTrace, difference: Difference) -> list[str]:
         f"{cause.time - recording.begin:.4f} s into the recording",
     ]
     if requests:
-        more = f" and {len(requests) - MOST_REQUESTS} more" * (len(requests) > MOST_REQUESTS)
-        lines.append(f"  about     {', '.join(requests[:MOST_REQUESTS])}{more}; before it:")
+        more = f" and {len(requests) - MAX_REQUESTS} more" * (len(requests) > MAX_REQUESTS)
+        lines.append(f"  about     {', '.join(requests[:MAX_REQUESTS])}{more}; before it:")
     else:
         lines.append("  before it:")
     begin = recording.begin
@@ -289,7 +289,7 @@ def history(
     named = {entry.seq: ids for entry, ids in about}
     requests = _at(difference, entries) or named.get(difference.seq) or ()
     requests = requests or named.get(difference.cause.seq, ())
-    wanted = set(requests[:MOST_REQUESTS])
+    wanted = set(requests[:MAX_REQUESTS])
     earlier = deque(
         (entry for entry, ids in about
          if entry.seq <= difference.cause.seq and entry.direction != "note"

@@ -30,7 +30,7 @@ from pipeinfer.runtime.stage import Driver
 from pipeinfer.wire import unpack
 
 
-class ReplayTally:
+class ReplayCounts:
     """`keep_going`: `over` stays false. first: the first difference. tokens, wrong: ids that a
     device sampled, and those that were not the recorded ones. requests: of which those were."""
 
@@ -76,7 +76,7 @@ class ReplayTally:
         names = self._subjects.rows(recorded.epoch, recorded.number)
         self.requests |= {names[s] for s in slots[wrong[wrong < len(slots)]].tolist()}
 
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """The sums, for people."""
         counts = ", ".join(f"{count} {kind}" for kind, count in self.messages.most_common())
         lines = [f"inputs with a difference: {counts or 'none'}"]
@@ -162,23 +162,23 @@ class DeviceHung(RuntimeError):
     """The device did not report a step."""
 
 
-def play_alone(
-    player: CorePlayer, exchanges: Iterable[TraceExchange], pace: ReplayPace, tally: ReplayTally
+def play_core(
+    player: CorePlayer, exchanges: Iterable[TraceExchange], pace: ReplayPace, counts: ReplayCounts
 ) -> None:
     """Core only: everything comes from the recording."""
     for exchange in exchanges:
         if (seconds := pace.wait(exchange.input.time)) > 0:
             time.sleep(seconds)
-        tally.add(player.feed(exchange))
-        if tally.over or player.reached(exchange):
+        counts.add(player.feed(exchange))
+        if counts.over or player.reached(exchange):
             return
 
 
 class DevicePlayback:
     """Plays an engine with its driver. `player` must have been given `deliver` of this object."""
 
-    def __init__(self, driver: Driver, tally: ReplayTally) -> None:
-        self._driver, self._tally = driver, tally
+    def __init__(self, driver: Driver, counts: ReplayCounts) -> None:
+        self._driver, self._counts = driver, counts
         self._reports: asyncio.Queue[Message] = asyncio.Queue()
         self._submitted: set[tuple[int, int]] = set()
         self.steps = 0
@@ -189,7 +189,7 @@ class DevicePlayback:
             self._submitted.add((message.step.epoch, message.step.number))
         self._driver.deliver(message)
 
-    def _hear(self, message: Message) -> None:
+    def _on_event(self, message: Message) -> None:
         """When graphs are captured is recorded, too."""
         if not isinstance(message, GraphDue):
             self._reports.put_nowait(message)
@@ -198,17 +198,17 @@ class DevicePlayback:
         self, player: CorePlayer, exchanges: Iterable[TraceExchange], pace: ReplayPace
     ) -> None:
         """Raises what the core raises, and DeviceHung."""
-        await self._driver.start(self._hear)
+        await self._driver.start(self._on_event)
         try:
             for exchange in exchanges:
                 if (seconds := pace.wait(exchange.input.time)) > 0:
                     await asyncio.sleep(seconds)
-                self._tally.follow(exchange)
+                self._counts.follow(exchange)
                 difference = await self._await_device(exchange)
-                self._tally.add(difference)
-                if not self._tally.over:
-                    self._tally.add(player.feed(exchange))
-                if self._tally.over or player.reached(exchange):
+                self._counts.add(difference)
+                if not self._counts.over:
+                    self._counts.add(player.feed(exchange))
+                if self._counts.over or player.reached(exchange):
                     return
         finally:
             await self._driver.stop()
@@ -230,7 +230,7 @@ class DevicePlayback:
         if isinstance(report, StepFailed) and isinstance(entry.message, StepFailed):
             return None  # the reason's text may hold addresses; the core raises in a moment
         if isinstance(report, StepDone) and isinstance(entry.message, StepDone):
-            self._tally.step(exchange, report)
+            self._counts.step(exchange, report)
         mismatch = first_mismatch(entry.message, report, ignored_fields)
         if mismatch is None:
             return None

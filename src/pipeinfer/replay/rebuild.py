@@ -19,7 +19,7 @@ from pipeinfer.replay.recording import LoadedTrace
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
-from pipeinfer.topology import NAMES, Entry, Topology
+from pipeinfer.topology import NAMES, StageEntry, Topology
 from pipeinfer.wire import unpack
 
 REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight
@@ -224,12 +224,12 @@ def _quiet(_state: State, _reason: str) -> None:
     """Progress is for heartbeats, and there are none."""
 
 
-def _entry(stage: str) -> Entry:
+def _entry(stage: str) -> StageEntry:
     name, *numbers = stage.split("-")
     if name not in NAMES or not numbers or not all(number.isdigit() for number in numbers):
         raise CannotReplay(USAGE, f"the trace names a stage {stage!r}, which does not exist today")
     first, second = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 0
-    entry = Entry(name, f"inproc://replay-{stage}")
+    entry = StageEntry(name, f"inproc://replay-{stage}")
     if name == "engine":
         return msgspec.structs.replace(entry, group=first, rank=second)
     if name == "scheduler":

@@ -29,7 +29,7 @@ from pipeinfer.replay.compare import first_mismatch
 from pipeinfer.replay.recording import LoadedTrace, TraceEntry
 
 # Names whose values are one process's or one run's own.
-OWN = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")
+LOCAL_NAMES = ("request_id", "request_ids", "epoch", "incarnation", "incarnations")
 
 Value = TypeVar("Value")
 Change = Callable[[Any], Any]
@@ -99,7 +99,7 @@ AHEAD = 2  # plans that a live engine gets before the result of the first of the
 PLAYED = ("engine", "scheduler", "gateway", "tokenizer")
 
 
-class Diverged(Exception):
+class ReplayDiverged(Exception):
     """The live side said something else than the recorded one; the text says where."""
 
 
@@ -116,7 +116,7 @@ class Role(Protocol):
     finished: bool
 
     def take(self, channel: str, message: Message) -> list[TimedSend]:
-        """A live message; what the recorded stage answered. Raises Diverged."""
+        """A live message; what the recorded stage answered. Raises ReplayDiverged."""
         ...
 
     def tick(self) -> list[TimedSend]:
@@ -212,7 +212,7 @@ class SchedulerRole:
             case Admitted() | Result() if message.epoch == self._epoch:
                 return self._answer(message)
         if type(message).__name__ == "Fault":
-            raise Diverged(f"the engine ended the epoch: {message.reason}")  # type: ignore[attr-defined]
+            raise ReplayDiverged(f"the engine ended the epoch: {message.reason}")  # type: ignore[attr-defined]
         return _recovered(channel, message, "scheduler")
 
     def tick(self) -> list[TimedSend]:
@@ -225,7 +225,9 @@ class SchedulerRole:
         for name in ("page_size", "pages", "max_slots", "max_model_len"):
             recorded, live = getattr(self._hello, name), getattr(hello, name)
             if recorded != live:
-                raise Diverged(f"the recorded engine had {name} {recorded}, this one has {live}")
+                raise ReplayDiverged(
+                    f"the recorded engine had {name} {recorded}, this one has {live}"
+                )
         if self._live is None or self._live.incarnation != hello.incarnation:
             self._live, self._running = hello, False
             self._epoch += 1
@@ -246,14 +248,14 @@ class SchedulerRole:
     def _answer(self, message: Admitted | Result) -> list[TimedSend]:
         kind = type(message).__name__
         if message.number >= self._sent:
-            raise Diverged(f"{kind} of plan {message.number}, which was not sent")
+            raise ReplayDiverged(f"{kind} of plan {message.number}, which was not sent")
         answers = self._answers[message.number]
         recorded = next((e for e in answers.outputs if e.kind == kind), None)
         if recorded is None:
-            raise Diverged(f"plan {message.number} was not answered with {kind}")
+            raise ReplayDiverged(f"plan {message.number} was not answered with {kind}")
         mismatch = first_mismatch(_replaced(recorded.message, epoch=self._epoch), message)
         if mismatch is not None:
-            raise Diverged(
+            raise ReplayDiverged(
                 f"{kind} of plan {message.number} (message {recorded.seq}): {mismatch.field} was "
                 f"{mismatch.recorded}, is {mismatch.replayed}"
             )
@@ -325,12 +327,12 @@ def _longest_epoch(recording: LoadedTrace) -> list[RecordedAnswers]:
 
 
 def _same(recorded: Plan, live: Plan, recorded_ids: NumberedIds, live_ids: NumberedIds) -> None:
-    """Raises Diverged unless the plans are equal but for the epoch and the requests' names."""
+    """ReplayDiverged unless the plans are equal but for epoch and names of requests."""
     one = rewritten(_replaced(recorded, epoch=live.epoch), {"request_id": recorded_ids})
     other = rewritten(live, {"request_id": live_ids})
     mismatch = first_mismatch(one, other)
     if mismatch is not None:
-        raise Diverged(
+        raise ReplayDiverged(
             f"plan {live.number} is the first that differs: {mismatch.field} was "
             f"{mismatch.recorded}, is {mismatch.replayed}"
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 from pipeinfer.core import Core
 from pipeinfer.replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.compare import Difference, explain, ignored_fields
-from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayPace, ReplayTally, play_alone
+from pipeinfer.replay.playing import CorePlayer, DevicePlayback, ReplayCounts, ReplayPace, play_core
 from pipeinfer.replay.rebuild import Rebuilt, rebuild
 from pipeinfer.replay.recording import (
     LoadedTrace,
@@ -71,7 +71,10 @@ def run(options: argparse.Namespace, overrides: Mapping[str, object]) -> int:
 
 
 class ReplayRun:
-    """One replay, from the first exchange to the verdict. `tally` and `seconds` are its numbers."""
+    """One replay, from the first exchange to the verdict.
+
+    `counts` and `seconds` are its numbers.
+    """
 
     def __init__(
         self,
@@ -82,10 +85,10 @@ class ReplayRun:
     ) -> None:
         self._recording, self._rebuilt, self._options, self._say = recording, rebuilt, options, say
         driver = rebuilt.stage.driver
-        self.tally, self.seconds = ReplayTally(keep_going=options.all), 0.0
+        self.counts, self.seconds = ReplayCounts(keep_going=options.all), 0.0
         self._device = None
         if recording.header.name == "engine" and driver is not None:
-            self._device = DevicePlayback(driver, self.tally)
+            self._device = DevicePlayback(driver, self.counts)
         self._player = CorePlayer(
             rebuilt.stage.core,
             partial(ignored_fields, other_device=rebuilt.other_device),
@@ -103,7 +106,7 @@ class ReplayRun:
             if self._device is not None:
                 asyncio.run(self._device.play(self._player, exchanges, pace))
             else:
-                play_alone(self._player, exchanges, pace, self.tally)
+                play_core(self._player, exchanges, pace, self.counts)
         except Exception as error:  # whatever a stage under test raises is the result
             return self._crashed(error)
         self.seconds = time.perf_counter() - begun
@@ -133,7 +136,7 @@ class ReplayRun:
         return fresh
 
     def _verdict(self, exchanges: list[TraceExchange]) -> int:
-        player, header, found = self._player, self._recording.header, self.tally.first
+        player, header, found = self._player, self._recording.header, self.counts.first
         stopped = self._options.until is not None
         if found is None and header.error and not stopped:
             found = Difference(
@@ -151,7 +154,7 @@ class ReplayRun:
             counts = f"{player.inputs} inputs, {player.outputs} outputs"
             self._say(f"equal {where}: {counts}, 0 differences")
         if self._options.all:
-            for line in self.tally.lines():
+            for line in self.counts.summary_lines():
                 self._say(line)
         if found is None or self._options.all:
             self._say_how_fast(exchanges)

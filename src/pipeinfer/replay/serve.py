@@ -18,18 +18,18 @@ import zmq
 
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Bus
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Message
 from pipeinfer.replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
 from pipeinfer.replay.recording import LoadedTrace, load_stage, warn_of_tail
-from pipeinfer.replay.roles import Diverged, Role, TimedSend, role_of
+from pipeinfer.replay.roles import ReplayDiverged, Role, TimedSend, role_of
 from pipeinfer.runtime.stage import heartbeat, rank_status
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import NAMES, Topology
 
 TICK, HEARTBEAT = 0.1, 0.5  # seconds
-APART = 1e-6  # seconds between two of a kind, for timers of one moment have no order
+MIN_TIMER_GAP = 1e-6  # seconds between two of a kind, for timers of one moment have no order
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +99,11 @@ class StagePlayer:
             self._bus.close()
             self._context.term()
 
-    def _on_message(self, channel: str, _header: Header, message: Message) -> None:
+    def _on_message(self, channel: str, _header: FrameHeader, message: Message) -> None:
         self._inputs += 1
         try:
             self._send(self._role.take(channel, message))
-        except Diverged as error:
+        except ReplayDiverged as error:
             self._end(DIFFERENT, f"the live side diverges: {error}")
 
     def _tick(self) -> None:
@@ -118,7 +118,7 @@ class StagePlayer:
             # Answers of one kind stay in order, however the live questions are spaced.
             kind = type(send.message)
             due = self._due_last[kind] = max(
-                self._due_last.get(kind, 0.0) + APART, loop.time() + after
+                self._due_last.get(kind, 0.0) + MIN_TIMER_GAP, loop.time() + after
             )
             self._waiting += 1
             loop.call_at(due, self._due, send)

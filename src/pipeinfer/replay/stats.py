@@ -136,7 +136,7 @@ def _marks(stage: str, entry: TraceEntry) -> Marks:
         rows = [row for row in message.rows if row.ids or row.finish]
         return [(row.request_id, _ROWS[key], row.finish or "") for row in rows]
     if stage == "gateway" and entry.direction == "out" and entry.channel == LOCAL:
-        if entry.kind == "Delta":
+        if entry.kind == "OutputDelta":
             return [(message.request_id, "shown", message.finish or "")]
         if entry.kind == "Failed":
             return [(message.request_id, "shown", f"error {message.status}")]

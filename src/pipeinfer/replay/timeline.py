@@ -60,7 +60,7 @@ class Flow:
 
 
 @dataclass
-class Timeline:
+class TraceTimeline:
     """rows: (stage, row) from top to bottom."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
@@ -74,12 +74,12 @@ def build_timeline(
     begin: float = 0.0,
     end: float = float("inf"),
     request: str | None = None,
-) -> Timeline:
+) -> TraceTimeline:
     """Everything that touches begin..end (seconds since the earliest entry), all or that of one
     request. The recordings are on one clock."""
     ordered = sorted(recordings, key=lambda r: (ORDER.index(r.header.name), r.stage))
     zero = min((r.begin for r in ordered if r.entries), default=0.0)
-    drawn = Timeline()
+    drawn = TraceTimeline()
     for recording in ordered:
         spans = list(_spans(recording, zero))
         for row in ROWS:
@@ -210,18 +210,18 @@ def _flow(journey: RequestTimes, zero: float, inside: set[tuple[str, int]]) -> F
 
 
 TEMPLATE = Path(__file__).with_name("page.html")
-PLACE = "/*DATA*/null"
+DATA_PLACEHOLDER = "/*DATA*/null"
 MICRO = 1e6  # microseconds in a second
 
 
-def html(picture: Timeline) -> str:
+def html(picture: TraceTimeline) -> str:
     """The page. Names and details are data, never markup."""
     data = json.dumps(_compact(picture), separators=(",", ":"))
     # What could end the script element from within a string.
-    return TEMPLATE.read_text().replace(PLACE, data.replace("<", "\\u003c"))
+    return TEMPLATE.read_text().replace(DATA_PLACEHOLDER, data.replace("<", "\\u003c"))
 
 
-def _compact(picture: Timeline) -> dict[str, object]:
+def _compact(picture: TraceTimeline) -> dict[str, object]:
     """Rows, spans [row, start µs, length µs, name, seq, requests, detail] with requests as numbers,
     flows [request, [µs, row], ...]."""
     rows = {row: at for at, row in enumerate(picture.rows)}
@@ -255,7 +255,7 @@ def _compact(picture: Timeline) -> dict[str, object]:
     }
 
 
-def events(picture: Timeline) -> list[JsonObject]:
+def events(picture: TraceTimeline) -> list[JsonObject]:
     """One process for each stage, one thread for each of its rows, one flow for each request."""
     stages = list(dict.fromkeys(stage for stage, _ in picture.rows))
     pids = {stage: at for at, stage in enumerate(stages, 1)}

@@ -137,7 +137,7 @@ class StatusReader:
         self.source, self.sink = os.pipe()
         os.set_blocking(self.source, False)
         self.ended = False
-        self._rest = b""
+        self._partial_line = b""
 
     @property
     def name(self) -> str:
@@ -155,15 +155,15 @@ class StatusReader:
             except BlockingIOError:
                 break
             self.ended = not chunk
-            self._rest += chunk
-        *lines, self._rest = self._rest.split(b"\n")
-        return [report for line in lines if (report := _decoded(line)) is not None]
+            self._partial_line += chunk
+        *lines, self._partial_line = self._partial_line.split(b"\n")
+        return [report for line in lines if (report := _decode_status(line)) is not None]
 
     def close(self) -> None:
         os.close(self.source)
 
 
-def _decoded(line: bytes) -> StatusReport | None:
+def _decode_status(line: bytes) -> StatusReport | None:
     """A command around the stage may write into it what it likes."""
     try:
         return msgspec.json.decode(line, type=StatusReport)

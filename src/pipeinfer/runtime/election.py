@@ -27,7 +27,7 @@ class ElectedInstance:
     def __init__(self, identity: Identity, lock: IO[str]) -> None:
         self.identity = identity
         self._lock = lock
-        with _ours(instance_file()) as file:
+        with _locked_file(instance_file()) as file:
             file.truncate()
             file.write(identity.id)
 
@@ -40,7 +40,7 @@ def elect_instance(topology: Topology, name: str, on: str, folder: Path) -> Elec
     """
     mine = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
     for entry in mine:
-        lock = _ours(folder / f"{entry.identity.id}.lock")
+        lock = _locked_file(folder / f"{entry.identity.id}.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,11 +63,11 @@ def instance_file() -> Path:
 def elected_instance() -> str:
     """The id of the stage that was claimed here. OSError, or ConfigurationError if the note is not
     ours, so that nobody else can say how this stage is."""
-    with _ours(instance_file(), os.O_RDONLY) as file:
+    with _locked_file(instance_file(), os.O_RDONLY) as file:
         return file.read()
 
 
-def _ours(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
+def _locked_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
     """Opens a plain file of this user's, and no link to another one: folders for temporary files
     are shared, and whoever comes first chooses what lies there. Raises ConfigurationError."""
     try:

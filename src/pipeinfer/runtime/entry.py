@@ -33,7 +33,7 @@ from pipeinfer import settings as config
 from pipeinfer import topology as topologies
 from pipeinfer.bus.bus import Listener
 from pipeinfer.bus.curve import keyring
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.bus.sockets import AddressTaken, raise_socket_limits
 from pipeinfer.command_line import CommandLine
 from pipeinfer.messages import GroupFault, Message, RankStatus, State
@@ -124,7 +124,7 @@ def end_on_group_fault(
         log.error("%s; this process ends to be started again", reason)
         end(FAILED)  # not in order: the thread of a step that hangs would be waited for
 
-    def on_message(_channel: str, _header: Header, message: Message) -> None:
+    def on_message(_channel: str, _header: FrameHeader, message: Message) -> None:
         if isinstance(message, GroupFault):
             if message.group == engine.group and incarnation in message.incarnations:
                 give_up(f"{scheduler}: {message.reason}")

@@ -22,7 +22,7 @@ from pipeinfer import topology as topologies
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import Topology
 
-PREFIX, TOPOLOGY, MARK, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
+PREFIX, TOPOLOGY, PID_FILE, SERVED = "pipeinfer-", "pipeinfer.toml", "pid", "served.json"
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -56,9 +56,9 @@ class RunningServer:
 
 
 @contextmanager
-def mark_running(file: Path) -> Iterator[None]:
+def record_running(file: Path) -> Iterator[None]:
     """Marks the topology `file` as that of a running server, until the end or the process's end."""
-    with file.with_name(MARK).open("w") as mark:
+    with file.with_name(PID_FILE).open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
         mark.write(f"{os.getpid()}\n")
         mark.flush()
@@ -85,7 +85,7 @@ def url_from_here(host: str, port: int, secure: bool) -> str:
 def running_servers() -> list[RunningServer]:
     """All servers of this user whose temporary folder is found, oldest first."""
     found: list[tuple[float, RunningServer]] = []
-    for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{MARK}"):
+    for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{PID_FILE}"):
         try:
             status = mark.lstat()
             owners = {status.st_uid, mark.parent.lstat().st_uid}

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, MutableMapping
 
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.messages import Fenced
 
 # Of nanoseconds, between two processes of one stage. Epochs and a supervisor's last word of a
@@ -87,7 +87,7 @@ class IncarnationFilter:
             str, tuple[int, float]
         ] = {}  # the older process notified last, and when
 
-    def accepts(self, header: Header, now: float) -> bool:
+    def accepts(self, header: FrameHeader, now: float) -> bool:
         """False if a newer process of the same stage was heard before. `now`: monotonic seconds."""
         newest = self._newest.get(header.sender, -1)
         if header.incarnation < newest:
@@ -98,7 +98,7 @@ class IncarnationFilter:
             self._since[header.sender] = now
         return True
 
-    def notice(self, header: Header, now: float) -> Fenced | None:
+    def notice(self, header: FrameHeader, now: float) -> Fenced | None:
         """The message to the sender of a frame that was not accepted; None if it got one lately."""
         stage, number = header.sender, header.incarnation
         before, at = self._notified.get(stage, (-1, 0.0))

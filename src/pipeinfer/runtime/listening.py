@@ -24,7 +24,7 @@ from pipeinfer.settings import ConfigurationError
 PROC = Path("/proc")
 LISTEN_STATE = "0A"  # the state of a socket in /proc/net/tcp
 MAX_NAME_CHARS = 60  # characters of a process's name
-UNSEEN = "by a process that this user cannot see"
+UNKNOWN_OWNER = "by a process that this user cannot see"
 
 
 def port_owner(host: str, port: int) -> str:
@@ -40,7 +40,7 @@ def port_owner(host: str, port: int) -> str:
             return f"by process {server.pid} (pipeinfer serve{model})"
     if not inodes:
         return ""
-    return f"by process {pids[0]} ({_name(pids[0])})" if pids else UNSEEN
+    return f"by process {pids[0]} ({_name(pids[0])})" if pids else UNKNOWN_OWNER
 
 
 def _inodes(host: str, port: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from pipeinfer.checkpoint.source import find_model
 from pipeinfer.close_names import did_you_mean
 from pipeinfer.observe import opentelemetry
 from pipeinfer.runtime import listening
-from pipeinfer.runtime.find import PREFIX, TOPOLOGY, mark_running
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, record_running
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
 from pipeinfer.topology import STAGES_VARIABLE, Topology, deployed_topology
@@ -127,7 +127,7 @@ def local_stages(
         file.write_text(topology.to_toml())
         service = Supervisor(settings, topology, str(file), identities, context)
         service.on_give_up = on_give_up
-        with mark_running(file):
+        with record_running(file):
             yield LocalStages(service, topology)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ import zmq
 
 from pipeinfer import control
 from pipeinfer.bus.bus import Bus, NoSuchStage
-from pipeinfer.bus.frames import Header, Unencodable
+from pipeinfer.bus.frames import FrameHeader, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Drain, Leave, Send, Tick, Unsent
 from pipeinfer.liveness import FORGET_FACTOR, HEARTBEAT_SECONDS, heartbeat_period
@@ -114,7 +114,7 @@ class Shell:
         self.incarnation = process.incarnation or time.time_ns()
         self._started_at = _clock()
         patience = FORGET_FACTOR * settings.host_loss
-        self.bus = Bus(identity, self.incarnation, topology, context, patience=patience)
+        self.bus = Bus(identity, self.incarnation, topology, context, resend_seconds=patience)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._core_channels = CORE_CHANNELS[identity.name]
@@ -321,7 +321,7 @@ class Shell:
             hook.sent(send.channel, send.to, number, sent, body)
         return ()
 
-    def _on_message(self, channel: str, header: Header, message: Message) -> None:
+    def _on_message(self, channel: str, header: FrameHeader, message: Message) -> None:
         if channel == control.CHANNEL:
             self._control(message)
             return
@@ -340,7 +340,7 @@ class Shell:
         self._process_event(message, now)
         self._publish_if_changed()
 
-    def _notify_fenced(self, header: Header, now: float) -> None:
+    def _notify_fenced(self, header: FrameHeader, now: float) -> None:
         """Tells a process that its frames are dropped, since it may not know: it was replaced, or
         its clock was set back."""
         if header.sender in self._stages and not self._stop.is_set():
@@ -362,7 +362,7 @@ class Shell:
         stage = self._stage
         if isinstance(message, (Observed, Prefixes)):
             if stage is not None and stage.monitor is not None:
-                stage.monitor.see(message)
+                stage.monitor.on_message(message)
         elif isinstance(message, ShowPrefixes):
             if stage is not None and stage.prefixes is not None:
                 found = stage.prefixes(message.most, message.ids)
@@ -396,7 +396,7 @@ class Shell:
     def _on_observed(self, observed: Observed) -> None:
         self._publish_control(observed)
         if self._stage is not None and self._stage.monitor is not None:
-            self._stage.monitor.see(observed)  # a gateway sees itself without a socket
+            self._stage.monitor.on_message(observed)  # a gateway sees itself without a socket
 
     def _publish(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""

@@ -63,7 +63,7 @@ class StageContext:
     """What a builder gets.
 
     settings, topology, identity, incarnation: of the stage.
-    report: `report(state, reason)` shows progress before there is a core.
+    report_status: `report(state, reason)` shows progress before there is a core.
     listen_fds: sockets for HTTP that the parent process opened; none: open your own.
     """
 
@@ -71,14 +71,14 @@ class StageContext:
     topology: Topology
     identity: Identity
     incarnation: int
-    report: Callable[[State, str], None]
+    report_status: Callable[[State, str], None]
     listen_fds: tuple[int, ...] = ()
 
     def log_progress(self, text: str) -> None:
         """Says what takes long before the stage knows whether it can start: as a line of the log,
         and as the reason in the heartbeat."""
         log.info("%s", text)
-        self.report("starting", text)
+        self.report_status("starting", text)
 
 
 class Driver(Protocol):
@@ -101,7 +101,7 @@ class Driver(Protocol):
         ...
 
 
-class PipelineMonitor(Protocol):
+class MonitorHook(Protocol):
     """A gateway's view of the pipeline, for its page: asks stages, and takes their answers."""
 
     def open(self, ask: Callable[[str, Message], None]) -> None:
@@ -109,7 +109,7 @@ class PipelineMonitor(Protocol):
         loop; the gateway's own id is one of them."""
         ...
 
-    def see(self, message: Observed | Prefixes) -> None:
+    def on_message(self, message: Observed | Prefixes) -> None:
         """Takes an answer of a stage, to this gateway or another."""
         ...
 
@@ -140,7 +140,7 @@ class Stage:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None
-    monitor: PipelineMonitor | None = None
+    monitor: MonitorHook | None = None
     prefixes: Callable[[int, int], tuple[Prefix, ...]] | None = None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from pipeinfer.bus.bus import Bus, Listener
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.liveness import HEARTBEAT_SECONDS
@@ -106,7 +106,7 @@ class SwapController:
             self._bus.send(Send("telemetry", EVERYONE, beat))
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def _on_message(self, _channel: str, header: Header, message: Message) -> None:
+    def _on_message(self, _channel: str, header: FrameHeader, message: Message) -> None:
         if isinstance(message, Swap):
             task = asyncio.create_task(self._swap(message))
             self._tasks.add(task)
@@ -441,7 +441,7 @@ class Supervisor:
         if self._swaps is not None and notice is not None:
             self._swaps.publish_death(child, notice)
 
-    def _on_message(self, _channel: str, header: Header, message: Message) -> None:
+    def _on_message(self, _channel: str, header: FrameHeader, message: Message) -> None:
         if isinstance(message, GroupFault):
             group = self._group(message.group)
             alive = [child for child in group if child.started_before(message.incarnations)]

@@ -55,10 +55,10 @@ def discard_unread() -> bool:
     reads it any more; whether there was such an output."""
     closed = [number for number in (1, 2) if _has_no_reader(number)]
     if closed:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        devnull = os.open(os.devnull, os.O_WRONLY)
         for number in closed:
-            os.dup2(nowhere, number)
-        os.close(nowhere)
+            os.dup2(devnull, number)
+        os.close(devnull)
     return bool(closed)
 
 

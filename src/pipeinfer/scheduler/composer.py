@@ -15,7 +15,7 @@ Row = tuple[Request, int]  # and how many tokens of it
 
 # Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
 # wait, jumps take one of so many parts of what may go beside decodes.
-MOST_JUMPS = 32
+MAX_JUMPS = 32
 JUMPS_PART = 2
 
 
@@ -69,7 +69,7 @@ class StepComposer:
             decodes = [r for r in decodes if r not in self.preempted]
         need = self._needed(decodes)
         if need > self.pages.left:
-            decodes = self._make_room(decodes, need)
+            decodes = self._preempt_until(decodes, need)
             need = self._needed(decodes)
         del decodes[max(self._tokens_left, 0) :]
         self.pages.take(need)
@@ -81,40 +81,42 @@ class StepComposer:
     def _jump(self) -> None:
         """Rows of requests whose next ids are known already compute those ids, as far as the other
         decodes can bear it. A request that gets no more than one token decodes on meanwhile."""
-        spare = min(self._tokens_left, self._prefill_tokens(cheapest=False))
-        left = spare // JUMPS_PART if self._prompts or self._admissible() else spare
-        places = {request.id: at for at, (request, _) in enumerate(self.rows)}
+        prefill_tokens = min(self._tokens_left, self._prefill_tokens(cheapest_rate=False))
+        jump_tokens = (
+            prefill_tokens // JUMPS_PART if self._prompts or self._admissible() else prefill_tokens
+        )
+        row_numbers = {request.id: at for at, (request, _) in enumerate(self.rows)}
         jumps = 0
         for request in self._slots.jumping().values():  # in the order in which they were found so
-            at = places.get(request.id)
-            if at is None or jumps == MOST_JUMPS:
+            at = row_numbers.get(request.id)
+            if at is None or jumps == MAX_JUMPS:
                 continue
-            more = min(request.known_ahead - 1, left)
+            jumped_tokens = min(request.known_ahead - 1, jump_tokens)
             first = request.projected + 1
-            pages = self.pages.between(first, first + more)
-            if more <= 0 or pages > self.pages.left - self._reserved:
+            pages = self.pages.between(first, first + jumped_tokens)
+            if jumped_tokens <= 0 or pages > self.pages.left - self._reserved:
                 continue
             self.pages.take(pages)
-            self.rows[at] = request, 1 + more
-            self._tokens_left -= more
-            left -= more
+            self.rows[at] = request, 1 + jumped_tokens
+            self._tokens_left -= jumped_tokens
+            jump_tokens -= jumped_tokens
             jumps += 1
 
     def jumps(self, request: Request, count: int) -> bool:
         """Whether a row of so many tokens has some that the engine was not told."""
         return count > 1 and request.projected >= request.known_len
 
-    def limit_prefill(self, cheapest: bool = False) -> None:
+    def limit_prefill(self, cheapest_rate: bool = False) -> None:
         """After decode_all: prompts get as many tokens as the decodes can bear, at least 1, however
-        many requests run. cheapest: as many as cost least each, however long the decodes then take.
-        See step_cost.py.
+        many requests run. cheapest_rate: as many as cost least each, however long the decodes then
+        take. See step_cost.py.
         """
         if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
-            spare = self._prefill_tokens(cheapest)
-            self._tokens_left = min(self._tokens_left, max(spare - jumped, 1))
+            prefill_tokens = self._prefill_tokens(cheapest_rate)
+            self._tokens_left = min(self._tokens_left, max(prefill_tokens - jumped, 1))
 
-    def _prefill_tokens(self, cheapest: bool) -> int:
+    def _prefill_tokens(self, cheapest_rate: bool) -> int:
         """Tokens of prompts that may go beside the decodes in `rows`."""
         budget, decodes = self._prefill_budget, len(self.rows)
         context = sum([request.projected for request, _ in self.rows])
@@ -122,9 +124,9 @@ class StepComposer:
             Prompt(r.known_len - r.projected, r.projected, self._now - r.arrived_at)
             for r in self._prompts
         ]
-        if cheapest or budget.looks_ahead:
+        if cheapest_rate or budget.looks_ahead:
             waiting += self._queue.prompts(self._now)
-        if not cheapest:
+        if not cheapest_rate:
             return budget.prompt_tokens(decodes, context, waiting)
         all_fit = len(self._queue) + self._queue.waiting_for_prefix <= self._slots.free
         left = self._slots.remaining_steps(self.rows) if all_fit else 0
@@ -190,8 +192,8 @@ class StepComposer:
             return False  # preempted, and its last step has not reported
         if not self._running and not self.admitted:
             return True  # it fits into the pool by itself, that was checked on arrival
-        spare = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
-        return self.pages.between(self._known_cache_hit(request), request.length) <= spare
+        free_pages = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
+        return self.pages.between(self._known_cache_hit(request), request.length) <= free_pages
 
     def _known_cache_hit(self, request: Request) -> int:
         """Tokens on which it may count: those of a request that shares its pages with it. Of all
@@ -230,7 +232,7 @@ class StepComposer:
         size = self.pages.page_size
         return sum([1 for r in decodes if r.projected % size == 0])
 
-    def _make_room(self, decodes: list[Request], need: int) -> list[Request]:
+    def _preempt_until(self, decodes: list[Request], need: int) -> list[Request]:
         """Preempts until the decodes that remain fit; some may wait for the steps in flight."""
         between = self.pages.between
         while need > self.pages.left:
@@ -242,12 +244,12 @@ class StepComposer:
                 decodes.remove(victim)
                 need -= between(victim.projected, victim.projected + 1)
         fitting: list[Request] = []
-        left = self.pages.left
+        remaining = self.pages.left
         for request in decodes:
             pages = between(request.projected, request.projected + 1)
-            if pages <= left or (self._nothing_in_flight and not fitting):
+            if pages <= remaining or (self._nothing_in_flight and not fitting):
                 fitting.append(request)
-                left -= pages
+                remaining -= pages
         return fitting
 
     def _victim(self) -> Request | None:

@@ -89,11 +89,11 @@ class SchedulerCore:
         self._planner = Planner(options, self._engine.slots, self._engine.in_flight)
         self._epochs = Epochs(options.tp, incarnation)
         self._live = LiveRequests()
-        self._awake = SuspendAwareClock()
+        self._suspend_aware_clock = SuspendAwareClock()
         self._now = 0.0
         self._drain_state: DrainState = "serving"
-        neighbours = (*tokenizers, *detokenizers)
-        self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
+        recovering_stages = (*tokenizers, *detokenizers)
+        self._roll_call = RollCall(f"scheduler-{group}", incarnation, recovering_stages)
         self._records = RecoveryRecords(
             tokenizers, detokenizers, FORGET_FACTOR * options.host_loss, group
         )
@@ -118,11 +118,11 @@ class SchedulerCore:
         if handler is None:
             return []  # what tokenizers are told of this group, and supervisors
         if isinstance(event, Tick):
-            self._awake.tick(now)
-        self._now, awake = now, self._awake.at(now)
-        handler(self, event, awake)
+            self._suspend_aware_clock.tick(now)
+        self._now, clock_time = now, self._suspend_aware_clock.at(now)
+        handler(self, event, clock_time)
         if self._roll_call.complete and self._drain_state != "left":
-            self._publish_plans(awake)
+            self._publish_plans(clock_time)
         return self._outbox.take()
 
     def state(self) -> tuple[State, str]:
@@ -132,13 +132,13 @@ class SchedulerCore:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
         return ("ready", "") if self._epochs.running else ("waiting", self._epochs.reason)
 
-    def _standing(self) -> Standing:
+    def _group_standing(self) -> Standing:
         ranks = self._announcer.ranks
         if self._drain_state != "serving" or not self._roll_call.complete:
             return "waits"
         if not self._epochs.running:
-            return "deserted" if ranks.gone else "waits"
-        return "waits" if ranks.gone or ranks.silent else "serves"
+            return "deserted" if ranks.deserted else "waits"
+        return "waits" if ranks.deserted or ranks.silent else "serves"
 
     def status(self) -> GroupStatus:
         """What tokenizers are told of this group."""
@@ -147,7 +147,7 @@ class SchedulerCore:
         return GroupStatus(
             group=self.group,
             incarnation=self._announcer.incarnation,
-            standing=self._standing(),
+            standing=self._group_standing(),
             epoch=self._epochs.epoch,
             requests=len(self._live),
             tokens=sum(request.remaining_tokens for request in self._live),
@@ -158,7 +158,7 @@ class SchedulerCore:
     def stats(self) -> dict[str, float]:
         """See docs/reference/statistics.md."""
         step_tokens, prompt_rate = self._planner.prefill_allowed
-        flights, running = self._engine.in_flight, len(self._engine.slots.running)
+        steps, running = self._engine.in_flight, len(self._engine.slots.running)
         return {
             "running": running,
             "waiting": len(self._live) - running,
@@ -168,8 +168,8 @@ class SchedulerCore:
             "tokens_left": sum(request.remaining_tokens for request in self._live),
             "kept": len(self._records.finished),
             "orphans": self._records.orphans,
-            "in_flight": len(flights),
-            "deferred_total": flights.deferred,
+            "in_flight": len(steps),
+            "deferred_total": steps.deferred,
             "agreed_plans": self._engine.agreed_plans,
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
@@ -224,8 +224,8 @@ class SchedulerCore:
         request = self._live.get(asked.request_id)
         waits = self._roll_call.complete and not self._epochs.running
         if request is not None and request.work.attempt == asked.attempt and waits:
-            told = self._records.hand_over(request, self._planner.lone_crashes(request))
-            self._outbox.send_each("recovery", self._records.tokenizers, told)
+            delivered = self._records.hand_over(request, self._planner.lone_crashes(request))
+            self._outbox.send_each("recovery", self._records.tokenizers, delivered)
             self._drop(request, "handed_over")
 
     def _on_reset_cache(self, asked: ResetCache, _now: float) -> None:
@@ -502,7 +502,7 @@ class SchedulerCore:
     def _on_tick(self, _tick: Tick, now: float) -> None:
         self._outbox.add(self._roll_call.ask(now))
         if self._roll_call.complete:
-            for to, abort in self._records.take_lost(self._now):
+            for to, abort in self._records.take_orphaned(self._now):
                 self._outbox.send("tokens", to, abort)
             for ended in self._records.take_unclaimed(self._now):
                 self._outbox.send_each("recovery", self._records.tokenizers, ended)
@@ -512,7 +512,7 @@ class SchedulerCore:
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, probe)
-        for request in self._live.take_late(self._now):
+        for request in self._live.take_overdue(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
             self._engine.in_flight.check(now, self.options.watchdog)
@@ -521,7 +521,7 @@ class SchedulerCore:
             self._restart_ranks(str(error), now)
         if self._epochs.fenced.is_due(now):
             self._publish_fault(self._epochs.reason)
-        self._outbox.add(self._announcer.take_due(self._standing(), self._now, self.status))
+        self._outbox.add(self._announcer.take_due(self._group_standing(), self._now, self.status))
 
     def _on_drain(self, _drain: Drain, _now: float) -> None:
         if self._drain_state == "serving":
@@ -605,12 +605,12 @@ class LiveRequests:
         self._requests.pop(request.id, None)
         self._deadlines.remove(request)
 
-    def take_late(self, now: float) -> Iterator[Request]:
+    def take_overdue(self, now: float) -> Iterator[Request]:
         """Those whose deadline has come, each once."""
         return self._deadlines.take_over(now)
 
 
-MOST_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
+MAX_STALE = 64  # entries of requests that have ended, beside as many as there are live ones
 
 
 class Deadlines:
@@ -634,7 +634,7 @@ class Deadlines:
         """`request` is over, by whatever."""
         if self._live.get(request.id) is request:
             del self._live[request.id]
-            if len(self._heap) > 2 * len(self._live) + MOST_STALE:
+            if len(self._heap) > 2 * len(self._live) + MAX_STALE:
                 self._heap = [(one.deadline, name) for name, one in self._live.items()]
                 heapq.heapify(self._heap)
 

@@ -56,14 +56,16 @@ class EngineState:
         self.slots.on_page_counts(result)
         self._agreement.on_result(result.digest)
 
-    def _check_pages(self, report: Admitted | Result) -> None:
+    def _check_pages(self, counts: Admitted | Result) -> None:
         pages = self.slots.credits.pages
-        free, evictable, evicted = report.free, report.evictable, report.evicted
-        most = 2 * pages * (report.number + 1)  # a plan may empty the cache, and then the pool
+        free, evictable, evicted = counts.free, counts.evictable, counts.evicted
+        max_evicted = (
+            2 * pages * (counts.number + 1)
+        )  # a plan may empty the cache, and then the pool
         there = free >= 0 and evictable >= 0 and free + evictable <= pages
-        if not there or not 0 <= evicted <= most:
+        if not there or not 0 <= evicted <= max_evicted:
             raise InvalidReport(
-                f"of {pages} pages plan {report.number} left {free} free and {evictable} "
+                f"of {pages} pages plan {counts.number} left {free} free and {evictable} "
                 f"evictable, and {evicted} are evicted"
             )
 
@@ -96,7 +98,7 @@ class PageCredits:
         size = self.page_size
         return (end + size - 1) // size - (start + size - 1) // size
 
-    def report(self, number: int, free: int, evictable: int) -> bool:
+    def on_page_counts(self, number: int, free: int, evictable: int) -> bool:
         """The engine's counts after it applied plan `number`. False, and nothing changes, if it has
         told of a later plan: what was admitted by that one it says before the results of those in
         flight, which name the pages that there were then."""
@@ -183,10 +185,10 @@ class Slots:
         self.released_pages = self.evicted = 0
         return lost
 
-    def on_page_counts(self, report: Admitted | Result) -> None:
+    def on_page_counts(self, counts: Admitted | Result) -> None:
         """The engine's pages, as it told them after one of the plans; the latest plan's count."""
-        if self.credits.report(report.number, report.free, report.evictable):
-            self.evicted = report.evicted
+        if self.credits.on_page_counts(counts.number, counts.free, counts.evictable):
+            self.evicted = counts.evicted
 
     @property
     def free(self) -> int:
@@ -210,13 +212,13 @@ class Slots:
     def remaining_steps(self, rows: Iterable[tuple[Request, int]]) -> int:
         """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
         as much as requests took lately, unless the model cannot end it."""
-        most = sure = 0
+        longest = certain = 0
         for request, _ in rows:
             steps = request.max_total - request.projected
-            most = max(most, steps)
+            longest = max(longest, steps)
             if request.work.params.ignore_eos:
-                sure = max(sure, steps)
-        return max(sure, round(most * self._mean_output_fraction))
+                certain = max(certain, steps)
+        return max(certain, round(longest * self._mean_output_fraction))
 
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
@@ -232,8 +234,10 @@ class Slots:
         if count_pages:
             self.released_pages += max(self.credits.between(request.cache_hit, request.computed), 0)
         if request.phase == "finished" and not request.work.params.ignore_eos:
-            lasted = len(request.outputs) / max(request.max_total - request.prompt_len, 1)
-            self._mean_output_fraction += (lasted - self._mean_output_fraction) / AVERAGED_OVER
+            output_fraction = len(request.outputs) / max(request.max_total - request.prompt_len, 1)
+            self._mean_output_fraction += (
+                output_fraction - self._mean_output_fraction
+            ) / AVERAGED_OVER
         request.free_slot()
 
     def jumping(self) -> dict[str, Request]:
@@ -324,7 +328,7 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
-        self._patience = LATE_SECONDS
+        self._late_after = LATE_SECONDS
         self._newest = -1  # plan of this epoch
         self.deferred = 0  # rows, over all epochs
 
@@ -345,9 +349,9 @@ class StepsInFlight:
 
     def late(self, now: float) -> bool:
         """Whether it is time to find out if the oldest plan, or its result, was lost on its way."""
-        if not self._steps or now - self._steps[0].published < self._patience:
+        if not self._steps or now - self._steps[0].published < self._late_after:
             return False
-        self._patience *= 2
+        self._late_after *= 2
         return True
 
     def check(self, now: float, seconds: float) -> None:
@@ -362,7 +366,7 @@ class StepsInFlight:
         number = admitted.number
         if not 0 <= number <= self._newest:
             raise InvalidReport(f"plan {number} admitted some, {self._newest} was the last")
-        _whole(admitted.slots, admitted.cached, what=f"admissions of plan {number}")
+        _check_int32(admitted.slots, admitted.cached, what=f"admissions of plan {number}")
         flight = next((one for one in self._steps if one.number == number), None)
         if flight is None:
             return []  # its result has come
@@ -378,10 +382,10 @@ class StepsInFlight:
             ):  # also if it was taken back since: then its next hit is its own
                 request.first_cache_hit = cached
             if request.slot == slot and request.admission == admission:
-                thought, request.cache_hit = request.projected, cached
+                projected_before, request.cache_hit = request.projected, cached
                 request.rebase(cached)
-                if request.projected > thought:
-                    further.append((thought, request.projected))
+                if request.projected > projected_before:
+                    further.append((projected_before, request.projected))
         return further
 
     def request_of_scores(self, scores: PromptScores) -> Request | None:
@@ -409,18 +413,18 @@ class StepsInFlight:
         that were admitted anew since, are surplus: nobody ever sees them.
         """
         flight = self._oldest(result.number)
-        ends = _checked(flight, result)
+        row_ends = _checked(flight, result)
         produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
         deferred = set(unpack(result.deferred).tolist())
         self.deferred += len(deferred)
         bad = set(unpack(result.bad).tolist()) if result.bad else ()
-        at, logprobs, end_of_scores, some = 0, result.logprobs, 0, b""
-        rows = zip(flight.rows, flight.slots, ends, produced, strict=True)
+        at, logprobs, end_of_scores, row_logprobs = 0, result.logprobs, 0, b""
+        rows = zip(flight.rows, flight.slots, row_ends, produced, strict=True)
         for (request, admission), slot, end, many in rows:
             tokens, at = ids[at : at + many], at + many
             if request.score_size:
                 begin, end_of_scores = end_of_scores, end_of_scores + many * request.score_size
-                some = logprobs[begin:end_of_scores]
+                row_logprobs = logprobs[begin:end_of_scores]
             request.steps_in_flight -= 1
             if request.phase == "finished" or request.admission != admission:
                 continue
@@ -442,9 +446,9 @@ class StepsInFlight:
                     why = BAD_LOGITS if slot in bad else result.refused[slot]
                     yield request, [], b"", why
             if len(tokens) > repeated:
-                yield request, tokens[repeated:], some[repeated * request.score_size :], ""
+                yield request, tokens[repeated:], row_logprobs[repeated * request.score_size :], ""
         self._steps.popleft()
-        self._patience = LATE_SECONDS
+        self._late_after = LATE_SECONDS
 
     def on_epoch_lost(self) -> list[Request]:
         """No result will come any more; returns the requests that were in flight, oldest first."""
@@ -452,11 +456,11 @@ class StepsInFlight:
         for request in lost.values():
             request.steps_in_flight = 0
         self._steps.clear()
-        self._patience, self._newest = LATE_SECONDS, -1
+        self._late_after, self._newest = LATE_SECONDS, -1
         return list(lost.values())
 
 
-def _whole(*arrays: bytes, what: str) -> None:
+def _check_int32(*arrays: bytes, what: str) -> None:
     """Raises InvalidReport if these are not int32 bytes of as many items each."""
     lengths = [len(raw) for raw in arrays]
     if lengths[0] % 4 or lengths.count(lengths[0]) != len(lengths):
@@ -466,9 +470,9 @@ def _whole(*arrays: bytes, what: str) -> None:
 def _checked(flight: StepInFlight, result: Result) -> list[int]:
     """Where the rows of a result end, if they can be those of `flight`. Raises InvalidReport."""
     what, rows = f"rows of result {result.number}", len(flight.rows)
-    _whole(result.slots, result.starts, result.counts, result.produced, what=what)
-    for some in (result.token_ids, result.deferred, result.bad):
-        _whole(some, what=what)
+    _check_int32(result.slots, result.starts, result.counts, result.produced, what=what)
+    for part in (result.token_ids, result.deferred, result.bad):
+        _check_int32(part, what=what)
     if (slots := unpack(result.slots).tolist()) != flight.slots:
         raise InvalidReport(f"{what} are of slots {slots}, of {flight.slots} in the plan")
     if not rows:
@@ -495,7 +499,7 @@ def _checked(flight: StepInFlight, result: Result) -> list[int]:
     return ends.tolist()
 
 
-MOST_UNCOMPARED = 4096  # plans of rank 0 for which a rank may say nothing
+MAX_UNCOMPARED = 4096  # plans of rank 0 for which a rank may say nothing
 
 
 class RanksDisagree(Exception):
@@ -508,7 +512,7 @@ class _Rank:
     def __init__(self) -> None:
         self.number = 0
         self.first: deque[int] = deque()
-        self.own: deque[int] = deque()
+        self.digests: deque[int] = deque()
 
 
 class DigestAgreement:
@@ -530,7 +534,7 @@ class DigestAgreement:
         for number, rank in self._ranks.items():
             rank.first.append(digest)
             self._compare(number, rank)
-            if len(rank.first) > MOST_UNCOMPARED:
+            if len(rank.first) > MAX_UNCOMPARED:
                 raise RanksDisagree(f"rank {number} said nothing of {len(rank.first)} plans")
 
     def on_digests(self, digests: Digests) -> None:
@@ -538,7 +542,7 @@ class DigestAgreement:
         rank = self._ranks.get(digests.rank)
         if rank is None:
             raise RanksDisagree(f"there is no rank {digests.rank} beside rank 0")
-        expected = rank.number + len(rank.own)
+        expected = rank.number + len(rank.digests)
         if digests.first != expected:
             raise RanksDisagree(
                 f"rank {digests.rank} told of plan {digests.first}, {expected} was expected"
@@ -547,13 +551,13 @@ class DigestAgreement:
             raise RanksDisagree(
                 f"rank {digests.rank} told of plans in {len(digests.values)} bytes, 8 are one"
             )
-        rank.own.extend(np.frombuffer(digests.values, dtype="<u8").tolist())
+        rank.digests.extend(np.frombuffer(digests.values, dtype="<u8").tolist())
         self._compare(digests.rank, rank)
 
     @staticmethod
     def _compare(number: int, rank: _Rank) -> None:
-        while rank.first and rank.own:
-            if rank.first.popleft() != rank.own.popleft():
+        while rank.first and rank.digests:
+            if rank.first.popleft() != rank.digests.popleft():
                 raise RanksDisagree(
                     f"ranks 0 and {number} differ in their memory from plan {rank.number} on"
                 )

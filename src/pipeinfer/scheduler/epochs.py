@@ -144,8 +144,10 @@ class Epochs:
         if len(self._steps) < self.tp:
             return False
         if len(set(self._steps.values())) > 1:
-            told = ", ".join(f"rank {rank} {steps}" for rank, steps in sorted(self._steps.items()))
-            raise RanksDiverged(f"ranks have computed different numbers of steps: {told}")
+            listed = ", ".join(
+                f"rank {rank} {steps}" for rank, steps in sorted(self._steps.items())
+            )
+            raise RanksDiverged(f"ranks have computed different numbers of steps: {listed}")
         self.running = True
         self.reason = ""
         self._ended = ""
@@ -172,12 +174,12 @@ class Epochs:
         a greater number are others already, unless they were in the epoch that ran. A single rank
         that was only slow may go on where nobody starts it again.
         """
-        told = {rank: hello.incarnation for rank, hello in self._hellos.items()}
-        met = told if self.running else {}
-        doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until} | met
+        incarnations = {rank: hello.incarnation for rank, hello in self._hellos.items()}
+        met = incarnations if self.running else {}
+        to_kill = {r: i for r, i in {**dict(alive), **incarnations}.items() if i <= until} | met
         self.end(reason)
-        self.fenced.add(doomed, now, fence=self.tp > 1)
-        for rank in doomed.keys() & told.keys():
+        self.fenced.add(to_kill, now, fence=self.tp > 1)
+        for rank in to_kill.keys() & incarnations.keys():
             del self._hellos[rank]
 
 
@@ -194,7 +196,7 @@ class FencedRanks:
     def __init__(self) -> None:
         self._fenced: set[int] = set()
         self._to_kill: dict[int, int] = {}  # by rank: of whom nobody has said that they ended
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     def __contains__(self, incarnation: int) -> bool:
         """Whether no epoch may begin with it."""
@@ -206,7 +208,7 @@ class FencedRanks:
         self._to_kill = dict(processes)
         if fence:
             self._fenced.update(processes.values())
-        self._asked_at = now
+        self._requested_at = now
 
     @property
     def to_kill(self) -> tuple[int, ...]:
@@ -220,9 +222,9 @@ class FencedRanks:
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to say again who must end."""
-        if not self._to_kill or now - self._asked_at < ASK_AGAIN_SECONDS:
+        if not self._to_kill or now - self._requested_at < ASK_AGAIN_SECONDS:
             return False
-        self._asked_at = now
+        self._requested_at = now
         return True
 
 
@@ -236,17 +238,17 @@ class _RankState:
 
     incarnation: int
     state: State
-    heard: float
+    heard_at: float
     over: bool = False
 
 
 class RankStates:
-    """The ranks of one group that were ever heard. `gone`: one of them has no process that could
-    hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
+    """The ranks of one group that were ever heard. `deserted`: one of them has no process that
+    could hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
     `silent`: one of those that were there has not been heard for SILENCE."""
 
     def __init__(self, host_loss: float = inf) -> None:
-        self.gone = self.silent = False
+        self.deserted = self.silent = False
         self._host_loss = host_loss
         self._known: dict[int, _RankState] = {}
 
@@ -254,25 +256,27 @@ class RankStates:
         """A late word of a process before the one that was heard last does not count."""
         known = self._known.get(status.rank)
         if known is None or (known.incarnation, known.over) <= (status.incarnation, False):
-            self._know(status.rank, _RankState(status.incarnation, status.state, now), now)
+            self._update(status.rank, _RankState(status.incarnation, status.state, now), now)
 
     def on_ended(self, rank: int, ended: Ended, now: float) -> None:
         """Its process has ended, unless the next one has been heard already."""
         known = self._known.get(rank)
         if known is None or known.incarnation <= ended.incarnation:
-            self._know(rank, _RankState(ended.incarnation, "starting", now, over=True), now)
+            self._update(rank, _RankState(ended.incarnation, "starting", now, over=True), now)
 
     def check(self, now: float) -> bool:
         """Looks who has been silent for too long; True if that is so long that a rank is lost.
         `now`: seconds of a clock that stands still while nobody listens."""
         lost = any(
-            now - known.heard > self._host_loss and not known.over for known in self._known.values()
+            now - known.heard_at > self._host_loss and not known.over
+            for known in self._known.values()
         )
         self.silent = any(
-            now - known.heard > SILENT_SECONDS and not known.over for known in self._known.values()
+            now - known.heard_at > SILENT_SECONDS and not known.over
+            for known in self._known.values()
         )
-        self.gone = lost or any(
-            known.over or (known.state in BEGINNING and now - known.heard <= SILENT_SECONDS)
+        self.deserted = lost or any(
+            known.over or (known.state in BEGINNING and now - known.heard_at <= SILENT_SECONDS)
             for known in self._known.values()
         )
         return lost
@@ -281,7 +285,7 @@ class RankStates:
         """(rank, incarnation) of the processes that are there, as far as is known."""
         return [(rank, one.incarnation) for rank, one in self._known.items() if not one.over]
 
-    def _know(self, rank: int, known: _RankState, now: float) -> None:
+    def _update(self, rank: int, known: _RankState, now: float) -> None:
         self._known[rank] = known
         self.check(now)
 

@@ -21,20 +21,22 @@ from pipeinfer.scheduler.request import Request
 from pipeinfer.step_cost import PrefillBudget, Targets, prefill_budget
 from pipeinfer.wire import pack
 
-MOST_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
+MAX_DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
 
 class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
-    Gives out `slots` and launches `flights`; what engines say of either, their owner hears.
+    Gives out `slots` and launches `steps_in_flight`; what engines say of either, their owner hears.
     `counts` go into the statistics, and `prefill_allowed`, what PrefillBudget.allows says;
     so does `queue_times`, in seconds from a request's arrival to its first slot.
     """
 
-    def __init__(self, options: SchedulerOptions, slots: Slots, flights: StepsInFlight) -> None:
+    def __init__(
+        self, options: SchedulerOptions, slots: Slots, steps_in_flight: StepsInFlight
+    ) -> None:
         self._slots = slots
-        self._flights = flights
+        self._steps_in_flight = steps_in_flight
         counted = "plans", "planned_tokens", "jumped_tokens", "preemptions"
         self.counts: dict[str, int] = dict.fromkeys(counted, 0)
         self.queue_times = Histogram()
@@ -45,16 +47,20 @@ class Planner:
         self.prefill_allowed = (0, 0.0)
         self._queue = WaitingQueue(options.tp)
         self._quarantine = Quarantine()
-        self._others_ran_last = False  # whether the last step was one of those who are no suspects
+        self._last_without_candidate = (
+            False  # whether the last step was one of those who are no suspects
+        )
         self._number = 0
 
     def begin(self, shape: Hello, incarnations: Sequence[int]) -> None:
         """An epoch begins, on engines of this `shape`, of which these are the processes."""
         self._queue.begin(incarnations, self._options.prefix_block_size(shape.page_size))
         self._max_tokens = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
-        asked = self._options.mixed_step_tokens
+        step_tokens = self._options.mixed_step_tokens
         targets = self._options.targets
-        self._prefill_budget = prefill_budget(asked, self._max_tokens, shape.step_cost, targets)
+        self._prefill_budget = prefill_budget(
+            step_tokens, self._max_tokens, shape.step_cost, targets
+        )
         self.prefill_allowed = self._prefill_budget.within_itl_target()
         slots = min(shape.max_slots, self._options.max_running, self._max_tokens)
         self._slots.begin(slots, PageCredits(shape.page_size, shape.pages))
@@ -147,7 +153,7 @@ class Planner:
 
     def plan(self, epoch: int, now: float) -> Plan | None:
         """The next step; None if enough are in flight or nothing is left to do."""
-        if len(self._flights) >= self._options.overlap_depth:
+        if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
         queue.release_waiting(slots.running.values())
@@ -160,7 +166,7 @@ class Planner:
             max_tokens=self._max_tokens,
             prefill_budget=self._prefill_budget,
             now=now,
-            nothing_in_flight=not len(self._flights),
+            nothing_in_flight=not len(self._steps_in_flight),
         )
         if not self._compose(step):
             return None
@@ -171,10 +177,10 @@ class Planner:
     def probe(self, epoch: int, now: float) -> Plan | None:
         """An empty plan where results are late. An engine that missed one sees a gap before it; if
         a result was lost, the gap is before that of the empty plan. Else nothing comes of it."""
-        if not self._flights.late(now):
+        if not self._steps_in_flight.late(now):
             return None
         number = self.take_number()
-        self._flights.launch(number, [], now)
+        self._steps_in_flight.launch(number, [], now)
         self._slots.credits.plan(number, 0)
         return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
@@ -184,40 +190,40 @@ class Planner:
         if self._quarantine.under_test or (
             self._quarantine and (head is None or not head.admission)
         ):
-            suspect = self._quarantine.next()
-            if suspect is not None and not self._waits_for_grammar(suspect):
-                if len(self._flights):
+            candidate = self._quarantine.next()
+            if candidate is not None and not self._waits_for_grammar(candidate):
+                if len(self._steps_in_flight):
                     return False  # it runs alone, at depth 1
-                self._compose_under_test(suspect, step)
+                self._compose_under_test(candidate, step)
                 return True
         self._compose_all(step)
         return True
 
-    def _waits_for_grammar(self, suspect: Request) -> bool:
+    def _waits_for_grammar(self, candidate: Request) -> bool:
         """Whether engines still compile its grammar; the others go on meanwhile."""
-        return suspect.phase == "quarantined" and self._queue.grammars.lacks_grammar(suspect)
+        return candidate.phase == "quarantined" and self._queue.grammars.lacks_grammar(candidate)
 
-    def _compose_under_test(self, suspect: Request, step: StepComposer) -> None:
+    def _compose_under_test(self, candidate: Request, step: StepComposer) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.
 
         When pages run short it comes first, and those who hold them have to give way.
         """
         short = any(request.deferrals for request in self._slots.running.values())
-        self._others_ran_last = not (self._others_ran_last or short)
-        if suspect.deferrals:
-            step.preempt_for(suspect)
-        if self._others_ran_last:
-            step.leave_out(suspect)
+        self._last_without_candidate = not (self._last_without_candidate or short)
+        if candidate.deferrals:
+            step.preempt_for(candidate)
+        if self._last_without_candidate:
+            step.leave_out(candidate)
             self._compose_all(step)
         if not step.rows:
-            step.run_alone(suspect)
+            step.run_alone(candidate)
 
     def _compose_all(self, step: StepComposer) -> None:
         """A step of all that run, as the policy likes it."""
-        if any(request.deferrals >= MOST_DEFERRALS for request in self._slots.running.values()):
+        if any(request.deferrals >= MAX_DEFERRALS for request in self._slots.running.values()):
             step.preempt_one()
         running = self._slots.running.values()
-        if out := self._queue.grammars.mask_budget.left_out(running):
+        if out := self._queue.grammars.mask_budget.over_budget(running):
             step.leave_out(*out)
         self._policy.compose(step)
 
@@ -226,7 +232,7 @@ class Planner:
         for request in step.preempted:
             self._preempt(request)
         releases = self._slots.take_releases()
-        shares = self._slots.shared_by(step.admitted)
+        prefix_sources = self._slots.shared_by(step.admitted)
         admits = self._slots.admit(step.admitted)
         for request in step.admitted:
             if request.admission == 1:
@@ -240,7 +246,7 @@ class Planner:
             extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
-        self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
+        self.counts["planned_tokens"] += self._steps_in_flight.launch(number, rows, now)
         self._slots.credits.plan(number, step.pages.taken)
         self._queue.grammars.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
@@ -253,7 +259,7 @@ class Planner:
             counts=counts,
             reset=self._slots.take_reset(),
             extends=extends,
-            shares=shares,
+            shares=prefix_sources,
         )
 
     def _preempt(self, request: Request) -> None:
@@ -313,16 +319,16 @@ class Quarantine:
     def on_epoch_lost(self, requests: list[Request]) -> Request | None:
         """The engine was lost while `requests` were in flight; returns one that must fail."""
         culprit = None
-        tried, self.under_test = self.under_test, None
-        if tried in requests:
-            tried.lone_crashes += 1
-            if tried.lone_crashes >= LONE_CRASHES:
-                culprit = tried
+        tested, self.under_test = self.under_test, None
+        if tested in requests:
+            tested.lone_crashes += 1
+            if tested.lone_crashes >= LONE_CRASHES:
+                culprit = tested
                 requests = [r for r in requests if r is not culprit]
-        elif tried is not None and tried.phase != "finished":
-            if tried.phase == "lost":
-                tried.move("quarantined")
-            self._candidates.appendleft(tried)  # it had no step in flight: not its doing
+        elif tested is not None and tested.phase != "finished":
+            if tested.phase == "lost":
+                tested.move("quarantined")
+            self._candidates.appendleft(tested)  # it had no step in flight: not its doing
         for request in requests:
             request.move("quarantined")
         self._candidates += requests

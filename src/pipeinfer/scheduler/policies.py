@@ -65,7 +65,7 @@ class Throughput:
 
     def compose(self, step: StepComposer) -> None:
         step.decode_all()
-        step.limit_prefill(cheapest=True)
+        step.limit_prefill(cheapest_rate=True)
         step.continue_prompts()
         step.admit_while_possible()
 
@@ -84,27 +84,27 @@ class PrefillFirst:
             step.decode_all()
 
 
-PATIENCE = 8  # steps of decodes in a row while a prompt waits
+MAX_DECODE_STEPS = 8  # steps of decodes in a row while a prompt waits
 
 
 class DecodeFirst:
     """Decodes before prompts: steps of decodes alone, a step of prompts only now and then. The
-    steadiest gap between tokens; prompts wait up to PATIENCE steps, so they never starve.
+    steadiest gap between tokens; prompts wait up to MAX_DECODE_STEPS steps, so they never starve.
     """
 
     def __init__(self) -> None:
-        self._decoded = 0
+        self._decode_steps = 0
 
     def compose(self, step: StepComposer) -> None:
-        if step.prompts_wait and self._decoded >= PATIENCE:
+        if step.prompts_wait and self._decode_steps >= MAX_DECODE_STEPS:
             self._prompts(step)
         if not step.rows:
             step.decode_all()
-            self._decoded += 1
+            self._decode_steps += 1
         if not step.rows:
             self._prompts(step)
 
     def _prompts(self, step: StepComposer) -> None:
         step.continue_prompts()
         step.admit_while_possible()
-        self._decoded = 0
+        self._decode_steps = 0

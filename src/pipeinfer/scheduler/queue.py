@@ -4,7 +4,7 @@ WaitingQueue has those that may be admitted, in the order of admission: priority
 earlier, as in vLLM), then arrival. A preempted request keeps its arrival and so returns to the head
 of its priority. Beside the queue, where they hold nobody up, wait
 - choices of one prompt (`n`) while another choice computes it: SamplingGroups,
-- prompts that begin alike while another request computes the beginning: SharedPrefixes,
+- prompts that begin alike while another request computes the beginning: PrefixesInProgress,
 - requests whose grammar engines have not compiled: GrammarQueue,
 - requests whose masks cost much while others' masks are paid for: MaskBudget.
 
@@ -27,8 +27,8 @@ from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.step_cost import Prompt
 
 AHEAD = 64  # prompts that are looked at one by one
-LOOKED_AT = 4  # entries for each that is asked for: most may be gone
-FEW_FINISHED = 64
+SCANNED_PER_ENTRY = 4  # entries for each that is asked for: most may be gone
+MIN_FINISHED_TO_SWEEP = 64
 
 
 class WaitingQueue:
@@ -45,7 +45,7 @@ class WaitingQueue:
         self._order: list[tuple[int, int, Request]] = []
         self._finished = 0
         self._sampling_groups = SamplingGroups()
-        self._prefixes = SharedPrefixes()
+        self._prefixes = PrefixesInProgress()
 
     @property
     def waiting_for_prefix(self) -> int:
@@ -59,16 +59,16 @@ class WaitingQueue:
 
     def begin(self, processes: Sequence[int], block_size: int = 0) -> None:
         """An epoch begins, on engines of these incarnations: grammars that they have not compiled
-        are asked for. block_size: see SharedPrefixes.begin."""
+        are asked for. block_size: see PrefixesInProgress.begin."""
         self.grammars.begin(processes)
         waiting = [one for _, _, one in self._order if one.phase == "waiting"]
         with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
-        held = [one for one in with_grammar if self.grammars.must_wait(one)]
+        blocked = [one for one in with_grammar if self.grammars.must_wait(one)]
         if self._prefixes.begin(block_size):
-            left = [one for one in waiting if one.phase == "waiting"]
-            held += [one for one in left if self._prefixes.must_wait(one)]
-        if held:
-            self.tokens -= sum(one.queued_tokens for one in held)
+            unblocked = [one for one in waiting if one.phase == "waiting"]
+            blocked += [one for one in unblocked if self._prefixes.must_wait(one)]
+        if blocked:
+            self.tokens -= sum(one.queued_tokens for one in blocked)
             self._order = [one for one in self._order if one[2].phase in ("waiting", "finished")]
 
     def release_waiting(self, running: Iterable[Request]) -> None:
@@ -105,17 +105,17 @@ class WaitingQueue:
 
     def head(self) -> Request | None:
         """The next request, still in the queue; None if there is none."""
-        gone = 0
-        while gone < len(self._order) and self._order[gone][2].phase == "finished":
-            gone += 1
-        if gone:
-            del self._order[:gone]
-            self._finished -= gone
+        finished = 0
+        while finished < len(self._order) and self._order[finished][2].phase == "finished":
+            finished += 1
+        if finished:
+            del self._order[:finished]
+            self._finished -= finished
         return self._order[0][2] if self._order else None
 
     def first(self, count: int) -> list[Request]:
         """At most `count` that come next; fewer also where most of the next are gone."""
-        near = self._order[: count * LOOKED_AT]
+        near = self._order[: count * SCANNED_PER_ENTRY]
         return [request for _, _, request in near if request.phase != "finished"][:count]
 
     def prompts(self, now: float) -> list[Prompt]:
@@ -125,9 +125,9 @@ class WaitingQueue:
         found = [
             Prompt(r.queued_tokens, r.length - r.queued_tokens, now - r.arrived_at) for r in near
         ]
-        behind, tokens = len(self) - len(near), self.tokens - sum(r.queued_tokens for r in near)
-        if behind > 0:
-            mean, many = max(tokens // behind, 1), min(behind, AHEAD)
+        num_far, tokens = len(self) - len(near), self.tokens - sum(r.queued_tokens for r in near)
+        if num_far > 0:
+            mean, many = max(tokens // num_far, 1), min(num_far, AHEAD)
             found += [Prompt(mean)] * many
             found.append(Prompt(max(tokens - mean * many, 0)))
         return found
@@ -145,7 +145,7 @@ class WaitingQueue:
         """`request` waited here and has ended; it leaves when it comes up, or with many."""
         self.tokens -= request.queued_tokens
         self._finished += 1
-        if self._finished > FEW_FINISHED and self._finished > len(self._order) // 2:
+        if self._finished > MIN_FINISHED_TO_SWEEP and self._finished > len(self._order) // 2:
             self._order = [one for one in self._order if one[2].phase != "finished"]
             self._finished = 0
 
@@ -204,18 +204,18 @@ class SamplingGroups:
         name = request.work.leader
         if not name:
             return []
-        held = self._waiting.get(name, [])
+        waiting = self._waiting.get(name, [])
         if self._leaders.get(name) is not request:
-            if request in held:
+            if request in waiting:
                 self._take(name, request)
             return []
         del self._leaders[name]
         if ran and request.sampled and not request.bad_logits:
             return self._take_all(name, None)
-        if not held:
+        if not waiting:
             return []
-        self._leaders[name] = held[0]
-        return [self._take(name, held[0])]
+        self._leaders[name] = waiting[0]
+        return [self._take(name, waiting[0])]
 
     def _take(self, name: str, request: Request) -> Request:
         self._waiting[name].remove(request)
@@ -234,7 +234,7 @@ KEY_BYTES = 8
 COMING = ("waiting", "running", "waiting_for_prefix")
 
 
-class SharedPrefixes:
+class PrefixesInProgress:
     """Prompts that begin alike: the first request to want a beginning leads. It computes the
     beginning, and requests that come with the same one wait until that is planned, not for the
     whole prompt.
@@ -282,10 +282,10 @@ class SharedPrefixes:
         keys, leads = self._prefix_keys(request), self._index()
         lead, blocks = None, 0
         for key in keys:
-            other = leads.get(key)
-            if other is None or other is request or not _goes_before(other, request):
+            leader = leads.get(key)
+            if leader is None or leader is request or not _goes_before(leader, request):
                 break
-            lead, blocks = other, blocks + 1
+            lead, blocks = leader, blocks + 1
         new = [at for at in range(blocks, len(keys)) if keys[at] not in leads]
         if new:
             leads.update(dict.fromkeys([keys[at] for at in new], request))
@@ -378,20 +378,21 @@ def _goes_before(lead: Request, request: Request) -> bool:
 
 # After so long engines are asked anew: a subscription may have been late.
 ASK_AGAIN_SECONDS = 1.0
-MOST_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
+MAX_KNOWN = 128  # grammars that engines are taken to have; they keep twice as many
 
 
 @dataclass(slots=True, eq=False)
 class PendingGrammar:
     """A grammar that engines were asked for.
 
-    prepare: the message. waiting: requests that wait for it. answered: ranks that have compiled it.
+    prepare: the message. waiting: requests that wait for it. ranks_prepared: ranks that have
+    compiled it.
     sent: when engines were asked last, in seconds.
     """
 
     prepare: Prepare
     waiting: list[Request] = field(default_factory=list[Request])
-    answered: set[int] = field(default_factory=set[int])
+    ranks_prepared: set[int] = field(default_factory=set[int])
     sent: float = float("-inf")
 
 
@@ -409,15 +410,15 @@ class GrammarQueue:
         self._tp = tp
         self._processes: tuple[int, ...] = ()
         self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
-        self._asked: dict[str, PendingGrammar] = {}  # by the request that first wanted it
+        self._pending: dict[str, PendingGrammar] = {}  # by the request that first wanted it
         # Those that take long, which engines were not asked for.
         self._slow: FairQueue[str] = FairQueue()
-        self._turn = ""  # the one for which they were
+        self._current_slow = ""  # the one for which they were
 
     def __len__(self) -> int:
         """Requests that wait."""
-        asked = sum(len(one.waiting) for one in self._asked.values())
-        return asked + len(self.mask_budget)
+        waiting = sum(len(one.waiting) for one in self._pending.values())
+        return waiting + len(self.mask_budget)
 
     def begin(self, processes: Sequence[int]) -> None:
         """An epoch begins, on engines of these incarnations; new ones know nothing."""
@@ -425,8 +426,8 @@ class GrammarQueue:
             return
         self._processes = tuple(processes)
         self._known.clear()
-        for one in self._asked.values():
-            one.answered.clear()
+        for one in self._pending.values():
+            one.ranks_prepared.clear()
             one.sent = float("-inf")
 
     def must_wait(self, request: Request) -> bool:
@@ -445,7 +446,7 @@ class GrammarQueue:
         if spec in self._known:
             self._known.move_to_end(spec)
             return False
-        for one in self._asked.values():
+        for one in self._pending.values():
             if one.prepare.spec == spec:
                 if request not in one.waiting:
                     one.waiting.append(request)
@@ -454,25 +455,27 @@ class GrammarQueue:
         prepare = Prepare(request_id=request.id, spec=spec, slow=slow)
         if slow:
             self._slow.put(request.work.client, 1, request.id)
-        self._asked[request.id] = PendingGrammar(prepare, [request])
+        self._pending[request.id] = PendingGrammar(prepare, [request])
         return True
 
     def remove(self, request: Request) -> None:
         """`request` has ended; unknown ones are fine."""
         self.mask_budget.remove(request)
-        for key, one in self._asked.items():
+        for key, one in self._pending.items():
             if request in one.waiting:
                 one.waiting.remove(request)
                 if not one.waiting:
-                    del self._asked[key]
+                    del self._pending[key]
                 return
 
     def take_due(self, now: float) -> Iterator[Prepare]:
         """What engines are to be asked now."""
-        while self._turn not in self._asked and len(self._slow):
-            self._turn = self._slow.take()
-        for key, one in self._asked.items():
-            if now - one.sent >= ASK_AGAIN_SECONDS and (key == self._turn or not one.prepare.slow):
+        while self._current_slow not in self._pending and len(self._slow):
+            self._current_slow = self._slow.take()
+        for key, one in self._pending.items():
+            if now - one.sent >= ASK_AGAIN_SECONDS and (
+                key == self._current_slow or not one.prepare.slow
+            ):
                 one.sent = now
                 yield one.prepare
 
@@ -480,27 +483,27 @@ class GrammarQueue:
         """A rank has it, or cannot have it: those that need not wait any more."""
         if (prepared.rank, prepared.incarnation) not in enumerate(self._processes):
             return []
-        one = self._asked.get(prepared.request_id)
+        one = self._pending.get(prepared.request_id)
         if one is None:
             return []
-        one.answered.add(prepared.rank)
-        if len(one.answered) < self._tp and not prepared.error:
+        one.ranks_prepared.add(prepared.rank)
+        if len(one.ranks_prepared) < self._tp and not prepared.error:
             return []
-        del self._asked[prepared.request_id]
+        del self._pending[prepared.request_id]
         if not prepared.error:
             self._known[one.prepare.spec] = None
-            if len(self._known) > MOST_KNOWN:
+            if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
         return one.waiting
 
 
 # What costly masks may cost in each step on average, where others run, and where nobody else does;
-# in units of cost (grammars/compiling.py). Of ambiguous rules SHARE takes 0.3 to 2 ms of a step,
-# of a lexer that is being built, which ends soon, about 60 ms.
-SHARE = 6_000
-ALONE = 60_000
+# in units of cost (grammars/compiling.py). Of ambiguous rules UNITS_PER_STEP takes 0.3 to 2 ms of a
+# step, of a lexer that is being built, which ends soon, about 60 ms.
+UNITS_PER_STEP = 6_000
+UNITS_PER_COSTLY_STEP = 60_000
 REMEMBERED = 128  # grammars with costly masks
-MOST_DEBT = 64  # steps that masks are paid for, at most
+MAX_DEBT_STEPS = 64  # steps that masks are paid for, at most
 PAID = -1  # in place of a turn: the next mask is paid for
 
 
@@ -508,10 +511,12 @@ class MaskBudget:
     """Of one group."""
 
     def __init__(self) -> None:
-        self._left = SHARE  # what the next step may spend; below 0: what later ones pay for
+        self._remaining = (
+            UNITS_PER_STEP  # what the next step may spend; below 0: what later ones pay for
+        )
         self._prices: OrderedDict[StructuredOutputs, int] = OrderedDict()  # of the costly
         self._waiting: deque[Request] = deque()
-        self._turn = 0
+        self._last_turn = 0
 
     def __len__(self) -> int:
         """Requests that wait for room to begin."""
@@ -532,14 +537,14 @@ class MaskBudget:
     def take_next(self, others: int) -> Request | None:
         """One that may begin now, where so many `others` run or are about to; its first mask is
         paid for."""
-        if not self._waiting or (others and self._left <= 0):
+        if not self._waiting or (others and self._remaining <= 0):
             return None
         request = self._waiting.popleft()
-        self._left -= self._price(request)
+        self._remaining -= self._price(request)
         request.mask_turn = PAID
         return request
 
-    def left_out(self, running: Collection[Request]) -> list[Request]:
+    def over_budget(self, running: Collection[Request]) -> list[Request]:
         """Those that have no part in the next step, because it cannot pay for their masks."""
         for request in [r for r in running if r.mask_units >= COSTLY_MASK_UNITS]:
             self._remember(request)
@@ -547,28 +552,32 @@ class MaskBudget:
             return []
         costly = [r for r in running if not r.prefilling and self._price(r)]
         costly.sort(key=lambda r: r.mask_turn)
-        left, out = self._left, list[Request]()
+        remaining, out = self._remaining, list[Request]()
         for at, request in enumerate(costly):
-            if left <= 0 and (at or len(costly) < len(running)):
+            if remaining <= 0 and (at or len(costly) < len(running)):
                 out.append(request)
             else:
-                left -= self._price(request)
+                remaining -= self._price(request)
         return out
 
     def spend(self, rows: Iterable[tuple[Request, int]], running: Collection[Request]) -> None:
         """A plan was written with these (request, count) rows."""
         if not self._prices:
             return
-        self._turn += 1
+        self._last_turn += 1
         costly = 0
         for request, _ in rows:
             price = 0 if request.prefilling else self._price(request)
             if price:
                 costly += 1
-                self._left -= price if request.mask_turn != PAID else 0
-                request.mask_turn = self._turn
-        share = ALONE if costly and all(map(self._price, running)) else SHARE
-        self._left = max(min(self._left + share, share), -MOST_DEBT * SHARE)
+                self._remaining -= price if request.mask_turn != PAID else 0
+                request.mask_turn = self._last_turn
+        per_step = (
+            UNITS_PER_COSTLY_STEP if costly and all(map(self._price, running)) else UNITS_PER_STEP
+        )
+        self._remaining = max(
+            min(self._remaining + per_step, per_step), -MAX_DEBT_STEPS * UNITS_PER_STEP
+        )
 
     def _price(self, request: Request) -> int:
         """What a mask of it costs, as far as that is known; 0 if that is not much."""

@@ -27,10 +27,12 @@ from pipeinfer.messages import (
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 from pipeinfer.wire import SCORES_PER_MESSAGE, pack
 
-MOST_REMEMBERED = 10_000  # ids of requests that are over, at most
+MAX_REMEMBERED = 10_000  # ids of requests that are over, at most
 REMEMBERED_SECONDS = 60.0  # seconds for which they are remembered
 ORPHANED_SECONDS = 60.0  # seconds that what was delivered waits for its work
-MOST_KEPT_SECONDS = 3_600.0  # seconds, at most, after which one that has finished is asked after
+MAX_RETENTION_SECONDS = (
+    3_600.0  # seconds, at most, after which one that has finished is asked after
+)
 
 
 class RecoveryRecords:
@@ -41,24 +43,24 @@ class RecoveryRecords:
     whose work has not come; and which requests another group took over.
 
     finished: (request, the message that ended it), by id.
-    patience: seconds, at least, that a finished request waits for its Done; at most
-    MOST_KEPT_SECONDS count. group: the scheduler's data-parallel group."""
+    retention_seconds: seconds, at least, that a finished request waits for its Done; at most
+    MAX_RETENTION_SECONDS count. group: the scheduler's data-parallel group."""
 
     def __init__(
         self,
         tokenizers: Sequence[str],
         detokenizers: Sequence[str],
-        patience: float = MOST_KEPT_SECONDS,
+        retention_seconds: float = MAX_RETENTION_SECONDS,
         group: int = 0,
     ) -> None:
         self._group = group
-        self._patience = min(patience, MOST_KEPT_SECONDS)
+        self._retention_seconds = min(retention_seconds, MAX_RETENTION_SECONDS)
         self.tokenizers = tuple(tokenizers)
         self.detokenizers = tuple(detokenizers)
         self.finished: dict[str, tuple[Request, FinalMessage]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
         # The last attempt of each.
-        self._ended_attempts = RecentTable[float](REMEMBERED_SECONDS, MOST_REMEMBERED)
+        self._ended_attempts = RecentTable[float](REMEMBERED_SECONDS, MAX_REMEMBERED)
         self._handed_over: dict[str, str] = {}  # to another group; where its output goes
         self._finished_at_last_sweep: set[str] = set()  # ids that were kept at the last sweep
         self._sweep_at = 0.0
@@ -74,11 +76,11 @@ class RecoveryRecords:
         """
         if self._ended(request_id) >= attempt:
             return True
-        kept = self.finished.get(request_id)
-        if kept is not None and kept[0].work.attempt < attempt:
+        finished = self.finished.get(request_id)
+        if finished is not None and finished[0].work.attempt < attempt:
             del self.finished[request_id]
             return False
-        return kept is not None
+        return finished is not None
 
     def _ended(self, request_id: str) -> float:
         """The last attempt of it that is over for good; 0: none."""
@@ -92,8 +94,8 @@ class RecoveryRecords:
         name, attempt = delivered.request_id, delivered.attempt
         if self._ended(name) >= attempt:
             return Abort(name, attempt, "it has ended")
-        kept = self.finished.get(name)
-        if kept is None or kept[0].work.attempt < attempt:
+        finished = self.finished.get(name)
+        if finished is None or finished[0].work.attempt < attempt:
             self._delivered[name] = delivered, now
         return None
 
@@ -140,13 +142,13 @@ class RecoveryRecords:
         for name, (delivered, _) in self._delivered.items():
             self._delivered[name] = delivered, now
 
-    def take_lost(self, now: float) -> Iterator[tuple[str, Abort]]:
+    def take_orphaned(self, now: float) -> Iterator[tuple[str, Abort]]:
         """(detokenizer, what to tell it) of requests whose work never came.
 
         Not to be asked before the neighbours have told all.
         """
-        late = [d for d, since in self._delivered.values() if now - since > ORPHANED_SECONDS]
-        for delivered in late:
+        orphaned = [d for d, since in self._delivered.values() if now - since > ORPHANED_SECONDS]
+        for delivered in orphaned:
             del self._delivered[delivered.request_id]
             why = "nobody asked for it"
             abort = Abort(delivered.request_id, delivered.attempt, why, self._group)
@@ -163,7 +165,7 @@ class RecoveryRecords:
             if name in self._finished_at_last_sweep
         ]
         self._finished_at_last_sweep = set(self.finished)
-        self._sweep_at = now + self._patience
+        self._sweep_at = now + self._retention_seconds
         return [
             Delivered(request_id=r.id, attempt=r.work.attempt, ids=b"", ended=True) for r in aged
         ]
@@ -244,7 +246,7 @@ class Outbox:
                 begin * TOKEN_BYTES,
                 min(begin + SCORES_PER_MESSAGE, request.num_scored) * TOKEN_BYTES,
             )
-            told = PromptTokens(
+            prompt_tokens = PromptTokens(
                 request_id=work.request_id,
                 attempt=work.attempt,
                 first=begin,
@@ -254,7 +256,7 @@ class Outbox:
                 ),
                 group=self._group,
             )
-            yield Send("tokens", detokenizer_of(request), told)
+            yield Send("tokens", detokenizer_of(request), prompt_tokens)
 
     def _tokens(self, to: str, rows: tuple[TokenRow, ...]) -> Send:
         return Send("tokens", to, Tokens(rows=rows, group=self._group))

@@ -157,8 +157,8 @@ class Request:
     @property
     def remaining_tokens(self) -> int:
         """Tokens still to be computed if it grows to its max_tokens, as far as that is known."""
-        wanted = self.work.params.max_tokens
-        outputs = UNKNOWN_OUTPUT if wanted is None else wanted
+        max_tokens = self.work.params.max_tokens
+        outputs = UNKNOWN_OUTPUT if max_tokens is None else max_tokens
         known = self.known_len - self.computed if self.phase == "running" else self.length
         return max(known, 0) + max(outputs - len(self.outputs), 0)
 
@@ -270,12 +270,12 @@ class Request:
         return finish
 
     def _accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
-        outputs, most = self.outputs, self.max_total - self.prompt_len
+        outputs, max_outputs = self.outputs, self.max_total - self.prompt_len
         for token in tokens:
             outputs.append(token)
             if token in self.stops:
                 return "stop", token
-            if len(outputs) >= most:
+            if len(outputs) >= max_outputs:
                 return "length", None
         return None, None
 
@@ -342,16 +342,16 @@ def max_total(request: Request, shape: Hello) -> int:
 
     A max_tokens that was given must fit as it is; where none was given, it is what fits.
     """
-    prompt, wanted = request.prompt_len, request.work.params.max_tokens
+    prompt, max_tokens = request.prompt_len, request.work.params.max_tokens
     pool = shape.pages * shape.page_size
     limit = min(shape.max_model_len, pool)
-    if wanted is not None and prompt + wanted > limit:
+    if max_tokens is not None and prompt + max_tokens > limit:
         where = "the model's context" if limit == shape.max_model_len else "the KV pool"
         raise TooLong(
             "max_tokens",
-            f"{prompt} prompt tokens and max_tokens {wanted} do not fit into {where} of {limit} "
-            "tokens",
+            f"{prompt} prompt tokens and max_tokens {max_tokens} do not fit into {where} of "
+            f"{limit} tokens",
         )
     if prompt >= limit:
         raise TooLong("prompt", f"the prompt has {prompt} tokens, at most {limit - 1} fit")
-    return limit if wanted is None else prompt + wanted
+    return limit if max_tokens is None else prompt + max_tokens

@@ -93,7 +93,7 @@ class ChatTemplates:
         `arguments` are further variables of the template (`enable_thinking`, `tools` ...);
         `add_generation_prompt` is true unless they say otherwise.
         """
-        template = self._choose(bool(arguments.get("tools")))
+        template = self._select_template(bool(arguments.get("tools")))
         if not messages:
             raise TemplateFailed("the conversation has no messages")
         try:
@@ -102,7 +102,7 @@ class ChatTemplates:
         except Exception as error:  # a template can fail in as many ways as any program
             raise TemplateFailed(f"the chat template refused the messages: {error}") from None
 
-    def _choose(self, tools: bool) -> _CompiledTemplate:
+    def _select_template(self, tools: bool) -> _CompiledTemplate:
         name = "tool_use" if tools and self._has("tool_use") else "default"
         if name in self.syntax_errors:
             raise TemplateFailed(f"the model's chat template is broken, {self.syntax_errors[name]}")
@@ -211,7 +211,7 @@ PROBE_TOOL_DEFINITION: JsonObject = {
     },
 }
 # A part written as a whole, as JSON or in Python's notation: the template did not look into it.
-_WHOLE_PART = re.compile(r"""["']type["']:\s*["']text["']""")
+_CONTENT_PART = re.compile(r"""["']type["']:\s*["']text["']""")
 _NULL = re.compile("None|null")
 
 
@@ -241,14 +241,14 @@ class TemplateProbes:
 
     def _probe_content_form(self, role: str) -> ContentForm:
         """Renders both forms in every conversation that may hold a message of `role`."""
-        for before, behind in self._contexts(role):
+        for before, after in self._contexts(role):
             messages = [
                 self._message(role, f"{FIRST_PROBE} {SECOND_PROBE}"),
                 self._message(role, _PROBE_PARTS),
             ]
-            of_text, of_parts = (self._first_rendering([*before, one, *behind]) for one in messages)
-            wholes = len(_WHOLE_PART.findall(of_text))
-            if _has_both_probes(of_parts) and len(_WHOLE_PART.findall(of_parts)) <= wholes:
+            of_text, of_parts = (self._first_rendering([*before, one, *after]) for one in messages)
+            num_parts = len(_CONTENT_PART.findall(of_text))
+            if _has_both_probes(of_parts) and len(_CONTENT_PART.findall(of_parts)) <= num_parts:
                 return "either" if _has_both_probes(of_text) else "parts"
             if _has_both_probes(of_text):
                 return "text"

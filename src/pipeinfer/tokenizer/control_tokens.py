@@ -31,7 +31,7 @@ COMPILE_WEIGHT = 64 * 1024  # bytes of text that take as long to encode as a tem
 MAX_REQUEST_TEMPLATES = 4  # compiled templates of requests that are kept, the last ones
 # Marks the end of a message that the model continues, so that the end is found in the rendered
 # text: a character of the last private plane that is not in the chat.
-CONTINUATION_ENDS = range(0x10FFFD, 0x10FF00, -1)
+CONTINUATION_MARKERS = range(0x10FFFD, 0x10FF00, -1)
 ESCAPE_CHARACTERS = range(0xE000, 0xF900)  # private use: unknown to templates, no white space
 # Placeholders are at the ends of the private-use planes, where nobody has put icons. The second
 # plane is for texts that use the first.
@@ -63,7 +63,7 @@ class ChatRenderer:
         self._texts = tuple(texts)
         self._templates = templates
         self._always_escaped = always_escaped
-        self._own = ControlTokenEscaping(self._texts, templates, always_escaped)
+        self._checkpoint_escaping = ControlTokenEscaping(self._texts, templates, always_escaped)
         self._request_escapings: dict[str, ControlTokenEscaping] = {}
 
     def weigh(self, chat: list[JsonObject], arguments: JsonObject) -> int:
@@ -77,13 +77,13 @@ class ChatRenderer:
         the template. Raises TemplateFailed and NoEscapeCharacters."""
         source, arguments = self._request_template(arguments), arguments.copy()
         arguments.pop("chat_template", None)
-        goes_on = arguments.pop("continue_final_message", None)
-        chosen = self._own if source is None else self._request_escaping(source)
-        if goes_on and arguments.get("add_generation_prompt", True) is not False:
+        continues = arguments.pop("continue_final_message", None)
+        chosen = self._checkpoint_escaping if source is None else self._request_escaping(source)
+        if continues and arguments.get("add_generation_prompt", True) is not False:
             message = "continue_final_message is only allowed with add_generation_prompt: false"
             raise TemplateFailed(message, "continue_final_message")
         return _with_argument_forms(
-            partial(_render_continuation, chosen) if goes_on else chosen.render, chat, arguments
+            partial(_render_continuation, chosen) if continues else chosen.render, chat, arguments
         )
 
     def thought_state(
@@ -93,8 +93,10 @@ class ChatRenderer:
         that a client spells do not count, except in a message that the model continues. Raises
         TemplateFailed."""
         if arguments.get("continue_final_message"):
-            said = content_text(chat[-1].get("content"))
-            return "open" if thought_state(said, tags) == "open" else "over"  # the answer has begun
+            answer = content_text(chat[-1].get("content"))
+            return (
+                "open" if thought_state(answer, tags) == "open" else "over"
+            )  # the answer has begun
         state = thought_state(prompt, tags)
         if state == "before":
             return state
@@ -107,11 +109,11 @@ class ChatRenderer:
             state = thought_state(prompt, tags)
         if state == "open" and prompt.rpartition(tags.opening)[2].strip(SPACE):
             # The tag may belong to the template's instructions about the form of answers.
-            asked = _with_argument_forms(
+            without_prompt = _with_argument_forms(
                 templates.render, chat, {**arguments, "add_generation_prompt": False}
             )
-            if asked != prompt and prompt.startswith(asked):
-                state = thought_state(prompt[len(asked) :], tags)
+            if without_prompt != prompt and prompt.startswith(without_prompt):
+                state = thought_state(prompt[len(without_prompt) :], tags)
         return state
 
     def _request_template(self, arguments: JsonObject) -> str | None:
@@ -149,11 +151,11 @@ def _with_argument_forms(
 ) -> T:
     """`render` with the arguments of tool calls in the form that the template takes. Raises
     TemplateFailed, and what else `render` raises."""
-    form, *others = argument_forms(chat)
+    form, *other_forms = argument_forms(chat)
     try:
         return render(form, arguments)
     except TemplateFailed:
-        for other in others:
+        for other in other_forms:
             with suppress(TemplateFailed):  # the error about the usual form is more telling
                 return render(other, arguments)
         raise
@@ -172,36 +174,38 @@ def _render_continuation(
     """The prompt up to the end of the last message's content, which the model continues. White
     space at the end is left out if the template trims contents."""
     last: JsonObject = chat[-1] if chat else {}
-    said = {character for text, _ in client_strings(chat, arguments) for character in text}
-    end = next(chr(code) for code in CONTINUATION_ENDS if chr(code) not in said)
-    content = _append_to_content(last.get("content"), end + " ")
+    used_characters = {
+        character for text, _ in client_strings(chat, arguments) for character in text
+    }
+    marker = next(chr(code) for code in CONTINUATION_MARKERS if chr(code) not in used_characters)
+    content = _append_to_content(last.get("content"), marker + " ")
     if last.get("role") != "assistant" or content is None:
         message = "continue_final_message needs a last message of the assistant, with content"
         raise TemplateFailed(message, "continue_final_message")
     rendered = chosen.render([*chat[:-1], {**last, "content": content}], arguments)
-    text, _, behind = rendered.text.partition(end)
-    if rendered.text.count(end) != 1:
+    text, _, after = rendered.text.partition(marker)
+    if rendered.text.count(marker) != 1:
         message = "the chat template does not show the last message's content once, as it is"
         raise TemplateFailed(message, "continue_final_message")
-    trims = not behind.startswith(" ")
+    trims = not after.startswith(" ")
     escaped = rendered.escaped
     if escaped is not None:
-        before = escaped.text.partition(end)[0]
+        before = escaped.text.partition(marker)[0]
         if trims:
             before = _trim_end(before, "" if escaped.escapes is None else escaped.escapes.separator)
         escaped = EscapedPrompt(before, escaped.escapes)
     return RenderedPrompt(text.rstrip() if trims else text, escaped)
 
 
-def _append_to_content(content: JsonValue, end: str) -> JsonValue:
-    """`content` with `end` behind its last text; None if there is no text to continue."""
+def _append_to_content(content: JsonValue, marker: str) -> JsonValue:
+    """`content` with `marker` behind its last text; None if there is no text to continue."""
     if isinstance(content, str):
-        return content + end if content else None
+        return content + marker if content else None
     parts = content if isinstance(content, list) else []
     for at in reversed(range(len(parts))):
         part = parts[at]
         if isinstance(part, dict) and isinstance(text := part.get("text"), str) and text:
-            return [*parts[:at], {**part, "text": text + end}, *parts[at + 1 :]]
+            return [*parts[:at], {**part, "text": text + marker}, *parts[at + 1 :]]
     return None
 
 
@@ -292,8 +296,8 @@ class ControlTokenEscaping:
         self._last_letters = {token[-1] for token in tokens}
         # Two characters at either end: what is longer has them, and what is shorter is a text's
         # first or last character.
-        ends = {*self._single, *(token[:2] for token in longer), *(token[-2:] for token in longer)}
-        self._end_pattern = _any_of(sorted(ends))
+        edges = {*self._single, *(token[:2] for token in longer), *(token[-2:] for token in longer)}
+        self._edge_pattern = _any_of(sorted(edges))
         self._has_spaces = any(map(str.isspace, "".join(tokens)))
 
     def render(self, chat: list[JsonObject], arguments: JsonObject) -> RenderedPrompt:
@@ -324,7 +328,7 @@ class ControlTokenEscaping:
         return RenderedPrompt(escapes.unescape(text), escaped)
 
     def _may_spell(self, text: str, kind: StringKind) -> bool:
-        if self._end_pattern.search(text) is not None:
+        if self._edge_pattern.search(text) is not None:
             return True
         bare = text.strip()
         if not bare or kind == "key":
@@ -484,7 +488,7 @@ class _PlaneTokenizer(NamedTuple):
 class PlaceholderTokens:
     """Encodes texts in which only placeholders are special tokens.
 
-    _special, _others: added tokens of the checkpoint, by id.
+    _special, _non_special: added tokens of the checkpoint, by id.
     _by_plane: tokenizers by the first placeholder of their plane, made when needed.
     """
 
@@ -492,7 +496,7 @@ class PlaceholderTokens:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = [(i, token) for i, token in sorted(added.items()) if token.special]
-        self._others = [(i, token) for i, token in sorted(added.items()) if not token.special]
+        self._non_special = [(i, token) for i, token in sorted(added.items()) if not token.special]
         contents = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._added_pattern = re.compile("|".join(map(re.escape, contents)))
         self._by_plane: dict[int, _PlaneTokenizer] = {}
@@ -510,13 +514,13 @@ class PlaceholderTokens:
             "control tokens' texts cannot be told from its private-use characters"
         )
 
-    def encode(self, text: str, first: int, own_process: bool) -> np.ndarray:
+    def encode(self, text: str, first: int, multithreaded: bool) -> np.ndarray:
         """The ids, int32 [n], of a text with placeholders from `first` on. Raises
-        AmbiguousControlTokens. `own_process`: as for PromptEncoder."""
+        AmbiguousControlTokens. `multithreaded`: as for PromptEncoder."""
         if first not in self._by_plane:
             self._by_plane[first] = self._make_tokenizer(first)
         built = self._by_plane[first]
-        if own_process:
+        if multithreaded:
             (encoding,) = built.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         else:
             encoding = built.tokenizer.encode(text, add_special_tokens=False)
@@ -548,16 +552,16 @@ class PlaceholderTokens:
             )
             for k, (_, token) in enumerate(self._special)
         ]  # fmt: skip
-        tokens += [token for _, token in self._others]
+        tokens += [token for _, token in self._non_special]
         # A bare list in the library's stub.
         built.add_tokens(tokens)  # pyright: ignore[reportUnknownMemberType]
         ids = {token.content: i for i, token in built.get_added_tokens_decoder().items()}
         size = max([*ids.values(), built.get_vocab_size()]) + 1
         names, controls = np.arange(size, dtype="<i4"), np.zeros(size, dtype=bool)
-        for k, (own, _) in enumerate(self._special):
-            names[ids[chr(first + k)]], controls[ids[chr(first + k)]] = own, True
-        for own, token in self._others:
-            names[ids[token.content]] = own
+        for k, (checkpoint, _) in enumerate(self._special):
+            names[ids[chr(first + k)]], controls[ids[chr(first + k)]] = checkpoint, True
+        for checkpoint, token in self._non_special:
+            names[ids[token.content]] = checkpoint
         return _PlaneTokenizer(built, names, controls)
 
 

@@ -48,7 +48,7 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.params import Thoughts, ThoughtState, choice_id, choice_ids, choice_seed
-from pipeinfer.tokenizer.prompts import Prompt, PromptEncoder, Rejected
+from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected, TokenizedPrompt
 from pipeinfer.tokenizer.requests import (
     PendingPrompt,
     PendingPrompts,
@@ -59,7 +59,7 @@ from pipeinfer.tokenizer.requests import (
     grammar_digest,
     without_choice,
 )
-from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupReport, GroupRouter
 from pipeinfer.wire import unpack
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
@@ -89,7 +89,7 @@ class Encoded(Message, frozen=True):
 
     prompt_ids: int32 bytes.
     status, message, param, code: of the refusal; status 0: none.
-    left, thoughts: thought_state and thoughts of Prompt.
+    thought_state, thoughts: of the TokenizedPrompt.
     """
 
     request_id: str
@@ -99,7 +99,7 @@ class Encoded(Message, frozen=True):
     message: str = ""
     param: str | None = None
     code: str | None = None
-    left: ThoughtState = "before"
+    thought_state: ThoughtState = "before"
     thoughts: Thoughts | None = None
 
 
@@ -108,7 +108,7 @@ class EncodeNext(Message, frozen=True):
     gives one back in each turn of its loop, so that other messages come in between."""
 
 
-class Try(Message, frozen=True):
+class ValidateGrammar(Message, frozen=True):
     """core -> driver: validate the grammar of this request (TokenizerCore.submit_to_validate).
 
     client: as in Submit.
@@ -119,7 +119,7 @@ class Try(Message, frozen=True):
     client: str = ""
 
 
-class Tried(Message, frozen=True):
+class GrammarVerdict(Message, frozen=True):
     """driver -> core: the verdict on a grammar.
 
     status, message: why it is not served; status 0: it is served.
@@ -151,7 +151,7 @@ class TokenizerCore:
     def __init__(
         self,
         encoder: PromptEncoder,
-        router: Router,
+        router: GroupRouter,
         monitor: GroupMonitor,
         eos_ids: tuple[int, ...],
         stage: str = "tokenizer-0",
@@ -167,8 +167,10 @@ class TokenizerCore:
         self._short_prompts: FairQueue[tuple[str, int]] = FairQueue()  # first choice and attempt
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
-        self._has_left = False
-        self._asked_at: dict[int, float] = {}  # when a group was asked to hand over what it has
+        self._left = False
+        self._hand_over_asked_at: dict[
+            int, float
+        ] = {}  # when a group was asked to hand over what it has
         self._counts = dict.fromkeys(
             ("accepted", "encoded", "refused", "moved", "prompt_tokens"), 0
         )
@@ -181,7 +183,7 @@ class TokenizerCore:
         return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining or self._has_left else "ready", "")
+        return ("draining" if self._draining or self._left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         return {
@@ -210,7 +212,7 @@ class TokenizerCore:
         return self.submit_to_encode(request_id, attempt) if without_verdict else None
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
-        unknown = None if self._has_left else self._without_known(event)
+        unknown = None if self._left else self._without_known(event)
         if unknown is None:
             return []  # the gateway tells the successor; a repeated one was passed on before
         event = unknown
@@ -245,7 +247,7 @@ class TokenizerCore:
         if verdict is None:
             return replace(pending, grammar_to_validate=grammar), None
         if verdict.refusal and submit.otherwise is not None:
-            return self._with_verdict(pending.with_other_grammar(verdict.refusal))
+            return self._with_verdict(pending.with_fallback_grammar(verdict.refusal))
         return pending, verdict
 
     def _enqueue(self, event: Submit, weight: int) -> list[Send]:
@@ -276,7 +278,7 @@ class TokenizerCore:
     def _reject(self, event: Submit, error: Rejected) -> list[Send]:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
-    def _on_tried(self, event: Tried, _now: float) -> list[Send]:
+    def _on_grammar_verdict(self, event: GrammarVerdict, _now: float) -> list[Send]:
         """Goes on with all requests that wait for a verdict on this grammar."""
         if event.grammar and event.status in (0, 400):
             # Also if the client has left meanwhile, who may come again.
@@ -313,12 +315,12 @@ class TokenizerCore:
 
     def _without_known(self, event: Submit) -> Submit | None:
         """`event` with the choices that have not come before; None if all have."""
-        left: Submit | None = event
+        unknown: Submit | None = event
         for name in _choice_names(event):
             known = self._routed.has(name, event.attempt)
-            if left and (known or self._pending.has(name, event.attempt)):
-                left = without_choice(left, name)
-        return left
+            if unknown and (known or self._pending.has(name, event.attempt)):
+                unknown = without_choice(unknown, name)
+        return unknown
 
     def _on_encoded(self, event: Encoded, _now: float) -> list[Send]:
         pending = self._pending.get(event.request_id, event.attempt)
@@ -328,7 +330,7 @@ class TokenizerCore:
         if event.status:
             why = (event.status, event.message, event.param, event.code)
             return self._refuse_all(pending.submit, *why)
-        prompt = Prompt(unpack(event.prompt_ids), event.left, event.thoughts)
+        prompt = TokenizedPrompt(unpack(event.prompt_ids), event.thought_state, event.thoughts)
         return self._route(pending, prompt)
 
     def _refuse_all(
@@ -363,7 +365,7 @@ class TokenizerCore:
         )
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
-    def _route(self, pending: PendingPrompt, prompt: Prompt) -> list[Send]:
+    def _route(self, pending: PendingPrompt, prompt: TokenizedPrompt) -> list[Send]:
         """Chooses a group and sends all choices there."""
         event, in_one_group = pending.submit, pending.in_one_group
         names, ids = _choice_names(event), prompt.ids
@@ -389,7 +391,7 @@ class TokenizerCore:
         accepted = self._accepted(pending, prompt, group)
         return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
-    def _accepted(self, pending: PendingPrompt, prompt: Prompt, group: int) -> Send:
+    def _accepted(self, pending: PendingPrompt, prompt: TokenizedPrompt, group: int) -> Send:
         event, ids = pending.submit, prompt.ids
         texted = event.return_prompt_text and event.text is None
         # What a template made of a chat: without special tokens its turns would run together.
@@ -408,7 +410,7 @@ class TokenizerCore:
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
 
-    def _works(self, event: Submit, prompt: Prompt) -> list[Work]:
+    def _works(self, event: Submit, prompt: TokenizedPrompt) -> list[Work]:
         """One Work for each choice. Here they share the bytes of the prompt."""
         first = self._work(event, prompt)
         if event.choices == (0,):
@@ -423,7 +425,7 @@ class TokenizerCore:
             for number in event.choices
         ]
 
-    def _work(self, event: Submit, prompt: Prompt) -> Work:
+    def _work(self, event: Submit, prompt: TokenizedPrompt) -> Work:
         spec = event.params.structured_outputs
         verdict = None if spec is None else self._pending.verdicts.get(grammar_digest(spec))
         return Work(
@@ -506,8 +508,8 @@ class TokenizerCore:
             return out
         self._pending.discard_gateway(gateway)
         for work in self._routed.of_gateway(gateway):
-            gone = Abort(work.request_id, work.attempt, "its gateway was restarted")
-            out += self._on_abort(gone, now)
+            abort = Abort(work.request_id, work.attempt, "its gateway was restarted")
+            out += self._on_abort(abort, now)
         return out
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
@@ -522,8 +524,8 @@ class TokenizerCore:
         for group in deserted if self._router.up else ():
             if self._is_due(group, now):
                 for work in self._routed.mark_leaving(group):
-                    asked = HandOver(work.request_id, work.attempt)
-                    out.append(Send("work", f"scheduler-{group}", asked))
+                    hand_over = HandOver(work.request_id, work.attempt)
+                    out.append(Send("work", f"scheduler-{group}", hand_over))
         return out
 
     def _hand_over_lost(self, now: float) -> list[Send]:
@@ -539,15 +541,15 @@ class TokenizerCore:
                     why = f"scheduler-{group} has not been heard for {seconds:.0f} s"
                     out += self._refuse(work, 503, why, code="host_lost")
                     continue
-                asked = HandOver(work.request_id, work.attempt, self._roll_call.stage)
-                out.append(Send("recovery", f"gateway-{work.gateway}", asked))
+                hand_over = HandOver(work.request_id, work.attempt, self._roll_call.stage)
+                out.append(Send("recovery", f"gateway-{work.gateway}", hand_over))
         return out
 
     def _is_due(self, group: int, now: float) -> bool:
         """Whether it is time to ask again for the requests of `group`."""
-        due = now >= self._asked_at.get(group, float("-inf")) + ASK_AGAIN
+        due = now >= self._hand_over_asked_at.get(group, float("-inf")) + ASK_AGAIN
         if due:
-            self._asked_at[group] = now
+            self._hand_over_asked_at[group] = now
         return due
 
     def _on_delivered(self, event: Delivered, now: float) -> list[Send]:
@@ -555,24 +557,24 @@ class TokenizerCore:
         attempt, and what its group still does is in vain. One that has ended nobody takes, and all
         forget it."""
         if event.ended:
-            gone = Abort(event.request_id, event.attempt, "nobody has taken its end")
-            return self._on_abort(gone, now)
+            abort = Abort(event.request_id, event.attempt, "nobody has taken its end")
+            return self._on_abort(abort, now)
         entry = self._routed.get(event.request_id)
         if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
         ids = unpack(entry.work.prompt_ids)
-        work, left = entry.work, list[Send]()
+        work, remaining = entry.work, list[Send]()
         if event.attempt > work.attempt:
-            gone = Abort(work.request_id, work.attempt, "another group goes on with it")
+            abort = Abort(work.request_id, work.attempt, "another group goes on with it")
             groups = (entry.group,) if entry.in_one_group else self._monitor.groups
-            left += [Send("work", f"scheduler-{group}", gone) for group in groups]
+            remaining += [Send("work", f"scheduler-{group}", abort) for group in groups]
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
-        beside = self._routed.group_of_leader(entry)
+        leader_group = self._routed.group_of_leader(entry)
         self._router.on_ended(event.request_id)
         group = (
             self._router.choose(*request)
-            if beside is None
-            else self._router.record_sent(beside, *request)
+            if leader_group is None
+            else self._router.record_sent(leader_group, *request)
         )
         work = self._routed.move(event.request_id, group, event.attempt)
         self._counts["moved"] += 1
@@ -580,7 +582,7 @@ class TokenizerCore:
             request_id=event.request_id, attempt=event.attempt, group=group, prompt_tokens=len(ids)
         )
         return [
-            *left,
+            *remaining,
             Send("recovery", f"scheduler-{group}", event),
             Send("work", f"scheduler-{group}", work),
             Send("text", f"gateway-{work.gateway}", accepted),
@@ -591,17 +593,17 @@ class TokenizerCore:
     def _on_group_status(self, event: GroupStatus, now: float) -> list[Send]:
         if not 0 <= event.group < len(self._monitor.groups):
             return []
-        return self._on_report(event.group, self._monitor.on_status(event, now), now)
+        return self._on_group_report(event.group, self._monitor.on_status(event, now), now)
 
     def _on_ended(self, event: Ended, now: float) -> list[Send]:
         group, report = self._monitor.on_ended(event)
-        return self._on_report(group, report, now)
+        return self._on_group_report(group, report, now)
 
-    def _on_report(self, group: int, report: GroupReport | None, now: float) -> list[Send]:
+    def _on_group_report(self, group: int, report: GroupReport | None, now: float) -> list[Send]:
         if report is None:
             return []
         before = self._router.up
-        self._router.report(group, report)
+        self._router.on_report(group, report)
         if not before:
             return self._hand_over(now, self._monitor.deserted())
         # One group: the report of one may not cost more the more groups there are.
@@ -610,7 +612,7 @@ class TokenizerCore:
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
         self._monitor.tick(now)
         for group, report in self._monitor.newly_silent(now):
-            self._router.report(group, report)
+            self._router.on_report(group, report)
         moved = [*self._hand_over(now, self._monitor.deserted()), *self._hand_over_lost(now)]
         return [*self._roll_call.ask(now), *moved]
 
@@ -619,7 +621,7 @@ class TokenizerCore:
         return []
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
-        self._has_left = True
+        self._left = True
         self._pending.clear()  # the gateways tell the successor of all that is unfinished
         return []
 
@@ -630,7 +632,7 @@ class TokenizerCore:
         Submit: _on_submit,
         Encoded: _on_encoded,
         EncodeNext: _on_encode_next,
-        Tried: _on_tried,
+        GrammarVerdict: _on_grammar_verdict,
         Abort: _on_abort,
         Done: _on_done,
         ResetCache: _on_reset_cache,
@@ -651,7 +653,7 @@ class TokenizerCore:
 def _validate(prompt: PendingPrompt) -> Send:
     """Has the driver validate the grammar."""
     submit = prompt.submit
-    return Send(LOCAL, "", Try(first_choice(submit), submit.attempt, submit.client))
+    return Send(LOCAL, "", ValidateGrammar(first_choice(submit), submit.attempt, submit.client))
 
 
 def _choice_names(event: Submit) -> list[str]:

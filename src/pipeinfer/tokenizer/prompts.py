@@ -67,7 +67,7 @@ class Rejected(ValueError):
         self.code = code
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """An encoded prompt.
 
     ids: int32 [n], 0 < n < max_model_len.
@@ -89,7 +89,7 @@ class PromptEncoder:
     max_model_len: tokens of prompt and output.
     eos_ids: ids that end a request by themselves.
     allow_control_tokens: messages may spell control tokens.
-    own_process: the process has nothing else to do, so the library may start threads.
+    multithreaded: the process has nothing else to do, so the library may start threads.
     tags: around the thoughts in answers to chats, if those are told apart.
     thought_budgets: whether engines end thoughts that exceed a budget.
     """
@@ -102,7 +102,7 @@ class PromptEncoder:
         max_model_len: int,
         eos_ids: tuple[int, ...] = (),
         allow_control_tokens: bool = False,
-        own_process: bool = False,
+        multithreaded: bool = False,
         tags: ThoughtTags | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -113,7 +113,7 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
-        self._own_process = own_process
+        self._multithreaded = multithreaded
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
             (),
             (),
@@ -146,7 +146,7 @@ class PromptEncoder:
         """The ids of `prompt`."""
         return self.prompt(submit).ids
 
-    def prompt(self, submit: Submit) -> Prompt:
+    def prompt(self, submit: Submit) -> TokenizedPrompt:
         """Raises Rejected."""
         param, state = "prompt" if submit.chat is None else "messages", None
         self._check_params(submit.params)
@@ -161,17 +161,19 @@ class PromptEncoder:
             raise Rejected("the request has no prompt", param)
         if not len(ids):
             if submit.only_encode and submit.chat is None:
-                return Prompt(ids)  # whoever counts texts has empty ones among them
+                return TokenizedPrompt(ids)  # whoever counts texts has empty ones among them
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
-        kept = self._truncate(ids, submit.params)
-        if len(kept) < len(ids) and submit.params.truncation_side == "right":
+        truncated = self._truncate(ids, submit.params)
+        if len(truncated) < len(ids) and submit.params.truncation_side == "right":
             state = None  # what the template wrote last is gone
         if not _counts_only(submit):
-            self._check_length(len(kept), submit.params, param)
-        return self._with_thoughts(submit, kept, state)
+            self._check_length(len(truncated), submit.params, param)
+        return self._with_thoughts(submit, truncated, state)
 
-    def _with_thoughts(self, submit: Submit, ids: np.ndarray, state: ThoughtState | None) -> Prompt:
+    def _with_thoughts(
+        self, submit: Submit, ids: np.ndarray, state: ThoughtState | None
+    ) -> TokenizedPrompt:
         """The prompt `ids`. `state`: where a chat's template leaves the thoughts; None: to be found
         from the ids."""
         params, chat, tags = submit.params, submit.chat is not None, self._tags
@@ -182,9 +184,9 @@ class PromptEncoder:
             # The client names the text behind which its grammar begins.
             over = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(spec.after)
             thoughts = Thoughts("", spec.after, "over" if over else "open")
-            return Prompt(ids, state or "before", thoughts)
+            return TokenizedPrompt(ids, state or "before", thoughts)
         if tags is None or not (chat or budget or spec is not None):
-            return Prompt(ids)
+            return TokenizedPrompt(ids)
         if state is None:
             state = self._thought_state(ids, tags)
         waits = budget or spec is not None
@@ -192,7 +194,7 @@ class PromptEncoder:
             # A completion's grammar is about all of its text, unless the prompt begins thoughts.
             at_end = self._decode(ids[-TAIL_IDS:]).rstrip(SPACE).endswith(tags.opening)
             waits = state == "open" and (budget or at_end)
-        return Prompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
+        return TokenizedPrompt(ids, state, Thoughts(*tags.pair, state) if waits else None)
 
     def _thought_state(self, ids: np.ndarray, tags: ThoughtTags) -> ThoughtState:
         """Where a prompt that was not made by a template leaves the thoughts."""
@@ -200,10 +202,10 @@ class PromptEncoder:
         opening, closing = map(self._tokenizer.token_to_id, tags.pair)
         if opening is None or closing is None:
             return thought_state(self._decode(ids[-TAG_SEARCH_IDS:]), tags)
-        places = np.flatnonzero((ids == opening) | (ids == closing))
+        tags_at = np.flatnonzero((ids == opening) | (ids == closing))
         return (
-            thought_state(self._decode(ids[places[-1] :][:TAIL_IDS]), tags)
-            if len(places)
+            thought_state(self._decode(ids[tags_at[-1] :][:TAIL_IDS]), tags)
+            if len(tags_at)
             else "before"
         )
 
@@ -284,7 +286,7 @@ class PromptEncoder:
         text, first = placeholders.insert_placeholders(rendered.escaped.text)
         if rendered.escaped.escapes is not None:
             text = rendered.escaped.escapes.unescape(text)
-        return placeholders.encode(text, first, self._own_process)
+        return placeholders.encode(text, first, self._multithreaded)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> np.ndarray:
         if self._tokenizer is None:
@@ -292,7 +294,7 @@ class PromptEncoder:
                 "the model has no tokenizer.json, so it takes prompts as token ids only", param
             )
         try:
-            if self._own_process:  # several times as fast, and lets other threads run
+            if self._multithreaded:  # several times as fast, and lets other threads run
                 (encoding,) = self._tokenizer.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
@@ -304,13 +306,13 @@ class PromptEncoder:
 
     def _truncate(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
         """`ids`, cut to truncate_prompt_tokens."""
-        most = params.truncate_prompt_tokens
-        if not most:
+        max_tokens = params.truncate_prompt_tokens
+        if not max_tokens:
             return ids
-        if most < 0:
-            most = self._max_model_len - (params.max_tokens or 1)
-        most = max(most, 1)
-        return ids[:most] if params.truncation_side == "right" else ids[-most:]
+        if max_tokens < 0:
+            max_tokens = self._max_model_len - (params.max_tokens or 1)
+        max_tokens = max(max_tokens, 1)
+        return ids[:max_tokens] if params.truncation_side == "right" else ids[-max_tokens:]
 
     # ------------------------------------------------------------------------------------- refusing
 
@@ -342,15 +344,15 @@ class PromptEncoder:
             allowed, all_there_are = None, f"all {self._vocab_size} tokens of the vocabulary"
         else:
             allowed, all_there_are = frozenset(params.allowed_token_ids), "all allowed_token_ids"
-        left = self._vocab_size - len(banned) if allowed is None else len(allowed - banned)
-        if not left:
+        num_allowed = self._vocab_size - len(banned) if allowed is None else len(allowed - banned)
+        if not num_allowed:
             raise Rejected(f"{all_there_are} are bad_words, so that none is left", "bad_words")
         if params.min_tokens > 0:
-            ends = frozenset(params.stop_token_ids)
+            end_ids = frozenset(params.stop_token_ids)
             if not params.ignore_eos:
-                ends |= self._eos_ids
-            ends -= banned
-            if len(ends if allowed is None else ends & allowed) >= left:
+                end_ids |= self._eos_ids
+            end_ids -= banned
+            if len(end_ids if allowed is None else end_ids & allowed) >= num_allowed:
                 raise Rejected(
                     f"min_tokens is {params.min_tokens}, but {all_there_are} end the answer, so "
                     "that none is left to begin it with",
@@ -417,8 +419,8 @@ class EncoderParts(NamedTuple):
     no_grammars_because: str
 
 
-def load_encoder(folder: Path, settings: Settings, own_process: bool = False) -> EncoderParts:
-    """The encoder of the checkpoint in `folder`; `own_process` as for PromptEncoder. Raises
+def load_encoder(folder: Path, settings: Settings, multithreaded: bool = False) -> EncoderParts:
+    """The encoder of the checkpoint in `folder`; `multithreaded` as for PromptEncoder. Raises
     ConfigurationError."""
     model = read_outline(folder, settings.model_impl)
     config = read_tokenizer_config(folder)
@@ -438,10 +440,10 @@ def load_encoder(folder: Path, settings: Settings, own_process: bool = False) ->
         settings.max_model_len or model.context_length,
         eos_ids,
         settings.control_tokens_in_messages,
-        own_process,
+        multithreaded,
         thought_tags(settings.reasoning_parser, shown),
     )
-    if own_process:  # it encodes, and nothing else
+    if multithreaded:  # it encodes, and nothing else
         return EncoderParts(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
         encoder.thought_budgets = False  # engines without masks count nothing

@@ -40,10 +40,10 @@ class PendingPrompt:
     grammar_to_validate: bytes = b""
     refusal: str = ""
 
-    def with_other_grammar(self, refusal: str) -> PendingPrompt:
+    def with_fallback_grammar(self, refusal: str) -> PendingPrompt:
         """This request with its second grammar, because the first one is refused."""
-        other = self.submit.otherwise
-        params = structs.replace(self.submit.params, structured_outputs=other)
+        fallback = self.submit.otherwise
+        params = structs.replace(self.submit.params, structured_outputs=fallback)
         submit = structs.replace(self.submit, params=params, otherwise=None)
         return replace(self, submit=submit, refusal=refusal)
 
@@ -57,8 +57,8 @@ def first_choice(submit: Submit) -> str:
 def without_choice(submit: Submit, request_id: str) -> Submit | None:
     """`submit` without the choice `request_id`; None if there is no other choice."""
     name = submit.request_id
-    left = tuple(number for number in submit.choices if choice_id(name, number) != request_id)
-    return structs.replace(submit, choices=left) if left else None
+    choices = tuple(number for number in submit.choices if choice_id(name, number) != request_id)
+    return structs.replace(submit, choices=choices) if choices else None
 
 
 class PendingPrompts:
@@ -130,16 +130,16 @@ class PendingPrompts:
             return
         self.abandoned += 1
         prompt = self._prompts[name]
-        left = without_choice(prompt.submit, request_id)
-        if left is None:
+        remaining = without_choice(prompt.submit, request_id)
+        if remaining is None:
             del self._prompts[name]
         else:
-            self._prompts[name] = replace(prompt, submit=left)
+            self._prompts[name] = replace(prompt, submit=remaining)
 
     def discard_gateway(self, gateway: int) -> None:
         """Removes all requests of a gateway."""
-        gone = {n for n, prompt in self._prompts.items() if prompt.submit.gateway == gateway}
-        for choice in [choice for choice, name in self._first_choices.items() if name in gone]:
+        names = {n for n, prompt in self._prompts.items() if prompt.submit.gateway == gateway}
+        for choice in [choice for choice, name in self._first_choices.items() if name in names]:
             self.discard(choice)
 
     def clear(self) -> None:
@@ -240,7 +240,7 @@ class Verdict(NamedTuple):
     """On a grammar.
 
     refusal: why it is refused, "" if it is served.
-    slow: as in Tried.
+    slow: as in GrammarVerdict.
     """
 
     refusal: str = ""

@@ -76,7 +76,7 @@ class GroupTable:
     open_requests: the number of these requests.
     total_sent_tokens: of all requests that were sent from here.
     _holders: first block hash of a prompt -> groups that have it. No other group has any of it.
-    _foreign_tokens: of requests that came from elsewhere, as of the last report.
+    _elsewhere_tokens: of requests that came from elsewhere, as of the last report.
     """
 
     def __init__(self, count: int) -> None:
@@ -87,11 +87,11 @@ class GroupTable:
         self.sent_tokens = [0] * count
         self.open_requests = [0] * count
         self.total_sent_tokens = [0] * count
-        self._foreign_tokens = [0] * count
+        self._elsewhere_tokens = [0] * count
 
     def load(self, group: int) -> int:
         """Tokens that the group still has to compute, as far as is known here."""
-        return self.sent_tokens[group] + self._foreign_tokens[group]
+        return self.sent_tokens[group] + self._elsewhere_tokens[group]
 
     def holders(self, hashes: Sequence[bytes]) -> Set[int]:
         """The groups that should have the first block of a prompt with these block hashes cached,
@@ -115,11 +115,11 @@ class GroupTable:
     def loads(self) -> list[int]:
         """load() of each group."""
         return [
-            sent + foreign
-            for sent, foreign in zip(self.sent_tokens, self._foreign_tokens, strict=True)
+            sent + elsewhere
+            for sent, elsewhere in zip(self.sent_tokens, self._elsewhere_tokens, strict=True)
         ]
 
-    def report(self, group: int, report: GroupReport) -> None:
+    def on_report(self, group: int, report: GroupReport) -> None:
         """Pages that were said to be evicted stay so: within an epoch they only become more."""
         before = self.reports[group]
         if report.epoch == before.epoch and report.evicted < before.evicted:
@@ -128,13 +128,13 @@ class GroupTable:
         self.up_count += report.up - before.up
         # By their number: of its own requests it is known here what they cost, and their tokens as
         # the group tells them would hide that behind prompts that are cached.
-        foreign = max(report.requests - self.open_requests[group], 0)
-        self._foreign_tokens[group] = report.tokens * foreign // max(report.requests, 1)
+        elsewhere = max(report.requests - self.open_requests[group], 0)
+        self._elsewhere_tokens[group] = report.tokens * elsewhere // max(report.requests, 1)
         if report.epoch != before.epoch:
             self._on_evicted(group, self.caches[group].clear())
         elif report.evicted > before.evicted:
-            gone = self.caches[group].evict(report.evicted - before.evicted)
-            self._on_evicted(group, gone)
+            evicted = self.caches[group].evict(report.evicted - before.evicted)
+            self._on_evicted(group, evicted)
 
     def up(self) -> list[int]:
         """Groups that may get requests; all of them if none is up, since one may come back."""
@@ -200,7 +200,7 @@ ROUTING_POLICIES: dict[str, Callable[[GroupTable], RoutingPolicy]] = {
 }
 
 
-class Router:
+class GroupRouter:
     """Chooses groups by a policy and keeps account of what it sent where."""
 
     def __init__(self, policy: str, groups: int) -> None:
@@ -252,9 +252,9 @@ class Router:
             self._groups.sent_tokens[group] -= tokens
             self._groups.open_requests[group] -= 1
 
-    def report(self, group: int, report: GroupReport) -> None:
+    def on_report(self, group: int, report: GroupReport) -> None:
         """What a group says of itself now."""
-        self._groups.report(group, report)
+        self._groups.on_report(group, report)
 
     @property
     def up(self) -> int:
@@ -304,12 +304,12 @@ class ApproximateCache:
 
     Methods that change it return the hashes of the blocks that are no longer in it.
     _blocks: block hashes in order of use.
-    _evicted_rest: tokens that the group evicted beyond whole blocks.
+    _evicted_remainder: tokens that the group evicted beyond whole blocks.
     """
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
-        self._evicted_rest = 0
+        self._evicted_remainder = 0
 
     def matched_tokens(self, hashes: Sequence[bytes]) -> int:
         """Tokens at the beginning of a prompt with these block hashes that should be cached."""
@@ -331,12 +331,12 @@ class ApproximateCache:
 
     def evict(self, tokens: int) -> list[bytes]:
         """The group evicted so many tokens: as many go here."""
-        blocks, self._evicted_rest = divmod(self._evicted_rest + tokens, BLOCK_TOKENS)
+        blocks, self._evicted_remainder = divmod(self._evicted_remainder + tokens, BLOCK_TOKENS)
         return self._evict_blocks(blocks)
 
     def clear(self) -> list[bytes]:
         """The group began with an empty cache."""
-        self._evicted_rest = 0
+        self._evicted_remainder = 0
         return self._evict_blocks(len(self._blocks))
 
     def __len__(self) -> int:
@@ -363,9 +363,11 @@ class _GroupState:
 
     @property
     def report(self) -> GroupReport:
-        said = self.status
-        up = said.standing == "serves" and not self.lost
-        return GroupReport(up, said.tokens, said.capacity, said.evicted, said.epoch, said.requests)
+        status = self.status
+        up = status.standing == "serves" and not self.lost
+        return GroupReport(
+            up, status.tokens, status.capacity, status.evicted, status.epoch, status.requests
+        )
 
     @property
     def deserted(self) -> bool:
@@ -386,7 +388,7 @@ class GroupMonitor:
         self.host_loss = max(host_loss, silence_limit(groups, 0.0))
         self._max_silence = min(silence_limit(groups, MAX_SILENCE_SECONDS), self.host_loss)
         self._not_started = set(self.groups)
-        self._awake = SuspendAwareClock()
+        self._suspend_aware_clock = SuspendAwareClock()
         self._groups: dict[int, _GroupState] = {}
 
     def on_status(self, status: GroupStatus, now: float) -> GroupReport | None:
@@ -396,7 +398,7 @@ class GroupMonitor:
         if known is not None and _epoch(status) < _epoch(known.status):
             return None
         self._not_started.discard(status.group)
-        known = self._groups[status.group] = _GroupState(status, self._awake.at(now))
+        known = self._groups[status.group] = _GroupState(status, self._suspend_aware_clock.at(now))
         return known.report
 
     def on_ended(self, event: Ended) -> tuple[int, GroupReport | None]:
@@ -417,25 +419,25 @@ class GroupMonitor:
 
     def tick(self, now: float) -> None:
         """This stage's timer fired."""
-        self._awake.tick(now)
+        self._suspend_aware_clock.tick(now)
 
     def newly_silent(self, now: float) -> list[tuple[int, GroupReport]]:
         """Groups that are down from now on because their scheduler is silent."""
-        now = self._awake.at(now)
+        now = self._suspend_aware_clock.at(now)
         self._expect_all(now)
-        gone: list[tuple[int, GroupReport]] = []
+        silent: list[tuple[int, GroupReport]] = []
         for number, known in self._groups.items():
             started = known.status.incarnation != NO_INCARNATION
-            patience = self._max_silence if started else self.host_loss
-            if now - known.received_at > patience and not known.lost:
+            max_silence = self._max_silence if started else self.host_loss
+            if now - known.received_at > max_silence and not known.lost:
                 was, known.lost = known.report.up, True
                 if was:
-                    gone.append((number, known.report))
-        return gone
+                    silent.append((number, known.report))
+        return silent
 
     def lost(self, now: float) -> list[tuple[int, float]]:
         """Groups whose scheduler has been silent for `host_loss`, with the seconds of silence."""
-        now = self._awake.at(now)
+        now = self._suspend_aware_clock.at(now)
         silences = [(number, now - known.received_at) for number, known in self._groups.items()]
         return [(number, seconds) for number, seconds in silences if seconds > self.host_loss]
 
@@ -450,8 +452,8 @@ class GroupMonitor:
     def _expect_all(self, now: float) -> None:
         """Silence of groups without a status counts from the first call on."""
         for group in self._not_started:
-            told = GroupStatus(group=group, incarnation=NO_INCARNATION, standing="serves")
-            self._groups[group] = _GroupState(told, now)
+            status = GroupStatus(group=group, incarnation=NO_INCARNATION, standing="serves")
+            self._groups[group] = _GroupState(status, now)
         self._not_started.clear()
 
 

@@ -13,7 +13,7 @@ from pipeinfer.runtime.stage import Stage, StageContext, death_subscriptions
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import EncoderParts, load_encoder
-from pipeinfer.tokenizer.routing import GroupMonitor, Router
+from pipeinfer.tokenizer.routing import GroupMonitor, GroupRouter
 from pipeinfer.tokenizer.workers import EncodingQueues, GrammarValidation, TokenizerDriver
 
 
@@ -53,7 +53,7 @@ def make_core(
 def _core(
     built: EncoderParts, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
 ) -> TokenizerCore:
-    router = Router(settings.routing, settings.dp)
+    router = GroupRouter(settings.routing, settings.dp)
     monitor = GroupMonitor(settings.dp, settings.host_loss)
     return TokenizerCore(
         built.encoder, router, monitor, built.eos_ids, stage, incarnation, gateways

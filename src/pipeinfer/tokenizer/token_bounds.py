@@ -50,7 +50,7 @@ def token_length_bound(tokenizer: Tokenizer) -> TokenLengthBound | None:
     for one in components(tokenizer.normalizer):
         shrinks *= _shrink_of(one)
     splitters = components(tokenizer.pre_tokenizer)
-    if not shrinks or not all(_keeps_text(one) for one in splitters):
+    if not shrinks or not all(_preserves_text(one) for one in splitters):
         return None
     spelled = any(one.type == "ByteLevel" for one in splitters)
     longest = _max_token_bytes(tokenizer, spelled)
@@ -103,7 +103,7 @@ def _shrink_of(one: Component) -> int:
     return 0
 
 
-def _keeps_text(one: Component) -> bool:
+def _preserves_text(one: Component) -> bool:
     """Whether a pre-tokenizer passes on every character."""
     if one.type in ("Split", "Punctuation"):
         return one.behavior in KEEPING_BEHAVIORS
@@ -122,8 +122,8 @@ def _max_token_bytes(tokenizer: Tokenizer, spelled: bool) -> int:
         return 0
     tokens = tokenizer.get_vocab(with_added_tokens=False)
     if spelled:
-        whole = all(character in tokens for character in pre_tokenizers.ByteLevel.alphabet())
-        return max(map(len, tokens)) if whole else 0
+        complete = all(character in tokens for character in pre_tokenizers.ByteLevel.alphabet())
+        return max(map(len, tokens)) if complete else 0
     if not model.byte_fallback or any(token not in tokens for token in BYTE_TOKENS):
         return 0
     return max(len(token.encode()) for token in tokens)

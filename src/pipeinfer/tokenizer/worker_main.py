@@ -30,8 +30,8 @@ def encode_submit(encoder: PromptEncoder, submit: Submit) -> Encoded:
     name, attempt = submit.request_id, submit.attempt
     try:
         prompt = encoder.prompt(submit)
-        ids, left, thoughts = prompt.ids.tobytes(), prompt.thought_state, prompt.thoughts
-        return Encoded(name, attempt, ids, left=left, thoughts=thoughts)
+        ids, state, thoughts = prompt.ids.tobytes(), prompt.thought_state, prompt.thoughts
+        return Encoded(name, attempt, ids, thought_state=state, thoughts=thoughts)
     except Rejected as error:
         return Encoded(
             request_id=name,
@@ -49,7 +49,7 @@ def main() -> None:
     with contextlib.suppress(OSError):  # what runs out of memory here need not end the stage
         Path("/proc/self/oom_score_adj").write_text("1000")
     setup = msgspec.msgpack.decode(frames.get(), type=EncoderSetup)
-    encoder = load_encoder(Path(setup.folder), setup.settings, own_process=True).encoder
+    encoder = load_encoder(Path(setup.folder), setup.settings, multithreaded=True).encoder
     decoder = msgspec.msgpack.Decoder(Submit)
     while True:
         answer = encode_submit(encoder, decoder.decode(frames.get()))

@@ -32,7 +32,7 @@ from pipeinfer.grammars.bounds import VocabularySetup
 from pipeinfer.grammars.validation import MAX_SECONDS, TooSlow, ValidationProcess
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, Tried, Try
+from pipeinfer.tokenizer.core import Encode, Encoded, EncodeNext, GrammarVerdict, ValidateGrammar
 from pipeinfer.tokenizer.requests import grammar_digest
 from pipeinfer.tokenizer.worker_main import EncoderSetup
 
@@ -108,7 +108,7 @@ class WorkerPool:
         self._make_worker = make_worker
         self._find_submit = find_submit
         self._slots: list[_WorkerSlot] = []
-        self._waiting: FairQueue[Encode | Try] = FairQueue()
+        self._waiting: FairQueue[Encode | ValidateGrammar] = FairQueue()
         self._feed: FeedCore | None = None
 
     @property
@@ -121,7 +121,7 @@ class WorkerPool:
         self._feed = feed
         self._loop = asyncio.get_running_loop()
 
-    def submit(self, job: Encode | Try, weight: int) -> None:
+    def submit(self, job: Encode | ValidateGrammar, weight: int) -> None:
         """Adds a job; `weight` as in FairQueue."""
         self._waiting.put(job.client, weight, job)
         self._start_waiting()
@@ -245,8 +245,8 @@ class EncodingQueues:
     """Encodes long prompts. `find_submit`: see WorkerPool."""
 
     def __init__(self, folder: Path, settings: Settings, find_submit: FindSubmit) -> None:
-        own = msgspec.structs.replace(settings, api_key="", api_key_file="")
-        setup = EncoderSetup(str(folder), own)
+        worker_settings = msgspec.structs.replace(settings, api_key="", api_key_file="")
+        setup = EncoderSetup(str(folder), worker_settings)
         self._pools = tuple(
             WorkerPool(1, lambda: EncoderProcess(setup), find_submit) for _ in range(3)
         )
@@ -287,7 +287,7 @@ class ValidationWorker:
         with suppress(RuntimeError, OSError):  # the next job tells its client
             self.process.start()
 
-    def work(self, submit: Submit) -> Tried | Try:
+    def work(self, submit: Submit) -> GrammarVerdict | ValidateGrammar:
         """The verdict, or why there is none; a Try if a first attempt needs more time."""
         name, attempt = submit.request_id, submit.attempt
         spec = submit.params.structured_outputs
@@ -296,11 +296,11 @@ class ValidationWorker:
             message = self.process.verdict(spec)
         except TooSlow as error:
             if not self._is_slow:
-                return Try(name, attempt, submit.client)
+                return ValidateGrammar(name, attempt, submit.client)
             message = str(error)
         except (RuntimeError, OSError) as error:
-            return Tried(name, attempt, 500, f"the grammar was not tried: {error}")
-        return Tried(
+            return GrammarVerdict(name, attempt, 500, f"the grammar was not tried: {error}")
+        return GrammarVerdict(
             name, attempt, 400 if message else 0, message, grammar_digest(spec), self._is_slow
         )
 
@@ -338,10 +338,12 @@ class GrammarValidation:
         self._fast_pool.start(self._on_verdict)
         self._slow_pool.start(self._on_verdict)
 
-    def deliver(self, message: Try) -> None:
+    def deliver(self, message: ValidateGrammar) -> None:
         """Adds a grammar."""
         if self._no_grammars_because:
-            event = Tried(message.request_id, message.attempt, 400, self._no_grammars_because)
+            event = GrammarVerdict(
+                message.request_id, message.attempt, 400, self._no_grammars_because
+            )
             asyncio.get_running_loop().call_soon(self._on_verdict, event)
             return
         self._fast_pool.submit(message, 1)
@@ -365,7 +367,7 @@ class GrammarValidation:
 
     def _on_verdict(self, verdict: Message) -> None:
         match verdict:
-            case Try():
+            case ValidateGrammar():
                 self._slow_pool.submit(verdict, 1)
             case _ if self._feed is not None:
                 self._feed(verdict)
@@ -381,7 +383,7 @@ class TokenizerDriver:
         self._encoding = encoding
         self._validation = validation
         self._feed: Callable[[Message], None] | None = None
-        self._turns = 0  # EncodeNext that the core has not got back
+        self._outstanding = 0  # EncodeNext that the core has not got back
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """See Driver, here and below."""
@@ -394,10 +396,10 @@ class TokenizerDriver:
             case Encode():
                 self._encoding.deliver(message)
             case EncodeNext():
-                self._turns += 1
-                if self._turns == 1:
+                self._outstanding += 1
+                if self._outstanding == 1:
                     asyncio.get_running_loop().call_soon(self._encode_next)
-            case Try():
+            case ValidateGrammar():
                 self._validation.deliver(message)
             case _:
                 raise TypeError(f"a tokenizer's driver takes no {type(message).__name__}")
@@ -406,8 +408,8 @@ class TokenizerDriver:
         """Runs in a turn of the loop of its own."""
         if self._feed is None:
             return
-        self._turns -= 1
-        if self._turns:
+        self._outstanding -= 1
+        if self._outstanding:
             asyncio.get_running_loop().call_soon(self._encode_next)
         self._feed(EncodeNext())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FrameHeader
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.core import LOCAL, Core, NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
@@ -30,7 +30,7 @@ from pipeinfer.trace.recorder import FlightRing, Recorder
 from pipeinfer.trace.recording import Outcome, Quota, Recording, default_folder, identify_model
 from pipeinfer.trace.redact import redactor
 from pipeinfer.trace.snapshot import Unsnapshottable
-from pipeinfer.trace.state_copy import StateCopier, StateCopy, StateLost
+from pipeinfer.trace.state_copy import StateCopier, StateCopy, StateCopyFailed
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class RecorderHook:
         self._quiet_since = 0.0
         self._core: Core | None = None
         self._facts: dict[str, object] = {}
-        self._wanted = 0  # recordings that were begun and have not ended
+        self._requested = 0  # recordings that were begun and have not ended
         self._bytes = 0  # in the files of those that have ended
         self.active = False
         self._timer: asyncio.TimerHandle | None = None
@@ -101,7 +101,7 @@ class RecorderHook:
 
     # --------------------------------------------------------------------------------- the hot path
 
-    def frame(self, now: float, channel: str, header: Header, body: bytes) -> None:
+    def frame(self, now: float, channel: str, header: FrameHeader, body: bytes) -> None:
         """The core is about to take a frame's message."""
         self._inputs += 1
         self.add((now, "in", channel, header.sender, header.seq, header.sent, body))
@@ -184,7 +184,7 @@ class RecorderHook:
         """Running recordings, bytes of finished ones, lost messages, bytes of the ring."""
         ring = self._recorder.ring
         return {
-            "recordings": float(self._wanted),
+            "recordings": float(self._requested),
             "recorded_bytes_total": float(self._bytes),
             "recorded_lost_total": float(self._recorder.lost),
             "flight_bytes": float(ring.bytes) if ring is not None else 0.0,
@@ -199,7 +199,7 @@ class RecorderHook:
         self._recorder.flush(self._loop.time())  # what came before the state
         try:
             state = self._copier.take(self._core)
-        except (Unsnapshottable, StateLost) as error:
+        except (Unsnapshottable, StateCopyFailed) as error:
             self._refuse(asked.recording, str(error))
             return
         rewriter = None
@@ -217,7 +217,7 @@ class RecorderHook:
             self._feed(NewEpoch())
 
     def _start(self, recording: Recording, state: StateCopy | None) -> None:
-        self._wanted += 1
+        self._requested += 1
         self._recorder.start(recording, self._header(), state)
         self._activate()
 
@@ -234,9 +234,9 @@ class RecorderHook:
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if outcome.state != "recording":
-            self._wanted -= 1
+            self._requested -= 1
             self._bytes += outcome.bytes
-            self.active = self._wanted > 0 or self._recorder.ring is not None
+            self.active = self._requested > 0 or self._recorder.ring is not None
         state = RecordingState(
             recording=outcome.name,
             stage=self._identity.id,
@@ -261,9 +261,9 @@ class RecorderHook:
         if now >= self._due or self._recorder.waiting >= MAX_WAITING_ROWS:
             self._due = now + FLUSH_SECONDS
             self._recorder.flush(now)
-            if self._recorder.wants_segment(now, self._copier.small or self._quiet(now)):
+            if self._recorder.needs_segment(now, self._copier.small or self._quiet(now)):
                 self._next_segment(now)
-        self.active = self._wanted > 0 or self._recorder.ring is not None
+        self.active = self._requested > 0 or self._recorder.ring is not None
         self._timer = self._loop.call_later(CHECK_SECONDS, self._on_timer) if self.active else None
 
     def _quiet(self, now: float) -> bool:
@@ -286,7 +286,7 @@ class RecorderHook:
         assert self._core is not None
         try:
             state = self._copier.take(self._core, self._unchanged_check(now))
-        except StateLost as error:
+        except StateCopyFailed as error:
             self._recorder.postpone_segment(now, str(error))
         except Unsnapshottable as error:
             log.error("no flight recorder from now on: %s", error)
@@ -321,5 +321,5 @@ class RecorderHook:
     def _flight_folders(self) -> list[Path]:
         """Where the ring may be written, the best place first."""
         named = self._settings.flight_dir or self._settings.record
-        spare = Path(tempfile.gettempdir(), f"pipeinfer-{os.getuid()}")
-        return [Path(named)] if named else [default_folder(), spare]
+        fallback = Path(tempfile.gettempdir(), f"pipeinfer-{os.getuid()}")
+        return [Path(named)] if named else [default_folder(), fallback]

@@ -22,13 +22,13 @@ from pipeinfer.trace import format as form
 from pipeinfer.trace.format import OtherProtocol, Record, TraceHeader, UnreadableTrace
 from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 
-COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
+COMMON_MESSAGES = ("Tick", "Drain", "Leave", "Unsent")  # of core.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encoded",
         "pipeinfer.tokenizer.core:EncodeNext",
-        "pipeinfer.tokenizer.core:Tried",
+        "pipeinfer.tokenizer.core:GrammarVerdict",
     ),
     "engine": (
         "pipeinfer.core:StepDone",
@@ -41,18 +41,18 @@ LOCAL_IN = {
 LOCAL_OUT = {
     "gateway": tuple(
         f"pipeinfer.gateway.events:{name}"
-        for name in ("Started", "Delta", "Failed", "StatusChanged")
+        for name in ("Started", "OutputDelta", "Failed", "StatusChanged")
     ),
     "tokenizer": (
         "pipeinfer.tokenizer.core:Encode",
         "pipeinfer.tokenizer.core:EncodeNext",
-        "pipeinfer.tokenizer.core:Try",
+        "pipeinfer.tokenizer.core:ValidateGrammar",
     ),
     "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
 }
 
 
-class BodyDecoder:
+class RecordDecoder:
     """Decodes the bodies of one stage's records; `stage` is its name ("engine")."""
 
     def __init__(self, stage: str) -> None:
@@ -80,7 +80,7 @@ class BodyDecoder:
                 raise UnreadableTrace(f"there is no channel {channel!r}")
             return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
         if direction == "in":
-            common = [getattr(core, name) for name in COMMON]
+            common = [getattr(core, name) for name in COMMON_MESSAGES]
             own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
             # A gateway hears itself without a socket.
             return Union[tuple(common + own + [Heartbeat] * (self._stage == "gateway"))]
@@ -117,7 +117,7 @@ class Trace:
             except UnreadableTrace as error:
                 raise type(error)(f"{self.path}: {error}") from None
             self._begin = file.tell()
-        self._bodies = BodyDecoder(self.header.name)
+        self._bodies = RecordDecoder(self.header.name)
 
     def __iter__(self) -> Iterator[Record]:
         """The records in order. Raises UnreadableTrace at a block that is damaged."""

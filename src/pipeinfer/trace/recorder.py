@@ -24,12 +24,12 @@ from pipeinfer.trace import format as form
 from pipeinfer.trace.format import ModelIdentity, Row, TraceHeader
 from pipeinfer.trace.recording import FLIGHT_PREFIX, Recording, TraceFile, prune_flight_recordings
 from pipeinfer.trace.snapshot import Unsnapshottable
-from pipeinfer.trace.state_copy import StateCopy, StateLost
+from pipeinfer.trace.state_copy import StateCopy, StateCopyFailed
 
 MINUTE = 60.0  # seconds that must be there, if they fit
 SEGMENT = 30.0  # seconds after which a new segment begins
 PARTS = 8  # of the budget: the largest share of a segment
-KEPT = 0.75  # of the budget, of a segment that lost its beginning
+TRUNCATED_SEGMENT_SHARE = 0.75  # of the budget, of a segment that lost its beginning
 
 
 @dataclass
@@ -92,7 +92,7 @@ class FlightRing:
         self._segments.clear()
         self.bytes = 0
 
-    def wants_segment(self, now: float, undisturbed: bool = False) -> bool:
+    def needs_segment(self, now: float, undisturbed: bool = False) -> bool:
         """Whether a new segment should begin: the current one is long, or there is none.
 
         One that is old and has less in it than a state takes goes on: of a stage that does nothing
@@ -135,7 +135,7 @@ class FlightRing:
         """Leaves out the beginning of the segment, as little as makes room for a while."""
         only.broken, only.snapshot = True, None
         only.bytes = sum(map(len, only.blocks))
-        while only.blocks and only.bytes > KEPT * self._budget:
+        while only.blocks and only.bytes > TRUNCATED_SEGMENT_SHARE * self._budget:
             only.bytes -= len(only.blocks.popleft())
         self.bytes = only.bytes
 
@@ -172,13 +172,13 @@ class Recorder:
         self.add = self._rows.append
         self.ring = ring
         self.lost = 0  # rows that were dropped because the thread could not keep up
-        self._behind = False
-        self._asked = False  # a segment was sent to the ring and has not arrived
+        self._lagging = False
+        self._segment_requested = False  # a segment was sent to the ring and has not arrived
         self._not_before = 0.0  # when a segment may be begun again
         self._closing = threading.Event()
         self._given = self._done = 0  # bytes handed to the thread, and worked off by it
         self._recordings: list[Recording] = []
-        self._packer = form.Packer()
+        self._packer = form.RecordPacker()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"record {stem}", daemon=True)
         self._thread.start()
@@ -205,8 +205,8 @@ class Recorder:
         if self._given + size - self._done > MAX_WAITING_BYTES:
             self._drop(len(chunk))
             return
-        if self._behind:
-            self._behind = False
+        if self._lagging:
+            self._lagging = False
             log.warning("recording again after %d lost messages", self.lost)
         self._given += size
         self._work.put(partial(self._take, chunk, size, now))
@@ -217,13 +217,13 @@ class Recorder:
         log.error("recordings end: %s", reason)
         self._work.put(partial(self._break_off, reason, 1))
 
-    def wants_segment(self, now: float, undisturbed: bool = False) -> bool:
+    def needs_segment(self, now: float, undisturbed: bool = False) -> bool:
         """Whether the ring should be given a new beginning now, right after a flush. undisturbed:
         see ring.py."""
         ring = self.ring
-        if ring is None or self._asked or self._behind or now < self._not_before:
+        if ring is None or self._segment_requested or self._lagging or now < self._not_before:
             return False
-        return ring.wants_segment(now, undisturbed)
+        return ring.needs_segment(now, undisturbed)
 
     def postpone_segment(self, now: float, reason: str) -> None:
         """There is no state to begin with: the ring's current segment goes on."""
@@ -234,7 +234,7 @@ class Recorder:
         self, header: TraceHeader, now: float, state: StateCopy | None = None
     ) -> None:
         """The ring's next segment begins here, with `state`, taken just now, or a fresh core."""
-        self._asked = True
+        self._segment_requested = True
         self._work.put(partial(self._begin_segment, header, now, state))
 
     def start(
@@ -262,8 +262,8 @@ class Recorder:
 
     def _drop(self, rows: int) -> None:
         self.lost += rows
-        if not self._behind:
-            self._behind = True
+        if not self._lagging:
+            self._lagging = True
             log.error("recording stops: %d MiB wait to be written", MAX_WAITING_BYTES >> 20)
         self._work.put(partial(self._break_off, "the disk did not keep up", self.lost))
 
@@ -278,7 +278,7 @@ class Recorder:
                 self._end_all("recording failed; the stage's log says why")
 
     def _take(self, chunk: list[Row], size: int, now: float) -> None:
-        for rows in self._pieces(chunk):
+        for rows in self._split(chunk):
             if self._restarts and self.ring is not None and _restarts(rows[0]):
                 self._restart_segment(now)
             plain = self.ring is not None or len(self._recordings) > 1
@@ -290,7 +290,7 @@ class Recorder:
         self._forget_ended()
         self._done += size
 
-    def _pieces(self, chunk: list[Row]) -> list[list[Row]]:
+    def _split(self, chunk: list[Row]) -> list[list[Row]]:
         """The chunk, cut before each Begin if that restarts the core."""
         if not self._restarts or self.ring is None:
             return [chunk]
@@ -309,21 +309,21 @@ class Recorder:
             packed = None if state is None else state.packed(self._closing.is_set)
             if self.ring is not None:
                 self.ring.begin(self._named(header), now, packed)
-        except StateLost as error:
+        except StateCopyFailed as error:
             if not self._closing.is_set():
                 self.postpone_segment(now, str(error))
         except Unsnapshottable as error:
             log.error("no flight recorder from now on: %s", error)
             self.ring = None
         finally:
-            self._asked = False
+            self._segment_requested = False
 
     def _start(self, recording: Recording, header: TraceHeader, state: StateCopy | None) -> None:
         try:
             if state is not None:
                 snapshot = form.unpack_state(state.packed(self._closing.is_set))
                 header = msgspec.structs.replace(header, snapshot=snapshot)
-        except (StateLost, Unsnapshottable) as error:
+        except (StateCopyFailed, Unsnapshottable) as error:
             recording.fail(str(error))
             return
         recording.begin(self._stem, self._named(header))

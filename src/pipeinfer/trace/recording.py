@@ -172,7 +172,7 @@ class Recording:
         self._rewriter: Rewriter | None = None
         self._on_change = on_change
         self._file: TraceFile | None = None
-        self._packer = form.Packer()
+        self._packer = form.RecordPacker()
         self._records = 0
 
     def begin(self, stem: str, header: TraceHeader) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from pipeinfer.params import SamplingParams
 from pipeinfer.trace.format import Record, Row, TraceHeader
 from pipeinfer.trace.notes import Unencoded
-from pipeinfer.trace.reader import BodyDecoder
+from pipeinfer.trace.reader import RecordDecoder
 from pipeinfer.trace.snapshot import known_class
 
 RANKS = 8  # 64-bit ranks out of one hash
@@ -74,8 +74,8 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.epochs:FencedRanks", "_fenced"),
         ("pipeinfer.scheduler.epochs:FencedRanks", "_to_kill"),
         ("pipeinfer.scheduler.queue:GrammarQueue", "_processes"),
-        ("pipeinfer.scheduler.queue:PendingGrammar", "answered"),
-        ("pipeinfer.scheduler.queue:SharedPrefixes", "_blocks_led"),
+        ("pipeinfer.scheduler.queue:PendingGrammar", "ranks_prepared"),
+        ("pipeinfer.scheduler.queue:PrefixesInProgress", "_blocks_led"),
         ("pipeinfer.fair_queue:_Flows", "_last"),
         ("pipeinfer.histogram:Histogram", "counts"),
         ("pipeinfer.scheduler.engine_state:_Rank", "first"),
@@ -179,13 +179,13 @@ REDACTED_FIELDS: dict[str, dict[str, str]] = {
     "Accepted": {"prompt_ids": "ids", "prompt_text": "text", "refusal": "text",
                  "token_strs": "texts"},
     "Encoded": {"prompt_ids": "ids", "message": "text", "thoughts": "struct"},
-    "Tried": {"message": "text", "grammar": "digest"},
+    "GrammarVerdict": {"message": "text", "grammar": "digest"},
     "Started": {"prompt_ids": "ids", "prompt_text": "text", "refusal": "text",
                  "token_strs": "texts"},
     "Text": {"rows": "nested"},
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text",
                 "logprobs": "none", "prompt": "none", "offsets": "bytes"},
-    "Delta": {"text": "text", "ids": "ids", "stop_reason": "one", "logprobs": "none",
+    "OutputDelta": {"text": "text", "ids": "ids", "stop_reason": "one", "logprobs": "none",
               "prompt": "none", "offsets": "bytes"},
     "Failed": {"message": "text"},
     "Unsent": {"reason": "text"},
@@ -196,7 +196,7 @@ UNCHANGED_MESSAGES = {
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
-    "EncodeNext", "Try",
+    "EncodeNext", "ValidateGrammar",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip
@@ -209,7 +209,7 @@ class Redactor:
     """Rewrites rows of a stage called `stage` ("scheduler")."""
 
     def __init__(self, stage: str, key: bytes, names: TokenPermutation) -> None:
-        self._bodies = BodyDecoder(stage)
+        self._bodies = RecordDecoder(stage)
         self._key = key
         self.permutation = names
         self._how: dict[str, Callable[[Any], Any]] = {

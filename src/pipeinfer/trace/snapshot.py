@@ -131,7 +131,7 @@ class _Walker:
     """Numbers what it meets and writes it down; breadth first: trees are deeper than a stack."""
 
     def __init__(self, outside: dict[str, object], most: int = _ALL) -> None:
-        self._left = most
+        self._remaining = most
         self._paths = {id(value): path for path, value in outside.items()}
         self._numbers: dict[int, int] = {}
         self._empty: dict[tuple[Any, ...], int] = {}
@@ -148,8 +148,8 @@ class _Walker:
         return nodes
 
     def _spend(self, values: int) -> None:
-        self._left -= values
-        if self._left < 0:
+        self._remaining -= values
+        if self._remaining < 0:
             raise TooLarge
 
     def _value(self, value: Any) -> Any:

@@ -36,7 +36,7 @@ WALKED, UNFIT = b"S", b"U"
 _LEADING = struct.Struct("<cdQ")  # what follows, the seconds that it took, and its bytes
 
 
-class StateLost(RuntimeError):
+class StateCopyFailed(RuntimeError):
     """There is no state this time; the text says why. It may be asked for again later."""
 
 
@@ -46,8 +46,8 @@ class StateCopy(Protocol):
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         """The snapshot (trace/snapshot.py) as one zstd frame; waits for it, in any thread.
 
-        `given_up()`: asked now and then whether nobody wants it any more. Raises StateLost, or
-        Unsnapshottable.
+        `given_up()`: asked now and then whether nobody wants it any more. Raises StateCopyFailed,
+        or Unsnapshottable.
         """
         ...
 
@@ -68,7 +68,8 @@ class StateCopier:
 
         still: whether the state is the one of now still, and goes on to be it unless the core takes
         an event; asked in any thread. Without it, what must not be forked is walked at once,
-        however large. Raises Unsnapshottable, or StateLost where there is no way to take it now.
+        however large. Raises Unsnapshottable, or StateCopyFailed where there is no way to take it
+        now.
         """
         at_once = not self._forks and still is None
         if self.small or at_once:
@@ -84,7 +85,7 @@ class StateCopier:
             return self._fork(core)
         assert still is not None
         if not still():
-            raise StateLost("it is too large to be taken while the stage is busy")
+            raise StateCopyFailed("it is too large to be taken while the stage is busy")
         return _Meanwhile(core, still, self._learn)
 
     def _fork(self, core: object) -> StateCopy:
@@ -100,7 +101,7 @@ class StateCopier:
                 _walk(core, sink)
         except OSError as error:
             os.close(source)
-            raise StateLost(f"no process can be forked: {error.strerror}") from None
+            raise StateCopyFailed(f"no process can be forked: {error.strerror}") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(sink)
@@ -173,7 +174,7 @@ class _Meanwhile:
                 raise
             state = b""  # what changes under a walk may look like anything
         if not self._still():
-            raise StateLost("the stage went on while its state was walked")
+            raise StateCopyFailed("the stage went on while its state was walked")
         self._learn(time.perf_counter() - begun)
         return pack_state(state)
 
@@ -199,7 +200,7 @@ class _Elsewhere:
         kind, seconds, size = _LEADING.unpack_from(received) if whole else (b"", 0.0, 1)
         body = received[_LEADING.size :]
         if len(body) != size:
-            raise StateLost("the process that copied it was killed")
+            raise StateCopyFailed("the process that copied it was killed")
         if kind == UNFIT:
             raise Unsnapshottable(body.decode("utf-8", "replace"))
         self._learn(seconds)
@@ -216,6 +217,6 @@ class _Elsewhere:
                     return b"".join(chunks)
                 chunks.append(chunk)
             elif given_up():
-                raise StateLost("nobody wants it any more")
+                raise StateCopyFailed("nobody wants it any more")
             elif time.monotonic() > deadline:
-                raise StateLost(f"its copy took more than {COPY_TIMEOUT:g} s")
+                raise StateCopyFailed(f"its copy took more than {COPY_TIMEOUT:g} s")

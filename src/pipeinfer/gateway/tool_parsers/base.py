@@ -121,8 +121,8 @@ class ReasoningTokenCounter:
             offset = offsets.popleft()
             while spans and spans[0][1] <= offset:
                 spans.popleft()
-            begins = spans[0][0] if spans else self._open_start if self._span_open else inf
-            self.count += begins <= offset
+            starts = spans[0][0] if spans else self._open_start if self._span_open else inf
+            self.count += starts <= offset
 
 
 class MarkerMatch:
@@ -136,10 +136,10 @@ class MarkerMatch:
 
     __slots__ = ("before", "marker", "tail")
 
-    def __init__(self, before: str, marker: str | None, rest: str) -> None:
+    def __init__(self, before: str, marker: str | None, tail: str) -> None:
         self.before = before
         self.marker = marker
-        self.tail = rest
+        self.tail = tail
 
 
 def find_marker(text: str, markers: Sequence[str]) -> MarkerMatch:
@@ -205,14 +205,14 @@ class ContentBuffer:
 
 
 _ANY_OF = ("anyOf", "oneOf")
-_MOST_LEVELS = 8  # of choices within choices
+_MAX_LEVELS = 8  # of choices within choices
 
 
 def schema_types(schema: JsonValue, level: int = 0) -> frozenset[str]:
     """The JSON types that a schema allows, as JSON Schema names them; empty where nothing is
     known.
     """
-    if not isinstance(schema, dict) or level > _MOST_LEVELS:
+    if not isinstance(schema, dict) or level > _MAX_LEVELS:
         return frozenset()
     given = schema.get("type")
     named = given if isinstance(given, list) else [given]

@@ -46,7 +46,7 @@ _INPUT_OPENING = f'{{"{INPUT_PARAMETER}": "'
 _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}"
 _CLASSES = {"D": r"\P{Nd}", "w": f"[{_WORD}]", "W": f"[^{_WORD}]"}
 _KEY = r"[^<>\s\"]{1,200}"
-_CALL_BEGINS = r"\[\s*[\w.-]+\s*\("  # in Python's notation
+_CALL_START = r"\[\s*[\w.-]+\s*\("  # in Python's notation
 
 
 class UnsupportedSchema(ValueError):
@@ -184,22 +184,22 @@ def mistral_grammar(request: GrammarRequest) -> str:
     return _tagged(request, MISTRAL.opening, bodies, "", "")
 
 
-def marked_list_grammar(marks: JsonCallMarkers) -> CallGrammar:
+def marked_list_grammar(markers: JsonCallMarkers) -> CallGrammar:
     """A list of objects behind a marker, or between two."""
 
     def grammar(request: GrammarRequest) -> str:
         objects = [_call(request, name, "arguments") for name in request.schemas]
-        closing = f" {request.tag(marks.closing)}" if marks.closing else ""
+        closing = f" {request.tag(markers.closing)}" if markers.closing else ""
         call_list = f'"[" {_repeated(request, "object", quoted(", "))} "]"{closing}'
         once = replace(request, parallel=False)
-        form = _tagged(once, marks.opening, [call_list], "", "")
+        form = _tagged(once, markers.opening, [call_list], "", "")
         return "\n".join((form, rule("object", objects)))
 
     return grammar
 
 
 def section_grammar(
-    marks: JsonCallMarkers, *head: str, foot: str = "", between: str = ""
+    markers: JsonCallMarkers, *head: str, foot: str = "", between: str = ""
 ) -> CallGrammar:
     """Calls with their name before the arguments, all in one section.
 
@@ -210,20 +210,20 @@ def section_grammar(
     """
 
     def grammar(request: GrammarRequest) -> str:
-        assert marks.section is not None
-        begin, end = marks.section
+        assert markers.section is not None
+        begin, end = markers.section
         calls = [
             _sequence(
-                request.tag(marks.opening),
+                request.tag(markers.opening),
                 *(request.tag(part.replace("{}", name)) for part in head),
                 json_arguments(request, name),
                 _optional_text(foot),
-                request.tag(marks.closing),
+                request.tag(markers.closing),
             )
             for name in request.schemas
         ]
         call_list = f"{_repeated(request, 'object', _optional_text(between))} {request.tag(end)}"
-        form = _tagged(replace(request, parallel=False), begin, [call_list], marks.opening, "")
+        form = _tagged(replace(request, parallel=False), begin, [call_list], markers.opening, "")
         return "\n".join((form, rule("object", calls)))
 
     return grammar
@@ -245,7 +245,7 @@ def pythonic_grammar(call_format: PythonicFormat) -> CallGrammar:
             call_list = f"{call_list} {request.tag(end)}"
             form = _tagged(replace(request, parallel=False), opening, [call_list], "", "")
         elif not request.allow_content:
-            form = _start(request, call_list, _CALL_BEGINS)
+            form = _start(request, call_list, _CALL_START)
         else:
             form = _first_in_list(request, call_format, calls)
         return form + "\n".join(rules)
@@ -263,7 +263,7 @@ def _first_in_list(
     rules = [
         f'start: (first{more} "]"){"*" if request.parallel else "?"} rest',
         rule("first", [f"f{i} {call}" for i, call in enumerate(calls.values())]),
-        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_BEGINS}(?s:.*)/",
+        f"rest: TEXT\nTEXT: {ANY_TEXT} & ~/(?s:.*){_CALL_START}(?s:.*)/",
     ]
     for i, name in enumerate(calls):
         # Brackets are counted, in texts as well: the remark closes those of the suffix.
@@ -282,12 +282,12 @@ def bare_list_grammar(request: GrammarRequest, key: str = "parameters") -> str:
     return "\n".join((_start(request, call_list), *rules))
 
 
-def marked_object_grammar(marks: JsonCallMarkers) -> CallGrammar:
+def marked_object_grammar(markers: JsonCallMarkers) -> CallGrammar:
     """Objects, each behind a marker."""
 
     def grammar(request: GrammarRequest) -> str:
         bodies = [_call(request, name, "arguments") for name in request.schemas]
-        return _tagged(request, marks.opening, bodies, "", "")
+        return _tagged(request, markers.opening, bodies, "", "")
 
     return grammar
 
@@ -311,8 +311,8 @@ def _tagged(
         )
     # Content may not begin with a newline there: the lexer would not know which is meant.
     before = f"before[suffix={tag}]: {_text_without(never)}"
-    rest = f"REST: {_text_without(opening, never)}"
-    return "\n".join((f"start: (before body){sign} rest", before, "rest: REST", rest, body))
+    after = f"REST: {_text_without(opening, never)}"
+    return "\n".join((f"start: (before body){sign} rest", before, "rest: REST", after, body))
 
 
 def _text_without(*texts: str) -> str:
@@ -347,8 +347,8 @@ def _content_rule(form: StructuredOutputs, never: str) -> str:
     if form.regex is None:
         raise UnsupportedSchema(f"a grammar cannot stand beside that of calls; {NO_TOOLS_HINT}")
     if not never:
-        said = "beside this model's calls, a form must be a schema or a choice"
-        raise UnsupportedSchema(f"{said}; {NO_TOOLS_HINT}")
+        reason = "beside this model's calls, a form must be a schema or a choice"
+        raise UnsupportedSchema(f"{reason}; {NO_TOOLS_HINT}")
     return f"form: FORM\nFORM: /{slashed(form.regex)}/ & ~/{slashed(never)}(?s:.*)/"
 
 
@@ -425,23 +425,23 @@ def _regex_in_schema(regex: str) -> str:
     return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
-def input_schema(more: JsonObject) -> JsonObject:
-    """The schema of a custom tool's parameters: one string, its input. `more`: keywords of that
+def input_schema(keywords: JsonObject) -> JsonObject:
+    """The schema of a custom tool's parameters: one string, its input. `keywords`: keywords of that
     string.
     """
     return {
         "type": "object",
-        "properties": {INPUT_PARAMETER: {"type": "string", **more}},
+        "properties": {INPUT_PARAMETER: {"type": "string", **keywords}},
         "required": [INPUT_PARAMETER],
         "additionalProperties": False,
     }
 
 
-def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | None:
+def _text_regex(tool: str, text: StructuredOutputs, excluded: str | None) -> str | None:
     """The regular expression of a custom tool's text. Raises UnsupportedInputGrammar.
 
     None for a grammar without one that can be nested instead, because its texts have none of the
-    letters `apart`; with `apart` None no grammar can be nested.
+    letters `excluded`; with `excluded` None no grammar can be nested.
     """
     if text.grammar is None:
         return with_plain_digits(text.regex or "")
@@ -452,11 +452,11 @@ def _text_regex(tool: str, text: StructuredOutputs, apart: str | None) -> str | 
     except UnsupportedGrammar as error:
         raise UnsupportedInputGrammar(tool, str(error)) from None
     try:
-        if apart is not None and not may_contain(text.grammar, apart):
+        if excluded is not None and not may_contain(text.grammar, excluded):
             return None
     except UnsupportedGrammar as error:
         raise UnsupportedInputGrammar(tool, str(error)) from None
-    where = "beside a form" if apart is None else "with letters that are escaped or begin a tag"
+    where = "beside a form" if excluded is None else "with letters that are escaped or begin a tag"
     raise UnsupportedInputGrammar(
         tool, f"{where} it cannot be held within a call of this model: {reason}"
     )
@@ -501,7 +501,7 @@ class _XmlRules:
 
     def __init__(self, tags: XmlTags, request: GrammarRequest) -> None:
         self._tags = tags
-        self._wanted = request
+        self._request = request
         self._optional_text = _optional_text(tags.separator)
         self._line = _optional_text("\n" * tags.value_on_lines)
         end = request.tag(tags.value_end)
@@ -514,12 +514,12 @@ class _XmlRules:
             if self._special
             else ""
         )
-        self._behind_lead = _sequence(
+        self._after_lead = _sequence(
             request.from_first_special(tags.value_end), self._optional_text
         )
         if self._special:
             ends = f" & /(?s:.*){_escaped_in_slashes(self._lead)}/" if self._lead else ""
-            self.rules = [f"value: VALUE {self._behind_lead}", f"VALUE: {never}{ends}"]
+            self.rules = [f"value: VALUE {self._after_lead}", f"VALUE: {never}{ends}"]
         else:
             self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
 
@@ -528,11 +528,11 @@ class _XmlRules:
         Raises UnsupportedSchema.
         """
         opening, end = self._tags.function
-        opening = self._wanted.tag(opening) if opening else ""
-        closing = self._wanted.tag(end) if end else ""
+        opening = self._request.tag(opening) if opening else ""
+        closing = self._request.tag(end) if end else ""
         before = self._optional_text if opening and not self._tags.shared_call_tag else ""
         named = quoted(name + self._tags.name_end + self._tags.separator)
-        text = self._wanted.input_grammars.get(name)
+        text = self._request.input_grammars.get(name)
         if text is not None:
             parameters = self._text(name, prefix, text)
         else:
@@ -543,7 +543,7 @@ class _XmlRules:
     def _key(self, key: str, text: bool | None) -> str:
         """The begin of a parameter, up to its value. `key`: an expression. `text`: whether the
         value is one; None: either."""
-        tag, value, typed = self._wanted.tag, self._tags.value, self._tags.string_flag
+        tag, value, typed = self._request.tag, self._tags.value, self._tags.string_flag
         between = (self._optional_text, tag(value)) if value else ()
         types = '("true" | "false")' if text is None else quoted("true" if text else "false")
         said = (quoted(typed), types) if typed else ()
@@ -565,12 +565,12 @@ class _XmlRules:
     def _regex(self, prefix: str, regex: str) -> str:
         """A text of a regular expression, and its end."""
         name, upper = f"{prefix}_text", f"{prefix.upper()}_TEXT"
-        held = f"/{slashed(regex)}/ & {_text_without(*self._tags.ends_of_value)}"
+        text_regex = f"/{slashed(regex)}/ & {_text_without(*self._tags.ends_of_value)}"
         if self._special:
             text = f"/({slashed(regex)}){_escaped_in_slashes(self._lead)}/"
             self.rules.append(f"{upper}: {text} & {_text_without(*self._tags.ends_of_value)}")
-            return f"{upper} {self._behind_lead}"
-        self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {held}"]
+            return f"{upper} {self._after_lead}"
+        self.rules += [f"{name}[suffix={self._closing}]: {upper}", f"{upper}: {text_regex}"]
         return name
 
     def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
@@ -619,8 +619,10 @@ def _by_name(
     properties, required = schema.get("properties", {}), schema.get("required", [])
     strange = sorted(set(schema) - _OBJECT_KEYWORDS)
     if strange or not isinstance(properties, dict) or not isinstance(required, list):
-        said = strange[0] if strange else "properties"
-        raise UnsupportedSchema(f"{function}: calls of this model cannot be held to {said[:100]!r}")
+        names = strange[0] if strange else "properties"
+        raise UnsupportedSchema(
+            f"{function}: calls of this model cannot be held to {names[:100]!r}"
+        )
     missing = [each for each in required if each not in properties]
     if missing:
         raise UnsupportedSchema(
@@ -639,7 +641,7 @@ class _PythonicRules:
     """Functions with their arguments in parentheses. `rules`: that the functions refer to."""
 
     def __init__(self, request: GrammarRequest) -> None:
-        self._wanted = request
+        self._request = request
         self.rules = [f'pair: /{ARGUMENT_NAME}/ "=" %json {{}}']
         self._values: dict[str, str] = {}  # the names of their rules
 
@@ -647,11 +649,11 @@ class _PythonicRules:
         """The rule from behind the opening parenthesis. Raises UnsupportedSchema."""
         if not re.fullmatch(FUNCTION_NAME, name):
             raise UnsupportedSchema(f"{name[:100]!r} cannot be called in this model's form")
-        text = self._wanted.input_grammars.get(name)
+        text = self._request.input_grammars.get(name)
         regex = None if text is None else _text_regex(name, text, JSON_ESCAPED_CHARS)
         if text is not None and regex is None:
             return f'{quoted(INPUT_PARAMETER + "=" + chr(34))} {_nested_grammar(text)} "\\")"'
-        schema = _schema(self._wanted, name, regex)
+        schema = _schema(self._request, name, regex)
         if schema is None:
             return '(pair (", " pair)*)? ")"'
         return f'{self._arguments(name, prefix, schema)} ")"'.lstrip()

@@ -225,14 +225,14 @@ class HarmonyParser:
             self._counter.open_span(at)
 
     def _message_kind(self, header: MessageHeader) -> MessageKind:
-        to, thought = header.recipient, header.channel == "analysis"
-        own = not header.role or header.role.startswith(ASSISTANT)
-        if not own or to == ASSISTANT:
+        to, is_analysis = header.recipient, header.channel == "analysis"
+        from_assistant = not header.role or header.role.startswith(ASSISTANT)
+        if not from_assistant or to == ASSISTANT:
             return "nothing"  # another's turn, which a model goes on to invent
         name = _function_name(to)
         known = self._schemas is not None and name in self._schemas
         if to.partition(".")[0] in BUILT_IN_TOOLS and not known:
-            thought = True
+            is_analysis = True
         elif (
             self._schemas is not None
             and to not in BROADCAST_RECIPIENTS
@@ -240,7 +240,7 @@ class HarmonyParser:
             and name.isprintable()
         ):
             return "call"
-        return "reasoning" if thought and self._parse_reasoning else "content"
+        return "reasoning" if is_analysis and self._parse_reasoning else "content"
 
     def _start_message(self, kind: MessageKind, name: str, deltas: list[ParsedDelta]) -> None:
         """The header is complete, the message's text follows."""
@@ -325,10 +325,10 @@ def _function_name(recipient: str) -> str:
 def _may_be_header(text: str) -> bool:
     """Whether text that no marker has opened may be the begin of a header."""
     bare = text.lstrip()
-    rest = bare.removeprefix(ASSISTANT).lstrip()
-    begun = ASSISTANT.startswith(bare) or "to=".startswith(rest)
+    after_role = bare.removeprefix(ASSISTANT).lstrip()
+    begun = ASSISTANT.startswith(bare) or "to=".startswith(after_role)
     return len(text) <= MAX_UNMARKED_HEADER_CHARS and (
-        begun or _ONLY_RECIPIENT.fullmatch(rest) is not None
+        begun or _ONLY_RECIPIENT.fullmatch(after_role) is not None
     )
 
 
@@ -453,25 +453,29 @@ def _template_messages(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
             # The template takes an empty list for calls.
             yield {key: value for key, value in message.items() if value or key != "tool_calls"}
             continue
-        behind = at
+        after = at
         while at < len(chat) and chat[at].get("role") == "tool":
             at += 1
-        yield from _one_call_each(message, calls, chat[behind:at])
+        yield from _one_call_each(message, calls, chat[after:at])
 
 
 def _one_call_each(
     message: JsonObject, calls: list[JsonValue], results: Sequence[JsonObject]
 ) -> Iterator[JsonObject]:
     """Each call followed by its result. The template names a result after the call before it."""
-    left = list(results)
+    remaining = list(results)
     message = _content_as_reasoning(message)
     for i, call in enumerate(calls):
         yield {**message, "tool_calls": [call]}
         message = {"role": "assistant", "content": ""}  # what was thought is shown once
         name = call.get("id") if isinstance(call, dict) else None
-        mine = left if i + 1 == len(calls) else [r for r in left if r.get("tool_call_id") == name]
-        left = [result for result in left if result not in mine]
-        yield from mine
+        own_results = (
+            remaining
+            if i + 1 == len(calls)
+            else [r for r in remaining if r.get("tool_call_id") == name]
+        )
+        remaining = [result for result in remaining if result not in own_results]
+        yield from own_results
 
 
 def _content_as_reasoning(message: JsonObject) -> JsonObject:
@@ -479,10 +483,10 @@ def _content_as_reasoning(message: JsonObject) -> JsonObject:
     them.
     """
     content = _text(message.get("content"))
-    thoughts = _text(message.get("reasoning_content"))
-    if not thoughts or not content:
+    reasoning = _text(message.get("reasoning_content"))
+    if not reasoning or not content:
         return {**message, "content": content}
-    return {**message, "reasoning_content": f"{thoughts}\n{content}", "content": ""}
+    return {**message, "reasoning_content": f"{reasoning}\n{content}", "content": ""}
 
 
 def _text(content: JsonValue) -> str:

@@ -223,9 +223,9 @@ class JsonCallParser:
             self._not_a_call("", deltas)
         return True
 
-    def _skip(self, apart: str) -> str:
+    def _skip(self, separators: str) -> str:
         """The text without leading separators, which are kept in case no call follows."""
-        bare = self._buffer.lstrip(apart)
+        bare = self._buffer.lstrip(separators)
         if self._prefix:
             self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
         self._buffer = bare
@@ -267,13 +267,13 @@ class JsonCallParser:
             if self._breaking_markers
             else MarkerMatch(self._buffer, None, "")
         )
-        rest = self._feed_call_parser(found.before, deltas)
+        tail = self._feed_call_parser(found.before, deltas)
         if self._call_parser.state == "open" and found.marker is not None:
             if self._call_parser.in_string:
                 self._buffer = self._feed_call_parser(found.marker, deltas) + found.tail
                 return True
             self._call_parser.abort(deltas)
-        self._buffer = rest + (found.marker or "") + found.tail
+        self._buffer = tail + (found.marker or "") + found.tail
         if self._call_parser.state == "open":
             return False
         if self._call_parser.named:
@@ -303,7 +303,9 @@ class JsonCallParser:
         """Up to the arguments; where there are none, up to the closing."""
         head, closing = self._format.header, self._format.closing
         assert head is not None
-        ends = [at for mark in ("{", closing) if mark and (at := self._buffer.find(mark)) >= 0]
+        ends = [
+            at for marker in ("{", closing) if marker and (at := self._buffer.find(marker)) >= 0
+        ]
         at = min(ends, default=MAX_HEADER_CHARS)
         if at >= MAX_HEADER_CHARS and len(self._buffer) < MAX_HEADER_CHARS:
             return False
@@ -416,15 +418,15 @@ class Llama3Parser:
         return deltas
 
     def finish(self) -> Sequence[ParsedDelta]:
-        rest = self._buffer
+        tail = self._buffer
         if self._state == "begin":
-            rest = self._with_prefix(rest)
+            tail = self._with_prefix(tail)
         if self._state == "call" and not self._call_parser.named:
-            rest = self._with_prefix(self._call_parser.consumed + rest)
+            tail = self._with_prefix(self._call_parser.consumed + tail)
         if self._state == "between":
-            rest = ""
+            tail = ""
         self._buffer = ""
-        return (ParsedDelta("content", rest),) if rest else ()
+        return (ParsedDelta("content", tail),) if tail else ()
 
     def _expect_first_call(self, _deltas: list[ParsedDelta]) -> bool:
         if not self._skip_prefix(WHITESPACE):
@@ -435,10 +437,10 @@ class Llama3Parser:
             self._state, self._buffer = "content", self._with_prefix(self._buffer)
         return True
 
-    def _skip_prefix(self, apart: str) -> bool:
+    def _skip_prefix(self, separators: str) -> bool:
         """Skips separators and the tag; False while there is nothing else."""
         if not self._tag_seen:
-            self._strip(apart)
+            self._strip(separators)
             if self._buffer.startswith(PYTHON_TAG):
                 self._prefix.append(PYTHON_TAG)
                 self._buffer, self._tag_seen = self._buffer[len(PYTHON_TAG) :], True
@@ -448,8 +450,8 @@ class Llama3Parser:
             self._strip(WHITESPACE)
         return bool(self._buffer)
 
-    def _strip(self, apart: str) -> None:
-        bare = self._buffer.lstrip(apart)
+    def _strip(self, separators: str) -> None:
+        bare = self._buffer.lstrip(separators)
         self._prefix.append(self._buffer[: len(self._buffer) - len(bare)])
         self._buffer = bare
 

@@ -40,7 +40,7 @@ _TOKEN = re.compile(
       | (?P<other>[%@<]?[^\s]{1,40}|.)""",
     re.VERBOSE,
 )
-_COMMON = {
+_TERMINALS = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
     "INT": "[0-9]+",
@@ -64,9 +64,9 @@ _COMMON = {
     "SQL_COMMENT": r"--[^\n]*",
     "C_COMMENT": r"\/\*(?s:.)*?\*\/",
 }
-_COMMON["NUMBER"] = f"(?:{_COMMON['FLOAT']}|[0-9]+)"
-_COMMON["SIGNED_FLOAT"] = rf"[+\-]?{_COMMON['FLOAT']}"
-_COMMON["SIGNED_NUMBER"] = rf"[+\-]?{_COMMON['NUMBER']}"
+_TERMINALS["NUMBER"] = f"(?:{_TERMINALS['FLOAT']}|[0-9]+)"
+_TERMINALS["SIGNED_FLOAT"] = rf"[+\-]?{_TERMINALS['FLOAT']}"
+_TERMINALS["SIGNED_NUMBER"] = rf"[+\-]?{_TERMINALS['NUMBER']}"
 _METACHARACTERS = re.compile(
     r"[\\.+*?()|\[\]{}^$#&~/-]"
 )  # letters that mean something in an expression
@@ -159,9 +159,9 @@ class _Grammar:
                 body.append(_Token(kind, found[0]))
 
     def _import(self, name: str, alias: str) -> None:
-        if name not in _COMMON:
+        if name not in _TERMINALS:
             raise UnsupportedGrammar(f"there is no common.{name[:100]}")
-        self._rules[alias] = [_Token("regex", _COMMON[name])]
+        self._rules[alias] = [_Token("regex", _TERMINALS[name])]
 
     def _expand_rule(self, name: str) -> str:
         if name in self._open_rules:
@@ -204,8 +204,8 @@ class _Grammar:
             elif token.kind == "regex":
                 choices[-1].append(f"{self._ignored_regex if within else ''}{token.text}")
             else:
-                apart = self._ignored_regex if within and token.text.isupper() else ""
-                choices[-1].append(apart + self._expand_rule(token.text))
+                ignored = self._ignored_regex if within and token.text.isupper() else ""
+                choices[-1].append(ignored + self._expand_rule(token.text))
             at += 1
             self._count_chars(len(choices[-1][-1]) if choices[-1] else 1)
         parts = ["".join(choice) for choice in choices]

@@ -35,7 +35,7 @@ _ESCAPES = {"a": "\\u0007", "v": "\\u000b", "'": "'", "\n": ""} | {
     char: "\\" + char for char in '"\\bfnrt'
 }
 _NUMBER = re.compile(r"([+-]?)(\d[\d_]*)?(\.[\d_]*)?([eE][+-]?\d+)?", re.ASCII)
-_OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]{1,16}|[oO][0-7]{1,16}|[bB][01]{1,16})")
+_NON_DECIMAL = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]{1,16}|[oO][0-7]{1,16}|[bB][01]{1,16})")
 
 
 class Lookahead(NamedTuple):
@@ -75,8 +75,20 @@ class PythonLiteralParser:
     """
 
     __slots__ = (
-        "_after", "_after_comma", "_bracket_empty", "_brackets", "_open_quote", "_output", "_place",
-        "_raw_string", "_string_empty", "_undecided", "_word", "_word_brackets", "broken", "done",
+        "_after",
+        "_after_comma",
+        "_bracket_empty",
+        "_brackets",
+        "_mapping_part",
+        "_open_quote",
+        "_output",
+        "_raw_string",
+        "_string_empty",
+        "_undecided",
+        "_word",
+        "_word_brackets",
+        "broken",
+        "done",
         "irregular",
     )  # fmt: skip
 
@@ -87,7 +99,7 @@ class PythonLiteralParser:
         self._brackets: list[str] = []
         self._bracket_empty = True  # nothing stands in the last one
         self._after_comma = False  # a comma came
-        self._place = ""  # in a mapping: key, colon or value come next
+        self._mapping_part = ""  # in a mapping: key, colon or value come next
         self._undecided: list[str] | None = None  # what is said within a "?"
         self._open_quote = ""  # of the text that it is amid
         self._raw_string = self._string_empty = False  # that text
@@ -136,10 +148,10 @@ class PythonLiteralParser:
             return self._close_bracket(char, at)
         elif char == ",":
             return self._handle_comma(at)
-        elif char == ":" and self._place == "colon":
+        elif char == ":" and self._mapping_part == "colon":
             self._decide_brace("{")
             self._emit(": ")
-            self._place = "value"
+            self._mapping_part = "value"
         else:
             self._word.append(char)
         return at + (not self.broken)
@@ -147,7 +159,7 @@ class PythonLiteralParser:
     def _open_bracket(self, char: str) -> None:
         if self._brackets and self._brackets[-1] == "?":
             self._decide_brace("s")
-        key = self._brackets[-1:] == ["{"] and self._place != "value"
+        key = self._brackets[-1:] == ["{"] and self._mapping_part != "value"
         if key or len(self._brackets) >= MAX_BRACKET_DEPTH:
             self.broken = True
             return
@@ -155,23 +167,23 @@ class PythonLiteralParser:
         self._bracket_empty, self._after_comma = True, False
         if char == "{":
             self._brackets.append("?")
-            self._undecided, self._place = [], "key"
+            self._undecided, self._mapping_part = [], "key"
         else:
             self._brackets.append(char)
-            self._place = ""
+            self._mapping_part = ""
             self._emit("[")
 
     def _decide_brace(self, kind: str) -> None:
         """Whether the open brace is a mapping ("{") or a set ("s")."""
         if self._brackets[-1] != "?":
             return
-        held = self._undecided or []
+        buffered = self._undecided or []
         self._undecided, self._brackets[-1] = None, kind
         self._emit("{" if kind == "{" else "[")
-        for text in held:
+        for text in buffered:
             self._emit(text)
         if kind == "s":
-            self._place = ""
+            self._mapping_part = ""
 
     def _handle_comma(self, at: int) -> int:
         if not self._brackets:
@@ -186,10 +198,10 @@ class PythonLiteralParser:
         """Adds what the last pair of a mapping lacks."""
         if self._brackets[-1] != "{":
             return
-        if self._place in ("colon", "value"):
-            self._emit(": null" if self._place == "colon" else "null")
+        if self._mapping_part in ("colon", "value"):
+            self._emit(": null" if self._mapping_part == "colon" else "null")
             self.irregular = True
-        self._place = "key"
+        self._mapping_part = "key"
 
     def _close_bracket(self, char: str, at: int) -> int:
         if not self._brackets:
@@ -201,7 +213,7 @@ class PythonLiteralParser:
         self._complete_pair()
         self._emit("}" if self._brackets.pop() == "{" else "]")
         self._bracket_empty = self._after_comma = False
-        self._place = ""  # of the pair that it is the value of
+        self._mapping_part = ""  # of the pair that it is the value of
         self.done = not self._brackets
         return at + 1
 
@@ -213,11 +225,11 @@ class PythonLiteralParser:
 
     def _start_value(self) -> None:
         """A value or a key begins."""
-        if self._brackets and not self._bracket_empty and self._place != "value":
+        if self._brackets and not self._bracket_empty and self._mapping_part != "value":
             self.irregular = self.irregular or not self._after_comma
             self._emit(", ")
             if self._brackets[-1] == "{":
-                self._place = "key"
+                self._mapping_part = "key"
         self._bracket_empty = self._after_comma = False
 
     def _end_scalar(self) -> None:
@@ -225,7 +237,7 @@ class PythonLiteralParser:
         if not self._brackets:
             self.done = True
         elif self._brackets[-1] in "{?":
-            self._place = "colon" if self._place == "key" else ""
+            self._mapping_part = "colon" if self._mapping_part == "key" else ""
 
     def _emit(self, text: str) -> None:
         (self._output if self._undecided is None else self._undecided).append(text)
@@ -254,7 +266,7 @@ class PythonLiteralParser:
     def _word_ends(self, char: str) -> bool:
         if self._word_brackets:
             return False
-        return char in ",)]}" or (char == ":" and self._place == "key")
+        return char in ",)]}" or (char == ":" and self._mapping_part == "key")
 
     def _string_prefix(self) -> str:
         """The prefix (r, b, ...) of a string; empty if the word is none."""
@@ -263,8 +275,8 @@ class PythonLiteralParser:
         word = "".join(self._word).lower()
         return word if word in _PREFIXES else ""
 
-    def _end_word(self, behind: str = "") -> None:
-        """`behind`: the character that follows."""
+    def _end_word(self, following: str = "") -> None:
+        """`following`: the character that follows."""
         word = "".join(self._word).strip(WHITESPACE)
         self._word = []
         self._start_value()
@@ -272,7 +284,7 @@ class PythonLiteralParser:
         if not chunk:
             self.irregular = True
             chunk = f'"{_json_chars(word)}"'
-        elif self._place == "key" and (self._brackets[-1] == "{" or behind == ":"):
+        elif self._mapping_part == "key" and (self._brackets[-1] == "{" or following == ":"):
             chunk = f'"{chunk}"'
         self._emit(chunk)
         self._end_scalar()
@@ -330,16 +342,16 @@ class PythonLiteralParser:
 
     def _string_ends(self, text: str, at: int, last: bool) -> bool | None:
         """Whether the string ends before `at`; None while that is undecided."""
-        behind = self._after
+        following = self._after
         if self._brackets:
-            key = self._brackets[-1] == "{" and self._place == "key"
-            behind = _AFTER_VALUE[":" if key else self._brackets[-1]]
-        if behind is None:
+            key = self._brackets[-1] == "{" and self._mapping_part == "key"
+            following = _AFTER_VALUE[":" if key else self._brackets[-1]]
+        if following is None:
             return True
         ahead = text[at : at + LOOKAHEAD_CHARS]
-        if behind.matches.match(ahead):
+        if following.matches.match(ahead):
             return True
-        if len(ahead) < LOOKAHEAD_CHARS and behind.partial.fullmatch(ahead):
+        if len(ahead) < LOOKAHEAD_CHARS and following.partial.fullmatch(ahead):
             return True if last else None
         return False
 
@@ -365,9 +377,9 @@ class PythonLiteralParser:
         """A backslash of a raw string, with the character that it keeps from ending the string."""
         if at + 1 == len(text) and not last:
             return at
-        behind = text[at + 1 : at + 2]
+        following = text[at + 1 : at + 2]
         return self._emit_string_chars(
-            "\\" + behind if behind in ("\\", self._open_quote[0]) else "\\", at
+            "\\" + following if following in ("\\", self._open_quote[0]) else "\\", at
         )
 
 
@@ -380,15 +392,15 @@ def _char_json(code: int, digits: str) -> str:
 
 def _number(word: str) -> str:
     """A number as JSON; empty if it is none. Long numbers are not computed."""
-    if _OTHER_BASE.fullmatch(word):
+    if _NON_DECIMAL.fullmatch(word):
         return str(int(word, 0))
     found = _NUMBER.fullmatch(word)
     if found is None or not (found[2] or (found[3] or "").strip("._")):
         return ""
-    whole = (found[2] or "").replace("_", "").lstrip("0") or "0"
+    integer = (found[2] or "").replace("_", "").lstrip("0") or "0"
     fraction = (found[3] or "").replace("_", "")
     sign = "-" if found[1] == "-" else ""
-    return f"{sign}{whole}{'.0' if fraction == '.' else fraction}{found[4] or ''}"
+    return f"{sign}{integer}{'.0' if fraction == '.' else fraction}{found[4] or ''}"
 
 
 def _json_chars(text: str) -> str:
@@ -456,7 +468,7 @@ class PythonicParser:
         self._names = names
         self._state: PythonicState = "content"
         self._buffer: str = ""
-        self._no_more_text = False  # no more text comes
+        self._finished = False  # no more text comes
         self._prefix: list[str] = []  # of the first call
         self._call_count = 0
         self._value = PythonLiteralParser(_AFTER_ARGUMENT)
@@ -482,7 +494,7 @@ class PythonicParser:
         """A call that is cut off is not closed, so that its arguments are not taken for complete
         ones.
         """
-        self._no_more_text = True
+        self._finished = True
         deltas = list(self.feed(""))
         closing = self._format.tags[1]
         begun = self._content_buffer.after_call and closing.startswith(self._buffer)
@@ -543,12 +555,14 @@ class PythonicParser:
 
     # -------------------------------------------------------------------------------------- a call
 
-    def _start_argument(self, found: re.Match[str], apart: str, deltas: list[ParsedDelta]) -> None:
+    def _start_argument(
+        self, found: re.Match[str], separator: str, deltas: list[ParsedDelta]
+    ) -> None:
         self._buffer = self._buffer[found.end() :]
         if found["end"]:
             self._end_call(deltas)
             return
-        self._emit_arguments(f"{apart}{msgspec.json.encode(found['key']).decode()}: ", deltas)
+        self._emit_arguments(f"{separator}{msgspec.json.encode(found['key']).decode()}: ", deltas)
         self._state, self._value = "value", PythonLiteralParser(_AFTER_ARGUMENT)
 
     def _end_call(self, deltas: list[ParsedDelta]) -> None:
@@ -567,7 +581,7 @@ class PythonicParser:
             deltas.append(ParsedDelta("arguments", text, self._call_count))
 
     def _feed_value(self, deltas: list[ParsedDelta]) -> bool:
-        end, chunk = self._value.feed(self._buffer, 0, self._no_more_text)
+        end, chunk = self._value.feed(self._buffer, 0, self._finished)
         self._emit_arguments(chunk, deltas)
         self._buffer = self._buffer[end:]
         if self._value.broken:

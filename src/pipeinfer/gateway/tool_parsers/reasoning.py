@@ -164,13 +164,13 @@ class AnswerTagParser:
             self._state = "inside" if self._buffer else "space"
         if self._state == "inside":
             return self._feed_inside()
-        return self._feed_rest() if self._state in ("over", "bare") else ()
+        return self._feed_tail() if self._state in ("over", "bare") else ()
 
     def finish(self) -> Sequence[ParsedDelta]:
         if self._state == "begin":
             self._state = "bare"
         inside = "".join((*self._pending_space, self._buffer)) if self._state == "inside" else ""
-        deltas_after = self._next_parser.feed(inside) if inside else self._feed_rest()
+        deltas_after = self._next_parser.feed(inside) if inside else self._feed_tail()
         return (*deltas_after, *self._next_parser.finish())
 
     def _find_opening(self) -> None:
@@ -190,10 +190,10 @@ class AnswerTagParser:
         self._pending_space.append(found.before[len(bare) :])
         if found.marker is not None:
             self._pending_space, self._state = [], "over"
-            deltas += self._feed_rest()
+            deltas += self._feed_tail()
         return deltas
 
-    def _feed_rest(self) -> Sequence[ParsedDelta]:
+    def _feed_tail(self) -> Sequence[ParsedDelta]:
         """Text behind the closing tag without the white space before it; or all of an untagged
         answer.
         """

@@ -114,11 +114,11 @@ class ToolParser:
 
     def matches_template(self, template: str) -> bool:
         """Whether a chat template uses this format."""
-        found = (re.search(mark, template) is not None for mark in self.template_patterns)
+        found = (re.search(pattern, template) is not None for pattern in self.template_patterns)
         return (
             bool(self.template_patterns)
             and all(found)
-            and not any(re.search(mark, template) for mark in self.excluding_patterns)
+            and not any(re.search(pattern, template) for pattern in self.excluding_patterns)
         )
 
 
@@ -129,11 +129,11 @@ class _ToolParserOptions(TypedDict, total=False):
 
 
 def _marked(
-    marks: JsonCallMarkers, grammar: CallGrammar, *shown: str, **more: Unpack[_ToolParserOptions]
+    markers: JsonCallMarkers, grammar: CallGrammar, *shown: str, **more: Unpack[_ToolParserOptions]
 ) -> ToolParser:
     """A parser of JSON calls behind markers."""
     return ToolParser(
-        lambda _: JsonCallParser(marks), grammar, shown, markers=marks.markers, **more
+        lambda _: JsonCallParser(markers), grammar, shown, markers=markers.markers, **more
     )
 
 
@@ -335,9 +335,9 @@ class OutputParsers:
         ]
         return any(token.special for token in tokens)
 
-    def reasoning_state(self, said: str) -> ThoughtState:
-        """The state of reasoning behind `said`, the begin of an answer."""
-        return "over" if self.reasoning_tags is None else thought_state(said, self.reasoning_tags)
+    def reasoning_state(self, answer: str) -> ThoughtState:
+        """The state of reasoning behind `answer`, the begin of an answer."""
+        return "over" if self.reasoning_tags is None else thought_state(answer, self.reasoning_tags)
 
     def parser_factory(
         self,
@@ -367,10 +367,10 @@ class OutputParsers:
         return with_custom_tools
 
     def _make_factory(
-        self, schemas: Schemas | None, one_call: bool, thoughts: bool, padded: bool
+        self, schemas: Schemas | None, one_call: bool, reasoning: bool, padded: bool
     ) -> ParserFactory | None:
         if self.harmony:
-            return self._harmony(schemas, one_call, thoughts)
+            return self._harmony(schemas, one_call, reasoning)
         calls = self.tool_parser.make_parser if schemas is not None else None
         tags = self.reasoning_tags
         if calls is None and tags is None:
@@ -384,25 +384,25 @@ class OutputParsers:
                 parser = AnswerTagParser(parser, *tags.answer)
             if tags is None or state == "over":
                 return BoundedFeedParser(parser)
-            reasoning = ReasoningTokenCounter()
+            counter = ReasoningTokenCounter()
             begun = state == "open"
             return BoundedFeedParser(
-                ReasoningParser(parser, tags, begun, thoughts, padded, reasoning), reasoning
+                ReasoningParser(parser, tags, begun, reasoning, padded, counter), counter
             )
 
         return make
 
-    def _harmony(self, schemas: Schemas | None, one_call: bool, thoughts: bool) -> ParserFactory:
+    def _harmony(self, schemas: Schemas | None, one_call: bool, reasoning: bool) -> ParserFactory:
         def make(_state: ThoughtState = "before") -> ChoiceParser:
-            reasoning = ReasoningTokenCounter()
+            counter = ReasoningTokenCounter()
             parser = HarmonyParser(
                 schemas,
                 self.continues_message,
                 bool(self.reasoning_parser_name),
-                thoughts,
                 reasoning,
+                counter,
             )
-            return BoundedFeedParser(FirstCallParser(parser) if one_call else parser, reasoning)
+            return BoundedFeedParser(FirstCallParser(parser) if one_call else parser, counter)
 
         return make
 
@@ -463,14 +463,16 @@ def choose_parsers(
     tools = _resolve("tool-parser", tool_parser, TOOL_PARSERS, _tool_parser_of(template))
     known = (*REASONING_PARSERS, HARMONY[1])
     channels = TOOL_PARSERS[HARMONY[0]].matches_template(template)
-    thoughts = HARMONY[1] if channels else parser_of(template)
-    reasoning = _resolve("reasoning-parser", reasoning_parser, known, thoughts)
+    of_template = HARMONY[1] if channels else parser_of(template)
+    reasoning = _resolve("reasoning-parser", reasoning_parser, known, of_template)
     if tools == HARMONY[0] and reasoning_parser == "auto":
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
     unsupported = (
-        name for name, mark in UNSUPPORTED_FORMS.items() if not tools and re.search(mark, template)
+        name
+        for name, marker in UNSUPPORTED_FORMS.items()
+        if not tools and re.search(marker, template)
     )
     return OutputParsers(
         tools, reasoning, "tools" in template, added or {}, tools_disabled=tool_parser == "none",

@@ -67,8 +67,8 @@ class XmlTags:
     @property
     def markers(self) -> tuple[str, ...]:
         """Tags that may be tokens of their own."""
-        whole = (*self.call, self.function[1], self.key, self.key_end, self.value, self.value_end)
-        return tuple(tag for tag in whole if tag[:1] == "<" and tag[-1] == ">")
+        tags = (*self.call, self.function[1], self.key, self.key_end, self.value, self.value_end)
+        return tuple(tag for tag in tags if tag[:1] == "<" and tag[-1] == ">")
 
     @property
     def ends_of_value(self) -> tuple[str, ...]:
@@ -222,19 +222,19 @@ class XmlCallParser:
     def _parse_name(self, deltas: list[ParsedDelta]) -> bool:
         if self._tags.name_end:
             at = self._buffer.find(self._tags.name_end, 0, MAX_NAME_CHARS)
-            name, rest = self._buffer[: max(at, 0)], self._buffer[at + len(self._tags.name_end) :]
+            name, tail = self._buffer[: max(at, 0)], self._buffer[at + len(self._tags.name_end) :]
         else:
             found = find_marker(self._buffer[:MAX_NAME_CHARS], (self._tags.key, self._tags.call[1]))
             at = -1 if found.marker is None else len(found.before)
             name = found.before if _BARE_NAME.fullmatch(found.before.strip(WHITESPACE)) else ""
-            rest = self._buffer[len(found.before) :]
+            tail = self._buffer[len(found.before) :]
         if at < 0 and len(self._buffer) < MAX_NAME_CHARS:
             return False
         name = name.strip(WHITESPACE)
         if at < 0 or not name or not (self._inside_call_tag or name in self._schemas):
             return self._not_a_call(deltas)
         self._content_buffer.start_call()
-        self._value_count, self._object_scanner, self._buffer = 0, None, rest
+        self._value_count, self._object_scanner, self._buffer = 0, None, tail
         properties = self._schemas.get(name, {}).get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         deltas.append(ParsedDelta("call", name, self._call_count))
