@@ -48,7 +48,7 @@ def main() -> None:
     found = []
     for folder, requests, changes in json.loads(Path(work).read_text()):
         cores = generate(folder, requests, int(size), collectives, **changes)
-        shifts = [None if x is None else x.tolist() for x in cores.loaded.runner.pool.shifts]
+        shifts = [None if x is None else x.tolist() for x in cores.loaded.runner.pool.key_centers]
         found.append({"outputs": cores.outputs, "scores": scores(cores), "shifts": shifts})
     Path(out).write_text(json.dumps(found))
     collectives.close()

@@ -47,7 +47,7 @@ def test_the_pool_is_the_smallest_and_a_rank_with_more_says_so(rank, tmp_path, m
     settings = Settings(tp=2, memory_fraction=1.0)
     with caplog.at_level(logging.INFO, loading.__name__):
         engine = load_engine(settings, tmp_path, rank=rank, collectives=Told(rank, other))  # type: ignore
-    assert engine.pages == engine.runner.pool.pages == 1 + min(MEASURED)
+    assert engine.pages == engine.runner.pool.num_pages == 1 + min(MEASURED)
     said = "rank 0 has room for 900 pages, but another rank for 300, which all ranks use"
     assert caplog.messages == ([said] if mine > other else [])
 

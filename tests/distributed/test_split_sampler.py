@@ -41,7 +41,7 @@ def split(logits: np.ndarray, params: SamplingRows, size: int, group: ThreadGrou
         rank = ranks.rank
         start = min(rank * share, vocab)
         held = SimpleNamespace(start=start, stop=min(start + share, vocab), vocab_size=vocab)
-        model = SimpleNamespace(vocabulary=held, local_logits=None)
+        model = SimpleNamespace(vocab_shard=held, local_logits=None)
         sampler = ShardedSampler(model, ranks, host)
         part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
         last_token = torch.full((len(part),), -5)

@@ -136,7 +136,7 @@ def test_every_architecture_gives_the_same_tokens_on_several_ranks(
 
 def check_shifts(folder: Path, of_ranks: list[list]) -> None:
     """Ranks shift keys as one alone does; those that share a head, as their queries see it."""
-    alone = load_engine(Settings(kv_pages=8, page_size=16, **FP8), folder).runner.pool.shifts
+    alone = load_engine(Settings(kv_pages=8, page_size=16, **FP8), folder).runner.pool.key_centers
     for layer, shift in enumerate(alone):
         heads = torch.tensor([shifts[layer] for shifts in of_ranks]).flatten(0, 1)
         together = heads.unflatten(0, (len(shift), -1)).mean(1)

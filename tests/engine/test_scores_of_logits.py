@@ -65,10 +65,10 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
         if ranks == 1:
             return host.logprobs(mine, torch.tensor(ids), most).numpy().tobytes()
         return log_probs(
-            host, mine, torch.tensor(ids), most, first, collectives.collect
+            host, mine, torch.tensor(ids), most, first, collectives.all_gather_stacked
         ).numpy().tobytes()  # fmt: skip
 
-    with patch.object(ON_HOST, "BLOCK", block):
+    with patch.object(ON_HOST, "TOPK_BLOCK", block):
         told = group.run(one)
     assert len(set(told)) == 1, "all ranks say the same"
     found = list(unpack_scores(told[0], most))
