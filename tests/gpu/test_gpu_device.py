@@ -34,5 +34,5 @@ def test_graphs_leave_their_results_in_one_place_and_each_its_own():
     device.run(capture)
     assert torch.cuda.memory_allocated() - before < 2 * source.nbytes
     for number in (*range(GRAPHS), 0):
-        device.run(made[number].replay)
+        device.run(made[number].run)
         assert torch.equal(made[number].tensors[0], source * number)
