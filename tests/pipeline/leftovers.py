@@ -15,14 +15,14 @@ from servers import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from chaos.serving import leftovers as every_stage
+from chaos import serving
 
 PATIENCE = 120.0  # seconds
 
 
 def leftovers(server: Server) -> dict[str, float]:
     """{stage and statistic: value} of what is not empty at last, of every stage that serves."""
-    return every_stage.leftovers(server.process.pid)
+    return serving.leftovers(server.process.pid)
 
 
 def statistics(server: Server, stage: str) -> dict[str, float]:

@@ -44,8 +44,8 @@ def test_session_with_one_step_in_flight_and_prompts_first_replays(other_session
 
 NOISE = (
     "from pipeinfer.kernels import noise\n"
-    "right = noise.words\n"
-    "noise.words = lambda seeds, positions, counters: right(seeds, positions + 1, counters)\n"
+    "right = noise.philox_words\n"
+    "noise.philox_words = lambda seeds, at, counters: right(seeds, at + 1, counters)\n"
 )
 
 

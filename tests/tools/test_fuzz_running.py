@@ -17,7 +17,7 @@ from pipeinfer.scheduler.engine_state import PageAllowance, PageCredits
 
 ENOUGH = 150  # programs in which a fault is found
 PLACES = (  # that a planted fault may change
-    (PageCredits, "report"), (PageAllowance, "tokens_that_fit"), (engine_state, "_checked"),
+    (PageCredits, "on_page_counts"), (PageAllowance, "tokens_that_fit"), (engine_state, "_checked"),
 )  # fmt: skip
 
 

@@ -21,9 +21,9 @@ FEW = ("--session", str(SESSION), "--each", str(EACH))
 TWO = ("--architectures", "Gemma3ForCausalLM", "Qwen3MoeForCausalLM")
 # As if a revision had lost a parameter on its way.
 FORGETS_TOP_P = """
-_sound = thresholds
+_sound = truncation_thresholds
 
-def thresholds(x, top_k, top_p, min_p):
+def truncation_thresholds(x, top_k, top_p, min_p):
     return _sound(x, top_k, top_p * 0 + 1, min_p)
 """
 
