@@ -14,8 +14,8 @@ import msgspec
 
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import (
-    MOST_CHOICES,
-    MOST_INT,
+    MAX_CHOICES,
+    MAX_INT,
     Number,
     SamplingParams,
     StructuredOutputs,
@@ -24,20 +24,20 @@ from pipeinfer.params import (
 )
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 13
+PROTOCOL = 14
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Numbers of choices, from 0; params.py says what the request of each is called.
-Choice = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CHOICES)]
-Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MOST_CHOICES)]
+Choice = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHOICES)]
+Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
 
 # Arrays as raw little-endian bytes. Where one has no whole number of items the frame is not read.
 Int32s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 4})]
 UInt64s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 8})]
 
 # Of the memory of an engine: there is none without a page.
-Shape = Annotated[int, msgspec.Meta(ge=1, le=MOST_INT)]
+Shape = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 # What has happened so far, in an epoch of any length.
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -70,8 +70,8 @@ class Submit(Message, frozen=True):
       prompt may be longer than the context
     - choices: numbers of those that are wanted; each is a request of its own from the tokenizer on
     - client: who asks, as FairQueue takes it, in hashes (gateway/auth.py)
-    - otherwise: what the output must be where the grammar of `params` is refused; None: such a
-      request is an error
+    - fallback_grammar: what the output must be where the grammar of `params` is refused; None: such
+      a request is an error
     - token_offsets: rows of its text say where the text of each token begins
     - return_token_strs: Accepted brings the prompt's tokens as the vocabulary writes them
     """
@@ -96,7 +96,7 @@ class Submit(Message, frozen=True):
     only_encode: bool = False
     choices: Choices = (0,)
     client: str = ""
-    otherwise: StructuredOutputs | None = None
+    fallback_grammar: StructuredOutputs | None = None
     token_offsets: bool = False
     return_token_strs: bool = False
 
@@ -150,9 +150,10 @@ class Work(Message, frozen=True):
     - timeout: seconds until it is aborted; 0: never
     - cache_salt: separates prefix caches
     - trace: W3C traceparent, or empty
-    - leader: request id of the first one of a parallel-sampling group, in its own Work as well.
-      They have one prompt, which one of them computes first. Empty for others
-    - banned: sequences of ids that its output must not have, as `params.bad_words` are spelled
+    - group_leader: request id of the first one of a parallel-sampling group, in its own Work as
+      well. They have one prompt, which one of them computes first. Empty for others
+    - bad_word_ids: sequences of ids that its output must not have, as `params.bad_words` are
+      spelled
     - client: who asks, as in Submit
     - slow_grammar: its grammar takes long to compile
     - thoughts: where its grammar or its budget of thoughts needs to know of them
@@ -171,8 +172,8 @@ class Work(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
-    leader: str = ""
-    banned: tuple[tuple[Number, ...], ...] = ()
+    group_leader: str = ""
+    bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     client: str = ""
     slow_grammar: bool = False
     thoughts: Thoughts | None = None
@@ -216,16 +217,16 @@ class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
 
     Attributes:
-    - keep: what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
-      surplus token never
+    - cache_prefix: what was computed of (admitted tokens + `output_ids`) may enter the prefix
+      cache, a surplus token never
     - output_ids: confirmed ids sampled since the admission, int32 bytes
-    - forget: its logits were bad; what the cache has of it goes, as far as nobody else uses it
+    - drop_prefix: its logits were bad; what the cache has of it goes, as far as nobody else uses it
     """
 
     slot: Number
-    keep: bool
+    cache_prefix: bool
     output_ids: Int32s = b""
-    forget: bool = False
+    drop_prefix: bool = False
 
 
 class Admit(Message, frozen=True):
@@ -236,11 +237,11 @@ class Admit(Message, frozen=True):
     - prompt_len: tokens of the prompt
     - max_total: most tokens of prompt and output; rows that would exceed it are computed as empty
     - seed: of its noise
-    - suppress: ids not sampled before `params.min_tokens` outputs
+    - suppressed_ids: ids not sampled before `params.min_tokens` outputs
     - cache_salt: separates prefix caches
     - score_from: log-probs of the prompt's tokens from this position on are wanted, so what comes
       right before it is computed; -1: of none, or they are known
-    - banned, trace, thoughts: as in Work
+    - bad_word_ids, trace, thoughts: as in Work
     """
 
     slot: Number
@@ -250,10 +251,10 @@ class Admit(Message, frozen=True):
     max_total: Number
     params: SamplingParams
     seed: int
-    suppress: tuple[Number, ...] = ()
+    suppressed_ids: tuple[Number, ...] = ()
     cache_salt: str = ""
-    score_from: Annotated[int, msgspec.Meta(ge=-1, le=MOST_INT)] = -1
-    banned: tuple[tuple[Number, ...], ...] = ()
+    score_from: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)] = -1
+    bad_word_ids: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
     thoughts: Thoughts | None = None
 
@@ -294,8 +295,8 @@ class Plan(Message, frozen=True):
     - number: of the plan in its epoch, from 0
     - slots, counts: int32 bytes [R]; no slot stands twice
     - reset: cached prefixes that no request uses are forgotten between releases and admits
-    - shares: slots (int32 bytes). Whole pages of what is computed of their prompts enter the prefix
-      cache before `reset` and the admits, which may use them
+    - cache_slots: slots (int32 bytes). Whole pages of what is computed of their prompts enter the
+      prefix cache before `reset` and the admits, which may use them
     """
 
     epoch: int
@@ -306,7 +307,7 @@ class Plan(Message, frozen=True):
     counts: Int32s
     reset: bool = False
     extends: tuple[Extend, ...] = ()
-    shares: Int32s = b""
+    cache_slots: Int32s = b""
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler
@@ -429,7 +430,7 @@ class Result(Message, frozen=True):
     mask_units: dict[int, int] = {}
 
 
-class PromptScores(Message, frozen=True):
+class PromptLogprobs(Message, frozen=True):
     """Log-probs of prompt tokens that step `number` found. Comes before its Result.
 
     Attributes:
@@ -600,7 +601,7 @@ class Accepted(Message, frozen=True):
     - choices: numbers of the request's choices that are meant
     - thoughts: where the prompt of a chat leaves them
     - refusal: why the grammar of its parameters is not served, where the output is held to
-      Submit.otherwise; else empty
+      Submit.fallback_grammar; else empty
     """
 
     request_id: str
@@ -697,15 +698,15 @@ class Heartbeat(Message, frozen=True):
 
 # -------------------------------------- group: who serves, who has ended, who must end; all -> all
 
-Standing = Literal["serves", "waits", "deserted"]
+GroupReadiness = Literal["serves", "waits", "deserted"]
 
 
 class GroupStatus(Message, frozen=True):
     """scheduler -> tokenizers, again and again (liveness.py), and soon after a change of
-    `standing`.
+    `readiness`.
 
     Attributes:
-    - standing: whether it takes requests. "deserted": its engines are gone, and it can hand its
+    - readiness: whether it takes requests. "deserted": its engines are gone, and it can hand its
       requests over
     - requests: live ones
     - tokens: that are left to compute of them
@@ -715,7 +716,7 @@ class GroupStatus(Message, frozen=True):
 
     group: int
     incarnation: int
-    standing: Standing
+    readiness: GroupReadiness
     epoch: int = 0
     requests: int = 0
     tokens: int = 0
@@ -844,7 +845,7 @@ CHANNELS: dict[str, Any] = {
     "requests": Union[Submit, ResetCache, Abort, Done],
     "work": Union[Work, HandOver, ResetCache, Abort, Done],
     "plan": Union[Begin, Prepare, Plan],
-    "result": Union[Hello, Ready, Prepared, Admitted, PromptScores, Result, Digests, Fault],
+    "result": Union[Hello, Ready, Prepared, Admitted, PromptLogprobs, Result, Digests, Fault],
     "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, CacheReset, Text],

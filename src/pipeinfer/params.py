@@ -16,7 +16,7 @@ from pipeinfer.json_values import JsonValue
 
 T = TypeVar("T")
 
-MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
+MAX_INT = 2**31 - 1  # counts and ids are int32 on the device
 # Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
 # far larger is infinite in float32.
 MOST_TEMPERATURE = 100.0
@@ -34,7 +34,7 @@ MOST_ALLOWED = 1024  # as of biases: each row that samples looks all of them up
 # What must not be completed is compared with the output at every step, in every row that has it.
 MOST_BAD_WORDS, MOST_BAD_LETTERS = 128, 64
 LONGEST_BAD, MOST_BAD_IDS = 64, 2048  # tokens of one spelling of a word, and of all
-MOST_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
+MAX_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
 MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 
@@ -44,7 +44,7 @@ Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 # next is thought; over: they have ended, or there are none.
 ThoughtState = Literal["before", "open", "over"]
 # An id, or a number of something: what the device's int32 can say.
-Number = Annotated[int, msgspec.Meta(ge=0, le=MOST_INT)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -173,8 +173,8 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_lengths(params)
     _check_stops(params)
     kept = params.truncate_prompt_tokens
-    if kept not in (None, -1) and not 1 <= kept <= MOST_INT:
-        message = f"truncate_prompt_tokens must be -1 or from 1 to {MOST_INT}, not {kept}"
+    if kept not in (None, -1) and not 1 <= kept <= MAX_INT:
+        message = f"truncate_prompt_tokens must be -1 or from 1 to {MAX_INT}, not {kept}"
         raise InvalidParameter("truncate_prompt_tokens", message)
     if params.truncation_side not in ("left", "right"):
         message = f'truncation_side must be "left" or "right", not {params.truncation_side!r:.100}'
@@ -217,9 +217,9 @@ def _each_once(given: Sequence[T] | None) -> tuple[T, ...] | None:
 
 def _check_sampling(params: SamplingParams) -> None:
     _check_within("temperature", params.temperature, 0, MOST_TEMPERATURE)
-    if not 0 <= params.top_k <= MOST_INT:
+    if not 0 <= params.top_k <= MAX_INT:
         raise InvalidParameter(
-            "top_k", f"top_k must be -1, 0 or positive, at most {MOST_INT}, not {params.top_k}"
+            "top_k", f"top_k must be -1, 0 or positive, at most {MAX_INT}, not {params.top_k}"
         )
     if not 0 < params.top_p <= 1:
         raise InvalidParameter("top_p", f"top_p must be in [0, 1], not {params.top_p}")
@@ -238,8 +238,8 @@ def _check_penalties(params: SamplingParams) -> None:
 
 def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None:
-        _check_within("max_tokens", params.max_tokens, 1, MOST_INT)
-    _check_within("min_tokens", params.min_tokens, 0, MOST_INT)
+        _check_within("max_tokens", params.max_tokens, 1, MAX_INT)
+    _check_within("min_tokens", params.min_tokens, 0, MAX_INT)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidParameter(
             "min_tokens", f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}"
@@ -264,7 +264,7 @@ def _check_stops(params: SamplingParams) -> None:
             "stop_token_ids", f"at most {MOST_STOP_TOKENS} stop_token_ids, not {count}"
         )
     for token in params.stop_token_ids:
-        _check_within("stop_token_ids", token, 0, MOST_INT)
+        _check_within("stop_token_ids", token, 0, MAX_INT)
 
 
 def _check_biases(biases: dict[int, float]) -> None:
@@ -273,7 +273,7 @@ def _check_biases(biases: dict[int, float]) -> None:
             "logit_bias", f"at most {MOST_BIASES} ids in logit_bias, not {len(biases)}"
         )
     for token, bias in biases.items():
-        _check_within("logit_bias", token, 0, MOST_INT)
+        _check_within("logit_bias", token, 0, MAX_INT)
         _check_within("logit_bias", bias, -MOST_BIAS, MOST_BIAS)
 
 
@@ -284,7 +284,7 @@ def _check_allowed(allowed: tuple[int, ...] | None) -> None:
         reason = f"be at most {MOST_ALLOWED}, not {len(allowed)}" if allowed else "not be empty"
         raise InvalidParameter("allowed_token_ids", f"allowed_token_ids must {reason}")
     for token in allowed:
-        _check_within("allowed_token_ids", token, 0, MOST_INT)
+        _check_within("allowed_token_ids", token, 0, MAX_INT)
 
 
 def _check_words(words: tuple[str, ...]) -> None:
@@ -314,7 +314,7 @@ def _check_form(params: SamplingParams) -> None:
     budget = params.thinking_token_budget
     if budget is None:
         return
-    _check_within("thinking_token_budget", budget, 0, MOST_INT)
+    _check_within("thinking_token_budget", budget, 0, MAX_INT)
     for name in ("allowed_token_ids", "bad_words"):
         if getattr(params, name):
             raise InvalidParameter(name, f"{name} is not allowed with thinking_token_budget")
@@ -325,7 +325,7 @@ def check_choices(name: str, count: int) -> None:
     if count == 0:
         message = f"{name} is 0, which asks for no choice at all; leave it out for one"
         raise InvalidParameter(name, message)
-    _check_within(name, count, 1, MOST_CHOICES)
+    _check_within(name, count, 1, MAX_CHOICES)
 
 
 def _check_within(name: str, value: float, least: float, most: float) -> None:

@@ -87,10 +87,10 @@ CASES: list[tuple[str, Message, dict[str, Message]]] = [
     ("requests", submit(ONE), {"5 bytes of prompt_ids": submit(ODD)}),
     ("work", Work("r", 1, 0, 0, ONE, PARAMS, 0),
      {"5 bytes of prompt_ids": Work("r", 1, 0, 0, ODD, PARAMS, 0)}),
-    ("plan", plan(slots=ONE, counts=ONE, shares=ONE), {
+    ("plan", plan(slots=ONE, counts=ONE, cache_slots=ONE), {
         "slots, counts have 4, 8 bytes": plan(slots=ONE, counts=ONE * 2),
         "5 bytes of slots": plan(slots=ODD, counts=ODD),
-        "5 bytes of shares": plan(shares=ODD),
+        "5 bytes of cache_slots": plan(cache_slots=ODD),
     }),
     ("plan", plan(releases=(Release(0, True, ONE),), admits=(admit(ONE),)), {
         "releases: 5 bytes of output_ids": plan(releases=(Release(0, True), Release(1, True, ODD))),

@@ -156,7 +156,7 @@ def test_the_first_plan_that_ranks_decide_differently_ends_the_epoch():
         """From plan 25 on, the first release that should keep a prefix keeps none."""
         if isinstance(event, Plan) and event.number >= 25 and event.releases and not spoilt:
             spoilt.append(event.number)
-            releases = tuple(msgspec.structs.replace(r, keep=False) for r in event.releases)
+            releases = tuple(msgspec.structs.replace(r, cache_prefix=False) for r in event.releases)
             event = msgspec.structs.replace(event, releases=releases)
         return take(event)
 

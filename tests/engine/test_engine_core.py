@@ -23,7 +23,7 @@ from pipeinfer.messages import (
     Fault,
     Hello,
     Plan,
-    PromptScores,
+    PromptLogprobs,
     Ready,
     Release,
     Result,
@@ -398,7 +398,7 @@ def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result
         sampled = replace(Sampled.one_each([1] * samples), prompts=(raw,))
         scores, result = engine.handle(step_done(engine.queue.pop(0), sampled))
         assert isinstance(result, Result)
-        assert scores == PromptScores(1, result.number, 3, chunk.first, raw)
+        assert scores == PromptLogprobs(1, result.number, 3, chunk.first, raw)
     engine.plan({3: 1})
     assert engine.queue.pop().prompts == ()
 

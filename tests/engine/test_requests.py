@@ -46,7 +46,7 @@ def test_the_most_that_a_request_may_ask_for_has_room_on_the_device():
     stops, biases = range(MOST_STOP_TOKENS + 9), range(5000, 5000 + MOST_BIASES)
     most = admit(0, 1, stops, min_tokens=1, logit_bias=dict.fromkeys(biases, 1.0))
     words = tuple((9000 + n,) for n in range(2 * MOST_BAD_WORDS))
-    edits = logit_edits_of(structs.replace(most, banned=words))
+    edits = logit_edits_of(structs.replace(most, bad_word_ids=words))
     assert len(edits.ids) == len(stops) + len(biases) + len(words) < MAX_LOGIT_EDITS
 
 
@@ -57,7 +57,7 @@ LISTED = st.none() | st.sets(st.integers(0, VOCABULARY - 1), min_size=1)
 def test_what_is_allowed_and_what_never_is_are_one_edit_an_id(allowed, suppress, biases, never):
     listed = None if allowed is None else tuple(allowed)
     one = admit(1, 4, suppress, min_tokens=2, logit_bias=biases, allowed_token_ids=listed)
-    edits = logit_edits_of(structs.replace(one, banned=tuple((token,) for token in never)))
+    edits = logit_edits_of(structs.replace(one, bad_word_ids=tuple((token,) for token in never)))
     state = Edited(2)
     fields = {name: values[:1] for name, values in filled(1).items()}
     state.apply(Delta(admitted=np.array([1], np.int32), fields=fields, edits=(edits,)))
@@ -75,7 +75,7 @@ def test_what_is_allowed_and_what_never_is_are_one_edit_an_id(allowed, suppress,
 def test_the_next_request_of_a_slot_is_free_of_what_the_last_one_must_not_say():
     table, state = RequestTable(SLOTS), Edited(SLOTS)
     for banned, listed in ((((1, 2), (3,)), (1, 2, 3)), ((), None)):
-        table.put(structs.replace(admit(2, 4, allowed_token_ids=listed), banned=banned))
+        table.put(structs.replace(admit(2, 4, allowed_token_ids=listed), bad_word_ids=banned))
         admitted, fields, edits = table.changes()
         state.apply(Delta(admitted=admitted, fields=fields, edits=edits))
         state.state.by_slot.last_token[2] = 1
@@ -89,7 +89,7 @@ def test_outputs_of_before_a_preemption_count_up_to_the_longest_sequence():
     longest = (*range(37, 100), 7)
     for sequence in (longest, (98, 99, 8)):
         one = admit(0, prompt)
-        one = structs.replace(one, token_ids=pack(known), banned=(*banned, sequence))
+        one = structs.replace(one, token_ids=pack(known), bad_word_ids=(*banned, sequence))
         state, table = Edited(1), RequestTable(1)
         table.put(one)
         admitted, fields, edits = table.changes()

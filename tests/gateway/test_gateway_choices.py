@@ -22,7 +22,7 @@ from pipeinfer.gateway.requests import ParsedRequest, RequestDefaults, parse_cha
 from pipeinfer.gateway.response_encoders import BestOf
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.messages import LogprobTexts
-from pipeinfer.params import MOST_CHOICES, SamplingParams
+from pipeinfer.params import MAX_CHOICES, SamplingParams
 from pipeinfer.wire import pack
 
 HELLO = [{"role": "user", "content": "a"}]
@@ -59,7 +59,7 @@ def test_a_call_has_all_choices_of_its_prompt():
         ("id-0", 3, 5), ("id-1", 3, 5),
     ]  # fmt: skip
     assert (made.choices, made.prompts, made.best_of) == (6, 2, 0)
-    assert job(messages=HELLO, n=MOST_CHOICES).choices == 128
+    assert job(messages=HELLO, n=MAX_CHOICES).choices == 128
     assert job(prompt="a", n=None).choices == 1
 
 

@@ -344,9 +344,9 @@ def test_no_schema_of_a_function_that_is_not_strict_is_refused(family: str) -> N
         if not compiles(spec):
             assert (
                 job.constraint.fallback_omits == "parameters of weather"
-                and made.otherwise is not None
+                and made.fallback_grammar is not None
             )
-            spec = made.otherwise
+            spec = made.fallback_grammar
         else:
             assert job.constraint.unenforced or "type" in schema, schema
         assert allows(spec.grammar, said(family, call["beside"]))
@@ -370,10 +370,10 @@ def test_a_form_beside_calls_is_any_json_where_nobody_can_hold_its_schema() -> N
     job, made = called(hermes, PARAMETERS, **form)
     assert not compiles(StructuredOutputs(json=json.dumps(unsatisfiable)))
     assert job.constraint.fallback_omits == "schema"
-    assert allows(made.otherwise.grammar, '{"b": 1}')
-    assert allows(made.otherwise.grammar, said("hermes", SAID["hermes"][0]))
+    assert allows(made.fallback_grammar.grammar, '{"b": 1}')
+    assert allows(made.fallback_grammar.grammar, said("hermes", SAID["hermes"][0]))
     asked_for["strict"] = True
-    assert called(hermes, PARAMETERS, **form)[1].otherwise is None
+    assert called(hermes, PARAMETERS, **form)[1].fallback_grammar is None
 
 
 @pytest.mark.parametrize(

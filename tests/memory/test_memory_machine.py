@@ -181,7 +181,7 @@ class MemoryMachine(RuleBasedStateMachine):
         counts = [data.draw(st.sampled_from([0, 1, 1, 2, most, 99999]), "n") for _ in slots]
         rows = pack(slots), pack(counts)
         changes = tuple(releases), tuple(admits)
-        self.apply(Plan(1, self.number, *changes, *rows, extends=extends, shares=shares))
+        self.apply(Plan(1, self.number, *changes, *rows, extends=extends, cache_slots=shares))
 
     @precondition(lambda self: self.flights == [] and len(self.live) > 0)
     @rule()
@@ -266,7 +266,7 @@ class MemoryMachine(RuleBasedStateMachine):
         forgotten, self.forgotten = self.forgotten, []
         if self.cache == "naive" or self.memory.num_evicted != evicted:
             return
-        if not all(release.forget for release in plan.releases):
+        if not all(release.drop_prefix for release in plan.releases):
             return  # others, released later in the same plan, may leave what they held
         for sequence, tokens in forgotten:
             end = self.memory.cache._last_full_node(np.array(tokens, np.int32), sequence.salt)

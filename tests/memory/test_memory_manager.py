@@ -224,9 +224,11 @@ def test_forgetting_ends_where_somebody_else_goes_on():
     memory.run({}, releases=[Release(0, True)])
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [*PROMPT, 9])])
     memory.run({0: 1, 1: 1})  # slot 1 holds all of slot 0's prompt from here on
-    memory.run({}, releases=[Release(0, False, forget=True)])
+    memory.run({}, releases=[Release(0, False, drop_prefix=True)])
     assert memory.run({0: 99}, [admit(0, [*PROMPT, 9])])[0].cached.tolist() == [12]
-    memory.run({}, releases=[Release(0, False, forget=True), Release(1, False, forget=True)])
+    memory.run(
+        {}, releases=[Release(0, False, drop_prefix=True), Release(1, False, drop_prefix=True)]
+    )
     rows, _ = memory.run({0: 99, 1: 99}, [admit(0, [*PROMPT, 9]), admit(1, other)])
     assert rows.cached.tolist() == [8, 12], "what the other one's path needs was left"
 
@@ -238,7 +240,7 @@ def test_a_forgotten_prompt_that_another_request_left_is_gone_too():
     memory.run({}, releases=[Release(0, True)])
     memory.run({0: 99}, [admit(0, PROMPT)])
     assert memory.manager.num_evictable + memory.manager.cache.num_locked == 2
-    memory.run({}, releases=[Release(0, False, forget=True)])
+    memory.run({}, releases=[Release(0, False, drop_prefix=True)])
     assert memory.manager.num_free == 32
 
 
@@ -311,7 +313,7 @@ def test_a_completed_prompt_that_turned_out_bad_is_never_shared():
     memory = Memory()
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
     memory.run({0: 1, 1: 1})  # planned before anybody knew
-    release = Release(0, False, forget=True), Release(1, False, forget=True)
+    release = Release(0, False, drop_prefix=True), Release(1, False, drop_prefix=True)
     # The slot's next request has tokens that nobody has computed yet.
     other = [*PROMPT[:4], *range(8)]
     rows, _ = memory.run({0: 1}, [admit(0, other), admit(2, PROMPT)], release)

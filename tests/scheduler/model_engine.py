@@ -177,7 +177,7 @@ class ModelEngine:
         for number in self.done[0] if self.caching else ():
             self._share(self.slots[number], self.slots[number].known)
         self.done = self.done[1], []
-        for number in unpack(plan.shares).tolist():
+        for number in unpack(plan.cache_slots).tolist():
             slot = self.slots.get(number)
             if slot is None:
                 raise Panic(f"slot {number} is empty and cannot share")
@@ -249,11 +249,11 @@ class ModelEngine:
             done[:] = [number for number in done if number != release.slot]
         for prefix in slot.shared:
             self.cache[prefix] -= 1
-        if release.forget:
-            if release.keep:
+        if release.drop_prefix:
+            if release.cache_prefix:
                 raise Panic("a release that forgets what it keeps")
             self._forget_prefix(told)
-        if release.keep and self.caching:
+        if release.cache_prefix and self.caching:
             for prefix in self._prefixes(told, min(len(told), slot.computed)):
                 self.cache.setdefault(prefix, 0)
 
@@ -327,7 +327,7 @@ class ModelEngine:
         token = next_token(slot.tokens)
         outputs = len(slot.tokens) - slot.admit.prompt_len
         if outputs < slot.admit.params.min_tokens:
-            token = suppressed(token, frozenset(slot.admit.suppress))
+            token = suppressed(token, frozenset(slot.admit.suppressed_ids))
         slot.tokens.append(token)
         spec, room = slot.admit.params.structured_outputs, slot.admit.max_total - len(slot.tokens)
         if spec is None or slot.admit.params.min_tokens or slot.ahead > len(slot.tokens):

@@ -20,7 +20,9 @@ WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])
 
 
 def member(arrival: int, leader: str) -> Request:
-    work = Work(f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), SamplingParams(), 0, leader=leader)
+    work = Work(
+        f"r{arrival}", 1, 0, 0, pack(range(PROMPT)), SamplingParams(), 0, group_leader=leader
+    )
     request = request_of(work, arrival, 0.0)
     request.max_total = PROMPT + 20
     return request
@@ -86,11 +88,11 @@ class Holding(RuleBasedStateMachine):
     def a_plan_begins(self) -> None:
         self.queue.release_waiting([request for request in self.live if request.phase == "running"])
         for request in self.live:
-            lending = [r for r in self.of(request.work.leader) if r.provides_prefix]
+            lending = [r for r in self.of(request.work.group_leader) if r.provides_prefix]
             assert request.phase != "waiting_for_prefix" or not lending, "its prompt is there"
 
     def of(self, leader: str) -> list[Request]:
-        return [request for request in self.live if request.work.leader == leader]
+        return [request for request in self.live if request.work.group_leader == leader]
 
     @invariant()
     def everybody_is_where_the_phase_says(self) -> None:
@@ -105,13 +107,13 @@ class Holding(RuleBasedStateMachine):
     def whoever_is_held_waits_for_somebody_who_can_come(self) -> None:
         for request in self.live:
             if request.phase == "waiting_for_prefix":
-                others = [r.phase for r in self.of(request.work.leader)]
-                assert request.work.leader and {"waiting", "running"} & set(others)
+                others = [r.phase for r in self.of(request.work.group_leader)]
+                assert request.work.group_leader and {"waiting", "running"} & set(others)
 
     @invariant()
     def nothing_is_kept_of_families_that_are_gone(self) -> None:
         families = self.queue._sampling_groups
-        leaders = {request.work.leader for request in self.live}
+        leaders = {request.work.group_leader for request in self.live}
         assert families._leaders.keys() <= leaders and families._waiting.keys() <= leaders
 
 
@@ -167,7 +169,7 @@ def test_whoever_comes_behind_choices_that_are_held_goes_before_them(policy, dep
 def test_where_nothing_is_shared_nobody_is_held():
     core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 64, shares_prefixes=False))
     for name in choice_ids("r", range(4)):
-        core.handle(Work(name, 1, 0, 0, pack([1] * 9), SamplingParams(), 0, leader="r"), 0.0)
+        core.handle(Work(name, 1, 0, 0, pack([1] * 9), SamplingParams(), 0, group_leader="r"), 0.0)
     assert core.stats()["held"] == 0 and core.stats()["waiting"] == 4
 
 

@@ -13,7 +13,7 @@ from pipeinfer.messages import (
     Digests,
     Message,
     Prepared,
-    PromptScores,
+    PromptLogprobs,
     Ready,
     Result,
     Work,
@@ -127,7 +127,7 @@ def test_an_admission_whose_result_has_come_is_late_and_changes_nothing():
     ],
 )
 def test_scores_that_cannot_be_of_its_prompt_end_the_epoch(fields, said):
-    scored = PromptScores(epoch=1, number=0, slot=7, first=1, logprobs=bytes(16))
+    scored = PromptLogprobs(epoch=1, number=0, slot=7, first=1, logprobs=bytes(16))
     p = prompt_scored()
     p.feed(scored)
     assert p.core.state()[0] == "ready", "these are"

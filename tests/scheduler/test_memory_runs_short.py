@@ -68,7 +68,7 @@ def test_a_request_that_is_deferred_again_and_again_makes_another_one_give_way()
     assert group.step(deferred=(first,)).releases == (), "once may be chance"
     plan = group.step(deferred=(first,))
     [release] = plan.releases
-    assert (release.slot, release.keep) == (second, True)
+    assert (release.slot, release.cache_prefix) == (second, True)
     assert unpack(plan.slots).tolist() == [first]
     assert group.core.stats()["preemptions_total"] == 1
 

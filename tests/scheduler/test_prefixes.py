@@ -128,7 +128,7 @@ def test_plans_share_only_where_somebody_is_admitted():
     for other in range(3):
         p.submit([1] * 48 + [10 + other] * 4, 9)
     p.settle()
-    sharing = [plan for plan in plans if plan.shares]
+    sharing = [plan for plan in plans if plan.cache_slots]
     assert sharing and all(plan.admits for plan in sharing)
 
 

@@ -108,5 +108,5 @@ def test_work_of_a_group_is_what_tokenizers_are_told():
         [told] = [
             s.message for s in p.core.handle(Tick(), p.now) if isinstance(s.message, GroupStatus)
         ]
-        assert told.standing == standing, event
+        assert told.readiness == standing, event
         assert (told.requests, told.tokens, told.capacity) == (1, 16, 40)

@@ -105,7 +105,7 @@ def one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads() -> None:
         if outputs:
             p.feed(Delivered(name, 1, pack(client.expected[:outputs])))
         params, stops = SamplingParams(max_tokens=30, min_tokens=30), (3, 11)
-        p.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=stops, leader=leader))
+        p.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=stops, group_leader=leader))
     p.settle()
 
 
@@ -113,7 +113,7 @@ def with_grammar(p, name: str, most: int, regex: str, leader="", prompt=(7, 8, 9
     spec = StructuredOutputs(regex=regex)
     params = SamplingParams(max_tokens=most, min_tokens=most, structured_outputs=spec)
     p.clients[name] = Client(list(prompt), most, most)
-    work = Work(name, 1, 0, 0, pack(list(prompt)), params, 0, eos_ids=(3, 11), leader=leader)
+    work = Work(name, 1, 0, 0, pack(list(prompt)), params, 0, eos_ids=(3, 11), group_leader=leader)
     p.feed(work)
 
 

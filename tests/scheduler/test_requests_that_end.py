@@ -89,8 +89,8 @@ def test_a_request_with_bad_logits_fails_alone_and_leaves_nothing_to_reuse(depth
     p.settle()
     assert bad.finish == "error" and len(bad.outputs) == after
     assert all(p.clients[name].outputs == p.clients[name].expected for name in names[::2])
-    forgotten = [release for release in p.releases if release.forget]
-    assert [(r.keep, r.output_ids) for r in forgotten] == [(False, pack(bad.outputs))]
+    forgotten = [release for release in p.releases if release.drop_prefix]
+    assert [(r.cache_prefix, r.output_ids) for r in forgotten] == [(False, pack(bad.outputs))]
     assert p.core.counts["bad_logits"] == 1 and p.core.counts["epochs"] == 1
     assert all(client.finish for client in p.clients.values())
 
@@ -115,7 +115,7 @@ def test_one_that_was_taken_back_meanwhile_is_computed_again_and_fails_then():
     p.settle()
     assert p.core.counts["preemptions"] > 0
     assert [c.finish == "error" for c in p.clients.values()] == [False, True, False, True]
-    assert sum(release.forget for release in p.releases) == 2
+    assert sum(release.drop_prefix for release in p.releases) == 2
 
 
 class TakesBack:
@@ -242,7 +242,7 @@ def test_a_prompt_whose_client_left_before_any_token_is_not_kept(after):
     p.feed(Done((name,)))
     p.settle()
     [release] = p.releases
-    assert release.keep == bool(after) and not release.forget
+    assert release.cache_prefix == bool(after) and not release.drop_prefix
 
 
 def test_each_way_of_ending_is_counted_as_what_it_is():

@@ -79,7 +79,7 @@ class Pipeline:
             self.clients[name] = Client(prompt, max_tokens, params.min_tokens)
             work = Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority)
             together = leader if choices > 1 else ""
-            self.feed(structs.replace(work, leader=together))
+            self.feed(structs.replace(work, group_leader=together))
         return leader
 
     def _take(self, tokens: Tokens) -> None:

@@ -55,7 +55,7 @@ def test_what_an_engine_was_not_told_comes_with_the_release():
     computed(request, [7, 8, 9])
     request.move("finished")
     some.release(request)
-    assert some.take_releases() == (Release(slot=2, keep=True, output_ids=pack([7, 8, 9])),)
+    assert some.take_releases() == (Release(slot=2, cache_prefix=True, output_ids=pack([7, 8, 9])),)
 
 
 @pytest.mark.parametrize("spoiled", [True, False])
@@ -68,7 +68,7 @@ def test_of_what_nobody_may_reuse_nothing_is_kept(spoiled):
     request.move("finished")
     some.release(request)
     [released] = some.take_releases()
-    assert (released.keep, released.forget) == (False, spoiled)
+    assert (released.cache_prefix, released.drop_prefix) == (False, spoiled)
 
 
 def test_pages_of_a_release_are_those_that_were_not_found_in_the_cache():
@@ -87,9 +87,9 @@ def test_pages_of_a_release_are_those_that_were_not_found_in_the_cache():
 def test_stop_tokens_are_suppressed_where_some_tokens_come_first():
     some = slots()
     [admit] = some.admit([waiting(stops=(9, 3), least=2)])
-    assert admit.suppress == (3, 9)
+    assert admit.suppressed_ids == (3, 9)
     [admit] = some.admit([waiting("b", stops=(9, 3))])
-    assert admit.suppress == ()
+    assert admit.suppressed_ids == ()
 
 
 def test_all_who_held_slots_are_lost_with_the_epoch_in_the_order_of_their_admission():

@@ -94,7 +94,7 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
     later; a grammar that is served is not replaced."""
     other = StructuredOutputs(regex="b")
     long = "x" * (ENCODE_HERE_BYTES + 1)
-    sent(core, asking("one", "(a", client="c", choices=(0, 1), otherwise=other))
+    sent(core, asking("one", "(a", client="c", choices=(0, 1), fallback_grammar=other))
     sent(core, asking("long", "(a", text=long, otherwise=other))
     sent(core, asking("without", "(a"))
     assert core.submit_to_validate("one", 1).params.structured_outputs.regex == "(a"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.messages import Ended, GroupStatus, Standing
+from pipeinfer.messages import Ended, GroupReadiness, GroupStatus
 from pipeinfer.tokenizer.routing import MAX_SILENCE_SECONDS, GroupMonitor, GroupReport, GroupRouter
 
 GROUPS = 3
 
 
 def said(
-    group: int, standing: Standing = "serves", incarnation: int = 1, **told: int
+    group: int, standing: GroupReadiness = "serves", incarnation: int = 1, **told: int
 ) -> GroupStatus:
     return GroupStatus(group, incarnation, standing, **told)
 

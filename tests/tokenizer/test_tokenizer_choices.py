@@ -42,12 +42,12 @@ def test_each_choice_is_a_work_that_names_its_leader():
     accepted, *sends = core.handle(submit(), 0.0)
     assert accepted.message == Accepted("r", 1, 0, 3, choices=(0, 1, 2))
     made = [send.message for send in sends]
-    assert [(w.request_id, w.seed, w.leader) for w in made if isinstance(w, Work)] == [
+    assert [(w.request_id, w.seed, w.group_leader) for w in made if isinstance(w, Work)] == [
         ("r", SEED_MASK - 1, "r"), ("r/1", SEED_MASK, "r"), ("r/2", 0, "r"),
     ]  # fmt: skip
     assert core.stats()["prompt_tokens_total"] == 3 and core.stats()["ledger"] == 3
     (alone,) = works(make(), submit((0,)))
-    assert alone.leader == ""
+    assert alone.group_leader == ""
 
 
 def test_a_choice_that_is_known_is_not_passed_on_again():
@@ -117,6 +117,6 @@ def test_a_long_prompt_is_encoded_once_for_the_choices_that_are_left():
     assert found is not None and (found.request_id, found.choices) == (name, (0,))
     sends = core.handle(Encoded(name, 1, pack([1, 2])), 0.0)
     passed = [send.message for send in sends if isinstance(send.message, Work)]
-    assert [(work.request_id, work.leader) for work in passed] == [("r/2", "r"), ("r/4", "r")]
+    assert [(work.request_id, work.group_leader) for work in passed] == [("r/2", "r"), ("r/4", "r")]
     assert sends[0].message == Accepted("r", 1, 0, 2, choices=(2, 4))
     assert core.idle()

@@ -171,14 +171,16 @@ def test_bad_words_are_spelled_at_the_beginning_and_behind_a_space(checkpoint: M
     folder = checkpoint()
     core = make_core(folder, Settings())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    banned = work(core, submit(text="a", params={"bad_words": ("cat", " cat", "dog house")})).banned
+    banned = work(
+        core, submit(text="a", params={"bad_words": ("cat", " cat", "dog house")})
+    ).bad_word_ids
     spelled = [tokenizer.encode(word, add_special_tokens=False).ids for word in BAD]
     # Of these bytes a leading space is a token by itself, so that " cat" ends with "cat".
     assert [list(ids) for ids in banned] == spelled
-    assert work(core, submit(text="a")).banned == ()
+    assert work(core, submit(text="a")).bad_word_ids == ()
     event = submit(text="a", choices=(0, 1), params={"bad_words": ("cat",)})
     sent = [send.message for send in core.handle(event, 0.0) if isinstance(send.message, Work)]
-    assert [one.banned for one in sent] == [(tuple(spelled[0]),)] * 2
+    assert [one.bad_word_ids for one in sent] == [(tuple(spelled[0]),)] * 2
 
 
 @pytest.mark.parametrize(

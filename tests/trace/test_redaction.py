@@ -16,7 +16,7 @@ from rebuilt import events, fresh, outputs
 from pipeinfer import core as local
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
-from pipeinfer.messages import CHANNELS, Message, PromptScores, Result, Submit, Work
+from pipeinfer.messages import CHANNELS, Message, PromptLogprobs, Result, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import core as tokenizer
 from pipeinfer.trace import notes
@@ -114,7 +114,7 @@ def test_nothing_of_log_probs_is_left_but_how_many_there_were(recorded, tmp_path
     """They name ids, and how likely a text is says much about it."""
     plain = [e for (_, e), _ in events(recorded["scheduler"])]
     told = [e for (_, e), _ in events(rewrite(recorded["scheduler"], tmp_path))]
-    for kind in (Result, PromptScores):
+    for kind in (Result, PromptLogprobs):
         before = [e.logprobs for e in plain if isinstance(e, kind)]
         after = [e.logprobs for e in told if isinstance(e, kind)]
         assert any(map(any, before)), "some ask for log-probs"
@@ -151,10 +151,21 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
         allowed_token_ids=(40, 50), bad_words=("secret",),
     )  # fmt: skip
     work = how.message(
-        Work("r", 1, 0, 0, pack([40, 41]), params, 3, (0,), cache_salt="tenant", banned=((41, 40),))
+        Work(
+            "r",
+            1,
+            0,
+            0,
+            pack([40, 41]),
+            params,
+            3,
+            (0,),
+            cache_salt="tenant",
+            bad_word_ids=((41, 40),),
+        )
     )
     assert work.params.allowed_token_ids == (how.permutation.one(40), how.permutation.one(50))
-    assert work.banned == ((how.permutation.one(41), how.permutation.one(40)),)
+    assert work.bad_word_ids == ((how.permutation.one(41), how.permutation.one(40)),)
     assert how.message(Work("r", 1, 0, 0, b"", SamplingParams(), 3)).params == SamplingParams()
     assert work.params.stop_token_ids == (how.permutation.one(40), how.permutation.one(50))
     assert work.params.logit_bias == {how.permutation.one(40): 1.0, how.permutation.one(50): -2.0}

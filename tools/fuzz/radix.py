@@ -74,7 +74,7 @@ class ManagerModel:
             slots=pack(rows),
             counts=pack(counts),
             extends=extends,
-            shares=pack(shares),
+            cache_slots=pack(shares),
         )
         self._number += 1
         rows = self._memory.apply(plan)
@@ -100,7 +100,9 @@ class ManagerModel:
             seed=0,
         )
         releases = (
-            Release(slot=program.below(9) - 2, keep=True, output_ids=ids[: program.below(9)]),
+            Release(
+                slot=program.below(9) - 2, cache_prefix=True, output_ids=ids[: program.below(9)]
+            ),
         )
         plan = Plan(
             epoch=1,
@@ -110,7 +112,7 @@ class ManagerModel:
             slots=ids[:8],
             counts=ids[: 4 * program.below(3)],
             extends=(Extend(slot=program.below(9) - 2, ids=ids[: program.below(13)]),),
-            shares=ids[: program.below(9)],
+            cache_slots=ids[: program.below(9)],
         )
         try:
             self._memory.apply(plan)
@@ -127,13 +129,13 @@ class ManagerModel:
             outputs = one.tokens[one.known :]
             kept = outputs[: program.below(len(outputs) + 1)] if len(outputs) < 255 else []
             ways = (
-                Release(slot=slot, keep=True, output_ids=pack(kept)),
-                Release(slot=slot, keep=False),
+                Release(slot=slot, cache_prefix=True, output_ids=pack(kept)),
+                Release(slot=slot, cache_prefix=False),
                 Release(
                     slot=slot,
-                    keep=False,
+                    cache_prefix=False,
                     output_ids=pack(outputs[: one.computed + 1 - one.known]),
-                    forget=True,
+                    drop_prefix=True,
                 ),
             )
             found.append(ways[program.below(3)])
@@ -172,7 +174,7 @@ class ManagerModel:
                     max_total=most,
                     params=SamplingParams(),
                     seed=0,
-                    suppress=(),
+                    suppressed_ids=(),
                     cache_salt=salt,
                 )
             )

@@ -39,7 +39,7 @@ from pipeinfer.messages import (
     Plan,
     Prepare,
     Prepared,
-    PromptScores,
+    PromptLogprobs,
     Ready,
     Result,
     State,
@@ -514,12 +514,12 @@ def _scores_error(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
 
 
-def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptScores]:
+def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptLogprobs]:
     """What the step says of prompts, in messages of a bounded size."""
     for chunk, raw in zip(chunks, done.prompts, strict=True):
         for begin in range(0, len(chunk.ids), SCORES_PER_MESSAGE):
             width = score_bytes(chunk.most)
-            yield PromptScores(
+            yield PromptLogprobs(
                 epoch=done.epoch,
                 number=done.number,
                 slot=chunk.slot,

@@ -222,8 +222,8 @@ class RequestTable:
             self._fields[field.name][slot] = field.of(admit)
         self._edits.pop(slot, None)
         self._until[slot] = 0
-        limited = params.allowed_token_ids is not None or admit.banned
-        if limited or admit.suppress or params.logit_bias:
+        limited = params.allowed_token_ids is not None or admit.bad_word_ids
+        if limited or admit.suppressed_ids or params.logit_bias:
             self._edits[slot] = edits = logit_edits_of(admit)
             self._until[slot] = LAST_POSITION if limited else edits.until.max()
         factors = _penalties(params)
@@ -332,7 +332,9 @@ def constrained(admit: Admit) -> Constrained:
     spec, budget = params.structured_outputs, params.thinking_token_budget
     output = ids[admit.prompt_len :]
     jumps = params.logprobs is None and _penalties(params) == NO_PENALTIES
-    jumps = jumps and not (admit.suppress or admit.banned or params.allowed_token_ids is not None)
+    jumps = jumps and not (
+        admit.suppressed_ids or admit.bad_word_ids or params.allowed_token_ids is not None
+    )
     return Constrained(admit.slot, spec, budget, output, admit.thoughts, admit.prompt_len, jumps)
 
 
@@ -348,8 +350,10 @@ def logit_edits_of(admit: Admit) -> LogitEdits:
     comes back with outputs among its known tokens.
     """
     params, allowed = admit.params, admit.params.allowed_token_ids
-    never = dict.fromkeys([ids[0] for ids in admit.banned if len(ids) == 1], 0.0)
-    suppressed = never | dict.fromkeys(admit.suppress, 0.0)  # those that are not sampled come first
+    never = dict.fromkeys([ids[0] for ids in admit.bad_word_ids if len(ids) == 1], 0.0)
+    suppressed = never | dict.fromkeys(
+        admit.suppressed_ids, 0.0
+    )  # those that are not sampled come first
     values = suppressed | params.logit_bias
     if allowed is not None:
         allowed_ids = frozenset(allowed)
@@ -367,7 +371,7 @@ def logit_edits_of(admit: Admit) -> LogitEdits:
 
 def _bad_words(admit: Admit) -> BadWords | None:
     """Of more than one id each."""
-    longer = [ids for ids in admit.banned if len(ids) > 1]
+    longer = [ids for ids in admit.bad_word_ids if len(ids) > 1]
     if not longer:
         return None
     known = unpack(admit.token_ids)

@@ -29,7 +29,7 @@ class Call(Message, frozen=True):
         text, its tokens as the vocabulary writes them.
     only_encode: nothing is generated; one Delta ends the request.
     token_offsets: each Delta says where the text of its tokens begins.
-    priority, cache_salt, trace, client, otherwise: as in Submit.
+    priority, cache_salt, trace, client, fallback_grammar: as in Submit.
     """
 
     request_id: str
@@ -47,7 +47,7 @@ class Call(Message, frozen=True):
     return_prompt_text: bool = False
     only_encode: bool = False
     client: str = ""
-    otherwise: StructuredOutputs | None = None
+    fallback_grammar: StructuredOutputs | None = None
     token_offsets: bool = False
     return_token_strs: bool = False
 

@@ -430,7 +430,7 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         only_encode=call.only_encode,
         choices=tuple(range(call.params.n)),
         client=call.client,
-        otherwise=call.otherwise,
+        fallback_grammar=call.fallback_grammar,
         token_offsets=call.token_offsets,
         return_token_strs=call.return_token_strs,
     )

@@ -186,7 +186,7 @@ def _parse_chat(
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
-        otherwise=constraint.fallback,
+        fallback_grammar=constraint.fallback,
     )
     first_call_only, include_reasoning = (
         request.parallel_tool_calls is False,
@@ -256,7 +256,9 @@ def parse_completion(
     _check_count(len(prompts), "best_of" if best else "n", made, defaults)
     special = request.add_special_tokens is not False
     shared = _shared_call(request, params, defaults, trace)
-    shared = replace(shared, return_prompt_text=output_options.echo, otherwise=constraint.fallback)
+    shared = replace(
+        shared, return_prompt_text=output_options.echo, fallback_grammar=constraint.fallback
+    )
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):

@@ -21,7 +21,7 @@ from pipeinfer.gateway.response_json import (
     CompletionLogprobs,
     FinishedChoice,
     ParsedOutput,
-    PromptLogprobs,
+    PromptLogprobsOfRequest,
     ResponseMetadata,
     TokenUsage,
     encode_response,
@@ -242,7 +242,7 @@ class ChoiceCollector:
         self._completion: CompletionLogprobs | None = None
         if alternatives is not None and not answer.chat:
             self._completion = CompletionLogprobs(alternatives)
-        self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
+        self._prompt = None if of_prompt is None else PromptLogprobsOfRequest(of_prompt)
         self._echo = options.echo
         self._texts: list[str] = []
         self._parser_factory = answer.parser_factory

@@ -490,7 +490,7 @@ class CompletionLogprobs:
         return json_logprob(score.sampled.logprob), tops
 
 
-class PromptLogprobs:
+class PromptLogprobsOfRequest:
     """vLLM's `prompt_logprobs`, with `alternatives` alternatives."""
 
     def __init__(self, alternatives: int) -> None:

@@ -119,7 +119,7 @@ class MemoryManager:
             self._release(release, plan.number)
         self._cache_finished_prompts(plan.number)
         # Prompts that are half computed, and whose prefix a request of this plan will match.
-        for slot in _ids(plan.shares, f"shares of plan {plan.number}").tolist():
+        for slot in _ids(plan.cache_slots, f"shares of plan {plan.number}").tolist():
             self._cache_unfinished_prompt(slot, plan.number)
         if plan.reset:  # of the prefix cache
             self._evict(self.num_evictable)
@@ -152,7 +152,7 @@ class MemoryManager:
                 f"tokens, but only {computed} tokens are computed"
             )
         tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
-        if release.keep and not release.forget:
+        if release.cache_prefix and not release.drop_prefix:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that another request may reuse.
             self._cache_full_pages(slot, tokens[: min(computed, confirmed)], clock)
@@ -160,9 +160,9 @@ class MemoryManager:
         self._finished_prompts = older[older != slot], newer[newer != slot]
         self.cache.unlock(self.slots.locked_node[slot])
         freed = [self.table.owned_pages(slot)]
-        if release.forget:
+        if release.drop_prefix:
             freed.append(self.cache.remove(tokens, self.slots.salt[slot]))
-        if not release.keep:
+        if not release.cache_prefix:
             self._unverified += freed
         for pages in freed:
             self._free(pages)
@@ -416,7 +416,7 @@ class SteadyDecode:
             and not plan.releases
             and not plan.admits
             and not plan.extends
-            and not plan.shares
+            and not plan.cache_slots
             and not plan.reset
         )
 

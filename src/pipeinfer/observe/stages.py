@@ -427,7 +427,7 @@ class EngineObserver:
         self._waiting.pop(release.slot, None)
         name = self._slots.pop(release.slot, "")
         self.spans.mark(name, at, "released", output_tokens=len(release.output_ids) // 4)
-        self.spans.end(name, at, "forgotten" if release.forget else "")
+        self.spans.end(name, at, "forgotten" if release.drop_prefix else "")
 
     def _admitted(self, admitted: Admitted, _at: float) -> None:
         pairs = zip(unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist(), strict=True)

@@ -158,7 +158,7 @@ class StagePlayer:
             self._say(rank_status(who, self._incarnation, "ready"))
         if who.name == "scheduler":
             self._say(
-                GroupStatus(group=who.group, incarnation=self._incarnation, standing="serves")
+                GroupStatus(group=who.group, incarnation=self._incarnation, readiness="serves")
             )
 
     def _say(self, message: Message) -> None:

@@ -28,19 +28,19 @@ from pipeinfer.messages import (
     Ended,
     Fault,
     GroupFault,
+    GroupReadiness,
     GroupStatus,
     HandOver,
     Hello,
     Message,
     Prepared,
-    PromptScores,
+    PromptLogprobs,
     RankStatus,
     Ready,
     Recover,
     Recovered,
     ResetCache,
     Result,
-    Standing,
     State,
     StopHit,
     TokenRow,
@@ -132,7 +132,7 @@ class SchedulerCore:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
         return ("ready", "") if self._epochs.running else ("waiting", self._epochs.reason)
 
-    def _group_standing(self) -> Standing:
+    def _group_standing(self) -> GroupReadiness:
         ranks = self._announcer.ranks
         if self._drain_state != "serving" or not self._roll_call.complete:
             return "waits"
@@ -147,7 +147,7 @@ class SchedulerCore:
         return GroupStatus(
             group=self.group,
             incarnation=self._announcer.incarnation,
-            standing=self._group_standing(),
+            readiness=self._group_standing(),
             epoch=self._epochs.epoch,
             requests=len(self._live),
             tokens=sum(request.remaining_tokens for request in self._live),
@@ -192,7 +192,7 @@ class SchedulerCore:
         if self._drain_state == "left" or self._records.has_ended(work.request_id, work.attempt):
             return
         if not self.options.shares_prefixes:
-            work = msgspec.structs.replace(work, leader="")
+            work = msgspec.structs.replace(work, group_leader="")
         request = self._live.new_request(work, self._now, now)
         if self._drain_state == "draining":
             self._refuse(request, 503, "the server is shutting down", None)
@@ -458,7 +458,7 @@ class SchedulerCore:
             except RanksDisagree as error:
                 self._end_epoch(str(error), now)
 
-    def _on_prompt_scores(self, scores: PromptScores, now: float) -> None:
+    def _on_prompt_scores(self, scores: PromptLogprobs, now: float) -> None:
         if not self._epochs.running or scores.epoch != self._epochs.epoch:
             return
         try:
@@ -551,7 +551,7 @@ class SchedulerCore:
         Ready: _on_ready,
         Prepared: _on_prepared,
         Admitted: _on_admitted,
-        PromptScores: _on_prompt_scores,
+        PromptLogprobs: _on_prompt_scores,
         Result: _on_result,
         Digests: _on_digests,
         Fault: _on_fault,

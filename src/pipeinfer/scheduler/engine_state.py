@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptScores, Release, Result
+from pipeinfer.messages import Admit, Admitted, Digests, Extend, PromptLogprobs, Release, Result
 from pipeinfer.scheduler.request import Request
 from pipeinfer.wire import pack, unpack
 
@@ -229,7 +229,9 @@ class Slots:
         ids = pack(request.confirmed)
         keep = not request.bad_logits and (request.sampled or request.phase != "finished")
         self._releases.append(
-            Release(slot=request.slot, keep=keep, output_ids=ids, forget=request.bad_logits)
+            Release(
+                slot=request.slot, cache_prefix=keep, output_ids=ids, drop_prefix=request.bad_logits
+            )
         )
         if count_pages:
             self.released_pages += max(self.credits.between(request.cache_hit, request.computed), 0)
@@ -286,10 +288,10 @@ class Slots:
             max_total=request.max_total,
             params=params,
             seed=work.seed,
-            suppress=suppress,
+            suppressed_ids=suppress,
             cache_salt=work.cache_salt,
             score_from=request.score_from,
-            banned=work.banned,
+            bad_word_ids=work.bad_word_ids,
             trace=work.trace,
             thoughts=work.thoughts,
         )
@@ -388,7 +390,7 @@ class StepsInFlight:
                     further.append((projected_before, request.projected))
         return further
 
-    def request_of_scores(self, scores: PromptScores) -> Request | None:
+    def request_of_scores(self, scores: PromptLogprobs) -> Request | None:
         """Whose prompt's log-probs these are; None if it has ended, or was admitted anew. Raises
         OutOfOrder."""
         flight = self._oldest(scores.number)

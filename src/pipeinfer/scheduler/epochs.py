@@ -18,11 +18,11 @@ from pipeinfer.messages import (
     PROTOCOL,
     Begin,
     Ended,
+    GroupReadiness,
     GroupStatus,
     Hello,
     RankStatus,
     Ready,
-    Standing,
     State,
 )
 from pipeinfer.scheduler.planner import SchedulerOptions
@@ -302,11 +302,11 @@ class GroupAnnouncer:
         self.incarnation = incarnation
         self.ranks = RankStates(options.host_loss)
         self.engines = {f"engine-{group}-{rank}": rank for rank in range(options.tp)}
-        self._published: Standing | None = None
+        self._published: GroupReadiness | None = None
         self._published_at = float("-inf")
 
     def take_due(
-        self, standing: Standing, now: float, make_status: Callable[[], GroupStatus]
+        self, standing: GroupReadiness, now: float, make_status: Callable[[], GroupStatus]
     ) -> list[Send]:
         """What is to be published now; `make_status()` makes it. `now`: monotonic seconds."""
         if standing == self._published and now - self._published_at < self._every:

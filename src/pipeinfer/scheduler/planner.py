@@ -259,7 +259,7 @@ class Planner:
             counts=counts,
             reset=self._slots.take_reset(),
             extends=extends,
-            shares=prefix_sources,
+            cache_slots=prefix_sources,
         )
 
     def _preempt(self, request: Request) -> None:

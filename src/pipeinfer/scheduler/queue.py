@@ -157,9 +157,9 @@ class SamplingGroups:
     """Requests that sample from one prompt, as the choices of `n`: one computes it, and the others
     wait for its pages without a slot.
 
-    Groups go by the leader that `Work.leader` names. The leader need not be that request: it is the
-    first of the group that wants to run, and the next one if the leader ends before its prompt is
-    computed.
+    Groups go by the leader that `Work.group_leader` names. The leader need not be that request: it
+    is the first of the group that wants to run, and the next one if the leader ends before its
+    prompt is computed.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class SamplingGroups:
         """Whether `request`, which wants to run, has to wait for the prompt of another; then it
         waits here. Else its `prefix_source` is the request in whose pages it will find its prompt,
         if there is one."""
-        name, request.prefix_source = request.work.leader, None
+        name, request.prefix_source = request.work.group_leader, None
         if not name:
             return False
         lead = self._leaders.setdefault(name, request)
@@ -192,16 +192,16 @@ class SamplingGroups:
         if not self._waiting:
             return []
         sources = {
-            r.work.leader: r
+            r.work.group_leader: r
             for r in running
-            if r.work.leader in self._waiting and r.provides_prefix
+            if r.work.group_leader in self._waiting and r.provides_prefix
         }
         return [one for name, source in sources.items() for one in self._take_all(name, source)]
 
     def on_finished(self, request: Request, ran: bool) -> list[Request]:
         """`request` has ended; `ran`: in a slot. Returns those that need not wait any more: all if
         its prompt stays in the prefix cache, else the next one, which then leads."""
-        name = request.work.leader
+        name = request.work.group_leader
         if not name:
             return []
         waiting = self._waiting.get(name, [])

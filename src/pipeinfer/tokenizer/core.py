@@ -246,7 +246,7 @@ class TokenizerCore:
         verdict = self._pending.verdicts.get(grammar)
         if verdict is None:
             return replace(pending, grammar_to_validate=grammar), None
-        if verdict.refusal and submit.otherwise is not None:
+        if verdict.refusal and submit.fallback_grammar is not None:
             return self._with_verdict(pending.with_fallback_grammar(verdict.refusal))
         return pending, verdict
 
@@ -420,7 +420,7 @@ class TokenizerCore:
                 first,
                 request_id=choice_id(event.request_id, number),
                 seed=choice_seed(event.seed, number),
-                leader=event.request_id,
+                group_leader=event.request_id,
             )
             for number in event.choices
         ]
@@ -441,7 +441,7 @@ class TokenizerCore:
             timeout=event.timeout,
             cache_salt=event.cache_salt,
             trace=event.trace,
-            banned=self._encoder.bad_word_ids(event.params),
+            bad_word_ids=self._encoder.bad_word_ids(event.params),
             client=event.client,
             slow_grammar=verdict is not None and verdict.slow,
             thoughts=prompt.thoughts,

@@ -42,9 +42,9 @@ class PendingPrompt:
 
     def with_fallback_grammar(self, refusal: str) -> PendingPrompt:
         """This request with its second grammar, because the first one is refused."""
-        fallback = self.submit.otherwise
+        fallback = self.submit.fallback_grammar
         params = structs.replace(self.submit.params, structured_outputs=fallback)
-        submit = structs.replace(self.submit, params=params, otherwise=None)
+        submit = structs.replace(self.submit, params=params, fallback_grammar=None)
         return replace(self, submit=submit, refusal=refusal)
 
 
@@ -214,7 +214,7 @@ class RoutedRequests:
     def group_of_leader(self, entry: RoutedRequest) -> int | None:
         """The group that has the first choice of the same prompt; None if that is the same group,
         or if there is no other choice."""
-        leader = self._entries.get(entry.work.leader, entry)
+        leader = self._entries.get(entry.work.group_leader, entry)
         return leader.group if leader.group != entry.group else None
 
     def get(self, request_id: str) -> RoutedRequest | None:

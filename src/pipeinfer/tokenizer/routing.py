@@ -364,14 +364,14 @@ class _GroupState:
     @property
     def report(self) -> GroupReport:
         status = self.status
-        up = status.standing == "serves" and not self.lost
+        up = status.readiness == "serves" and not self.lost
         return GroupReport(
             up, status.tokens, status.capacity, status.evicted, status.epoch, status.requests
         )
 
     @property
     def deserted(self) -> bool:
-        return self.status.standing == "deserted" and not self.lost
+        return self.status.readiness == "deserted" and not self.lost
 
 
 class GroupMonitor:
@@ -452,7 +452,7 @@ class GroupMonitor:
     def _expect_all(self, now: float) -> None:
         """Silence of groups without a status counts from the first call on."""
         for group in self._not_started:
-            status = GroupStatus(group=group, incarnation=NO_INCARNATION, standing="serves")
+            status = GroupStatus(group=group, incarnation=NO_INCARNATION, readiness="serves")
             self._groups[group] = _GroupState(status, now)
         self._not_started.clear()
 
