@@ -95,7 +95,7 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
     other = StructuredOutputs(regex="b")
     long = "x" * (ENCODE_HERE_BYTES + 1)
     sent(core, asking("one", "(a", client="c", choices=(0, 1), fallback_grammar=other))
-    sent(core, asking("long", "(a", text=long, otherwise=other))
+    sent(core, asking("long", "(a", text=long, fallback_grammar=other))
     sent(core, asking("without", "(a"))
     assert core.submit_to_validate("one", 1).params.structured_outputs.regex == "(a"
     out = sent(core, tried("one", "(a", 400, "unclosed group"))
@@ -111,11 +111,11 @@ def test_where_the_first_grammar_is_refused_the_other_one_is_tried_and_the_answe
     assert [w.request_id for w in works] == ["one", "one/1"]
     assert [w.params.structured_outputs for w in works] == [other] * 2
     assert [type(m) for m in passed[3:]] == [Encode]
-    later = sent(core, asking("later", "(a", otherwise=other))
+    later = sent(core, asking("later", "(a", fallback_grammar=other))
     assert (later[0].refusal, later[1].params.structured_outputs) == ("unclosed group", other)
-    served = sent(core, asking("served", "b", otherwise=StructuredOutputs(regex="c")))
+    served = sent(core, asking("served", "b", fallback_grammar=StructuredOutputs(regex="c")))
     assert (served[0].refusal, served[1].params.structured_outputs) == ("", other)
-    sent(core, asking("none", "(a", otherwise=StructuredOutputs(regex="(b")))
+    sent(core, asking("none", "(a", fallback_grammar=StructuredOutputs(regex="(b")))
     [refused] = sent(core, tried("none", "(b", 400, "neither"))
     assert (refused.request_id, refused.message) == ("none", "neither")
 
