@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pipeinfer.attention.hybrid import (
-    FEW_HEADS,
-    MANY,
-    OF_FEW_HEADS,
-    OF_RUNS,
-    RUNS,
+    FEW_KV_HEADS_LOAD,
+    MANY_ROWS,
+    MAX_FEW_KV_HEADS,
+    PREFIX_LOAD,
+    PREFIX_PROGRAMS,
     TILE_CONFIGS,
     tile_config,
 )
@@ -24,14 +24,14 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     assert tile_config(1, kv_heads, 128) == TILE_CONFIGS[0][1]
     assert tile_config(most // kv_heads, kv_heads, 128) == TILE_CONFIGS[-1][1]
     many = replace(
-        MANY,
+        MANY_ROWS,
         prefix_queries=64,
-        prefix_load=OF_RUNS,
-        extra_prefix_splits=RUNS // kv_heads,
+        prefix_load=PREFIX_LOAD,
+        extra_prefix_splits=PREFIX_PROGRAMS // kv_heads,
         min_prefix_tokens=512,
     )
-    if kv_heads <= FEW_HEADS:
-        many = replace(many, load=OF_FEW_HEADS)
+    if kv_heads <= MAX_FEW_KV_HEADS:
+        many = replace(many, load=FEW_KV_HEADS_LOAD)
     assert tile_config(most // kv_heads + 1, kv_heads, 64) == many
 
 
@@ -42,11 +42,11 @@ def test_many_rows_have_a_launch_for_what_they_begin_with(kv_heads):
     assert (
         many.prefix_load is not None
         and many.prefix_queries == 64
-        and many.extra_prefix_splits * kv_heads == RUNS
+        and many.extra_prefix_splits * kv_heads == PREFIX_PROGRAMS
     )
-    assert few.prefix_load is None and few.prefix_queries == MANY.prefix_queries
+    assert few.prefix_load is None and few.prefix_queries == MANY_ROWS.prefix_queries
     assert many.min_prefix_tokens % many.prefix_load.block_n == 0
-    for other in (tile_config(rows, kv_heads, 256), tile_config(rows, kv_heads, 128, narrow=True)):
+    for other in (tile_config(rows, kv_heads, 256), tile_config(rows, kv_heads, 128, fp8=True)):
         assert other.prefix_load is None
 
 
@@ -62,7 +62,7 @@ def test_large_heads_take_no_more_shared_memory_and_registers(rows):
 @pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_blocks_of_8_bits_have_twice_the_tokens_at_most_and_cut_rows_evenly(dim, rows):
-    usual, whole = tile_config(rows, 8, dim).load, tile_config(rows, 8, dim, narrow=True)
+    usual, whole = tile_config(rows, 8, dim).load, tile_config(rows, 8, dim, fp8=True)
     narrow = whole.load
     assert usual.block_n <= narrow.block_n <= 2 * usual.block_n
     assert whole.min_tokens % narrow.block_n == 0 and whole.min_prefix_tokens % narrow.block_n == 0

@@ -51,7 +51,7 @@ def submit_all(cores, bad: bool = False) -> None:
             structured_outputs=FORMS.get(index),
         )  # fmt: skip
         prompt, banned = random.integers(0, 250, length).tolist(), BANNED if index == 2 else ()
-        cores.submit(f"r{index}", prompt, params, seed=index, banned=banned)
+        cores.submit(f"r{index}", prompt, params, seed=index, bad_word_ids=banned)
         if bad and index < len(BAD):
             knobs = {}, {"top_k": 5, "temperature": 0.8}, {"presence_penalty": 1.0}
             cores.submit(f"bad{index}", BAD[index], SamplingParams(max_tokens=4, **knobs[index]))

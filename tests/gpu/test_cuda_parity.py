@@ -239,7 +239,7 @@ def test_what_rows_begin_with_in_common_is_read_once(
     gpu_checkpoints, graphs, architecture, monkeypatch
 ):
     """Two beginnings, of 5 and 9 pages; the first of each leaves it in the cache."""
-    monkeypatch.setattr(hybrid, "tile_config", lambda *_: hybrid.MANY)
+    monkeypatch.setattr(hybrid, "tile_config", lambda *_: hybrid.MANY_ROWS)
     folder = gpu_checkpoints(architecture, 128, max_position_embeddings=2048)
     random = np.random.default_rng(7)
     heads = [random.integers(0, 1024, 64 * pages).tolist() for pages in (5, 9)]

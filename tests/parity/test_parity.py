@@ -318,7 +318,7 @@ def test_allowed_ids_and_banned_sequences_hold_in_every_step(references, policy,
                 temperature=temperature, max_tokens=40, ignore_eos=True, allowed_token_ids=allowed,
                 logit_bias={few[0]: 4.0, 250: 100.0} if name == "both" else {}, logprobs=2,
             )  # fmt: skip
-            cores.submit(f"{name}{temperature}", prompt, params, seed=3, banned=banned)
+            cores.submit(f"{name}{temperature}", prompt, params, seed=3, bad_word_ids=banned)
     cores.submit("free", prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     cores.run()
     assert cores.outputs["free"] == free[:40]

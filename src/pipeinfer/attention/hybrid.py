@@ -1,9 +1,9 @@
 """The best of two on Hopper: FlashAttention-3 for prefill rows, a kernel of our own for decodes.
 
 Both read the same pages within one forward pass; everything but attention sees all tokens at once.
-Decode rows are cut into pieces on the device: nothing is planned on the host, and one long row
-among short ones does not hold up the others. What rows begin with in common is read once for
-several of them. Knows rows and pages, no model.
+Decode rows are split on the device: nothing is planned on the host, and one long row among short
+ones does not hold up the others. Shared prefixes are read once for several rows. Knows rows and
+pages, no model.
 """
 
 from __future__ import annotations
@@ -37,32 +37,58 @@ from pipeinfer.kernels.formats import E4M3
 from pipeinfer.memory.kv_pool import KVPool
 from pipeinfer.step import AttentionShape
 
-# By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
-# small, so that all of the GPU works for them; more are cut only where they are long. What many
-# rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
+# (rows * KV heads at most, how rows are split): measured on an H200. Few rows have small splits, so
+# that all of the GPU works for them; more rows are split only where they are long.
 TILE_CONFIGS = (
-    (32, DecodeConfig(64, 32, 64, LoadConfig(block_n=32, num_warps=2, num_stages=3))),
-    (64, DecodeConfig(128, 32, 128, LoadConfig(block_n=32, num_warps=1, num_stages=4))),
+    (
+        32,
+        DecodeConfig(
+            extra_splits=64,
+            max_splits=32,
+            min_tokens=64,
+            load=LoadConfig(block_n=32, num_warps=2, num_stages=3),
+        ),
+    ),
+    (
+        64,
+        DecodeConfig(
+            extra_splits=128,
+            max_splits=32,
+            min_tokens=128,
+            load=LoadConfig(block_n=32, num_warps=1, num_stages=4),
+        ),
+    ),
     (
         384,
         DecodeConfig(
-            128, 32, 256, LoadConfig(block_n=32, num_warps=2, num_stages=3), prefix_queries=32
+            extra_splits=128,
+            max_splits=32,
+            min_tokens=256,
+            load=LoadConfig(block_n=32, num_warps=2, num_stages=3),
+            prefix_queries=32,
         ),
     ),
 )
-MANY = DecodeConfig(
-    128,
-    32,
-    1024,
-    LoadConfig(block_n=32, num_warps=2, num_stages=3),
+# For more rows than those.
+MANY_ROWS = DecodeConfig(
+    extra_splits=128,
+    max_splits=32,
+    min_tokens=1024,
+    load=LoadConfig(block_n=32, num_warps=2, num_stages=3),
     prefix_queries=32,
     min_prefix_tokens=256,
 )
-OF_RUNS, RUNS = LoadConfig(block_n=64, num_warps=4, num_stages=3), 256
-MEASURED_DIM = 128  # the largest head for which that was
+# How many rows' shared prefixes are read, in a launch of their own: two warp groups a
+# multiprocessor.
+PREFIX_LOAD = LoadConfig(block_n=64, num_warps=4, num_stages=3)
+# Programs of that launch beside one of each tile, of all KV heads.
+PREFIX_PROGRAMS = 256
+# The largest head for which all that was measured.
+MEASURED_DIM = 128
 # Many rows with few KV heads, as ranks have, are not more programs than a GPU runs at once: then it
 # waits for the longest. Programs that read more at a time take turns. Measured on an H100.
-FEW_HEADS, OF_FEW_HEADS = 4, LoadConfig(block_n=64, num_warps=4, num_stages=3)
+MAX_FEW_KV_HEADS = 4
+FEW_KV_HEADS_LOAD = LoadConfig(block_n=64, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -78,33 +104,34 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def tile_config(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> DecodeConfig:
-    """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
-    a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
-    memory, and half the steps."""
-    found = next((config for most, config in TILE_CONFIGS if rows * kv_heads <= most), MANY)
-    reads = found.load
-    if narrow and reads.num_warps > 1:
-        reads = reads._replace(block_n=2 * reads.block_n)
-    elif found is MANY:
-        parts = max(RUNS // kv_heads, 1)
+def tile_config(rows: int, kv_heads: int, dim: int, fp8: bool = False) -> DecodeConfig:
+    """How `rows` decode rows are split, with `kv_heads` KV heads of `dim`.
+
+    fp8: pages hold e4m3. A program with more than a warp then reads twice as many tokens at a time:
+        they take 3 % more shared memory, and half the steps.
+    """
+    found = next((config for most, config in TILE_CONFIGS if rows * kv_heads <= most), MANY_ROWS)
+    load = found.load
+    if fp8 and load.num_warps > 1:
+        load = load._replace(block_n=2 * load.block_n)
+    elif found is MANY_ROWS:
         found = replace(
             found,
             prefix_queries=64,
-            prefix_load=OF_RUNS,
-            extra_prefix_splits=parts,
+            prefix_load=PREFIX_LOAD,
+            extra_prefix_splits=max(PREFIX_PROGRAMS // kv_heads, 1),
             min_prefix_tokens=512,
         )
-        if kv_heads <= FEW_HEADS and dim <= MEASURED_DIM:
-            reads = OF_FEW_HEADS
+        if kv_heads <= MAX_FEW_KV_HEADS and dim <= MEASURED_DIM:
+            load = FEW_KV_HEADS_LOAD
     if dim <= MEASURED_DIM:
-        return replace(found, load=reads)
+        return replace(found, load=load)
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
     # has none for queries of several rows.
-    reads = reads._replace(
-        block_n=max(reads.block_n // 2, MIN_QUERY_ROWS), num_warps=2 * reads.num_warps
+    load = load._replace(
+        block_n=max(load.block_n // 2, MIN_QUERY_ROWS), num_warps=2 * load.num_warps
     )
-    return replace(found, load=reads, prefix_queries=0, prefix_load=None)
+    return replace(found, load=load, prefix_queries=0, prefix_load=None)
 
 
 class TritonDecodeKernel:
@@ -116,47 +143,55 @@ class TritonDecodeKernel:
         self._kv_heads = max(shape.num_kv_heads for shape in shapes)
         self._dim = max(shape.head_dim for shape in shapes)
         windows = [shape.sliding_window for shape in shapes]
-        # The layers that cut the rows, for themselves and for those with the same window.
+        # The layers that split the rows, for themselves and for those with the same window.
         self._first = {windows.index(window): window for window in set(windows)}
         groups = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
         self._group = groups.pop() if len(groups) == 1 else 0  # where rows share what they read
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
-        """Makes room for what pieces of rows leave for each other."""
+        """Allocates what the splits of a row leave for their sum, for steps of `most_rows` rows."""
         self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        cuts = [(count, self._tile_config(count)) for count in range(1, most_rows + 1)]
-        most = max(max_total_splits(count, how, self._seats(how)) for count, how in cuts)
-        runs = max(max_prefix_splits(count, how, self._seats(how)) for count, how in cuts)
-        tile = max(how.prefix_queries if self._group else 0 for _, how in cuts)
-        self._scratch = {
-            size: DecodeWorkspace(most_rows, most, size, self._device, runs, tile) for size in sizes
+        configs = [(rows, self._tile_config(rows)) for rows in range(1, most_rows + 1)]
+        splits = max(max_total_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
+        prefixes = max(max_prefix_splits(rows, c, self._prefix_rows(c)) for rows, c in configs)
+        queries = max(c.prefix_queries if self._group else 0 for _, c in configs)
+        self._workspaces = {
+            size: DecodeWorkspace(most_rows, splits, size, self._device, prefixes, queries)
+            for size in sizes
         }
-        self._splits = {window: empty_splits(most, self._device) for window in self._first.values()}
-        self._shared_prefixes = empty_prefix_merges(most_rows, self._device)
+        self._splits = {
+            window: empty_splits(splits, self._device) for window in self._first.values()
+        }
+        self._prefix_merges = empty_prefix_merges(most_rows, self._device)
 
     def plan(self, inputs: PlanInputs, begin: int, end: int) -> DecodePlan:
         """Views only."""
-        step, runs = inputs.step, None
-        lengths, indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
+        step, prefixes = inputs.step, None
+        seq_lens, kv_indptr = step.seq_lens[begin:end], step.kv_indptr[begin : end + 1]
         leaders, ranks = step.prefix_leaders, step.prefix_ranks
-        shares = self._seats(self._tile_config(end - begin)) > 0
-        if shares and leaders is not None and ranks is not None:
-            runs = DecodePrefixes(leaders[begin:end], ranks[begin:end], *self._shared_prefixes)
+        reads_once = self._prefix_rows(self._tile_config(end - begin)) > 0
+        if reads_once and leaders is not None and ranks is not None:
+            prefixes = DecodePrefixes(leaders[begin:end], ranks[begin:end], *self._prefix_merges)
         windows = {
-            window: DecodeRows(lengths, indptr, step.kv_indices, pieces, None if window else runs)
-            for window, pieces in self._splits.items()
+            window: DecodeRows(
+                seq_lens, kv_indptr, step.kv_indices, splits, None if window else prefixes
+            )
+            for window, splits in self._splits.items()
         }
         return DecodePlan(windows, early=end == step.shape.rows)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: DecodePlan) -> None:
+        """See PagedKernel."""
         shape, pool = self._shapes[layer], self._pool
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
-        rows, how = plan.windows[window], self._tile_config(len(q))
+        rows, config = plan.windows[window], self._tile_config(len(q))
         if first:
-            seats, page_size = self._seats(how), pool.page_size
-            split_rows(rows.seq_lens, rows.splits, how, window, rows.prefixes, seats, page_size)
+            prefix_rows, page_size = self._prefix_rows(config), pool.page_size
+            split_rows(
+                rows.seq_lens, rows.splits, config, window, rows.prefixes, prefix_rows, page_size
+            )
         decode_attention(
             q,
             pool.k[layer],
@@ -164,8 +199,8 @@ class TritonDecodeKernel:
             rows,
             shape.scale,
             out,
-            self._scratch[size],
-            how,
+            self._workspaces[size],
+            config,
             window,
             use_pdl=plan.early and not first,
             sinks=shape.sinks,
@@ -175,9 +210,9 @@ class TritonDecodeKernel:
     def _tile_config(self, rows: int) -> DecodeConfig:
         return tile_config(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
 
-    def _seats(self, how: DecodeConfig) -> int:
-        """Rows whose queries share a piece."""
-        return how.rows_per_prefix_tile(self._group) if self._group else 0
+    def _prefix_rows(self, config: DecodeConfig) -> int:
+        """Rows whose queries a split of a shared prefix serves; 0: prefixes are not shared."""
+        return config.rows_per_prefix_tile(self._group) if self._group else 0
 
 
 # All head sizes of this backend (registry.py) are powers of two.
