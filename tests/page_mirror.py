@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.step import Delta, Step
+from pipeinfer.step import Step, StepDelta
 
 
 class PageMirror:
@@ -18,7 +18,7 @@ class PageMirror:
     def __init__(self, slots: int) -> None:
         self.table = np.zeros((slots, 1), dtype=np.int32)
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, delta: StepDelta) -> None:
         """Before the step that has it, and in the order of steps."""
         if len(delta.slots):
             needed, columns = int(delta.columns.max()) + 1, self.table.shape[1]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from page_mirror import PageMirror
-from pipeinfer.step import Delta, Step
+from pipeinfer.step import Step, StepDelta
 
 
-def all_pages(slots, pages) -> Delta:
+def all_pages(slots, pages) -> StepDelta:
     """That `pages` [n, P] stand in the rows `slots` [n], from the first column on."""
     pages = np.asarray(pages, dtype=np.int32)
     count, width = pages.shape
-    return Delta(
+    return StepDelta(
         np.repeat(np.asarray(slots, dtype=np.int32), width),
         np.tile(np.arange(width, dtype=np.int32), count),
         pages.reshape(-1),

@@ -145,7 +145,7 @@ _NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
-class Delta:
+class StepDelta:
     """What a step changes of what lies on the device by slot, before it computes anything.
 
     pages: int32 [n], which from now on stand in columns `columns` [n] of the page table's rows
@@ -164,7 +164,7 @@ class Delta:
     released: tuple[int, ...] = ()
 
 
-NOTHING = Delta()
+NOTHING = StepDelta()
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Step:
     tokens: np.ndarray
     fields: Mapping[str, np.ndarray]
     penalties: PenaltyRows | None = None
-    delta: Delta = NOTHING
+    delta: StepDelta = NOTHING
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None

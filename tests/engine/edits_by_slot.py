@@ -8,7 +8,7 @@ import torch
 from pipeinfer.engine.step_buffers import SlotState
 from pipeinfer.engine.step_builder import MAX_LOGIT_EDITS
 from pipeinfer.kernels import host
-from pipeinfer.step import Delta
+from pipeinfer.step import StepDelta
 
 
 class Edited:
@@ -17,7 +17,7 @@ class Edited:
     def __init__(self, slots: int, pages: int = 8) -> None:
         self.state = SlotState(slots, pages, MAX_LOGIT_EDITS, torch.device("cpu"))
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, delta: StepDelta) -> None:
         pairs = torch.from_numpy(self.state.changes(delta))
         host.scatter_words(pairs, torch.tensor([len(pairs) // 2]), self.state.words)
 

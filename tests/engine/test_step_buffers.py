@@ -33,7 +33,7 @@ from pipeinfer.engine.step_builder import FIELDS
 from pipeinfer.kernels import host
 from pipeinfer.kernels.interface import NO_SLOT
 from pipeinfer.kernels.interface import GraphShape as Shape
-from pipeinfer.step import LAST_TOKEN, Delta, LogitEdits, Step
+from pipeinfer.step import LAST_TOKEN, LogitEdits, Step, StepDelta
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
@@ -62,7 +62,7 @@ def make_step(starts, counts, samples, page_size, seed=0) -> Step:
     pages = random.permutation(np.arange(1, rows * width + 1)).reshape(rows, width)
     fields = some_fields(rows, random)
     delta = all_pages(slots, pages)
-    delta = Delta(delta.slots, delta.columns, delta.pages, admitted=slots, fields=fields)
+    delta = StepDelta(delta.slots, delta.columns, delta.pages, admitted=slots, fields=fields)
     return Step(
         0, 0, int((counts == 1).sum()), slots, starts, counts, samples,
         random.integers(LAST_TOKEN, 50, int(counts.sum())).astype(np.int32),
@@ -232,7 +232,7 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
     state, random = SlotState(SLOTS, PAGES, 4, CPU), np.random.default_rng(0)
 
     def apply(**changes) -> None:
-        pairs = torch.from_numpy(state.changes(Delta(**changes))).view(-1, 2).long()
+        pairs = torch.from_numpy(state.changes(StepDelta(**changes))).view(-1, 2).long()
         assert len(pairs[:, 0].unique()) == len(pairs), "an index twice has either value"
         state.words[pairs[:, 0]] = pairs[:, 1].int()
 
@@ -285,7 +285,7 @@ def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
         with pytest.raises(ValueError, match="largest"):
             side.arrays.views(room, samples, padded=False)
     step = make_step([0], [1], [True], 16)
-    step = replace(step, slots=np.array([SLOTS], np.int32), delta=Delta())
+    step = replace(step, slots=np.array([SLOTS], np.int32), delta=StepDelta())
     with pytest.raises(ValueError, match="slot 12, where there are 12"):
         side.expand(step, decode_only(1), 1, graph=True)
 

@@ -20,13 +20,13 @@ from pipeinfer.engine.step_builder import filled
 from pipeinfer.kernels.interface import GraphShape
 from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.step import (
-    Delta,
     LogitEdits,
     LogprobRows,
     MaskRows,
     PenaltyRows,
     SharedPrefixes,
     Step,
+    StepDelta,
 )
 from pipeinfer.step_cost import PER_SECOND, StepCost
 from pipeinfer.wire import PREFIX_UPPER
@@ -265,7 +265,7 @@ def dummy_step(
         samples=np.ones(rows, dtype=bool),
         tokens=np.zeros(int(counts.sum()), dtype=np.int32),
         fields=values,
-        delta=Delta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
+        delta=StepDelta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
     )
 
 

@@ -35,7 +35,7 @@ from pipeinfer.kernels.interface import (
     SlotTables,
 )
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, MOST_BAD_WORDS
-from pipeinfer.step import BadWords, Delta, LogitEdits, Step
+from pipeinfer.step import BadWords, LogitEdits, Step, StepDelta
 from pipeinfer.tensors import tensor_of
 
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
@@ -445,7 +445,7 @@ class SlotState:
             ),
         )
 
-    def changes(self, delta: Delta) -> np.ndarray:
+    def changes(self, delta: StepDelta) -> np.ndarray:
         """int32 [2n]: the indices in `words` that `delta` changes, each with its new value."""
         indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
@@ -456,7 +456,7 @@ class SlotState:
         pairs[0::2], pairs[1::2] = indices, values
         return pairs
 
-    def _admitted_changes(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _admitted_changes(self, delta: StepDelta) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of slots that were filled: fields, and edits."""
         many, slots = self.padding_slot + 1, delta.admitted
         found: list[tuple[np.ndarray, np.ndarray]] = []

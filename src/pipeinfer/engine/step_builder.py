@@ -34,7 +34,6 @@ from pipeinfer.step import (
     NOTHING,
     BadWords,
     Constrained,
-    Delta,
     Extended,
     LogitEdits,
     LogprobRows,
@@ -43,6 +42,7 @@ from pipeinfer.step import (
     PenaltyRows,
     ScoredChunk,
     Step,
+    StepDelta,
 )
 from pipeinfer.wire import unpack
 
@@ -152,10 +152,10 @@ class StepBuilder:
                     slot, first, ids, int(begins[at]) + first - start - 1, alternatives
                 )
 
-    def _delta(self) -> Delta:
+    def _delta(self) -> StepDelta:
         """What changed since the last step that computes anything."""
         pages, requests = self._memory.table.take_changes(), self._requests.changes()
-        delta = NOTHING if pages is None else Delta(*pages)
+        delta = NOTHING if pages is None else StepDelta(*pages)
         if requests is not None:
             admitted, fields, edits = requests
             delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
