@@ -222,9 +222,10 @@ class Sampled:
 class SharedPrefixes:
     """Prefixes that decodes of a step have in common, int32 [decodes] each.
 
-    leaders: leader * PART + pages, PART as in wire.py: the row's first `pages` pages are those
-    of row `leader`, which may be itself; 0 where it has none in common. ranks: rank * PART + rows:
-    its number among the rows with that leader, from 0, and how many these are, at least two.
+    leaders: leader * PREFIX_UPPER + pages, PREFIX_UPPER as in wire.py: the row's first `pages`
+        pages are those of row `leader`, which may be itself; 0 where it has none in common.
+    ranks: rank * PREFIX_UPPER + rows: its number among the rows with that leader, from 0, and how
+        many these are, at least two.
     """
 
     leaders: np.ndarray

@@ -55,7 +55,7 @@ class HostLengths:
     kv_indptr: torch.Tensor
 
     def queries(self, begin: int, end: int) -> torch.Tensor:
-        """As DeviceStep.queries."""
+        """As DeviceStep.qo_indptr_of."""
         return self.qo_indptr[: end + 1] if begin == 0 else self.prefill_qo_indptr
 
 

@@ -32,7 +32,7 @@ def flags(settings: Mapping[str, object]) -> list[str]:
 
 
 def wait_ready(process: subprocess.Popen[str]) -> str:
-    """The URL in the ready line of a process whose stdout is a pipe. Raises NotReady."""
+    """The URL in the ready line of a process whose stdout is a pipe. Raises ServerNotReady."""
     output: IO[str] | None = process.stdout
     assert output is not None
     for line in output:

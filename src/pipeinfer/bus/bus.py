@@ -78,15 +78,15 @@ class Bus:
             incarnation, everybody, far, self._send_link_message, self._push, self._close_outbox,
             int(min(resend_seconds / LINK_TIMER, 1 << 30)),
         )  # fmt: skip
-        self._on_link_timerer: asyncio.TimerHandle | None = None
+        self._link_timer_handle: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
         """Opens the inbox and the publishers. AddressTaken if somebody has an address,
         ConfigurationError if keys are wrong, or the address is not one of this host.
         """
-        transport, pending = split_address(self._address)
+        transport, path = split_address(self._address)
         if transport == "ipc":
-            Path(pending).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sockets.load_keys()
         inbox = self._socket(zmq.PULL)
         inbox.rcvhwm, inbox.maxmsgsize = INBOX_HWM, FRAME_BYTES
@@ -151,8 +151,8 @@ class Bus:
 
     def close(self) -> None:
         """Closes every socket; what was sent has LINGER_MS to leave."""
-        if self._on_link_timerer is not None:
-            self._on_link_timerer.cancel()
+        if self._link_timer_handle is not None:
+            self._link_timer_handle.cancel()
         self.reader.close()
         for socket in (*self._outboxes.values(), *self._publishers.values()):
             socket.close(linger=LINGER_MS)
@@ -192,7 +192,7 @@ class Bus:
 
     def _on_link_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         self._links.on_timer()
-        self._on_link_timerer = loop.call_later(LINK_TIMER, self._on_link_timer, loop)
+        self._link_timer_handle = loop.call_later(LINK_TIMER, self._on_link_timer, loop)
 
     def _push(self, stage: str, parts: list[bytes]) -> None:
         try:

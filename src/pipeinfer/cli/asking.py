@@ -30,7 +30,7 @@ class ModelSession:
 @contextmanager
 def model_session(asked: ModelFlags, wanted: AnswerOptions) -> Iterator[ModelSession]:
     """The model that the flags mean, started; a terminal is told from the first moment on what is
-    waited for. Raises ConfigurationError or Unanswered."""
+    waited for. Raises ConfigurationError or RequestFailed."""
     line = StatusLine()
     line.show(f"{asked.model or DEMO}")
     try:

@@ -163,7 +163,7 @@ async def print_answer(
     model: ChatModel, question: Question, answer_texts: list[str] | None = None
 ) -> None:
     """Prints an answer as it comes, and a newline, also if it breaks off. `answer_texts`: gets what
-    is no thought. Unanswered."""
+    is no thought. RequestFailed."""
     printed = False
     async with aclosing(model.answer(question)) as pieces:
         try:

@@ -46,7 +46,7 @@ class ChatModel(Protocol):
     name: str
 
     async def start(self) -> None:
-        """Returns when questions are answered. ConfigurationError or Unanswered."""
+        """Returns when questions are answered. ConfigurationError or RequestFailed."""
         ...
 
     def startup_status(self) -> str:
@@ -54,7 +54,7 @@ class ChatModel(Protocol):
         ...
 
     def answer(self, question: Question) -> AsyncGenerator[AnswerDelta, None]:
-        """The answer as it comes; who leaves it early aborts it. Unanswered."""
+        """The answer as it comes; who leaves it early aborts it. RequestFailed."""
         ...
 
     async def close(self) -> None:

@@ -143,7 +143,7 @@ class ServedModel:
         return models[0].id
 
     async def _check(self, answer: aiohttp.ClientResponse) -> None:
-        """Unanswered for what the server refuses."""
+        """RequestFailed for what the server refuses."""
         if answer.status == 200:
             return
         text = await answer.text(errors="replace")
@@ -161,7 +161,7 @@ class ServedModel:
 
 
 async def _text_deltas(answer: aiohttp.ClientResponse) -> AsyncGenerator[AnswerDelta, None]:
-    """Until the stream says that it has ended; Unanswered if it does not, or ends in an error."""
+    """Until the stream says that it has ended. RequestFailed if it does not, or on an error."""
     ended = False
     async for line in answer.content:
         if not line.startswith(DATA):

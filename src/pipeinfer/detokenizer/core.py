@@ -515,7 +515,7 @@ class RequestStream:
             ]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
-        """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
+        """(text, stop string). With a stop string stop_len is set, and the rest is not decoded."""
         # Hot path: runs once for every output token of every request.
         step = self._decoder.step
         stops, scores, offsets = self._stops, self._scores, self._offsets

@@ -5,7 +5,7 @@ Two kinds, each with a rule that says, alike on all ranks, which messages are fo
 - `CustomAllReduce`: the sum alone, by torch's kernels over its symmetric memory
   (torch.ops.symm_mem).
 - `AllReduceNorm`: the sum, the residual addition and RMSNorm in one kernel of this project
-  (kernels/all_reduce_norm.py, which needs Triton).
+  (kernels/norm.py, which needs Triton).
 
 Both work in one shot (every rank reads the messages of all others) or in two (every rank adds up
 its share, then all collect the shares). Nothing here uses NVLink multicast. Knows no layer and no

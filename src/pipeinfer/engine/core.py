@@ -178,7 +178,9 @@ class EngineCore:
         )
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """Begin, Prepare, Plan, StepDone, Tick or Drain; returns what to send, also on LOCAL."""
+        """What the scheduler publishes (Begin, Prepare, Plan), what this process reports (StepDone,
+        StepFailed, Compiled, GraphDue) and the shell's events; returns what to send, also on LOCAL.
+        """
         match event:
             case Plan():
                 with self._span("plan", event.number):

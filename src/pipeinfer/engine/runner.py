@@ -196,8 +196,8 @@ class Runner:
         """Queues the step behind those that were launched before. Does not wait for the device,
         except for buffers still in use, which the depth of the overlap loop rules out on rank 0.
 
-        `before` is called with it right before its kernels are launched, on the thread that
-        launches them. A step with masked rows is computed up to their logits; see `finish`.
+        `before` is called with it before its buffers are waited for and packed, on the thread that
+        launches its kernels. A step with masked rows is computed up to their logits; see `finish`.
         """
         parity = self._launched % PARITIES
         self._launched += 1

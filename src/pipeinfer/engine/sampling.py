@@ -178,7 +178,7 @@ def log_probs(
     first_id: int,
     collect: Collect,
 ) -> torch.Tensor:
-    """As Kernels.scores, from logits [N, share] of the ids from `first_id` on; the same on all
+    """As Kernels.logprobs, from logits [N, share] of the ids from `first_id` on; the same on all
     ranks."""
     keys = collect(kernels.logit_keys(logits, ids, first_id)).amax(0)
     return kernels.merge_topk(

@@ -2,7 +2,7 @@
 
     pinned words of its parity       words on the device        what they expand to
     (StepBuffers, written by the  -> (DeviceBuffers.words) ->   (DeviceBuffers, viewed by
-    Packer)                               |                      a DeviceStep)
+    StepPacker)                           |                      a DeviceStep)
                                           v                           ^
                                      slot state (SlotState) ----------+
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
     R rows and T tokens are those of the shape; kernels/interface.py says what the arrays hold.
     Changes are pairs (index, value) of SlotState.words. leaders, ranks: DeviceStep's
-    prefix_leaders and prefix_ranks. Written by Packer, read by the kernels scatter_words and
+    prefix_leaders and prefix_ranks. Written by StepPacker, read by the kernels scatter_words and
     prepare_inputs.
     """
 
@@ -404,12 +404,13 @@ class SlotState:
           [slots + 1, P]  (slots + 1) * F   [slots + 1]        [3, slots + 1, E]  [slots + 1, B]
 
     for `slots` requests with up to `pages` pages (P) and `max_edits` edits (E) each; F is
-    FIELD_WORDS, B is BANS. One buffer, so that whatever changes (Step.delta) is a list of indices
-    and values; one writer, the kernel scatter_words on the forward stream. Beside it lies
-    last_token, int64 [slots + 1], the id that each slot sampled last, which sampling kernels write.
+    FIELD_WORDS, B is BAD_WORDS_SIZE. One buffer, so that whatever changes (Step.delta) is a list of
+    indices and values. On the forward stream scatter_words writes it, and apply_logit_bias the
+    latest ids of requests with bad words. Beside it lies last_token, int64 [slots + 1], the id that
+    each slot sampled last, which sampling kernels write.
 
-    padding_slot: the last one, which padding rows have. by_slot, edits: what kernels read. words:
-    all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
+    padding_slot: the last one, which padding rows have. by_slot, logit_edits: what kernels read.
+    words: all of the buffer. biased: on the host, bool [slots], whose edits raise or lower logits.
     """
 
     def __init__(self, slots: int, pages: int, max_edits: int, device: torch.device) -> None:

@@ -30,7 +30,7 @@ CLOSE_WAIT = 8  # of linux/tcp_states.h: the peer has stopped sending and nothin
 def abort_when_peer_leaves(
     transport: asyncio.Transport, is_busy: Callable[[], bool], probe: Callable[[], None]
 ) -> None:
-    """Aborts `transport` as soon as its peer is known to be gone, while `wanted()`.
+    """Aborts `transport` as soon as its peer is known to be gone, while `is_busy()`.
 
     A client that only stopped sending and one that is gone look the same at first: the end of what
     they send. But the host of the latter answers whatever is sent with a reset, which shows in the

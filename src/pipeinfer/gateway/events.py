@@ -27,8 +27,8 @@ class Call(Message, frozen=True):
     timeout: seconds from now, 0: never.
     return_prompt_ids, return_prompt_text, return_token_strs: Started brings the prompt's ids, its
         text, its tokens as the vocabulary writes them.
-    only_encode: nothing is generated; one Delta ends the request.
-    token_offsets: each Delta says where the text of its tokens begins.
+    only_encode: nothing is generated; one OutputDelta ends the request.
+    token_offsets: each OutputDelta says where the text of its tokens begins.
     priority, cache_salt, trace, client, fallback_grammar: as in Submit.
     """
 
@@ -63,7 +63,7 @@ class Hangup(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The request was tokenized. Comes once, before the first Delta.
+    """The request was tokenized. Comes once, before the first OutputDelta.
 
     group: that computes it. prompt_tokens: 0 for all choices but the first, they share one prompt.
     prompt_ids: int32 bytes; this, `prompt_text` and `token_strs` are empty unless asked for.

@@ -103,7 +103,7 @@ class Health:
         if row is None or beat.incarnation < row.incarnation:
             return
         # What a supervisor says of a process that ended comes as the process's successor by one
-        # (Child.last_word); real processes are further apart, their numbers are times in ns.
+        # (Child.death_notice); real processes are further apart, their numbers are times in ns.
         if row.incarnation and beat.incarnation > row.incarnation + 1:
             row.restarts, row.restarted_at = row.restarts + 1, now
         row.reason, row.pid = beat.reason, beat.pid

@@ -193,7 +193,8 @@ def _parse_chat(
         request.include_reasoning is not False,
     )
     spec = params.structured_outputs
-    strip_answer = spec is not None and spec.json is not None  # as masks.LaterSource allows it
+    # Space before JSON, which masks.AfterThoughtsSource allows.
+    strip_answer = spec is not None and spec.json is not None
     schemas = None if tools is None else tools.schemas
     custom_tools = () if tools is None else tools.custom_tools
     parser_factory = parsers.parser_factory(

@@ -350,8 +350,8 @@ class BestOf:
     Arguments:
     - choices: number of all choices
     - made: choices of each prompt
-    - shown: choices of each prompt that are returned
-    - wanted: the client asked for log-probs as well
+    - options: choices of each prompt that are returned
+    - with_logprobs: the client asked for log-probs as well
     """
 
     def __init__(self, choices: int, made: int, options: int, with_logprobs: bool) -> None:

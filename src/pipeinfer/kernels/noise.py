@@ -57,7 +57,8 @@ def gumbel_noise(
     """float32 [R, vocab] standard Gumbel noise of rows with `seeds` uint64 and `positions` int64,
     for ids start .. start + vocab - 1.
 
-    Costs about 6 ns a value on one core; `gumbel_at` is cheaper for less than a sixth of the ids.
+    Costs about 6 ns a value on one core; `gumbel_noise_at` is cheaper for less than a sixth of the
+    ids.
     """
     skipped = start % 4  # a counter makes the noise of four ids
     if skipped:
@@ -76,7 +77,7 @@ def gumbel_noise(
 
 
 def gumbel_noise_at(seeds: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """float32 [N]: the same noise as `gumbel`, for single (seed, position, id) triples."""
+    """float32 [N]: the same noise as `gumbel_noise`, for single (seed, position, id) triples."""
     out = np.empty(len(ids), dtype=np.float32)
     for begin in range(0, len(ids), WORDS_PER_BLOCK // 4):
         block = slice(begin, begin + WORDS_PER_BLOCK // 4)

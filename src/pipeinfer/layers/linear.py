@@ -269,7 +269,7 @@ Lookup = Callable[[torch.Tensor], torch.Tensor]
 class VocabParallelWeight:
     """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden].
 
-    matrix: for products.
+    weight: for products.
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:

@@ -3,7 +3,7 @@
 Torch operations get the angles of a step's positions, computed in float32 once for all layers; a
 kernel that looks them up itself gets a table up to the longest position. Each is made when somebody
 first asks for it. A pair that is rotated is always half a head apart: what files have otherwise is
-put in order when weights are final (`lanes`). Knows no cache and no request.
+put in order when weights are final (`neox_permutation`). Knows no cache and no request.
 """
 
 from __future__ import annotations

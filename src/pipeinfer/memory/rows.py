@@ -1,7 +1,7 @@
 """What the memory manager decided of one plan.
 
 The second of a step's descriptions: Plan (messages.py), Rows, Step (step.py), and DeviceStep
-(kernels/tables.py), on the device.
+(kernels/interface.py), on the device.
 """
 
 from __future__ import annotations

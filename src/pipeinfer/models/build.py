@@ -38,8 +38,8 @@ def build_model(
     shard: which rank of how many.
     dtype, device: of the parameters; "meta" allocates nothing.
     collectives: sums over ranks; without them a share of several ranks can be loaded, not run.
-    compiled: norms and activations by torch.compile, see layers/compiled.py.
-    fusion: of sums over ranks with the norm that follows, see layers/partial_sum.py.
+    compiled: norms and activations by torch.compile, see layers/elementwise.py.
+    fusion: of sums over ranks with the norm that follows, see layers/placement.py.
     moe_backend: a name of layers/moe_backends.py.
 
     Raises ConfigurationError if heads or MLP do not divide by the ranks, if what is to be compiled

@@ -277,7 +277,7 @@ class CausalLM:
 class SandwichLayer:
     """Attention and feed-forward, each between two norms: the second norm comes before the addition
     to the residual stream, so it needs sums over all ranks, and both blocks are built with
-    `Placement.summed`.
+    `Placement.without_deferred_sums`.
     """
 
     input_norm: RMSNorm

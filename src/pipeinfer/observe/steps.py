@@ -88,7 +88,7 @@ class StepTimer:
 
 class LastMinute:
     """A scheduler's steps: each is told to `stepped`, and sums by half seconds are kept of those of
-    the last minute. `target`: see Steps."""
+    the last minute. `target`: see StepTimer."""
 
     def __init__(self, target: float, stepped: Callable[[StepMade], object]) -> None:
         self._steps = StepTimer(target)

@@ -19,7 +19,7 @@ from pipeinfer import settings as config
 from pipeinfer.settings import ConfigurationError, Settings
 
 # Of keywords of others, the values that ask for what is so anyway, their defaults among them. None
-# always does. Where no values stand here: what is empty, 0, False or "auto"; see asks_nothing.
+# always does. Where no values stand here: what is empty, 0, False or "auto"; see is_neutral.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "all2all_backend": ("allgather_reducescatter",),
     "async_scheduling": (True,),

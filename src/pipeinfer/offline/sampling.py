@@ -16,7 +16,7 @@ from pipeinfer.offline.keywords import is_neutral
 from pipeinfer.offline.outputs import RequestError
 
 # Fields of vLLM's that ask for what there is not, unless their value is one of those here (None:
-# one that asks for nothing, see asks_nothing); and what to use instead.
+# one that asks for nothing, see is_neutral); and what to use instead.
 Refusals = Mapping[str, tuple[tuple[object, ...] | None, str]]
 OF_SAMPLING: Refusals = {
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),

@@ -224,7 +224,7 @@ class Child:
     deaths: int = 0
     swapping: bool = False
     killed_for_group: asyncio.subprocess.Process | None = (
-        None  # it dies for its group, see `condemn`
+        None  # it dies for its group, see `kill_for_group`
     )
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     has_reported: asyncio.Event = field(default_factory=asyncio.Event)

@@ -24,7 +24,7 @@ class StepComposer:
 
     rows: (request, tokens) in the order in which they were given out.
     admitted: requests that the step's plan gives a slot. preempted: those that it takes one from.
-    pages: the Allowance of pages; `pages.taken` is net of what preemption gives back.
+    pages: the PageAllowance; `pages.taken` is net of what preemption gives back.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StepComposer:
         now: float = 0.0,
         nothing_in_flight: bool = False,
     ) -> None:
-        """max_tokens: of the step. now: seconds, by the clock of Request.since."""
+        """max_tokens: of the step. now: seconds, by the clock of Request.arrived_at."""
         self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []

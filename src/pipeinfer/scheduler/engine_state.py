@@ -150,9 +150,9 @@ class Slots:
     """Slots of one epoch.
 
     running: requests that hold one, by id. released_pages: what the releases that were not
-    published yet give back. ahead: those that may know more than steps in flight will compute, by
-    id. credits: pages that plans may still take. evicted: pages that the
-    prefix cache has lost in this epoch.
+    published yet give back. knowing_ahead: those that may know more than steps in flight will
+    compute, by id. credits: pages that plans may still take. evicted: pages that the prefix cache
+    has lost in this epoch.
     """
 
     def __init__(self) -> None:
@@ -357,7 +357,7 @@ class StepsInFlight:
         return True
 
     def check(self, now: float, seconds: float) -> None:
-        """Raises Overdue if the oldest plan has had no result for so long."""
+        """Raises StepOverdue if the oldest plan has had no result for so long."""
         if self._steps and now - self._steps[0].published > seconds:
             raise StepOverdue(f"no result of plan {self._steps[0].number} in {seconds:g} s")
 

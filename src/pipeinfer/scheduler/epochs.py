@@ -130,7 +130,7 @@ class Epochs:
         return Begin(self.epoch, self.incarnations)
 
     def ready(self, ready: Ready) -> bool:
-        """Takes a rank's answer; True if the epoch runs from now on. Raises Torn."""
+        """Takes a rank's answer; True if the epoch runs from now on. Raises RanksDiverged."""
         known = self._hellos.get(ready.rank)
         if (
             self.running
@@ -155,7 +155,7 @@ class Epochs:
         return True
 
     def check(self, now: float, seconds: float) -> None:
-        """Raises Torn if a rank has not answered to the epoch that began `seconds` ago."""
+        """Raises RanksDiverged if a rank has not answered to the epoch that began `seconds` ago."""
         if self._begun and not self.running and now - self._since > seconds:
             silent = [str(rank) for rank in range(self.tp) if rank not in self._steps]
             raise RanksDiverged(f"rank {', '.join(silent)} gave no answer to epoch {self.epoch}")

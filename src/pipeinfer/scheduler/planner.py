@@ -27,9 +27,10 @@ MAX_DEFERRALS = 2  # of one request in a row, after which somebody else must giv
 class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
-    Gives out `slots` and launches `steps_in_flight`; what engines say of either, their owner hears.
-    `counts` go into the statistics, and `prefill_allowed`, what PrefillBudget.allows says;
-    so does `queue_times`, in seconds from a request's arrival to its first slot.
+    Gives slots of `slots` to requests, and adds each plan that it makes to `steps_in_flight`. What
+    engines report of both goes to EngineState, which owns them. `counts` go into the statistics,
+    and so do `prefill_allowed`, what PrefillBudget.within_itl_target says, and `queue_times`, in
+    seconds from a request's arrival to its first slot.
     """
 
     def __init__(
@@ -152,7 +153,8 @@ class Planner:
         return self._number - 1
 
     def plan(self, epoch: int, now: float) -> Plan | None:
-        """The next step; None if enough are in flight or nothing is left to do."""
+        """The next step; None if enough are in flight, nothing is left to do, or a request that is
+        under test has to run alone and a step is still in flight."""
         if len(self._steps_in_flight) >= self._options.overlap_depth:
             return None
         slots, queue = self._slots, self._queue
@@ -228,7 +230,8 @@ class Planner:
         self._policy.compose(step)
 
     def _write(self, step: StepComposer, epoch: int, now: float) -> Plan:
-        """The plan: releases, then admits, then rows."""
+        """The plan: releases, admits, extends and rows. Preempts, gives out slots, and counts
+        tokens, pages and mask units as used."""
         for request in step.preempted:
             self._preempt(request)
         releases = self._slots.take_releases()

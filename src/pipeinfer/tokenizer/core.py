@@ -205,8 +205,8 @@ class TokenizerCore:
         return msgspec.structs.replace(pending.submit, request_id=request_id, choices=(0,))
 
     def submit_to_validate(self, request_id: str, attempt: int) -> Submit | None:
-        """For the driver: the request of a Try; None if its grammar has a verdict by now, or if
-        nobody wants it any more."""
+        """For the driver: the request of a ValidateGrammar; None if its grammar has a verdict by
+        now, or if nobody wants it any more."""
         pending = self._pending.get(request_id, attempt)
         without_verdict = pending is not None and pending.grammar_to_validate
         return self.submit_to_encode(request_id, attempt) if without_verdict else None
@@ -466,7 +466,8 @@ class TokenizerCore:
         if entry is not None and entry.work.attempt > event.attempt:  # it has moved meanwhile
             event = msgspec.structs.replace(event, attempt=entry.work.attempt)
         groups = self._routed.remove(event.request_id)
-        if groups is None:  # of a gateway that died, or one that only the last tokenizer knew
+        if groups is None:
+            # Its prompt is being encoded, its gateway died, or only the last tokenizer knew it.
             groups = self._monitor.groups
         return [Send("work", f"scheduler-{to}", event) for to in groups]
 

@@ -288,7 +288,7 @@ class ValidationWorker:
             self.process.start()
 
     def work(self, submit: Submit) -> GrammarVerdict | ValidateGrammar:
-        """The verdict, or why there is none; a Try if a first attempt needs more time."""
+        """The verdict, or why there is none. ValidateGrammar: a first attempt needs more time."""
         name, attempt = submit.request_id, submit.attempt
         spec = submit.params.structured_outputs
         assert spec is not None

@@ -90,8 +90,9 @@ class Record(msgspec.Struct, array_like=True):
 
     time: monotonic seconds; of an input exactly the `now` that its core was told. channel: of the
     bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
-    number, sent: the frame's Header.seq and Header.sent, 0 for local ones. body: the message as
-    MessagePack (trace/reader.py decodes it). seq: its place in the file, set by the reader.
+    number, sent: the frame's FrameHeader.seq and FrameHeader.sent, 0 for local ones. body: the
+    message as MessagePack (trace/reader.py decodes it). seq: its place in the file, set by the
+    reader.
     """
 
     time: float

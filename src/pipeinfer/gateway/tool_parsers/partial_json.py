@@ -38,7 +38,7 @@ class JsonValueScanner:
     __slots__ = ("_after_backslash", "_depth", "_in_scalar", "done", "in_string")
 
     def __init__(self) -> None:
-        """`quoted`: amid a string."""
+        """`in_string`: amid a string."""
         self._depth = 0
         self.in_string = self._after_backslash = self._in_scalar = self.done = False
 
