@@ -82,7 +82,7 @@ def parser_of(template: str) -> str:
     """The reasoning parser that a chat template implies; "": none.
 
     It is the first of REASONING_PARSERS with these properties: the template has both `answer` tags,
-        no mark of `never`, and at least one of `opening` and `closing`.
+    no mark of `never`, and at least one of `opening` and `closing`.
     """
     for name, tags in REASONING_PARSERS.items():
         answers = all(tag in template for tag in tags.answer)

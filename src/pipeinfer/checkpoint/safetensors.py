@@ -202,7 +202,7 @@ def with_model_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTens
     mlp.experts.N.gate_proj and so on.
 
     Merged experts with biases stay as they are: only gpt-oss has them, and there the rows of gate
-        and up alternate. Raises ConfigurationError if two tensors get the same name.
+    and up alternate. Raises ConfigurationError if two tensors get the same name.
     """
     stored = _with_prefixes(stored)
     return dict(

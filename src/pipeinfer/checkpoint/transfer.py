@@ -37,7 +37,7 @@ class Transfer:
     stream: where the bar is shown if that is a terminal; None: stderr.
 
     A context manager: shows the progress while it is entered. Bytes are counted by `set` and `add`,
-        from any thread.
+    from any thread.
     """
 
     def __init__(
