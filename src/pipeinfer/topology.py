@@ -78,6 +78,7 @@ class StageEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> Identity:
+        """The stage's name and numbers."""
         return Identity(self.name, self.group, self.rank, self.index)
 
 

@@ -53,7 +53,7 @@ def resolve_model(
 ) -> Path:
     """The folder or the GGUF file of a model; downloads a model of the hub.
 
-    name: a path, an id of the hub, or the demo's name.
+    name: a path, an id of the hub, or DEMO; "" is the demo, too.
     revision: branch, tag or commit on the hub; "": the main branch.
     say: gets messages about what takes time.
     weights: whether a model of the hub must have weights.
@@ -203,7 +203,7 @@ def _missing(snapshot: Snapshot) -> list[str]:
 
     def there(file: str) -> bool:
         found = try_to_load_from_cache(snapshot.name, file, revision=snapshot.revision)
-        size = snapshot.sizes[file]  # 0 where the hub does not say it
+        size = snapshot.sizes[file]  # 0: unknown
         return isinstance(found, str) and size in (0, Path(found).stat().st_size)
 
     lacking = [file for file in _is_needed(snapshot) if not there(file)]

@@ -58,7 +58,7 @@ class Keys:
         self.architecture = name
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive whole number of at most LARGEST, or of what MOST says.
+        """A positive whole number, at most the bound in MOST, or LARGEST if there is none.
 
         default: stands for a missing key; None: the key is required.
         """
@@ -79,12 +79,14 @@ class Keys:
         return float(value)
 
     def text(self, name: str, default: str) -> str:
+        """The text of a key; `default` if the key is missing."""
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
         if not isinstance(value, str):
             raise self._wrong(name, value, "a text")
         return value
 
     def has(self, name: str) -> bool:
+        """Whether the file has the key."""
         return f"{self.architecture}.{name}" in self._header.metadata
 
     @property

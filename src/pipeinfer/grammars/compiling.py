@@ -177,6 +177,7 @@ class Grammar:
 
     @property
     def num_copies(self) -> int:
+        """Compiled copies."""
         return len(self._copies)
 
     @property
@@ -324,11 +325,13 @@ class MaskCost(NamedTuple):
 
     @property
     def units(self) -> int:
+        """The cost in units of work."""
         return round(
             self.items * UNITS_PER_ITEM + self.fuel * UNITS_PER_FUEL + self.nodes * UNITS_PER_NODE
         )
 
     def since(self, before: MaskCost) -> MaskCost:
+        """The difference to `before`, an earlier cost of the same matcher."""
         return MaskCost(
             self.items - before.items, self.fuel - before.fuel, self.nodes - before.nodes
         )

@@ -459,7 +459,7 @@ class _SchemaRewriter:
             self._note_unsupported("maxProperties", at)
 
     def _dependencies(self, made: JsonObject, more: list[Schema], at: str) -> None:
-        """Replaces dependencies: either the property is absent, or what it demands holds."""
+        """Replaces dependencies: either the property is absent, or the demanded schema holds."""
         asked: list[tuple[str, Schema]] = []
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             for name, part in named(made, key).items():

@@ -138,7 +138,8 @@ class GrammarSource:
 class AfterThoughtsSource:
     """Allows what a grammar allows behind the thoughts.
 
-    - Amid the thoughts every token is allowed that does not end the request.
+    - Amid the thoughts all tokens are allowed except those that end the request, and those that
+      complete the closing tag and go on with more than white space.
     - Before them, these are allowed: the opening tag, if it is one token; a little white space, if
       it is harmless in front of the grammar's text; the grammar's first tokens.
 
@@ -158,7 +159,7 @@ class AfterThoughtsSource:
         self._source = GrammarSource(grammar, place=place)
         self._spaces = (
             MAX_SPACE_TOKENS if grammar.allows_leading_space else 0
-        )  # that may still come before it
+        )  # tokens of white space that may still come before the grammar's text
         self.feed(ids)
 
     @property
@@ -316,10 +317,10 @@ class FailedSource:
 class RowSource:
     """The source of one row, with tokens forced ahead of sampling.
 
-    source: decides.
+    source: decides which tokens are allowed, or forced.
     at: the position of the next output id.
-    jumps: whether ids may be forced ahead. Those that are must then be fed, sampled or not, before
-        any other.
+    jumps: whether ids may be forced ahead. Once ids are forced, `feed` must get them before any
+        other id, whether they were sampled or passed by the scheduler.
     """
 
     def __init__(self, source: MaskSource, at: int, jumps: bool = True) -> None:

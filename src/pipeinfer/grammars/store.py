@@ -129,9 +129,7 @@ class GrammarStore:
     def _recompile(self, worn: Grammar) -> None:
         try:
             worn.recompile()
-        except (
-            BaseException
-        ):  # a panic of the compiler is no Exception. The error is a client's text
+        except BaseException:  # also a panic of the compiler. The error is a client's text
             log.warning("a grammar that is worn out cannot be compiled again")
         with self._lock:
             self._recompiling.discard(worn)
@@ -142,7 +140,7 @@ class GrammarStore:
         held.
         """
         left = sum(one.bytes for one in self._live) - self._most_bytes
-        for spec, asked in list(self._futures.items())[:-1]:  # the last one is about to be used
+        for spec, asked in list(self._futures.items())[:-1]:  # the last grammar is about to be used
             if left <= 0:
                 break
             if asked.done() and asked.exception() is None and not asked.result().num_rows:

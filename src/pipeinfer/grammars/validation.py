@@ -272,7 +272,7 @@ def main() -> None:
     pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs, outcome: list[str]) -> None:
-        said = "it does not compile"  # also after a panic of the compiler, which is not caught here
+        said = "it does not compile"  # stays so after a panic of the compiler, which is not caught
         try:
             # A fork has none of its parent's threads, so the executor is made here.
             said = sample_walk(Grammar(vocabulary, spec), LLExecutor(1))
